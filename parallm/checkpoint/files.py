@@ -1,0 +1,129 @@
+"""One checkpoint as a folder of files: written in place, synced, and verified against its manifest when read.
+
+Knows nothing of other checkpoints, of temporary folders or of falling back: see `manager`.
+"""
+
+import errno
+import hashlib
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from parallm.checkpoint.state import Fingerprint, TrainingState
+from parallm.checkpoint.trajectory_lines import groups_from_lines, groups_to_lines
+from parallm.errors import AdapterError, CheckpointError
+from parallm.model.adapter_files import read_adapter, read_arrays, write_arrays, write_mlx
+
+ADAPTER = "adapter"
+OPTIMIZER = "optimizer.safetensors"
+STATE = "state.json"
+TRAJECTORIES = "trajectories.jsonl"
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+def write_checkpoint(state: TrainingState, folder: Path) -> None:
+    """Write the files of `state` into `folder`, which exists and is empty, and wait until the disk has them.
+
+    Raises OSError if the disk does not take them, TypeError or ValueError if `state.counters` is not JSON.
+    """
+    write_mlx(state.adapter, folder / ADAPTER, num_layers=state.fingerprint.num_layers)
+    write_arrays(folder / OPTIMIZER, state.optimizer, {"format": "mlx"})
+    (folder / STATE).write_text(_state_text(state))
+    (folder / TRAJECTORIES).write_text(groups_to_lines(state.groups))
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {path.relative_to(folder).as_posix(): _entry(path) for path in files}
+    # no line end: without its last byte it must not be a manifest
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": entries}, indent=2))
+    for path in (*files, folder / MANIFEST, folder / ADAPTER, folder):
+        sync(path)
+
+
+def read_checkpoint(folder: Path) -> TrainingState:
+    """Verify sizes and checksums of all files, then read them. Raises CheckpointError with the first fault."""
+    try:
+        _verify(folder)
+        values = json.loads((folder / STATE).read_text())
+        saved = values["fingerprint"]
+        return TrainingState(
+            step=values["step"],
+            version=values["version"],
+            adapter=read_adapter(folder / ADAPTER),
+            optimizer=read_arrays(folder / OPTIMIZER)[0],
+            schedule_step=values["schedule_step"],
+            counters=values["counters"],
+            groups=groups_from_lines((folder / TRAJECTORIES).read_text()),
+            score=values["score"],
+            fingerprint=Fingerprint(**(saved | {"targets": tuple(saved["targets"])})),
+        )
+    except (AdapterError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def read_score(folder: Path) -> float | None:
+    """The evaluation of a checkpoint without reading or verifying the rest; None if there is none or it is damaged."""
+    try:
+        score = json.loads((folder / STATE).read_text())["score"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return score if isinstance(score, float) else None
+
+
+def needed_bytes(state: TrainingState) -> int:
+    """About how much disk `write_checkpoint` takes."""
+    arrays = [*state.adapter.arrays.values(), *state.optimizer.values()]
+    # 256 bytes of header an array; a token with its log-probability takes about 40 as text; room for the small files
+    trajectories = [trajectory for group in state.groups for trajectory in group.trajectories]
+    text = sum(40 * len(t.prompt_tokens + t.tokens) + 2 * len(t.text) for t in trajectories)
+    return sum(array.nbytes + 256 for array in arrays) + text + 65536
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (path.is_dir() and error.errno == errno.EINVAL):  # some network file systems cannot sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _state_text(state: TrainingState) -> str:
+    values = {
+        "format": FORMAT,
+        "step": state.step,
+        "version": state.version,
+        "schedule_step": state.schedule_step,
+        "score": None if state.score is None else float(state.score),
+        "fingerprint": asdict(state.fingerprint),
+        "counters": dict(state.counters),
+    }
+    text = json.dumps(values, indent=2) + "\n"
+    if json.loads(text)["counters"] != values["counters"]:
+        raise ValueError("TrainingState.counters would not come back equal from JSON: it holds tuples, NaN or odd keys")
+    return text
+
+
+def _verify(folder: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(f"{folder} has format {manifest['format']}, this version reads {FORMAT}")
+    for name, expected in manifest["files"].items():
+        _verify_file(folder / name, expected)
+
+
+def _verify_file(path: Path, expected: dict[str, Any]) -> None:
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        raise CheckpointError(f"{path} has {size} bytes, {expected['bytes']} were saved")
+    if _entry(path) != expected:
+        raise CheckpointError(f"{path} is corrupt: its sha256 differs from the manifest")
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,183 @@
+"""The checkpoints of one run: saved whole or not at all, a bounded number kept, the newest good one found again."""
+
+import errno
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
+from parallm.checkpoint.settings import CheckpointSettings
+from parallm.checkpoint.state import Fingerprint, TrainingState
+from parallm.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+STEP_FOLDER = re.compile(r"step_(\d+)")
+TEMPORARY = ".tmp-"
+REPLACED = ".old-"
+ASIDE = "aside_"
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class CheckpointManager:
+    """Owns `step_*` in the folder of a run. Called from the device thread, because it evaluates arrays."""
+
+    def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
+        """Make the folder if needed and remove what processes that have died in the middle of a save left there."""
+        self._folder = folder
+        self._settings = settings
+        folder.mkdir(parents=True, exist_ok=True)
+        self._clean_up()
+
+    def save(self, state: TrainingState) -> Path:
+        """Save `state` as `step_{step}`, then delete the checkpoints that are neither among the newest nor the best.
+
+        Raises CheckpointError, leaving the older checkpoints and no leftovers, if the disk does not take it.
+        """
+        final = self._folder / f"step_{state.step:06d}"
+        temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
+        needed = needed_bytes(state)
+        try:
+            if shutil.disk_usage(self._folder).free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            temporary.mkdir()
+            write_checkpoint(state, temporary)
+            self._put_in_place(temporary, final)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self._save_error(final, error, needed) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        for path in self.checkpoints():
+            if _step(path) > state.step:
+                self._set_aside(path, f"it is newer than step {state.step}, from which this run went on")
+        self._prune()
+        logger.info("saved %s", final)
+        return final
+
+    def load(self, resume: str, fingerprint: Fingerprint | None = None) -> TrainingState | None:
+        """The state to go on from: None for `never`, and for `auto` without a good one; else `resume` is a folder.
+
+        `auto` sets damaged checkpoints aside with a warning. Raises CheckpointError if the named folder cannot be read,
+        or if what was found does not fit `fingerprint`.
+        """
+        if resume == "never":
+            return None
+        path, state = self._newest_good() if resume == "auto" else self._named(Path(resume))
+        if state is None:
+            return None
+        if fingerprint is not None:
+            fingerprint.check_fits(state.fingerprint, str(path))
+        logger.info("resuming from %s", path)
+        return state
+
+    def checkpoints(self) -> tuple[Path, ...]:
+        """The folders of whole saves, oldest first; not verified."""
+        return _step_folders(self._folder)
+
+    def best(self) -> Path | None:
+        """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
+        scores = [(score, path) for path in self.checkpoints() if (score := read_score(path)) is not None]
+        return max(scores, key=lambda pair: (pair[0], _step(pair[1])))[1] if scores else None
+
+    def _put_in_place(self, temporary: Path, final: Path) -> None:
+        replaced = self._folder / f"{REPLACED}{final.name}"
+        if final.exists():
+            final.rename(replaced)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(final)
+            raise
+        sync(self._folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _save_error(self, final: Path, error: OSError, needed: int) -> CheckpointError:
+        if error.errno not in DISK_FULL:
+            return CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged")
+        free = shutil.disk_usage(self._folder).free
+        return CheckpointError(
+            f"{final} could not be saved, the disk is full: {free:,} bytes are free, about {needed:,} are needed; free "
+            "some space or lower checkpoint.keep; older checkpoints are unchanged"
+        )
+
+    def _newest_good(self) -> tuple[Path, TrainingState | None]:
+        for path in reversed(self.checkpoints()):
+            try:
+                return path, read_checkpoint(path)
+            except CheckpointError as error:
+                self._set_aside(path, str(error))
+        return self._folder, None
+
+    def _named(self, path: Path) -> tuple[Path, TrainingState]:
+        if (path / MANIFEST).is_file():
+            return path, read_checkpoint(path)
+        choices = [str(choice) for choice in (*_step_folders(path), *self.checkpoints())]
+        raise CheckpointError(
+            f"checkpoint.resume={path} is no checkpoint: it has no {MANIFEST}; "
+            f"there are {', '.join(choices) or 'none in that folder or this run'}"
+        )
+
+    def _set_aside(self, path: Path, reason: str) -> None:
+        aside = next(
+            name for number in range(10**6) if not (name := path.with_name(f"{ASIDE}{path.name}.{number}")).exists()
+        )
+        try:
+            path.rename(aside)
+        except OSError as error:
+            raise CheckpointError(f"{path} should be set aside, as {reason}; that failed: {error}") from error
+        logger.warning("checkpoint %s was set aside as %s: %s", path, aside.name, reason)
+
+    def _prune(self) -> None:
+        keep = {*self.checkpoints()[-self._settings.keep :], self.best()}
+        for path in self.checkpoints():
+            if path not in keep:
+                self._delete(path)
+
+    def _delete(self, path: Path) -> None:
+        # renamed first: half a checkpoint must never bear the name of one
+        doomed = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+        try:
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            logger.warning("the old checkpoint %s could not be deleted: %s", path, error)
+
+    def _clean_up(self) -> None:
+        for path in self._folder.glob(f"{REPLACED}*"):
+            original = path.with_name(path.name.removeprefix(REPLACED))
+            if original.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(original)
+                logger.warning("restored %s, whose replacement was interrupted", original)
+        for path in self._folder.glob(f"{TEMPORARY}*"):
+            if not _is_running(path.name.rpartition("-")[2]):
+                shutil.rmtree(path, ignore_errors=True)
+                logger.info("removed %s, left by a process that ended while saving", path)
+
+
+def _step_folders(folder: Path) -> tuple[Path, ...]:
+    if not folder.is_dir():
+        return ()
+    return tuple(sorted((path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)), key=_step))
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _is_running(process_id: str) -> bool:
+    """Whether another process of this machine has the id; our own cannot be in the middle of a save here."""
+    if not process_id.isdigit() or int(process_id) in (0, os.getpid()):
+        return False
+    try:
+        os.kill(int(process_id), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

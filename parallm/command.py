@@ -1,0 +1,169 @@
+"""What both commands share: compose, check, load the BLAS, run, and turn errors into one line and an exit code."""
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallm.config import (
+    RUNS_FOLDER,
+    RunConfig,
+    known_keys,
+    recipe_files,
+    register_defaults,
+    register_recipes,
+    run_folder,
+    shipped,
+    to_run_config,
+)
+from parallm.config_errors import explain_composition
+from parallm.device.blas import BlasReport, load_blas
+from parallm.errors import ConfigError, ParallmError
+
+Run = Callable[[RunConfig, Path, BlasReport], int]
+"""Runs to the end in the given folder and returns an exit code."""
+
+SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
+
+logger = logging.getLogger(__name__)
+
+
+def run_command(config_name: str, run: Run) -> int:
+    """Compose conf/`config_name`.yaml with the command line; run it, or each job of a sweep. Returns the worst code."""
+    codes = [SUCCESS]
+
+    def job(composed: DictConfig) -> None:
+        codes.append(_run_job(composed, run))
+
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would else print and exit for
+    try:
+        _register()
+        hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=config_name)(job)()
+    except ConfigError as error:
+        return _complain(str(error), WRONG_CONFIG)
+    except (HydraException, OmegaConfBaseException) as error:
+        if wants_traceback:
+            raise
+        return _complain(explain_composition(error, sys.argv[1:], known_keys()), WRONG_CONFIG)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return max(codes)
+
+
+def _register() -> None:
+    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+    OmegaConf.register_new_resolver("parallm_help", help_text, replace=True)
+    register_defaults()
+    register_recipes(*_recipe_folders())
+
+
+def _recipe_folders() -> tuple[Path, Path]:
+    return shipped("recipes"), Path("recipes")  # the package's, then those of the current folder
+
+
+def _run_job(composed: DictConfig, run: Run) -> int:
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
+    try:
+        config = to_run_config(composed)
+        with _logging_to(folder / "run.log"):
+            blas = load_blas(config.device)
+            logger.info(blas.message)
+            _require_mlx()
+            (folder / "config.yaml").write_text(OmegaConf.to_yaml(composed, resolve=True))
+            return run(config, folder, blas)
+    except ConfigError as error:
+        return _complain(str(error), WRONG_CONFIG)
+    except ParallmError as error:
+        return _complain(str(error), FAILED)
+    finally:
+        _remove_if_empty(folder)
+
+
+def _require_mlx() -> None:
+    """Raises ConfigError where MLX is installed without a backend."""
+    try:
+        importlib.import_module("mlx.core")  # by name and not at the top: the BLAS had to come first
+    except ImportError as error:
+        raise ConfigError(
+            f"MLX cannot start ({error}). On Linux an extra chooses its build: pip install 'parallm[cpu]', "
+            "or 'parallm[cuda12]' or 'parallm[cuda13]' for an NVIDIA GPU"
+        ) from error
+
+
+def _complain(message: str, code: int) -> int:
+    for line in message.splitlines():
+        sys.stderr.write(f"parallm: {line}\n")
+    return code
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """A run that ended before it wrote anything leaves no folder behind."""
+    if RUNS_FOLDER.resolve() in folder.parents:
+        with suppress(OSError):
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
+@contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """Everything from INFO on goes to the file, warnings also to the terminal."""
+    file = logging.FileHandler(path, delay=True)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    terminal = _Terminal(logging.WARNING)
+    terminal.setFormatter(logging.Formatter("parallm: %(levelname)s: %(message)s"))
+    package = logging.getLogger("parallm")
+    package.setLevel(logging.INFO)
+    package.addHandler(file)
+    package.addHandler(terminal)
+    try:
+        yield
+    finally:
+        package.removeHandler(file)
+        package.removeHandler(terminal)
+        file.close()
+
+
+class _Terminal(logging.Handler):
+    """Writes to what `sys.stderr` is at the moment: a live display replaces it while it draws."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+
+
+def help_text(program: str) -> str:
+    """The answer to --help; Hydra appends nothing to it."""
+    recipes = [f"  +recipe={name:20} {_first_comment(path)}" for name, path in recipe_files(*_recipe_folders()).items()]
+    groups = [
+        f"  {folder.name}={'|'.join(sorted(path.stem for path in folder.glob('*.yaml')))}"
+        for folder in sorted(path for path in shipped("conf").iterdir() if path.is_dir())
+    ]
+    return "\n".join(
+        [
+            f"{program} [+recipe=NAME] [group=choice ...] [key=value ...]",
+            "\nRecipes (yours in ./recipes too):",
+            *recipes,
+            "\nGroups (conf/):",
+            *groups,
+            "\nKeys of this run, each overridden as part.key=value:",
+            "\n$CONFIG",
+            "-m part.key=a,b runs every combination; --cfg job prints only the configuration.\n",
+        ]
+    )
+
+
+def _first_comment(path: Path) -> str:
+    first = path.read_text().partition("\n")[0]
+    return first.lstrip("# ") if first.startswith("#") else ""

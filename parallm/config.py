@@ -1,0 +1,154 @@
+"""YAML, recipes and the command line -> RunConfig. Imports no MLX: a BLAS must be able to load before it."""
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, TypeAdapter, ValidationError
+
+from parallm.checkpoint.settings import CheckpointSettings
+from parallm.config_errors import explain_values
+from parallm.device.settings import DeviceSettings
+from parallm.engine.settings import EngineSettings
+from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
+from parallm.errors import ConfigError
+from parallm.learner.settings import LearnerSettings
+from parallm.metrics.settings import MetricsSettings
+from parallm.model.settings import ModelSettings
+from parallm.rollout.settings import RolloutSettings
+from parallm.server.settings import ServerSettings
+from parallm.settings import settings
+from parallm.trainer.settings import TrainerSettings
+
+PACKAGE_FOLDER = Path(__file__).parent
+RUNS_FOLDER = Path("checkpoints")
+NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
+MANDATORY = "???"
+"""How OmegaConf marks a key without a value."""
+
+
+@settings
+class RunConfig:
+    """Everything that a run depends on. One field per part: folder of conf/, field here, folder of parallm/."""
+
+    name: str = Field(default="run", pattern=NAME_PATTERN)
+    """Folder below checkpoints/."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    learner: LearnerSettings = LearnerSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    environment: EnvironmentSettings = ArithmeticSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    server: ServerSettings = ServerSettings()
+    device: DeviceSettings = DeviceSettings()
+    metrics: MetricsSettings = MetricsSettings()
+
+
+ENVIRONMENTS: tuple[type, ...] = get_args(get_args(EnvironmentSettings)[0])
+
+
+def to_run_config(composed: DictConfig) -> RunConfig:
+    """Check everything at once. Raises ConfigError with one line per unknown key, wrong value or missing value."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    try:
+        return TypeAdapter(RunConfig).validate_python(_without_mandatory(values))
+    except ValidationError as error:
+        raise ConfigError(explain_values(error.errors(), known_keys())) from error
+
+
+def known_keys() -> dict[str, Any]:
+    """Every key of a run with its default; below `environment`, one level with the name of each environment."""
+    environments = {keys["name"]: keys for keys in map(_defaults, ENVIRONMENTS)}
+    return _defaults(RunConfig) | {"environment": environments}
+
+
+def register_defaults() -> None:
+    """Make every key known to Hydra, so that it can be shown and overridden though no YAML names it."""
+    known = known_keys()
+    for name, keys in known["environment"].items():
+        ConfigStore.instance().store(name=f"{name}_defaults", node=OmegaConf.create(keys))
+    run_defaults = OmegaConf.create(known | {"environment": {}})
+    for part in run_defaults:
+        if OmegaConf.is_config(run_defaults[part]):
+            # Hydra would stop at the first unknown key; let it pass here, so that to_run_config names all of them
+            OmegaConf.set_struct(run_defaults[part], False)
+    ConfigStore.instance().store(name="run_defaults", node=run_defaults)
+
+
+def shipped(folder: str) -> Path:
+    """The folder `conf` or `recipes`: inside the package in a wheel, beside it in a checkout."""
+    installed = PACKAGE_FOLDER / folder
+    return installed if installed.is_dir() else PACKAGE_FOLDER.parent / folder
+
+
+def register_recipes(*folders: Path) -> None:
+    """Make each `NAME.yaml` selectable as `+recipe=NAME`; later folders win. Raises ConfigError for a broken file."""
+    for path in recipe_files(*folders).values():
+        try:
+            recipe = OmegaConf.load(path)
+        except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
+            raise ConfigError(f"recipe {path} cannot be read: {error}") from error
+        if not isinstance(recipe, DictConfig):
+            raise ConfigError(f"recipe {path} must be a mapping of keys to values")
+        ConfigStore.instance().store(
+            group="recipe", name=path.stem, node=recipe, package="_global_", provider=str(path.parent)
+        )
+
+
+def recipe_files(*folders: Path) -> dict[str, Path]:
+    """Recipe names with their files; later folders win."""
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
+
+
+def run_folder(name: str, resume: str, now: str) -> str:
+    """Where a run writes: `checkpoints/NAME/NOW`.
+
+    With `resume=auto`, the newest run folder of that name that holds a checkpoint, if there is one: the run goes on
+    in it. A checkpoint named by its folder starts a new run, so that the run it came from stays as it is.
+    """
+    # Hydra makes the folder before to_run_config refuses a wrong name
+    runs = RUNS_FOLDER / (str(name) if re.match(NAME_PATTERN, str(name)) else "run")
+    if resume == "auto":
+        with_checkpoint = [folder for folder in runs.glob("*/") if has_checkpoint(folder)]
+        if with_checkpoint:
+            return str(max(with_checkpoint, key=lambda folder: folder.name))
+    return str(runs / now)
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether the checkpoint manager has saved anything in this run folder, good or not."""
+    return any(True for _ in folder.glob("step_*/"))
+
+
+def _defaults(settings_class: type) -> dict[str, Any]:
+    """Default of every key, as plain data; `???` where a value must be given."""
+    fields = getattr(settings_class, "__pydantic_fields__")  # noqa: B009  (pydantic adds it; mypy cannot know)
+    defaults = {
+        name: MANDATORY if field.is_required() else field.get_default(call_default_factory=True)
+        for name, field in fields.items()
+    }
+    plain: dict[str, Any] = TypeAdapter(dict[str, Any]).dump_python(defaults, mode="json")
+    return plain
+
+
+def _without_mandatory(values: Any) -> Any:
+    """Drop keys that still lack a value: pydantic then reports them with everything else that is wrong."""
+    if isinstance(values, Mapping):
+        return dict(_given(values))
+    return values
+
+
+def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if not (isinstance(value, str) and value == MANDATORY):
+            yield key, _without_mandatory(value)

@@ -1,0 +1,56 @@
+"""Lanes: work that runs at the same time on one device.
+
+On a CPU, MLX runs one operation after the other on a stream, and only matrix products use several cores. Two halves of
+a batch on two streams, each with its share of BLAS threads, keep all cores busy in all operations. A GPU has one lane.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import mlx.core as mx
+
+MOST_CPU_LANES = 8
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Lanes:
+    """The streams of the device thread. Make it on the device thread: streams belong to the thread that makes them."""
+
+    def __init__(self, set_blas_threads: Callable[[int], None]) -> None:
+        self._set_blas_threads = set_blas_threads
+        self._cores = available_cores()
+        self._threads = 0
+        if mx.default_device() == mx.Device(mx.cpu):
+            first = mx.default_stream(mx.cpu)
+            others = [mx.new_stream(mx.cpu) for _ in range(min(self._cores, MOST_CPU_LANES) - 1)]
+            self.streams = [first, *others]
+        else:
+            self.streams = [mx.default_stream(mx.default_device())]
+
+    @property
+    def width(self) -> int:
+        return len(self.streams)
+
+    def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """Build `function(item)` for each item, item i on lane i modulo width. Evaluates nothing by itself."""
+        self.share(len(items))
+        results: list[Result] = []
+        for index, item in enumerate(items):
+            with mx.stream(self.streams[index % self.width]):
+                results.append(function(item))
+        return results
+
+    def share(self, num_parallel: int) -> None:
+        """Divide the BLAS threads among `num_parallel` lanes; nothing may be under way."""
+        threads = max(1, self._cores // max(1, min(num_parallel, self.width)))
+        if threads != self._threads:
+            self._set_blas_threads(threads)
+            self._threads = threads
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

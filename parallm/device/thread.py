@@ -1,0 +1,162 @@
+"""The one thread that evaluates MLX arrays. It runs queued calls first, then the unit of work that the governor picks."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from parallm.device.governor import Governor, Work
+from parallm.errors import EngineStopped
+from parallm.types import TrafficClass
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Worker(Protocol):
+    """The engine, as the device thread sees it."""
+
+    def has_work(self, traffic: TrafficClass) -> bool: ...
+
+    def step(self, traffic: TrafficClass) -> None: ...
+
+    def fail(self, traffic: TrafficClass, error: Exception) -> None: ...
+
+
+class DeviceThread:
+    """Owner of the thread. `call` and `iterate` may be used from any thread; what they run, runs on the device thread.
+
+    Loop contract: consumes queued calls, engine units and learner units / waits for the condition when there are none /
+    produces results in futures / ends with `stop`, or never.
+    """
+
+    def __init__(self, governor: Governor) -> None:
+        self.governor = governor
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._update: tuple[Iterator[Any], Future[Any], list[Any]] | None = None
+        self._worker: Worker | None = None
+        self._stopping = False
+        self._wakeup = threading.Condition()
+        self._thread = threading.Thread(target=self._loop, name="device", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._stopping
+
+    def attach(self, worker: Worker) -> None:
+        """Let the loop step this engine whenever it has work."""
+        self._worker = worker
+        self.wake()
+
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Run `function` between two units of work. Raises EngineStopped after `stop`."""
+        future: Future[Result] = Future()
+        with self._wakeup:
+            if not self.is_alive:
+                raise EngineStopped("the device thread has ended; restart the process")
+            self._calls.append((function, future))
+            self._wakeup.notify()
+        return future
+
+    def iterate(self, units: Iterator[Result]) -> Future[Result]:
+        """Run a learner update one unit at a time; the future gets what the iterator yields last.
+
+        One update at a time: the caller waits for the future before the next.
+        """
+        future: Future[Result] = Future()
+
+        def start() -> None:
+            assert self._update is None, "an update is under way"
+            self._update = (units, future, [])
+
+        self.call(start)
+        return future
+
+    def wake(self) -> None:
+        """Look for work again: something outside the queue has changed."""
+        with self._wakeup:
+            self._wakeup.notify()
+
+    def stop(self) -> None:
+        """End the loop after the present unit and fail what is still queued. Safe to call twice."""
+        with self._wakeup:
+            self._stopping = True
+            self._wakeup.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while not self._stopping:
+            self._run_calls()
+            ready = self._ready()
+            if ready:
+                self._run_unit(self.governor.choose(ready))
+            else:
+                with self._wakeup:
+                    if not self._calls and not self._stopping and not self._ready():
+                        self._wakeup.wait(timeout=1.0)
+        self._fail_rest()
+
+    def _run_calls(self) -> None:
+        while self._calls and not self._stopping:
+            function, future = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                _settle(future, function)
+
+    def _ready(self) -> list[Work]:
+        ready: list[Work] = []
+        if self._worker is not None:
+            ready += [traffic for traffic in ("serving", "rollout") if self._worker.has_work(traffic)]
+        if self._update is not None:
+            ready.append("learning")
+        return ready
+
+    def _run_unit(self, work: Work) -> None:
+        start = time.perf_counter()
+        if work == "learning":
+            self._run_update_unit()
+        elif self._worker is not None:
+            try:
+                self._worker.step(work)
+            except Exception as error:  # the one broad except: the requests of this unit fail, the loop goes on
+                logger.exception("a %s step failed", work)
+                self._worker.fail(work, error)
+        self.governor.charge(work, time.perf_counter() - start)
+
+    def _run_update_unit(self) -> None:
+        assert self._update is not None
+        units, future, last = self._update
+        try:
+            last[:] = [next(units)]
+        except StopIteration:
+            self._update = None
+            future.set_result(last[0] if last else None)
+        except Exception as error:  # belongs to whoever waits for the update
+            self._update = None
+            future.set_exception(error)
+
+    def _fail_rest(self) -> None:
+        error = EngineStopped("the device thread has ended; restart the process")
+        if self._worker is not None:
+            for traffic in ("serving", "rollout"):
+                self._worker.fail(traffic, error)
+        waiting = [future for _, future in self._calls] + ([self._update[1]] if self._update else [])
+        self._calls.clear()
+        self._update = None
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+
+
+def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
+    try:
+        result = function()
+    except Exception as error:  # belongs to whoever waits for the future
+        future.set_exception(error)
+    else:
+        future.set_result(result)

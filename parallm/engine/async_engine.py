@@ -1,0 +1,130 @@
+"""The engine as asyncio code sees it: the only hop between the asyncio thread and the device thread."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from dataclasses import dataclass
+
+from parallm.device.thread import DeviceThread
+from parallm.engine.engine import Engine
+from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, ParallmError
+from parallm.types import Completion, GenerationRequest, TokenEvent, TrafficClass
+
+Delivery = TokenEvent | Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    num_running: int
+    """Completions that decode now."""
+    num_waiting: int
+    """Requests that wait for rows."""
+    tokens_total: Mapping[TrafficClass, int]
+    """Sampled tokens since the start."""
+
+
+class AsyncEngine:
+    """Generate and stream. Made and used on one asyncio loop; `emit` and `report` are called on the device thread."""
+
+    def __init__(self, device: DeviceThread, loop: asyncio.AbstractEventLoop) -> None:
+        self._device = device
+        self._loop = loop
+        self._engine: Engine | None = None
+        self._channels: dict[str, asyncio.Queue[Delivery]] = {}
+
+    def attach(self, engine: Engine) -> None:
+        """Start to serve; before this every request is refused."""
+        self._engine = engine
+        self._device.attach(engine)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._engine is not None and self._device.is_alive
+
+    @property
+    def max_context(self) -> int:
+        return self._attached().max_context
+
+    def stats(self) -> EngineStats:
+        engine = self._attached()
+        return EngineStats(
+            num_running=engine.num_running(), num_waiting=engine.num_waiting(), tokens_total=engine.num_tokens()
+        )
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """All completions of a request, by index. Cancelling the task aborts the request.
+
+        Raises InvalidRequest, ContextTooLong, UnknownModel, EngineFull, EngineStopped.
+        """
+        events = self._events(request, streams=False)
+        completions = [event.completion async for event in events if event.completion is not None]
+        return sorted(completions, key=lambda completion: completion.index)
+
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Events of all completions as they come; closing the iterator aborts the request. Raises as `generate`."""
+        return self._events(request, streams=True)
+
+    def emit(self, events: list[TokenEvent]) -> None:
+        """Deliver one unit's events: one hop for all of them."""
+        self._hop(events)
+
+    def report(self, request_ids: list[str], error: Exception) -> None:
+        """Deliver an error to requests that failed."""
+        known = error if isinstance(error, ParallmError) else EngineStopped(f"the step of this request failed: {error}")
+        self._loop_call(lambda: [self._put(request_id, known) for request_id in request_ids])
+
+    async def _events(self, request: GenerationRequest, *, streams: bool) -> AsyncGenerator[TokenEvent, None]:
+        engine = self._attached()
+        _validate(request, engine)
+        if request.request_id in self._channels:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        channel: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._channels[request.request_id] = channel
+        unfinished = request.n
+        try:
+            await asyncio.wrap_future(self._device.call(lambda: engine.add(request, streams)))
+            while unfinished:
+                event = await channel.get()
+                if isinstance(event, Exception):
+                    unfinished = 0
+                    raise event
+                unfinished -= event.completion is not None
+                yield event
+        finally:
+            del self._channels[request.request_id]
+            if unfinished and self._device.is_alive:
+                self._device.call(lambda: engine.abort(request.request_id))
+
+    def _hop(self, events: list[TokenEvent]) -> None:
+        self._loop_call(lambda: [self._put(event.request_id, event) for event in events])
+
+    def _loop_call(self, function: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            pass  # the loop has closed: nobody waits for these any more
+
+    def _put(self, request_id: str, delivery: Delivery) -> None:
+        if request_id in self._channels:
+            self._channels[request_id].put_nowait(delivery)
+
+    def _attached(self) -> Engine:
+        if self._engine is None or not self._device.is_alive:
+            raise EngineStopped("the engine is not running; wait until the model is loaded, or restart the process")
+        return self._engine
+
+
+def _validate(request: GenerationRequest, engine: Engine) -> None:
+    """Everything that can be refused before the device thread sees the request."""
+    num_prompt, sampling = len(request.prompt_tokens), request.sampling
+    if num_prompt == 0:
+        raise InvalidRequest("the prompt has no tokens", "prompt")
+    if any(not 0 <= token < engine.model.vocabulary_size for token in request.prompt_tokens):
+        raise InvalidRequest(f"token ids must be from 0 to {engine.model.vocabulary_size - 1}", "prompt")
+    if request.n < 1 or sampling.max_tokens < 1:
+        raise InvalidRequest(f"n={request.n} and max_tokens={sampling.max_tokens} must be at least 1", "max_tokens")
+    if num_prompt + sampling.max_tokens > engine.max_context:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}; together the limit is "
+            f"{engine.max_context}; shorten them or raise engine.max_context",
+            "max_tokens",
+        )

@@ -1,0 +1,135 @@
+"""One generation in progress, and the prompt that several of them share. Changed by the engine, on the device thread."""
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from parallm.model.adapter import Adapter
+from parallm.model.chat import ChatTokenizer, GrowingText
+from parallm.types import Completion, FinishReason, GenerationRequest, TokenEvent, TopLogprob, WeightSpan
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prompt:
+    """A request on its way to rows: computed in chunks, then forked into one row per completion."""
+
+    request: GenerationRequest
+    adapter: Adapter | None
+    cache: list[Any]
+    waiting: list["Sequence"]
+    """Members that have no row yet."""
+    streams: bool
+    num_computed: int = 0
+    logits_V: mx.array | None = None
+    """Logits after the last prompt token, once all chunks are done."""
+
+    @property
+    def is_computed(self) -> bool:
+        return self.logits_V is not None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sequence:
+    """One completion of a request, from its first token to its last."""
+
+    request: GenerationRequest
+    index: int
+    seed: int
+    adapter: Adapter | None
+    streams: bool
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    _text: GrowingText | None = None
+    _num_shown: int = 0
+    _stop_at: int | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Positions in the cache: the prompt and all tokens but the newest."""
+        return len(self.request.prompt_tokens) + len(self.tokens) - 1
+
+    @property
+    def version(self) -> int:
+        return self.adapter.version if self.adapter else 0
+
+    def append(
+        self, token: int, logprob: float, tops: Ordered[TopLogprob], tokenizer: ChatTokenizer, max_context: int
+    ) -> None:
+        """Take a sampled token; sets `finish_reason` when it ends the sequence."""
+        sampling = self.request.sampling
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.top_logprobs.append(tuple(tops[: sampling.top_logprobs]))
+        is_end = token in sampling.stop_token_ids or (token in tokenizer.eos_token_ids and not sampling.ignore_eos)
+        if not is_end and (self.streams or sampling.stop):
+            self._grow_text(token, tokenizer)
+        if is_end or self._stop_at is not None:
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= sampling.max_tokens or self.num_cached + 1 >= max_context:
+            self.finish_reason = "length"
+
+    def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
+        """What the last step added, or None where nobody listens before the end."""
+        if not self.streams and self.finish_reason is None:
+            return None
+        completion = self._completion(tokenizer) if self.finish_reason else None
+        text = completion.text if completion else self._certain_text()
+        delta = text[self._num_shown :]
+        self._num_shown += len(delta)
+        return TokenEvent(
+            request_id=self.request.request_id,
+            index=self.index,
+            tokens=tuple(self.tokens[-1:]),
+            logprobs=tuple(self.logprobs[-1:]),
+            top_logprobs=tuple(self.top_logprobs[-1:]),
+            text=delta,
+            completion=completion,
+        )
+
+    def _grow_text(self, token: int, tokenizer: ChatTokenizer) -> None:
+        if self._text is None:
+            self._text = GrowingText(tokenizer)
+        known = len(self._text.text)
+        self._text.add(token)
+        stops = self.request.sampling.stop
+        longest = max(map(len, stops), default=0)
+        found = [self._text.text.find(stop, max(0, known - longest + 1)) for stop in stops]
+        self._stop_at = min((place for place in found if place >= 0), default=None)
+
+    def _certain_text(self) -> str:
+        """Text so far without an end that might become a stop string."""
+        text = self._text.text if self._text else ""
+        held = 0
+        for stop in self.request.sampling.stop:
+            lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+            held = max(held, next((n for n in lengths if text.endswith(stop[:n])), 0))
+        return text[: len(text) - held]
+
+    def _completion(self, tokenizer: ChatTokenizer) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            request_id=self.request.request_id,
+            index=self.index,
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            top_logprobs=tuple(self.top_logprobs),
+            text=self._final_text(tokenizer),
+            finish_reason=self.finish_reason,
+            weight_versions=(WeightSpan(version=self.version, start=0, end=len(self.tokens)),) if self.tokens else (),
+        )
+
+    def _final_text(self, tokenizer: ChatTokenizer) -> str:
+        if self._text is None:
+            sampling = self.request.sampling
+            ends = bool(self.tokens) and self.finish_reason == "stop" and (
+                self.tokens[-1] in sampling.stop_token_ids or self.tokens[-1] in tokenizer.eos_token_ids
+            )
+            return tokenizer.decode(self.tokens[:-1] if ends else self.tokens)
+        if self._stop_at is not None:
+            return self._text.text[: self._stop_at]
+        self._text.finish()
+        return self._text.text

@@ -1,0 +1,19 @@
+"""Settings of the engine."""
+
+from pydantic import Field
+
+from parallm.settings import settings
+
+
+@settings
+class EngineSettings:
+    max_rows: int = Field(default=64, ge=1, le=1024)
+    """Completions that decode at the same time."""
+    max_context: int | None = Field(default=None, ge=8)
+    """Tokens of prompt and completion together; null: what the model allows, at most 8192."""
+    max_waiting: int = Field(default=4096, ge=1)
+    """Requests that may wait; one more is refused."""
+    prefill_chunk: int = Field(default=512, ge=16)
+    """Prompt tokens computed in one unit of device work."""
+    serving_share: float = Field(default=0.7, ge=0, le=1)
+    """Share of rows and prefill tokens for serving traffic while rollouts want them too."""

@@ -1,0 +1,108 @@
+"""Rows that decode in one forward on one lane.
+
+Two kinds behind one interface: `BatchedShard` for models whose rows batch exactly, `RowByRowShard` for the rest
+(recurrent states and mlx-lm's other caches), which computes one row after the other with mlx-lm's own caches.
+
+Axes: B rows, H hidden.
+"""
+
+import copy
+from collections.abc import Sequence as Ordered
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+from parallm.engine.kv_cache import ActiveRows, SlotCache
+from parallm.engine.sequence import Sequence
+from parallm.engine.views import AdapterViews
+from parallm.model.attention import LEAST_ROWS
+from parallm.model.shared_model import SharedModel
+
+
+class Shard(Protocol):
+    rows: list[Sequence]
+    """Row b of the next forward; changed by `join` and `leave` only."""
+
+    def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
+        """Add a row that continues a computed prompt; the prompt's cache is copied."""
+
+    def leave(self, row: int) -> None:
+        """Take row `row` out; the last row takes its place."""
+
+    def forward(self, views: AdapterViews, num_rows: int) -> mx.array:
+        """Feed the newest token of the first `num_rows` rows; hidden states (B, H), not evaluated."""
+
+
+class BatchedShard:
+    """All rows in one forward over slot caches."""
+
+    def __init__(self, model: SharedModel, num_layers: int) -> None:
+        self.rows: list[Sequence] = []
+        self._model = model
+        self._active = ActiveRows()
+        self._caches = [SlotCache(self._active) for _ in range(num_layers)]
+
+    def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
+        self._reserve(len(self.rows) + 1, len(sequence.request.prompt_tokens) + 1)
+        for slots, prompt in zip(self._caches, prompt_cache, strict=True):
+            slots.join(len(self.rows), prompt)
+        self.rows.append(sequence)
+
+    def leave(self, row: int) -> None:
+        last = len(self.rows) - 1
+        if row != last:
+            for slots in self._caches:
+                slots.move(last, row, max(0, self.rows[last].num_cached))
+        self.rows[row] = self.rows[last]
+        self.rows.pop()
+        if not self.rows:
+            self._release()
+
+    def forward(self, views: AdapterViews, num_rows: int) -> mx.array:
+        rows = self.rows[:num_rows]
+        spare = max(0, LEAST_ROWS - num_rows)  # idle slots that decode along, for products of at least that many rows
+        lengths = [row.num_cached for row in rows] + [0] * spare
+        self._reserve(max(len(self.rows), LEAST_ROWS), max(lengths) + 1)
+        self._active.set_lengths(lengths)
+        tokens_B1 = mx.array([row.tokens[-1:] for row in rows] + [[0]] * spare, mx.int32)
+        adapters = [row.adapter for row in rows] + [rows[0].adapter] * spare
+        return self._model.hidden(tokens_B1, self._caches, views.for_rows(adapters))[:num_rows, 0]
+
+    def _reserve(self, num_slots: int, num_positions: int) -> None:
+        if self._active.reserve(num_slots, num_positions):
+            for slots in self._caches:
+                slots.grow()
+
+    def _release(self) -> None:
+        self._active = ActiveRows()
+        self._caches = [SlotCache(self._active) for _ in self._caches]
+
+
+class RowByRowShard:
+    """One forward per row."""
+
+    def __init__(self, model: SharedModel) -> None:
+        self.rows: list[Sequence] = []
+        self._model = model
+        self._caches: list[list[Any]] = []
+
+    def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
+        self._caches.append(copy.deepcopy(list(prompt_cache)))
+        self.rows.append(sequence)
+
+    def leave(self, row: int) -> None:
+        self.rows[row], self._caches[row] = self.rows[-1], self._caches[-1]
+        self.rows.pop()
+        self._caches.pop()
+
+    def forward(self, views: AdapterViews, num_rows: int) -> mx.array:
+        hidden_rows = [
+            self._model.hidden(mx.array([row.tokens[-1:]], mx.int32), cache, views.for_rows([row.adapter]))[:, 0]
+            for row, cache in zip(self.rows[:num_rows], self._caches, strict=False)
+        ]
+        return mx.concatenate(hidden_rows, axis=0)
+
+
+def make_shard(model: SharedModel) -> Shard:
+    """A shard of the kind that the model allows."""
+    return BatchedShard(model, len(model.make_cache())) if model.batches_exactly else RowByRowShard(model)

@@ -1,0 +1,64 @@
+"""Which LoRA view a set of rows needs: none for the base, one adapter, or stacks with an index per row."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from parallm.model.adapter import Adapter
+from parallm.model.lora import MixedAdapters, OneAdapter, View, one_adapter, stack_adapters
+from parallm.model.shared_model import SharedModel
+
+MOST_KEPT = 16
+
+Key = tuple[str, int]
+
+
+class AdapterViews:
+    """Views by version, kept while they are used: making one costs a multiplication per site, a stack costs a copy."""
+
+    def __init__(self, model: SharedModel) -> None:
+        self._model = model
+        self._ones: OrderedDict[Key, OneAdapter] = OrderedDict()
+        self._stacks: OrderedDict[tuple[Key | None, ...], MixedAdapters] = OrderedDict()
+
+    def for_rows(self, adapters_B: Sequence[Adapter | None]) -> View | None:
+        """The view for rows that use `adapters_B` (None: the base)."""
+        distinct = {_key(adapter): adapter for adapter in adapters_B}
+        if len(distinct) == 1:
+            adapter = adapters_B[0]
+            return None if adapter is None else self._one(adapter)
+        order = sorted(distinct, key=lambda key: (key is not None, key))
+        stack = self._stack(tuple(order), [distinct[key] for key in order])
+        index = {key: place for place, key in enumerate(order)}
+        return replace(stack, index_B=mx.array([index[_key(adapter)] for adapter in adapters_B], mx.uint32))
+
+    def _one(self, adapter: Adapter) -> OneAdapter:
+        key = (adapter.name, adapter.version)
+        if key not in self._ones:
+            view = one_adapter(adapter.arrays, adapter.alpha / adapter.rank)
+            mx.eval(view.b_RO)
+            self._ones[key] = view
+            _shrink(self._ones)
+        self._ones.move_to_end(key)
+        return self._ones[key]
+
+    def _stack(self, keys: tuple[Key | None, ...], adapters: Sequence[Adapter | None]) -> MixedAdapters:
+        if keys not in self._stacks:
+            stack = stack_adapters([adapter and self._one(adapter) for adapter in adapters], self._model.sites)
+            mx.eval(stack.a_SIR, stack.b_SRO)
+            self._stacks[keys] = stack
+            while len(self._stacks) > 2:  # a stack is a copy of all its adapters, and rows change sets one way
+                self._stacks.popitem(last=False)
+        self._stacks.move_to_end(keys)
+        return self._stacks[keys]
+
+
+def _key(adapter: Adapter | None) -> Key | None:
+    return None if adapter is None else (adapter.name, adapter.version)
+
+
+def _shrink(views: OrderedDict[Key, OneAdapter]) -> None:
+    while len(views) > MOST_KEPT:
+        views.popitem(last=False)

@@ -1,0 +1,127 @@
+"""Short word problems of one to three steps, made from a seed; the answer ends with a line `#### N`."""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from parallm.environment.settings import ArithmeticSettings
+from parallm.types import Message, Problem, Split
+
+LARGEST = 99
+"""No number of a problem, and no result on the way to its answer, is larger."""
+NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Zoe")
+ITEMS = ("apples", "books", "cards", "cups", "eggs", "pens", "shells", "stamps")
+TOGETHER = " How many {item} do they have together?"
+FINAL_LINE = re.compile(r"^#### (-?\d+)[ \t]*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A story with gaps and the plan that solves it: steps such as `b*c`, whose results are called x, y, z in turn."""
+
+    level: int
+    plan: tuple[str, ...]
+    story: str
+
+
+KINDS: Mapping[str, Kind] = {
+    "gain": Kind(1, ("a+b",), "{name} has {a} {item} and gets {b} more. How many {item} does {name} have now?"),
+    "loss": Kind(1, ("a-b",), "{name} has {a} {item} and gives away {b}. How many {item} are left?"),
+    "bags": Kind(1, ("b*c",), "{name} buys {b} bags of {c} {item}. How many {item} does {name} buy?"),
+    "refill": Kind(
+        2, ("b*c", "a+x"), "{name} has {a} {item} and buys {b} bags of {c}. How many {item} does {name} have now?"
+    ),
+    "shop": Kind(
+        2, ("b*c", "a-x"), "{name} has {a} coins and buys {b} {item} for {c} coins each. How many coins are left?"
+    ),
+    "trade": Kind(2, ("a+b", "x-c"), "{name} has {a} {item}, finds {b} more and loses {c}. How many {item} are left?"),
+    "more": Kind(2, ("a+b", "a+x"), "{name} has {a} {item}. {friend} has {b} more than {name}." + TOGETHER),
+    "fewer": Kind(3, ("a-b", "a+x"), "{name} has {a} {item}. {friend} has {b} fewer than {name}." + TOGETHER),
+    "times": Kind(3, ("b*c", "b+x"), "{name} has {b} {item}. {friend} has {c} times as many." + TOGETHER),
+    "pair": Kind(
+        3, ("b*c", "d*e", "x+y"), "{name} buys {b} bags of {c} {item} and {friend} buys {d} bags of {e}." + TOGETHER
+    ),
+    "wages": Kind(
+        3,
+        ("b*c", "a-x", "y+d"),
+        "{name} has {a} coins, buys {b} {item} for {c} coins each and then earns {d} coins. "
+        "How many coins does {name} have now?",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """One problem before it is told as a story's text."""
+
+    kind: str
+    numbers: Mapping[str, int]
+    question: str
+
+    @property
+    def split(self) -> Split:
+        """Decided by kind and numbers alone, so the same sum never stands on both sides under other names."""
+        digest = hashlib.sha256(repr((self.kind, sorted(self.numbers.items()))).encode()).digest()
+        return "test" if digest[0] % 8 == 0 else "train"
+
+
+def work_out(plan: Sequence[str], numbers: Mapping[str, int]) -> tuple[list[str], list[int]]:
+    """Return the written lines and the results of the steps of `plan`."""
+    known, lines, results = dict(numbers), [], []
+    for name, step in zip("xyz", plan, strict=False):
+        first, second = known[step[0]], known[step[2]]
+        result = {"+": first + second, "-": first - second, "*": first * second}[step[1]]
+        known[name] = result
+        lines.append(f"{first} {step[1]} {second} = {result}")
+        results.append(result)
+    return lines, results
+
+
+def drafts(generator: random.Random, kinds: Sequence[str]) -> Iterator[Draft]:
+    """Yield problems of `kinds` without end, of both splits, with every result between 1 and `LARGEST`."""
+    while True:
+        kind = generator.choice(kinds)
+        plan = KINDS[kind].plan
+        factors = {letter for step in plan if "*" in step for letter in step}
+        letters = sorted({letter for step in plan for letter in step} & set("abcde"))
+        numbers = {letter: generator.randint(2, 9 if letter in factors else 60) for letter in letters}
+        name, friend = generator.sample(NAMES, 2)
+        item = generator.choice(ITEMS)
+        if all(0 < result <= LARGEST for result in work_out(plan, numbers)[1]):
+            question = KINDS[kind].story.format(name=name, friend=friend, item=item, **numbers)
+            yield Draft(kind=kind, numbers=numbers, question=question)
+
+
+class Arithmetic:
+    """Different problems of the levels that `settings` names; train and held-out ones never share their numbers."""
+
+    weights: Mapping[str, float] = {"correct": 0.9, "format": 0.1}
+
+    def __init__(self, settings: ArithmeticSettings) -> None:
+        self._settings = settings
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """Make the problems of `split`; the same settings give the same problems."""
+        kinds = [name for name, kind in KINDS.items() if kind.level in self._settings.levels]
+        number = self._settings.num_train if split == "train" else self._settings.num_test
+        found: dict[str, Problem] = {}
+        for draft in drafts(random.Random(f"{split} {self._settings.seed}"), kinds):
+            if draft.split == split and draft.question not in found:
+                found[draft.question] = Problem(
+                    problem_id=f"arithmetic-{split}-{len(found)}",
+                    messages=(Message(role="user", content=draft.question),),
+                    answer=str(work_out(KINDS[draft.kind].plan, draft.numbers)[1][-1]),
+                    level=KINDS[draft.kind].level,
+                )
+            if len(found) == number:
+                break
+        return tuple(found.values())
+
+    def score(self, problem: Problem, text: str) -> Mapping[str, float]:
+        """`correct`: the last line `#### N` holds the answer. `format`: there is one such line, at the very end."""
+        finals = list(FINAL_LINE.finditer(text))
+        correct = bool(finals) and finals[-1][1] == problem.answer
+        well_formed = len(finals) == 1 and not text[finals[0].end() :].strip()
+        return {"correct": float(correct), "format": float(well_formed)}

@@ -1,0 +1,120 @@
+"""GSM8K: grade-school problems whose answer ends with `#### N`, from the Hugging Face hub or from local jsonl."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallm.environment.math_answer import has_final_form, last_number, marked_number, parse_number
+from parallm.environment.settings import Gsm8kSettings
+from parallm.errors import ProblemError
+from parallm.types import Message, Problem, Split
+
+LOCAL_HINT = (
+    "for local files set environment.path=FOLDER with train.jsonl and test.jsonl, or environment.path=FILE.jsonl"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a dataset and where it came from, for messages."""
+
+    source: str
+    values: Any
+
+
+class Gsm8k:
+    """Reward parts: `correct` (the number read from the text equals the answer) and `format` (ends with `#### N`).
+
+    One jsonl file is the train split; asking for its test split is an error, because problems that are silently
+    held back, or tested on after training on them, would both mislead.
+    """
+
+    def __init__(self, settings: Gsm8kSettings) -> None:
+        self._settings = settings
+        self._problems: dict[Split, tuple[Problem, ...]] = {}
+        self.weights: Mapping[str, float] = {"correct": 1.0, "format": settings.format_weight}
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """Read on first use. `limit` shortens the train split only. Raises ProblemError naming the file and line."""
+        if split not in self._problems:
+            limit = self._settings.limit if split == "train" else None
+            rows = list(rows_of(self._settings.path, split))[:limit]
+            if not rows:
+                raise ProblemError(f"environment.path={self._settings.path}: the {split} split is empty")
+            self._problems[split] = tuple(to_problem(row, f"gsm8k/{split}/{i}") for i, row in enumerate(rows))
+        return self._problems[split]
+
+    def score(self, problem: Problem, text: str) -> Mapping[str, float]:
+        number = marked_number(text)
+        if number is None and self._settings.reading == "lenient":
+            number = last_number(text)
+        correct = number is not None and number == parse_number(problem.answer)
+        return {"correct": float(correct), "format": float(has_final_form(text))}
+
+
+def to_problem(row: Row, problem_id: str) -> Problem:
+    """Raises ProblemError if the row lacks a question or a final `#### N`."""
+    values = row.values
+    if not isinstance(values, Mapping):
+        raise ProblemError(f'{row.source}: expected an object {{"question": ..., "answer": ...}}, found {values!r:.60}')
+    question, answer = values.get("question"), values.get("answer")
+    if not isinstance(question, str) or not question.strip():
+        raise ProblemError(f"{row.source}: no text under the key `question`; its keys are {sorted(values)}")
+    if not isinstance(answer, str):
+        raise ProblemError(f"{row.source}: no text under the key `answer`; its keys are {sorted(values)}")
+    number = marked_number(answer)
+    if number is None:
+        raise ProblemError(f"{row.source}: the answer must end with `#### NUMBER`, found {answer[-60:]!r}")
+    return Problem(problem_id=problem_id, messages=(Message(role="user", content=question),), answer=f"{number:f}")
+
+
+def rows_of(path: str, split: Split) -> Iterator[Row]:
+    """Yield the rows of `split`: local files if `path` exists or looks like a path, else the hub's dataset `path`."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        file = local / f"{split}.jsonl"
+        if not file.is_file():
+            raise ProblemError(f"environment.path={path} has no {file.name}; {LOCAL_HINT}")
+        return read_jsonl(file)
+    if local.is_file():
+        if split == "test":
+            raise ProblemError(
+                f"environment.path={path} is one file, which is the train split; for held-out problems give a folder "
+                "with train.jsonl and test.jsonl, or turn evaluation off with trainer.evaluate_problems=0"
+            )
+        return read_jsonl(local)
+    if path.startswith((".", "/", "~")) or path.endswith(".jsonl") or path.count("/") > 1:
+        raise ProblemError(f"environment.path={path}: no such folder or file ({local.absolute()}); {LOCAL_HINT}")
+    return read_hub(path, split)
+
+
+def read_jsonl(file: Path) -> Iterator[Row]:
+    """Yield one row per line, empty lines left out. Raises ProblemError naming file and line."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield Row(source=f"{file}, line {number}", values=json.loads(line))
+    except json.JSONDecodeError as error:
+        raise ProblemError(f"{file}, line {number}: not JSON: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProblemError(f"{file} cannot be read: {error}") from error
+
+
+def read_hub(name: str, split: Split) -> Iterator[Row]:
+    """Yield the rows of a hub dataset, from its local cache where it has been downloaded before."""
+    import datasets  # takes seconds to import, and local files do not need it
+
+    try:
+        # the configuration names the original GSM8K; other datasets have one configuration without a name
+        rows = datasets.load_dataset(name, "main" if name.endswith("/gsm8k") else None, split=split)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ProblemError(
+            f"environment.path={name} could not be loaded from the Hugging Face hub "
+            f"({type(error).__name__}: {reason}); {LOCAL_HINT}"
+        ) from error
+    for number, values in enumerate(rows, start=1):
+        yield Row(source=f"{name}, {split} row {number}", values=values)

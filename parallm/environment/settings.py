@@ -1,0 +1,41 @@
+"""Settings of environments: one class per environment, chosen by `name`."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from parallm.settings import settings
+
+
+@settings
+class ArithmeticSettings:
+    name: Literal["arithmetic"] = "arithmetic"
+    seed: int = 0
+    levels: tuple[Literal[1, 2, 3], ...] = Field(default=(1, 2, 3), min_length=1)
+    """Which difficulties to mix: 1 has one step, 2 and 3 have two or three and more to overlook."""
+    num_train: int = Field(default=4096, ge=1, le=50_000)
+    num_test: int = Field(default=512, ge=1, le=5_000)
+
+
+@settings
+class Gsm8kSettings:
+    name: Literal["gsm8k"] = "gsm8k"
+    path: str = "openai/gsm8k"
+    """Hub id of the dataset, a folder with train.jsonl and test.jsonl, or one jsonl file."""
+    limit: int | None = Field(default=None, ge=1)
+    """Use only the first problems of the train split."""
+    reading: Literal["strict", "lenient"] = "strict"
+    """strict: the number after `####`; lenient: else the last number of the text."""
+    format_weight: float = Field(default=0.0, ge=0)
+    """Weight of the reward part for the form of the answer; the correctness part weighs 1."""
+
+
+@settings
+class CustomSettings:
+    name: Literal["custom"] = "custom"
+    target: str
+    """`package.module:Class`: an own environment, made as `Class(**options)`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+EnvironmentSettings = Annotated[ArithmeticSettings | Gsm8kSettings | CustomSettings, Field(discriminator="name")]

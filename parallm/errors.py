@@ -1,0 +1,70 @@
+"""What can go wrong through no fault of the code, as one tree. Knows no HTTP status.
+
+ParallmError
+  InvalidRequest (ValueError)     a request that can never work
+    ContextTooLong                prompt and max_tokens do not fit the context
+  UnknownModel (KeyError)         a model, version or alias that is not there
+  EngineFull                      the waiting queue is at its bound
+  EngineStopped                   the device thread has ended
+  ConfigError (ValueError)        a key, type or recipe that does not exist
+  ModelError                      a model folder that cannot be loaded
+  AdapterError                    an adapter that does not fit the base
+  CheckpointError                 a checkpoint that cannot be written or read
+  ProblemError                    an environment whose problems cannot be read
+  TrainingStopped                 training cannot go on: the message says why
+"""
+
+
+class ParallmError(Exception):
+    """Root of every error that a user can cause or repair."""
+
+
+class InvalidRequest(ParallmError, ValueError):
+    """A request that can never work; `parameter` names the field at fault."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class ContextTooLong(InvalidRequest):
+    """Prompt and requested tokens do not fit the context."""
+
+
+class UnknownModel(ParallmError, KeyError):
+    """No such model, version or alias."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError would print the repr
+
+
+class EngineFull(ParallmError):
+    """The waiting queue is at its bound; try again later."""
+
+
+class EngineStopped(ParallmError):
+    """The device thread has ended; nothing can be computed any more."""
+
+
+class ConfigError(ParallmError, ValueError):
+    """A key, type, choice or recipe that does not exist."""
+
+
+class ModelError(ParallmError):
+    """A model folder or hub id that cannot be loaded."""
+
+
+class AdapterError(ParallmError):
+    """An adapter that does not fit the base model or cannot be read."""
+
+
+class CheckpointError(ParallmError):
+    """A checkpoint that cannot be written or read."""
+
+
+class ProblemError(ParallmError):
+    """An environment whose problems cannot be read or have no answers."""
+
+
+class TrainingStopped(ParallmError):
+    """Training cannot go on; the message says why and what to change."""

@@ -1,0 +1,163 @@
+"""GRPO on the shared model: the one owner of the adapter's working copy and its optimizer. Knows nothing of serving."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from parallm.device.lanes import Lanes
+from parallm.learner.batch import MicroBatch, make_micro_batches
+from parallm.learner.objective import PRESETS, is_clipped, kl_k3
+from parallm.learner.optimizer import AdapterOptimizer, Arrays, gradient_norm, learning_rate, scaled_to_norm
+from parallm.learner.policy_gradient import PolicyGradient, TokenStatistics
+from parallm.learner.settings import LearnerSettings
+from parallm.model.adapter import Adapter, make_adapter
+from parallm.model.shared_model import SharedModel
+from parallm.seeds import mix
+from parallm.types import ParityReport, TrajectoryGroup, UpdateReport
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the micro-batches of one update."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    difference: float = 0.0
+    largest: float = 0.0
+    equal: int = 0
+    tokens: int = 0
+
+
+class Learner:
+    """Turns trajectory groups into the next adapter version. All methods run on the device thread."""
+
+    def __init__(
+        self, model: SharedModel, lanes: Lanes, settings: LearnerSettings, *, start: Adapter, total_steps: int, seed: int
+    ) -> None:
+        self._settings = settings
+        self._objective = PRESETS[settings.preset]
+        self._lanes = lanes
+        self._shares_prompts = model.batches_exactly
+        self._total_steps = total_steps
+        self._seed = seed
+        self.adapter = start  # the newest version; written only by update and restore
+        self._optimizer = AdapterOptimizer(settings, total_steps, dict(start.arrays))
+        self._gradient = PolicyGradient(
+            model, lanes, self._objective, chunk_bytes=settings.head_chunk_bytes, dropout=start.dropout
+        )
+
+    def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
+        """One optimizer step over `groups`. Yields after each round of micro-batches, the report last.
+
+        A step whose loss or gradient is not finite changes nothing and says so in `skipped`. `max_tokens` is the limit
+        of a completion, which Dr. GRPO divides by.
+        """
+        seconds, totals = 0.0, Totals()
+        gradients: Arrays = {}
+        batches = self._micro_batches(groups, max_tokens)
+        for start in range(0, len(batches), self._lanes.width):
+            began = time.perf_counter()
+            chosen = batches[start : start + self._lanes.width]
+            key = mx.random.key(mix(mix(self._seed, step), start))
+            more, statistics = self._gradient(
+                dict(self.adapter.arrays), self.adapter.alpha / self.adapter.rank, chosen, key
+            )
+            gradients = {name: gradients[name] + g for name, g in more.items()} if gradients else more
+            mx.eval(gradients)
+            for batch, found in zip(chosen, statistics, strict=True):
+                self._add(totals, batch, found)
+            seconds += time.perf_counter() - began
+            yield None
+        began = time.perf_counter()
+        norm = float(gradient_norm(gradients).item()) if gradients else 0.0
+        skipped = _reason_to_skip(totals, norm)
+        if skipped is None:
+            self._step(gradients, norm, step)
+        yield self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped)
+
+    def optimizer_state(self) -> Arrays:
+        return self._optimizer.state()
+
+    def restore(self, adapter: Adapter, optimizer_state: Arrays) -> None:
+        """Continue from a checkpoint."""
+        self.adapter = adapter
+        self._optimizer.restore(optimizer_state)
+
+    def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> list[MicroBatch]:
+        batches = make_micro_batches(
+            groups,
+            self._objective,
+            max_tokens=max_tokens,
+            budget=self._settings.micro_batch_tokens,
+            shares_prompts=self._shares_prompts,
+        )
+        # Passes of one size side by side: lanes that run at the same time should end at the same time
+        return sorted(batches, key=lambda batch: batch.inputs_GT.size + len(batch.prompt), reverse=True)
+
+    def _step(self, gradients: Arrays, norm: float, step: int) -> None:
+        clipped = scaled_to_norm(gradients, norm, self._settings.max_gradient_norm)
+        arrays = self._optimizer.apply(dict(self.adapter.arrays), clipped, step)
+        old = self.adapter
+        self.adapter = make_adapter(
+            arrays,
+            name=old.name,
+            version=old.version + 1,
+            parent=old.version,
+            step=step + 1,
+            rank=old.rank,
+            alpha=old.alpha,
+            dropout=old.dropout,
+        )
+
+    def _add(self, totals: Totals, batch: MicroBatch, found: TokenStatistics) -> None:
+        logprobs_N = np.array(found.logprobs_N)
+        trained_N = batch.weights_N > 0
+        difference_N = np.abs(logprobs_N - batch.behaviour_N)[trained_N]
+        behaviour_N, advantages_N = mx.array(batch.behaviour_N), mx.array(batch.advantages_N)
+        totals.loss += float(found.loss.item())
+        totals.kl += float(np.array(kl_k3(found.logprobs_N, behaviour_N))[trained_N].sum())
+        totals.entropy += float(np.array(found.entropies_N)[trained_N].sum())
+        clipped_N = is_clipped(found.logprobs_N, behaviour_N, advantages_N, self._objective)
+        totals.clipped += float(np.array(clipped_N)[trained_N].sum())
+        totals.difference += float(difference_N.sum())
+        totals.largest = max(totals.largest, float(difference_N.max(initial=0.0)))
+        totals.equal += int((difference_N == 0).sum())
+        totals.tokens += int(trained_N.sum())
+
+    def _report(self, totals: Totals, norm: float, step: int, seconds: float, skipped: str | None) -> UpdateReport:
+        count = max(1, totals.tokens)
+        return UpdateReport(
+            step=step,
+            version=self.adapter.version,
+            loss=totals.loss,
+            gradient_norm=norm,
+            learning_rate=learning_rate(self._settings, step, self._total_steps),
+            clip_fraction=totals.clipped / count,
+            kl_to_behaviour=totals.kl / count,
+            entropy=totals.entropy / count,
+            num_tokens=totals.tokens,
+            seconds=seconds,
+            parity=ParityReport(
+                num_tokens=totals.tokens,
+                bit_equal_fraction=totals.equal / count,
+                mean_abs=totals.difference / count,
+                max_abs=totals.largest,
+            ),
+            skipped=skipped,
+        )
+
+
+def _reason_to_skip(totals: Totals, norm: float) -> str | None:
+    if totals.tokens == 0:
+        return "no tokens with signal"
+    if not math.isfinite(totals.loss):
+        return f"the loss is {totals.loss}"
+    if not math.isfinite(norm):
+        return f"the gradient norm is {norm}"
+    return None

@@ -1,0 +1,57 @@
+"""Where and from what a figure was measured: machine, commit, peak memory. Knows nothing of MLX devices."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import parallm
+
+
+def describe_machine(device: str = "") -> str:
+    """Return one line: system, processor, usable cores and, if given, the device that evaluates arrays."""
+    text = f"{platform.system()} {platform.machine()}, {processor_name()}, {num_usable_cores()} cores"
+    return f"{text}, {device}" if device else text
+
+
+def describe_commit() -> str:
+    """Return the commit of the checkout that holds this package, `+changes` if it was edited, else the version."""
+    folder = Path(parallm.__file__).parent
+    if not (folder.parent / ".git").exists():
+        return f"version {parallm.__version__}"
+    try:
+        commit = run_git(folder, "rev-parse", "--short=12", "HEAD")
+        return f"{commit}+changes" if run_git(folder, "status", "--porcelain", "--", ".") else commit
+    except (OSError, subprocess.SubprocessError):
+        return f"version {parallm.__version__}"
+
+
+def peak_memory_gb() -> float | None:
+    """Return the largest resident memory of this process so far in GB (1e9 bytes); None on Windows."""
+    try:
+        import resource  # there is none on Windows
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9
+
+
+def processor_name() -> str:
+    """Return the processor's marketing name where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown processor"
+
+
+def num_usable_cores() -> int:
+    """Return how many cores this process may use, which a container can limit below what the machine has."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def run_git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

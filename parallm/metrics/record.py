@@ -1,0 +1,132 @@
+"""What a run leaves in its folder: metrics.jsonl, evaluations.jsonl, samples.jsonl, summary.json, curves.png, wandb."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from parallm.metrics.curves import draw_curves
+from parallm.metrics.json_lines import JsonLines, read_rows, to_json, write_whole
+from parallm.metrics.machine import describe_commit, describe_machine, peak_memory_gb
+from parallm.metrics.settings import MetricsSettings
+from parallm.metrics.step import StepMetrics, evaluation_row
+from parallm.metrics.summary import RunSummary
+from parallm.metrics.wandb_run import WandbRun
+from parallm.types import EvaluationReport, Trajectory, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+
+class RunRecorder:
+    """Writes each step when it is reported, so that a killed run has lost nothing but the step it was in.
+
+    The first step that is reported tells where the run goes on: what an interrupted run has written for this step
+    and later ones is dropped, so that no step stands twice in a file. Until then everything stays.
+    """
+
+    def __init__(self, folder: Path, settings: MetricsSettings, config: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._settings = settings
+        self._steps = JsonLines(folder / "metrics.jsonl")
+        self._evaluations = JsonLines(folder / "evaluations.jsonl")
+        self._samples = JsonLines(folder / "samples.jsonl")
+        self._goes_on_from: int | None = None
+        self._wandb = None
+        if settings.wandb != "off":
+            self._wandb = WandbRun(folder, mode=settings.wandb, project=settings.wandb_project, config=config)
+
+    def step(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup] = ()) -> None:
+        """Record one step and `samples_per_step` of its completions, from as many problems as possible."""
+        self._go_on_from(metrics.step)
+        row = metrics.to_flat()
+        self._steps.append(row)
+        samples = pick_samples(groups, self._settings.samples_per_step)
+        self._samples.append(*(sample_row(metrics.step, group, one) for group, one in samples))
+        if self._wandb is not None:
+            self._wandb.log(row)
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        """Record one evaluation; one of the same step, left by an interrupted run, is replaced."""
+        self._evaluations.drop_from(report.step)
+        row = evaluation_row(report)
+        self._evaluations.append(row)
+        if self._wandb is not None:
+            self._wandb.log(row)
+
+    def finish(
+        self,
+        prefix: str,
+        *,
+        device: str = "",
+        peak_gb: float | None = None,
+        more_figures: Mapping[str, float | None] | None = None,
+    ) -> RunSummary:
+        """Write summary.json and curves.png and close wandb; call it however the run ends.
+
+        Figures are named `{prefix}.{name}`; `more_figures`, under their full names, are added to them. Without
+        `peak_gb` the resident memory of this process counts, which leaves out what a GPU holds.
+        """
+        summary = RunSummary(
+            folder=self.folder,
+            steps=read_rows(self._steps.file),
+            evaluations=read_rows(self._evaluations.file),
+            peak_memory_gb=peak_memory_gb() if peak_gb is None else peak_gb,
+        )
+        figures = {**summary.figures(prefix), **(more_figures or {})}
+        self._write_summary(summary, figures, device)
+        self._draw(summary, prefix)
+        if self._wandb is not None:
+            self._wandb.finish(figures)
+        return summary
+
+    def _go_on_from(self, step: int) -> None:
+        if self._goes_on_from is None:
+            self._goes_on_from = step
+            self._steps.drop_from(step)
+            self._samples.drop_from(step)
+            # that of `step` itself may have been made by this process, just before the step
+            self._evaluations.drop_from(step + 1)
+
+    def _write_summary(self, summary: RunSummary, figures: Mapping[str, float | None], device: str) -> None:
+        content = {
+            "figures": figures,
+            "machine": describe_machine(device),
+            "commit": describe_commit(),
+            "first_step": summary.steps[0] if summary.steps else None,
+            "last_step": summary.steps[-1] if summary.steps else None,
+            "evaluations": summary.evaluations,
+        }
+        try:
+            write_whole(self.folder / "summary.json", to_json(content, indent=2) + "\n")
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self.folder / "summary.json", error)
+
+    def _draw(self, summary: RunSummary, title: str) -> None:
+        try:
+            draw_curves(summary.steps, summary.evaluations, file=self.folder / "curves.png", title=title)
+        except (OSError, ImportError, RuntimeError, ValueError) as error:
+            logger.warning("cannot draw %s: %s", self.folder / "curves.png", error)
+
+
+def pick_samples(groups: Sequence[TrajectoryGroup], count: int) -> list[tuple[TrajectoryGroup, Trajectory]]:
+    """Return up to `count` trajectories: the first of each group, then the second of each, and so on."""
+    longest = max((len(group.trajectories) for group in groups), default=0)
+    turns = ((group, turn) for turn in range(longest) for group in groups if turn < len(group.trajectories))
+    return [(group, group.trajectories[turn]) for (group, turn), _ in zip(turns, range(count), strict=False)]
+
+
+def sample_row(step: int, group: TrajectoryGroup, trajectory: Trajectory) -> dict[str, Any]:
+    """Return what a person wants to read of one completion."""
+    return {
+        "step": step,
+        "problem_id": trajectory.problem_id,
+        "prompt": "\n".join(message.content for message in group.problem.messages),
+        "completion": trajectory.text,
+        "answer": group.problem.answer,
+        "reward": trajectory.reward,
+        "parts": trajectory.reward_parts,
+        "version": trajectory.weight_versions[-1].version if trajectory.weight_versions else None,
+        "finish_reason": trajectory.finish_reason,
+        "num_tokens": len(trajectory.tokens),
+    }

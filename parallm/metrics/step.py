@@ -1,0 +1,92 @@
+"""What one training step and one evaluation report, and the flat names under which the numbers are written."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from parallm.types import EvaluationReport, UpdateReport
+
+FlatRow: TypeAlias = dict[str, float | int | str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """One step of the loop: what was collected, what the update did, and how long both took."""
+
+    step: int
+    reward_mean: float
+    reward_std: float
+    """Over all completions of the step, groups without signal included."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each named part."""
+    groups_sampled: int
+    groups_with_signal: int
+    completion_length_mean: float
+    """Tokens."""
+    truncated_fraction: float
+    """Completions that ended at `max_tokens`."""
+    rollout_tokens: int
+    """Tokens sampled for this step, those of dropped groups included."""
+    rollout_seconds: float
+    update_seconds: float
+    """Wall time; `update.seconds` is device time."""
+    total_seconds: float
+    rollout_tokens_per_second: float
+    serving_tokens_per_second: float
+    update: UpdateReport | None = None
+    """None if no group had a signal, so that there was nothing to update with."""
+
+    def to_flat(self) -> FlatRow:
+        """Return one number per name; the order of the names is fixed and numbers may be NaN."""
+        return {
+            "step": self.step,
+            "reward/mean": self.reward_mean,
+            "reward/std": self.reward_std,
+            **{f"reward_part/{name}": value for name, value in self.reward_parts.items()},
+            "groups/sampled": self.groups_sampled,
+            "groups/with_signal": self.groups_with_signal,
+            "completion/length_mean": self.completion_length_mean,
+            "completion/truncated_fraction": self.truncated_fraction,
+            **update_row(self.update),
+            "seconds/rollout": self.rollout_seconds,
+            "seconds/update": self.update_seconds,
+            "seconds/total": self.total_seconds,
+            "rollout/tokens": self.rollout_tokens,
+            "rollout/tokens_per_second": self.rollout_tokens_per_second,
+            "serving/tokens_per_second": self.serving_tokens_per_second,
+        }
+
+
+def update_row(update: UpdateReport | None) -> FlatRow:
+    """Return the flat names of an update and its parity; none of them if there was no update."""
+    if update is None:
+        return {"update/skipped": "no group had a signal"}
+    return {
+        "update/version": update.version,
+        "update/loss": update.loss,
+        "update/gradient_norm": update.gradient_norm,
+        "update/learning_rate": update.learning_rate,
+        "update/clip_fraction": update.clip_fraction,
+        "update/kl_to_behaviour": update.kl_to_behaviour,
+        "update/entropy": update.entropy,
+        "update/tokens": update.num_tokens,
+        "update/device_seconds": update.seconds,
+        "update/skipped": update.skipped,
+        "parity/tokens": update.parity.num_tokens,
+        "parity/bit_equal_fraction": update.parity.bit_equal_fraction,
+        "parity/mean_abs": update.parity.mean_abs,
+        "parity/max_abs": update.parity.max_abs,
+    }
+
+
+def evaluation_row(report: EvaluationReport) -> FlatRow:
+    """Return the flat names of an evaluation on held-out problems."""
+    return {
+        "step": report.step,
+        "heldout/accuracy": report.accuracy,
+        "heldout/low": report.low,
+        "heldout/high": report.high,
+        "heldout/problems": report.num_problems,
+        "heldout/version": report.version,
+        **{f"heldout_part/{name}": value for name, value in report.reward_parts.items()},
+    }

@@ -1,0 +1,116 @@
+"""A whole run in a few numbers, computed from what is on disk, so that a resumed run counts from its beginning."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parallm.metrics.wording import MISSING, accuracy, duration, number, percent
+
+Row = Mapping[str, Any]
+NUM_LAST = 3
+"""`reward_last` is the mean over this many steps, since a single step's reward is noisy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Rows of metrics.jsonl and evaluations.jsonl in order of steps, with what is only known at the end."""
+
+    folder: Path
+    steps: Sequence[Row]
+    evaluations: Sequence[Row]
+    peak_memory_gb: float | None
+
+    def figures(self, prefix: str) -> dict[str, float | None]:
+        """Return `{prefix}.{name}` for each figure that this run can tell; null where a number is not finite."""
+        named = {
+            "steps": len(self.steps),
+            "reward_first": self.reward_first,
+            "reward_last": self.reward_last,
+            "accuracy_before": self._evaluated(0, "heldout/accuracy"),
+            "accuracy_after": self._evaluated(-1, "heldout/accuracy"),
+            "accuracy_best": None if self.best is None else self.best["heldout/accuracy"],
+            "train_seconds": self.train_seconds,
+            "rollout_tokens_per_second": self.rollout_tokens_per_second,
+            "peak_memory_gb": self.peak_memory_gb,
+            "parity_bit_equal_fraction": self.bit_equal_fraction,
+            "parity_max_abs": self.parity_max_abs,
+        }
+        return {f"{prefix}.{name}": value for name, value in named.items()}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the table that ends a run: name and value."""
+        best = MISSING if self.best is None else f"{self.best['heldout/version']} ({percent(self.best['heldout/accuracy'])})"
+        parity = f"{percent(self.bit_equal_fraction)} bit-equal, largest difference {number(self.parity_max_abs)}"
+        memory = MISSING if self.peak_memory_gb is None else f"{self.peak_memory_gb:.2f} GB"
+        return [
+            ("held-out accuracy before", self._accuracy_text(0)),
+            ("held-out accuracy after", self._accuracy_text(-1)),
+            ("best version", best),
+            ("reward, first step", number(self.reward_first)),
+            (f"reward, last {min(NUM_LAST, len(self.steps))} steps", number(self.reward_last)),
+            ("training time", f"{duration(self.train_seconds)} in {len(self.steps)} steps"),
+            ("rollout tokens/s", number(self.rollout_tokens_per_second)),
+            ("peak memory", memory),
+            ("learner and engine log-probs", parity),
+            ("files", str(self.folder)),
+        ]
+
+    @property
+    def reward_first(self) -> float | None:
+        """Mean reward of the first step, which is that of the untrained policy."""
+        return column(self.steps[:1], "reward/mean")[0] if self.steps else None
+
+    @property
+    def reward_last(self) -> float | None:
+        return mean(column(self.steps[-NUM_LAST:], "reward/mean"))
+
+    @property
+    def best(self) -> Row | None:
+        """The evaluation with the highest accuracy, the earliest of equal ones."""
+        known = [row for row in self.evaluations if row.get("heldout/accuracy") is not None]
+        return max(known, key=lambda row: float(row["heldout/accuracy"]), default=None)
+
+    @property
+    def train_seconds(self) -> float:
+        """Wall time inside the steps, evaluations and start excluded."""
+        return sum(value for value in column(self.steps, "seconds/total") if value is not None)
+
+    @property
+    def rollout_tokens_per_second(self) -> float | None:
+        tokens = sum(value for value in column(self.steps, "rollout/tokens") if value is not None)
+        seconds = sum(value for value in column(self.steps, "seconds/rollout") if value is not None)
+        return tokens / seconds if seconds else None
+
+    @property
+    def parity_max_abs(self) -> float | None:
+        return max((value for value in column(self.steps, "parity/max_abs") if value is not None), default=None)
+
+    @property
+    def bit_equal_fraction(self) -> float | None:
+        """Over all tokens that were compared in the run."""
+        pairs = list(zip(column(self.steps, "parity/bit_equal_fraction"), column(self.steps, "parity/tokens"), strict=True))
+        known = [(fraction, tokens) for fraction, tokens in pairs if fraction is not None and tokens]
+        total = sum(tokens for _, tokens in known)
+        return sum(fraction * tokens for fraction, tokens in known) / total if total else None
+
+    def _evaluated(self, index: int, name: str) -> float | None:
+        return column(self.evaluations, name)[index] if self.evaluations else None
+
+    def _accuracy_text(self, index: int) -> str:
+        if not self.evaluations:
+            return MISSING
+        row = self.evaluations[index]
+        text = accuracy(row.get("heldout/accuracy"), row.get("heldout/low"), row.get("heldout/high"))
+        return f"{text}, {row.get('heldout/problems')} problems, step {row['step']}"
+
+
+def column(rows: Sequence[Row], name: str) -> list[float | None]:
+    """Return the numbers under `name`, None where a row has none."""
+    values = [row.get(name) for row in rows]
+    return [float(value) if isinstance(value, int | float) else None for value in values]
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

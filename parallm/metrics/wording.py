@@ -1,0 +1,44 @@
+"""Numbers as people read them, the same in the live display, on lines, in the summary and beside the curves."""
+
+import math
+
+MISSING = "-"
+
+
+def number(value: object, digits: int = 3) -> str:
+    """Return `digits` significant digits without an exponent between 0.001 and 100,000; `-` for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return MISSING
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 100_000 or 0 < size < 0.001:
+        return f"{value:.{digits - 1}e}"
+    if isinstance(value, int) or size >= 10 ** (digits - 1):
+        return f"{value:,.0f}"
+    decimals = digits - 1 - (math.floor(math.log10(size)) if size >= 1 else 0)
+    return f"{value:.{decimals}f}" if size >= 0.01 or size == 0 else f"{value:.{digits + 1}f}"
+
+
+def percent(value: object) -> str:
+    """Return a fraction as a percentage with one decimal."""
+    return f"{value:.1%}" if isinstance(value, int | float) and math.isfinite(value) else MISSING
+
+
+def accuracy(value: object, low: object, high: object) -> str:
+    """Return an accuracy with its interval."""
+    return MISSING if percent(value) == MISSING else f"{percent(value)} ({percent(low)} to {percent(high)})"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time span in its two largest units."""
+    if seconds is None or not math.isfinite(seconds):
+        return MISSING
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

@@ -1,0 +1,244 @@
+"""Adapters and the table of their versions. Files are `adapter_files`; how a forward applies an adapter is `lora`."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import mlx.core as mx
+import numpy as np
+
+from parallm.errors import AdapterError, UnknownModel
+from parallm.types import BASE, POLICY, AdapterCard
+
+LATEST = "latest"
+"""Another name of `policy`: its newest version."""
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """One version of a LoRA adapter. Immutable, arrays evaluated; made by `make_adapter`."""
+
+    name: str
+    version: int
+    parent: int | None
+    """The version that this one was trained from."""
+    step: int
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+    """Module paths of the sites, sorted, e.g. "model.layers.0.self_attn.q_proj"."""
+    arrays: Mapping[str, mx.array]
+    """`{site}.lora_a` (inputs, rank) and `{site}.lora_b` (rank, outputs), float32."""
+    sha256: str
+    """Digest of the arrays alone: equal for equal weights, whatever their version."""
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(array.size for array in self.arrays.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def make_adapter(
+    arrays: Mapping[str, mx.array],
+    *,
+    version: int,
+    rank: int,
+    alpha: float,
+    name: str = POLICY,
+    parent: int | None = None,
+    step: int = 0,
+    dropout: float = 0.0,
+) -> Adapter:
+    """An adapter of `arrays`, which are cast to float32, evaluated and hashed here; float32 arrays are not copied.
+
+    Raises AdapterError if a site lacks one of its two arrays or an array is not of this rank.
+    """
+    single = {key: arrays[key].astype(mx.float32) for key in sorted(arrays)}
+    targets = tuple(sorted({key.rpartition(".")[0] for key in single}))
+    for site in targets:
+        _check_site(site, single, rank)
+    if extra := sorted(set(single) - {f"{site}.{part}" for site in targets for part in ("lora_a", "lora_b")}):
+        raise AdapterError(f"{extra[0]} is no adapter array; names end with .lora_a or .lora_b")
+    mx.eval(single)
+    return Adapter(
+        name=name,
+        version=version,
+        parent=parent,
+        step=step,
+        rank=rank,
+        alpha=float(alpha),
+        dropout=float(dropout),
+        targets=targets,
+        arrays=MappingProxyType(single),
+        sha256=arrays_sha256(single),
+    )
+
+
+def arrays_sha256(arrays: Mapping[str, mx.array]) -> str:
+    """Digest over names, shapes and bytes in the order of the names; evaluates the arrays."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        values = np.ascontiguousarray(np.asarray(arrays[name]))
+        digest.update(f"{name}{values.shape}".encode())
+        digest.update(values.data)
+    return digest.hexdigest()
+
+
+class AdapterTable:
+    """The adapter versions in memory. The device thread changes it; any thread may call `cards` and `resolve`.
+
+    It keeps the newest `keep` versions that no sequence uses, and every version that is aliased or in use.
+    """
+
+    def __init__(self, keep: int = 8) -> None:
+        if keep < 1:
+            raise AdapterError(f"the adapter table keeps {keep} versions; at least 1 is needed to serve")
+        self._keep = keep
+        self._view = _View()  # swapped whole, so that other threads never see a half-made change
+        self._dropped: set[Key] = set()
+
+    def publish(self, adapter: Adapter) -> None:
+        """Make `adapter` the newest version of its name. Moves pointers only; no array is touched.
+
+        Raises AdapterError, changing nothing, unless its version is above the published one.
+        """
+        newest = self._view.newest.get(adapter.name)
+        if newest is not None and adapter.version <= newest:
+            raise AdapterError(
+                f"{adapter.name} is at version {newest}; publish version {newest + 1} or above, not {adapter.version}"
+            )
+        self._refuse_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
+        entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
+        newest_versions = self._view.newest | {adapter.name: adapter.version}
+        self._swap(replace(self._view, entries=entries, newest=newest_versions))
+
+    def resolve(self, model: str) -> Adapter | None:
+        """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias.
+
+        Before anything is published `policy` is the base. Raises UnknownModel with the choices.
+        """
+        view = self._view
+        name, at, number = model.partition("@")
+        if model == BASE or (not at and name in (POLICY, LATEST) and POLICY not in view.newest):
+            return None
+        if at:
+            return self._pinned(view, name, number)
+        name = POLICY if name == LATEST else name
+        key = (name, view.newest[name]) if name in view.newest else view.aliases.get(name)
+        if key is None:
+            raise UnknownModel(f"no model {model!r}; there are {view.names()}")
+        return view.entries[key].adapter
+
+    def acquire(self, adapter: Adapter | None) -> None:
+        """Count one more running sequence for `adapter`, which stays in memory until released. None: the base."""
+        if adapter is None:
+            return
+        entry = self._view.entries.get((adapter.name, adapter.version))
+        if entry is None:
+            raise UnknownModel(f"{adapter.name}@{adapter.version} was dropped; there are {self._view.names()}")
+        entry.num_running += 1
+
+    def release(self, adapter: Adapter | None) -> None:
+        """Undo one `acquire`; the version may be dropped by this."""
+        if adapter is None:
+            return
+        entry = self._view.entries[(adapter.name, adapter.version)]
+        assert entry.num_running > 0, f"{adapter.name}@{adapter.version} released more often than acquired"
+        entry.num_running -= 1
+        if entry.num_running == 0:
+            self._swap(self._view)
+
+    def set_alias(self, alias: str, version: int, *, name: str = POLICY) -> None:
+        """Let `alias` mean `name@version` until it is set again; the version stays in memory.
+
+        Raises UnknownModel if the version is not in memory, AdapterError if the alias cannot be used.
+        """
+        self._refuse_name(alias, taken=set(self._view.newest) | {BASE, POLICY, LATEST})
+        if (name, version) not in self._view.entries:
+            self._pinned(self._view, name, str(version))
+            raise UnknownModel(f"{name}@{version} is the base; an alias names a published version")
+        self._swap(replace(self._view, aliases=self._view.aliases | {alias: (name, version)}))
+
+    def cards(self) -> tuple[AdapterCard, ...]:
+        """What is in memory, newest first within a name."""
+        view = self._view
+        keys = sorted(view.entries, key=lambda key: (key[0], -key[1]))
+        return tuple(view.entries[key].card(view) for key in keys)
+
+    def _pinned(self, view: "_View", name: str, number: str) -> Adapter | None:
+        if not number.isascii() or not number.isdigit():
+            raise UnknownModel(f"{number!r} in {name}@{number} is no version; there are {view.names()}")
+        key = (name, int(number))
+        if key in view.entries:
+            return view.entries[key].adapter
+        if key in self._dropped:
+            raise UnknownModel(f"{name}@{number} was dropped to bound memory; there are {view.names()}")
+        if key == (POLICY, 0):
+            return None
+        raise UnknownModel(f"no version {name}@{number}; there are {view.names()}")
+
+    def _swap(self, view: "_View") -> None:
+        held = set(view.aliases.values()) | {(name, version) for name, version in view.newest.items()}
+        idle = sorted((key for key, entry in view.entries.items() if not entry.num_running), key=lambda key: -key[1])
+        dropped = {key for key in idle[self._keep :] if key not in held}
+        self._dropped |= dropped  # before the swap: a reader of the new view must find the reason
+        self._view = replace(view, entries={key: e for key, e in view.entries.items() if key not in dropped})
+
+    def _refuse_name(self, name: str, taken: set[str]) -> None:
+        if not name or "@" in name or name in taken:
+            raise AdapterError(f"{name!r} cannot be a name here: it is empty, holds an @ or is one of {sorted(taken)}")
+
+
+@dataclass(slots=True)
+class _Entry:
+    adapter: Adapter
+    num_running: int = 0  # written only by acquire and release, on the device thread
+
+    def card(self, view: "_View") -> AdapterCard:
+        adapter = self.adapter
+        return AdapterCard(
+            name=adapter.name,
+            version=adapter.version,
+            parent=adapter.parent,
+            step=adapter.step,
+            rank=adapter.rank,
+            alpha=adapter.alpha,
+            aliases=view.aliases_of((adapter.name, adapter.version)),
+            sha256=adapter.sha256,
+            num_running=self.num_running,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """One state of the table; never changed, only replaced."""
+
+    entries: dict[Key, _Entry] = field(default_factory=dict)
+    aliases: dict[str, Key] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)
+    """Highest published version by name."""
+
+    def aliases_of(self, key: Key) -> tuple[str, ...]:
+        latest = (LATEST,) if key == (POLICY, self.newest.get(POLICY)) else ()
+        return latest + tuple(sorted(alias for alias, target in self.aliases.items() if target == key))
+
+    def names(self) -> str:
+        """Every name that resolves, for messages."""
+        pinned = [f"{name}@{version}" for name, version in sorted(self.entries)]
+        return ", ".join(dict.fromkeys([BASE, POLICY, *sorted(self.newest), *sorted(self.aliases), *pinned]))
+
+
+def _check_site(site: str, arrays: Mapping[str, mx.array], rank: int) -> None:
+    a, b = arrays.get(f"{site}.lora_a"), arrays.get(f"{site}.lora_b")
+    if a is None or b is None:
+        raise AdapterError(f"{site} lacks its {'lora_a' if a is None else 'lora_b'}")
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != rank or b.shape[0] != rank:
+        raise AdapterError(
+            f"{site} has lora_a {a.shape}, lora_b {b.shape}; rank {rank} needs (inputs, {rank}) and ({rank}, outputs)"
+        )

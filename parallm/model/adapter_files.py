@@ -1,0 +1,225 @@
+"""Adapters on disk, in mlx-lm's and in PEFT's LoRA format, both written and read.
+
+Not read, and refused by name: DoRA, full fine-tunes, ranks that differ between sites, adapted embeddings or experts,
+and pickled PyTorch files.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from parallm.errors import AdapterError
+from parallm.model.adapter import Adapter, make_adapter
+from parallm.types import POLICY
+
+CONFIG = "adapter_config.json"
+MLX_WEIGHTS = "adapters.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
+PEFT_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<site>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
+LAYER_SITE = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<name>.+)")
+
+
+def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
+    """Write what `mlx_lm.load(..., adapter_path=folder)` reads; `num_layers` is the depth of the base.
+
+    Raises OSError if the disk does not take it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lora = {"rank": adapter.rank, "scale": adapter.alpha / adapter.rank, "dropout": adapter.dropout}
+    keys = _mlx_keys(adapter.targets, num_layers)
+    config = {"fine_tune_type": "lora", "num_layers": num_layers, "lora_parameters": {**lora, "keys": keys}}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_arrays(folder / MLX_WEIGHTS, adapter.arrays, {"format": "mlx"} | _metadata(adapter))
+
+
+def write_peft(adapter: Adapter, folder: Path, base_name: str) -> None:
+    """Write what `peft.PeftModel.from_pretrained(base, folder)` reads; `base_name` is a hub id or folder for people.
+
+    Raises OSError if the disk does not take it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "r": adapter.rank,
+        "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
+        "lora_dropout": adapter.dropout,
+        "target_modules": list(adapter.targets),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    tensors: dict[str, mx.array] = {}
+    for site in adapter.targets:
+        tensors[f"base_model.model.{site}.lora_A.weight"] = adapter.arrays[f"{site}.lora_a"].T
+        tensors[f"base_model.model.{site}.lora_B.weight"] = adapter.arrays[f"{site}.lora_b"].T
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_arrays(folder / PEFT_WEIGHTS, tensors, {"format": "pt"} | _metadata(adapter))
+
+
+def read_adapter(
+    folder: Path,
+    sites: Mapping[str, tuple[int, int]] | None = None,
+    *,
+    rank: int | None = None,
+    name: str | None = None,
+    version: int | None = None,
+) -> Adapter:
+    """Read an adapter of either format. It may cover fewer sites than the base has.
+
+    `sites` (site -> inputs, outputs of the base) and `rank` are what it has to fit. `name` and `version` replace those
+    in the file; a file from elsewhere has none and becomes version 0 of `policy`. Raises AdapterError.
+    """
+    stored = _read_stored(folder)
+    if rank is not None and stored.rank != rank:
+        raise AdapterError(
+            f"the adapter in {folder} has rank {stored.rank}, the run {rank}; set model.lora.rank={stored.rank}"
+        )
+    if sites is not None:
+        _check_sites(folder, stored, sites)
+    known = stored.metadata
+    try:
+        adapter = make_adapter(
+            stored.arrays,
+            name=name if name is not None else known.get("name", POLICY),
+            version=version if version is not None else int(known.get("version", "0")),
+            parent=int(known["parent"]) if known.get("parent") else None,
+            step=int(known.get("step", "0")),
+            rank=stored.rank,
+            alpha=stored.alpha,
+            dropout=stored.dropout,
+        )
+    except (AdapterError, ValueError) as error:
+        raise AdapterError(f"the adapter in {folder} cannot be used: {error}") from error
+    if known.get("sha256", adapter.sha256) != adapter.sha256:
+        raise AdapterError(f"the adapter in {folder} is damaged: its arrays are not those that were saved")
+    return adapter
+
+
+def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, evaluating the arrays. Raises OSError if the disk does not take it."""
+    # a file object rather than a path: MLX's own writer loses the reason for a failure
+    with path.open("wb") as file:
+        mx.save_safetensors(file, dict(arrays), dict(metadata))
+
+
+def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Evaluated arrays and metadata of a safetensors file. Raises OSError, or ValueError if it is not whole."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        # the stub unites the results of all file formats; for safetensors it is this one
+        loaded = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(path), return_metadata=True))
+        mx.eval(loaded[0])
+    except RuntimeError as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+    return loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    arrays: dict[str, mx.array]
+    metadata: dict[str, str]
+    rank: int
+    alpha: float
+    dropout: float
+
+
+def _read_stored(folder: Path) -> _Stored:
+    try:
+        config = json.loads((folder / CONFIG).read_text())
+        return _read_peft(folder, config) if "peft_type" in config else _read_mlx(folder, config)
+    except FileNotFoundError as error:
+        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no such folder"
+        raise AdapterError(
+            f"{folder} is no adapter: it needs {CONFIG} and {MLX_WEIGHTS} (mlx-lm) or {PEFT_WEIGHTS} (PEFT, saved with "
+            f"safe_serialization=True); found: {found}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AdapterError(f"the adapter in {folder} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _read_mlx(folder: Path, config: Mapping[str, Any]) -> _Stored:
+    if config.get("fine_tune_type", "lora") != "lora":
+        raise AdapterError(f"{folder} holds fine_tune_type {config['fine_tune_type']!r}; only lora can be read")
+    lora = config["lora_parameters"]
+    arrays, metadata = read_arrays(folder / MLX_WEIGHTS)
+    alpha = float(lora["scale"]) * int(lora["rank"])
+    exact = float(metadata.get("alpha", alpha))  # alpha / rank * rank need not be alpha
+    return _Stored(
+        arrays=arrays,
+        metadata=metadata,
+        rank=int(lora["rank"]),
+        alpha=exact if math.isclose(exact, alpha) else alpha,
+        dropout=float(lora.get("dropout", 0.0)),
+    )
+
+
+def _read_peft(folder: Path, config: Mapping[str, Any]) -> _Stored:
+    refused = [key for key in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if config.get(key)]
+    if config["peft_type"] != "LORA" or refused:
+        raise AdapterError(f"{folder} holds {config['peft_type']} with {refused}; only plain LORA can be read")
+    tensors, metadata = read_arrays(folder / PEFT_WEIGHTS)
+    arrays: dict[str, mx.array] = {}
+    for name, tensor in tensors.items():
+        match = PEFT_TENSOR.fullmatch(name)
+        if match is None:
+            raise AdapterError(f"{folder} holds {name}, which is no lora_A or lora_B of a linear layer")
+        arrays[f"{match['site']}.lora_{match['part'].lower()}"] = mx.contiguous(tensor.T)
+    rank = int(config["r"])
+    alpha = float(config["lora_alpha"])
+    return _Stored(
+        arrays=arrays,
+        metadata=metadata,
+        rank=rank,
+        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,  # scaled by alpha / sqrt(rank) there
+        dropout=float(config.get("lora_dropout", 0.0)),
+    )
+
+
+def _check_sites(folder: Path, stored: _Stored, sites: Mapping[str, tuple[int, int]]) -> None:
+    for name in sorted(stored.arrays):
+        site, _, part = name.rpartition(".")
+        shape = stored.arrays[name].shape
+        if site not in sites:
+            raise AdapterError(
+                f"the adapter in {folder} has {name} {shape}, but {site} is no LoRA site here; there are {len(sites)}, "
+                f"such as {min(sites, default='none')}; load the base it was trained on, or widen model.lora.targets"
+            )
+        inputs, outputs = sites[site]
+        expected = (inputs, stored.rank) if part == "lora_a" else (stored.rank, outputs)
+        if shape != expected:
+            raise AdapterError(
+                f"the adapter in {folder} does not fit this base: {name} has shape {shape}, expected {expected}; "
+                "set model.path to the base that it was trained on"
+            )
+
+
+def _mlx_keys(targets: tuple[str, ...], num_layers: int) -> list[str]:
+    """Names within a layer where all layers have the same targets, which other MLX programs expect; else full paths."""
+    matches = [LAYER_SITE.fullmatch(site) for site in targets]
+    within = {(match["index"], match["name"]) for match in matches if match}
+    names = sorted({name for _, name in within})
+    stacks = {match["stack"] for match in matches if match}
+    uniform = len(stacks) == 1 and within == {(str(i), name) for i in range(num_layers) for name in names}
+    outside = [site for site, match in zip(targets, matches, strict=True) if not match]
+    return names + outside if uniform else list(targets)
+
+
+def _metadata(adapter: Adapter) -> dict[str, str]:
+    return {
+        "name": adapter.name,
+        "version": str(adapter.version),
+        "parent": "" if adapter.parent is None else str(adapter.parent),
+        "step": str(adapter.step),
+        "alpha": repr(adapter.alpha),
+        "sha256": adapter.sha256,
+    }

@@ -1,0 +1,99 @@
+"""Attention with one order of reduction, so that decoding and training compute the same numbers.
+
+mlx-lm's models call the `scaled_dot_product_attention` of their module; `install_attention` puts `attention` in its
+place for our own caches, and leaves mlx-lm's caches to mlx-lm.
+
+On a CPU a product's result can depend on its shape: BLAS libraries take other kernels for fewer than four rows, and
+cut a long inner dimension where its length suggests. Here rows are never fewer than four and the inner dimension is cut
+every 192 positions, whoever asks. Other places that multiply keep to `LEAST_ROWS` too.
+
+Axes: B rows, H key-value heads, R query heads per key-value head, T queries, L positions, D head size.
+"""
+
+import sys
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import base as mlx_lm_base
+
+LEAST_ROWS = 4
+KEY_BLOCK = 192
+
+_mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
+
+
+class OwnCache:
+    """Marks the caches whose attention is computed here."""
+
+
+def install_attention(model: nn.Module) -> None:
+    """Let the modules that define `model`'s layers call `_dispatch`. Changes mlx-lm's modules; safe to repeat."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        if getattr(sys.modules[name], "scaled_dot_product_attention", None) is _mlx_lm_attention:
+            sys.modules[name].scaled_dot_product_attention = _dispatch  # type: ignore[attr-defined]
+
+
+def attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """Softmax attention; queries (B, H*R, T, D), keys and values (B, H, L, D) -> (B, H*R, T, D).
+
+    `mask` is None, "causal" (the last query sees all positions), or an array, true where visible or added to scores.
+    """
+    if mx.default_device() != mx.Device(mx.cpu) or queries.dtype != mx.float32:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    rows, heads, length, size = queries.shape[0], keys.shape[1], queries.shape[2], queries.shape[3]
+    repeats, positions = queries.shape[1] // heads, keys.shape[2]
+    grouped = (queries * scale).reshape(rows, heads, repeats * length, size)
+    scores = product(grouped, keys.swapaxes(-1, -2)).reshape(rows, heads, repeats, length, positions)
+    weights = mx.softmax(_masked(scores, mask), axis=-1).reshape(rows, heads, repeats * length, positions)
+    blocks = [slice(start, start + KEY_BLOCK) for start in range(0, positions, KEY_BLOCK)]
+    parts = [product(weights[..., block], values[:, :, block]) for block in blocks]
+    return sum(parts[1:], parts[0]).reshape(rows, heads * repeats, length, values.shape[-1])
+
+
+def product(left: mx.array, right: mx.array) -> mx.array:
+    """`left @ right` with at least `LEAST_ROWS` rows on the left; the extra rows are cut off again."""
+    num_rows = left.shape[-2]
+    if num_rows >= LEAST_ROWS:
+        return left @ right
+    return (at_least_rows(left, axis=left.ndim - 2) @ right)[..., :num_rows, :]
+
+
+def at_least_rows(array: mx.array, axis: int) -> mx.array:
+    """Repeat `array` along `axis` until it has `LEAST_ROWS`."""
+    num_rows = array.shape[axis]
+    if num_rows >= LEAST_ROWS:
+        return array
+    return mx.concatenate([array] * -(-LEAST_ROWS // num_rows), axis=axis)
+
+
+def _masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
+    """Hide positions in scores (B, H, R, T, L)."""
+    if mask is None:
+        return scores
+    length, positions = scores.shape[-2:]
+    if isinstance(mask, str):
+        mask = mx.arange(positions - length, positions)[:, None] >= mx.arange(positions)[None]
+    elif mask.ndim == 4:  # (B, heads, T, L): one of the query heads' masks, or the same for all
+        mask = mask[:, :, None] if mask.shape[1] == 1 else mask.reshape(scores.shape[:1] + scores.shape[1:3] + mask.shape[2:])
+    return mx.where(mask, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + mask
+
+
+def _dispatch(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Stands in for mlx-lm's function of the same signature."""
+    if isinstance(cache, OwnCache) and sinks is None:
+        return attention(queries, keys, values, scale=scale, mask=mask)
+    result: mx.array = _mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return result
+
+

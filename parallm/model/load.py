@@ -1,0 +1,141 @@
+"""Path or hub id -> SharedModel, through mlx-lm. Call it on the device thread: the arrays are evaluated there."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from mlx_lm.utils import _download, load_model, load_tokenizer
+
+from parallm.errors import ModelError
+from parallm.model.attention import install_attention
+from parallm.model.chat import ChatTokenizer
+from parallm.model.lora import Binding, install_sites
+from parallm.model.settings import ModelSettings
+from parallm.model.shared_model import SharedModel, can_batch, find_trunk
+
+logger = logging.getLogger(__name__)
+
+NANO = Path(__file__).parent / "nano"
+LONGEST_DEFAULT_CONTEXT = 8192  # models claim up to a million tokens; more than this is asked for by engine.max_context
+
+
+def load_shared_model(settings: ModelSettings) -> SharedModel:
+    """Load, freeze and evaluate the base, and put LoRA sites on it.
+
+    Raises ModelError naming the path and the way out, AdapterError for targets that the model does not have.
+    """
+    folder = find_folder(settings.path)
+    base, config = _load_base(folder, settings.path)
+    base.set_dtype(_dtype(settings.dtype, base))
+    base.freeze()
+    base.eval()
+    install_attention(base)
+    binding = Binding()
+    sites = install_sites(base, settings.lora, binding)
+    mx.eval(base.parameters())
+    owner, name = find_trunk(base)
+    text_config = config.get("text_config", config)
+    model_type = str(config.get("model_type", "unknown"))
+    model = SharedModel(
+        name=settings.path,
+        base=base,
+        binding=binding,
+        sites=sites,
+        tokenizer=_load_tokenizer(folder, config),
+        vocabulary_size=int(text_config.get("vocab_size") or config["vocab_size"]),
+        max_context=int(text_config.get("max_position_embeddings") or LONGEST_DEFAULT_CONTEXT),
+        trunk_owner=owner,
+        trunk_name=name,
+        batches_exactly=can_batch(base, model_type),
+    )
+    return _checked_split(model, model_type)
+
+
+def find_folder(path: str) -> Path:
+    """The local folder of `path`: the embedded model, a folder, or a downloaded hub id. Raises ModelError."""
+    if path == "nano":
+        return NANO
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+        raise ModelError(f"model.path={path}: no such folder; give a folder with config.json and *.safetensors, or 'nano'")
+    try:
+        return Path(_download(path))
+    except HFValidationError as error:
+        raise ModelError(f"model.path={path}: neither a folder nor a hub id ({error})") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise ModelError(
+            f"model.path={path}: no such folder here, and the Hugging Face hub did not give it ({_first_line(error)}). "
+            "Without network, download the model elsewhere and name its folder: model.path=/path/to/folder"
+        ) from error
+
+
+def _load_base(folder: Path, path: str) -> tuple[nn.Module, dict[str, Any]]:
+    _check_complete(folder, path)
+    try:
+        return load_model(folder, lazy=True)
+    except (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError) as error:
+        # mlx-lm reports unknown architectures, missing tensors and broken files through all of these
+        raise ModelError(f"model.path={path}: {folder} cannot be loaded: {_first_line(error)}") from error
+
+
+def _check_complete(folder: Path, path: str) -> None:
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path={path}: {folder} has no config.json; it must be a Hugging Face model folder")
+    index = folder / "model.safetensors.index.json"
+    try:
+        json.loads((folder / "config.json").read_text())
+        names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+    except (json.JSONDecodeError, KeyError) as error:
+        raise ModelError(f"model.path={path}: {folder} has a broken config.json or index: {error}") from error
+    missing = sorted(name for name in names if not (folder / name).is_file())
+    if missing:
+        raise ModelError(f"model.path={path}: {folder} is incomplete, without {missing}; copy or download it again")
+    if not list(folder.glob("model*.safetensors")):
+        raise ModelError(f"model.path={path}: {folder} has no model*.safetensors; copy or download it again")
+
+
+def _load_tokenizer(folder: Path, config: dict[str, Any]) -> ChatTokenizer:
+    try:
+        return ChatTokenizer(load_tokenizer(folder, eos_token_ids=_as_list(config.get("eos_token_id"))))
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+
+
+def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
+    """Compare trunk + head with the whole forward on a few tokens; a model where they differ is used unsplit."""
+    tokens = mx.array([[0, 1, 2, 3]])
+    whole = model.base(tokens, cache=model.make_cache())
+    if model.trunk_owner is not None:
+        split = model.head(model.hidden(tokens, model.make_cache(), None)[0])
+        if bool(mx.array_equal(whole[0], split)):
+            return model
+    logger.warning("%s: the head cannot be separated; log-probs will need whole logits", model_type)
+    fields = {name: getattr(model, name) for name in model.__dataclass_fields__}
+    return SharedModel(**(fields | {"trunk_owner": None, "trunk_name": ""}))
+
+
+def _dtype(wanted: str, base: nn.Module) -> mx.Dtype:
+    if wanted != "auto":
+        return getattr(mx, wanted)  # type: ignore[no-any-return]  # the settings allow only names of dtypes
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    # bfloat16 products run at 7 GFLOP/s on a CPU, float32 ones at 200
+    return mx.float32 if on_cpu else _stored_dtype(base)
+
+
+def _stored_dtype(base: nn.Module) -> mx.Dtype:
+    norms = [p for _, p in nn.utils.tree_flatten(base.parameters()) if mx.issubdtype(p.dtype, mx.floating)]
+    return norms[0].dtype
+
+
+def _as_list(tokens: int | list[int] | None) -> list[int] | None:
+    return [tokens] if isinstance(tokens, int) else tokens
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

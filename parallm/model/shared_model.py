@@ -1,0 +1,124 @@
+"""The frozen base with its LoRA sites: one copy of the weights for serving and learning.
+
+The forward is split in two, trunk (tokens -> hidden states) and head (hidden states -> logits), so that nobody has to
+hold logits of more tokens than needed. Everything here runs on the device thread.
+
+Axes: B rows, T tokens, H hidden, N tokens of any rows, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from parallm.model.attention import OwnCache, at_least_rows
+from parallm.model.chat import ChatTokenizer
+from parallm.model.lora import Binding, View
+
+TRUNK_NAMES = ("model", "transformer", "backbone")
+
+
+class PlainCache(KVCache, OwnCache):  # type: ignore[misc]  # mlx-lm is untyped
+    """One row's keys and values in mlx-lm's format, with our attention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedModel:
+    """Frozen base arrays, tokenizer and LoRA sites. Built by `model.load`, changed by nobody."""
+
+    name: str
+    base: nn.Module
+    binding: Binding
+    sites: Mapping[str, tuple[int, int]]
+    """LoRA site -> (inputs, outputs)."""
+    tokenizer: ChatTokenizer
+    vocabulary_size: int
+    max_context: int
+    trunk_owner: nn.Module | None
+    """The module whose attribute `trunk_name` maps tokens to hidden states; None: the model cannot be split."""
+    trunk_name: str
+    batches_exactly: bool
+    """Whether rows of different lengths can share one forward; see `can_batch`."""
+
+    def hidden(self, tokens_BT: mx.array, cache: Sequence[Any] | None, view: View | None) -> mx.array:
+        """Hidden states (B, T, H) before the head; `cache` is written as mlx-lm's models do.
+
+        A model that cannot be split gives its logits here, and `head` passes them on.
+        """
+        trunk = self.base if self.trunk_owner is None else getattr(self.trunk_owner, self.trunk_name)
+        with self.binding.applied(view):
+            hidden: mx.array = trunk(tokens_BT, cache=cache)
+        return hidden
+
+    def head(self, hidden_NH: mx.array) -> mx.array:
+        """Logits (N, V) in the model's dtype, final scaling and soft-capping of the architecture included."""
+        if self.trunk_owner is None:
+            return hidden_NH
+        trunk = getattr(self.trunk_owner, self.trunk_name)
+        padded = at_least_rows(hidden_NH, axis=0)
+        setattr(self.trunk_owner, self.trunk_name, _Replay(trunk, padded[None]))
+        try:
+            logits: mx.array = self.base(mx.zeros((1, padded.shape[0]), mx.int32))
+        finally:
+            setattr(self.trunk_owner, self.trunk_name, trunk)
+        return logits[0, : hidden_NH.shape[0]]
+
+    def make_cache(self) -> list[Any]:
+        """An empty cache for one row in mlx-lm's own classes; `PlainCache` where rows can be batched."""
+        cache: list[Any] = make_prompt_cache(self.base)
+        return [PlainCache() for _ in cache] if self.batches_exactly else cache
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The floating type of the base's unquantized arrays."""
+        floating = (array for _, array in tree_flatten(self.base.parameters()) if mx.issubdtype(array.dtype, mx.floating))
+        return next(floating).dtype
+
+    @property
+    def base_bytes(self) -> int:
+        return sum(array.nbytes for _, array in tree_flatten(self.base.parameters()))
+
+
+def find_trunk(base: nn.Module) -> tuple[nn.Module | None, str]:
+    """The owner and name of the part of an mlx-lm model that maps tokens to hidden states.
+
+    mlx-lm's models call `self.model(inputs, cache)` (or transformer, backbone; multimodal ones under language_model)
+    and then the head. Whether the split reproduces the whole forward is checked when the model is loaded.
+    """
+    owner = getattr(base, "language_model", base)
+    for name in TRUNK_NAMES:
+        if isinstance(getattr(owner, name, None), nn.Module):
+            return owner, name
+    return None, ""
+
+
+def can_batch(base: nn.Module, model_type: str) -> bool:
+    """Whether rows of different lengths give the same numbers together as alone.
+
+    True for models whose layers all keep plain keys and values. Recurrent states and mlx-lm's other caches are not
+    indexed by position, and a few models read the offset as one Python number: these run one row at a time.
+    """
+    plain = all(type(layer) in (KVCache, RotatingKVCache) for layer in make_prompt_cache(base))
+    return plain and model_type not in ONE_ROW_MODELS
+
+
+ONE_ROW_MODELS = frozenset({"gpt_bigcode", "afm7", "longcat_flash_ngram", "llama4"})
+"""Model types of mlx-lm that use plain caches and still need one common offset, or differ when batched."""
+
+
+class _Replay:
+    """Stands in for the trunk while the head runs: gives the hidden states that are already known."""
+
+    def __init__(self, trunk: nn.Module, hidden_BTH: mx.array) -> None:
+        self._trunk = trunk
+        self._hidden_BTH = hidden_BTH
+
+    def __call__(self, *_: Any, **__: Any) -> mx.array:
+        return self._hidden_BTH
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trunk, name)

@@ -1,0 +1,11 @@
+"""One way to make seeds from seeds, so that every random choice of a run follows from its one seed."""
+
+MASK_64 = (1 << 64) - 1
+
+
+def mix(seed: int, index: int) -> int:
+    """A 64-bit number that depends on both arguments in every bit (splitmix64: https://prng.di.unimi.it)."""
+    state = (seed + (index + 1) * 0x9E3779B97F4A7C15) & MASK_64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return state ^ (state >> 31)

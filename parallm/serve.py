@@ -1,0 +1,23 @@
+"""`python -m parallm.serve`: serve a model without training it."""
+
+import sys
+from pathlib import Path
+
+from parallm.command import run_command
+from parallm.config import RunConfig
+from parallm.device.blas import BlasReport
+
+
+def main() -> None:
+    sys.exit(run_command("serve", run))
+
+
+def run(config: RunConfig, folder: Path, blas: BlasReport) -> int:
+    # not at the top: it loads MLX, which takes whatever BLAS the process has by then
+    from parallm.build import run_serving  # noqa: PLC0415
+
+    return run_serving(config, folder, blas)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Wire types of responses. Used in this folder only. A field with a default is left out unless it was set."""
+
+from typing import Literal
+
+from parallm.server.schemas import Wire
+
+
+class ErrorDetail(Wire):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(Wire):
+    error: ErrorDetail
+
+
+class ModelEntry(Wire):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    policy_version: int
+
+
+class ModelList(Wire):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+class Usage(Wire):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class WeightVersions(Wire):
+    """Output tokens `start` to `end` (half-open) came from this adapter version."""
+
+    version: str
+    start: int
+    end: int
+
+
+class ChoiceFields(Wire):
+    """What every choice carries; the first three are set when the choice is finished."""
+
+    index: int
+    finish_reason: str | None
+    policy_version: int | None
+    weight_versions: list[WeightVersions] | None
+    token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(Wire):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(ChoiceFields):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionAnswer(Wire):
+    """Also the shape of each chunk of a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopTokenLogprob(Wire):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopTokenLogprob):
+    top_logprobs: list[TopTokenLogprob]
+
+
+class ChatLogprobs(Wire):
+    content: list[TokenLogprob]
+
+
+class ChatText(Wire):
+    """A whole message, or a delta of one."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChoice(ChoiceFields):
+    message: ChatText
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(ChoiceFields):
+    delta: ChatText
+    logprobs: ChatLogprobs | None
+
+
+class ChatAnswer(Wire):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatChunk(Wire):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

@@ -1,0 +1,90 @@
+"""Domain answers to wire answers for both endpoints, whole and in chunks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
+
+from parallm.server.answer_schemas import Usage, WeightVersions
+from parallm.server.schemas import Wire
+from parallm.server.service import Tokenizer
+from parallm.types import Completion, GenerationRequest, TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What all chunks of one answer share, and what the client asked to see."""
+
+    answer_id: str
+    created: int
+    requests: Sequence[GenerationRequest]
+    """One for each prompt."""
+    tokenizer: Tokenizer
+    logprobs: bool
+    token_ids: bool
+    usage_chunk: bool
+
+    def choice_index(self, prompt: int, index: int) -> int:
+        """Choices are numbered through: all of the first prompt, then all of the second."""
+        return prompt * self.requests[prompt].n + index
+
+    def usage(self, num_completion_tokens: int) -> Usage:
+        num_prompt_tokens = sum(len(request.prompt_tokens) for request in self.requests)
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_completion_tokens,
+            total_tokens=num_prompt_tokens + num_completion_tokens,
+        )
+
+
+class Answers(Protocol):
+    """One endpoint's way to say the same things. An object serves one request."""
+
+    @property
+    def head(self) -> Head: ...
+
+    def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> Wire:
+        """`completions` by prompt."""
+        ...
+
+    def opening(self, model: str) -> Sequence[Wire]:
+        """Chunks before the first text."""
+        ...
+
+    def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> Wire | None:
+        """None if there is nothing to tell yet, such as text held back for a stop string."""
+        ...
+
+    def final_chunk(self, model: str, prompt: int, completion: Completion) -> Wire: ...
+
+    def usage_chunk(self, model: str, num_completion_tokens: int) -> Wire: ...
+
+
+class Provenance(TypedDict):
+    """Fields of a choice that say how it ended and which weights made it."""
+
+    finish_reason: str | None
+    policy_version: int | None
+    weight_versions: list[WeightVersions] | None
+
+
+UNFINISHED = Provenance(finish_reason=None, policy_version=None, weight_versions=None)
+
+
+def version_of(completion: Completion) -> int | None:
+    """The version of the last token."""
+    return completion.weight_versions[-1].version if completion.weight_versions else None
+
+
+def provenance(completion: Completion) -> Provenance:
+    return Provenance(
+        finish_reason=completion.finish_reason,
+        policy_version=version_of(completion),
+        weight_versions=[
+            WeightVersions(version=str(span.version), start=span.start, end=span.end)
+            for span in completion.weight_versions
+        ],
+    )
+
+
+def num_tokens(completions: Sequence[Sequence[Completion]]) -> int:
+    return sum(len(completion.tokens) for group in completions for completion in group)

@@ -1,0 +1,61 @@
+"""Names of models: the list that clients see, and which adapter version a name stands for."""
+
+from collections.abc import Sequence
+
+from parallm.server.answer_schemas import ModelEntry, ModelList
+from parallm.server.service import Service
+from parallm.types import BASE, POLICY, AdapterCard
+
+
+def versioned(name: str, version: int) -> str:
+    return f"{name}@{version}"
+
+
+def card_of(name: str, cards: Sequence[AdapterCard]) -> AdapterCard | None:
+    """The card that `name` stands for: an adapter's newest version, an exact version or an alias."""
+    newest = max((card for card in cards if card.name == name), key=lambda card: card.version, default=None)
+    if newest is not None:
+        return newest
+    return next((card for card in cards if name in (versioned(card.name, card.version), *card.aliases)), None)
+
+
+def resolved(name: str, cards: Sequence[AdapterCard]) -> str:
+    """`name@version` for what `name` stands for now; `name` itself if it is the base or not known here."""
+    card = card_of(name, cards)
+    if card is not None:
+        return versioned(card.name, card.version)
+    return versioned(POLICY, 0) if name == POLICY else name
+
+
+def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) -> str:
+    """`name@version` for a request for `name` that `version` has answered; there may be newer ones by now."""
+    if name == BASE or version is None:
+        return name
+    adapter = name.partition("@")[0]
+    if adapter == POLICY or any(card.name == adapter for card in cards):
+        return versioned(adapter, version)
+    return versioned(next((card.name for card in cards if card.version == version), POLICY), version)
+
+
+def model_list(service: Service) -> ModelList:
+    """The base, each adapter by name (its newest version), aliases, and every version in memory."""
+    cards = service.catalog()
+    names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases} | {POLICY}
+    versions = [versioned(card.name, card.version) for card in cards]
+    entries = [_entry(name, card_of(name, cards), service) for name in (*sorted(names), *versions)]
+    return ModelList(object="list", data=[_entry(BASE, None, service), *entries])
+
+
+def _entry(name: str, card: AdapterCard | None, service: Service) -> ModelEntry:
+    """Without a card it is the base, which is also what the policy is before its first version."""
+    parent = BASE if card is None or not card.parent else versioned(card.name, card.parent)
+    return ModelEntry(
+        id=name,
+        object="model",
+        created=service.started,
+        owned_by="parallm",
+        root=service.base_name,
+        parent=None if name == BASE else parent,
+        max_model_len=service.engine.max_context,
+        policy_version=0 if card is None else card.version,
+    )

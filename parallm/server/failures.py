@@ -1,0 +1,56 @@
+"""Exceptions to OpenAI's error shape: the only place that knows HTTP statuses of errors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from parallm.errors import ContextTooLong, EngineFull, EngineStopped, InvalidRequest, UnknownModel
+from parallm.server.answer_schemas import ErrorAnswer, ErrorDetail
+
+RETRY_AFTER_SECONDS = 1
+
+
+class BodyTooLarge(InvalidRequest):
+    """The request body is larger than `server.max_body_bytes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """What a client is told: the status counts only before the first byte of a response."""
+
+    status: int
+    answer: ErrorAnswer
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def failure_of(error: Exception) -> Failure:
+    """Everything that is not our own error is an internal one and says nothing of its cause."""
+    match error:
+        case BodyTooLarge():
+            return failure(413, str(error), code="request_too_large")
+        case ContextTooLong():
+            return failure(400, str(error), param=error.parameter, code="context_length_exceeded")
+        case InvalidRequest():
+            return failure(400, str(error), param=error.parameter, code="invalid_value")
+        case UnknownModel():
+            return failure(404, str(error), param="model", code="model_not_found")
+        case EngineFull():
+            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)
+        case EngineStopped():
+            return failure(503, str(error), kind="server_error", code="engine_stopped")
+        case _:
+            message = "the server failed to answer; its log has the cause"
+            return failure(500, message, kind="server_error", code="internal_error")
+
+
+def failure(
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Failure:
+    detail = ErrorDetail(message=message, type=kind, param=param, code=code)
+    return Failure(status=status, answer=ErrorAnswer(error=detail), headers=headers or {})

@@ -1,0 +1,97 @@
+"""The way from domain requests to a response, the same for both endpoints: all at once or as a stream."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallm.errors import ParallmError
+from parallm.server.answers import Answers, version_of
+from parallm.server.catalog import resolved, resolved_to
+from parallm.server.connection import while_connected
+from parallm.server.failures import failure_of
+from parallm.server.merge import close, merged
+from parallm.server.schemas import Wire
+from parallm.server.service import Engine, Service
+from parallm.server.sse import DONE, EventStream, encode_events
+from parallm.types import Completion, GenerationRequest, TokenEvent
+
+logger = logging.getLogger(__name__)
+Events = AsyncGenerator[tuple[int, TokenEvent], None]
+
+
+def json_response(wire: Wire, status: int = 200) -> Response:
+    return Response(wire.model_dump_json(exclude_unset=True), status, media_type="application/json")
+
+
+async def respond_whole(service: Service, http: Request, answers: Answers) -> Response:
+    """Errors of any prompt fail the whole response and abort the others. Raises ClientDisconnect."""
+    requests = answers.head.requests
+    completions = await while_connected(http.receive, generate_all(service.engine, requests))
+    model = resolved_to(requests[0].model, version_of(completions[0][0]), service.catalog())
+    return json_response(answers.whole(model, completions))
+
+
+async def respond_stream(service: Service, http: Request, answers: Answers) -> Response:
+    """Waits for the first event, so that what is wrong before it becomes an ordinary HTTP error."""
+    requests = answers.head.requests
+    name = requests[0].model
+    before = resolved(name, service.catalog())
+    events = merged([service.engine.stream(request) for request in requests])
+    try:
+        first = await while_connected(http.receive, _next(events))
+    except BaseException:
+        await close(events)
+        raise
+    # a version published in between may or may not be the one at work; only the last event will tell
+    model = before if before == resolved(name, service.catalog()) else name
+    return EventStream(_encoded(service, answers, model, first, events))
+
+
+async def generate_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(engine.generate(request)) for request in requests]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return [task.result() for task in tasks]
+
+
+async def _next(events: Events) -> tuple[int, TokenEvent]:
+    return await anext(events)
+
+
+async def _encoded(
+    service: Service, answers: Answers, model: str, first: tuple[int, TokenEvent], events: Events
+) -> AsyncGenerator[bytes, None]:
+    """Bytes of the stream; a failure after the first event becomes an event of its own, without `[DONE]`."""
+    num_tokens = 0
+    try:
+        yield encode_events([*answers.opening(model), *_chunks(service, answers, model, *first)])
+        num_tokens += len(first[1].tokens)
+        async for prompt, event in events:
+            num_tokens += len(event.tokens)
+            if chunks := _chunks(service, answers, model, prompt, event):
+                yield encode_events(chunks)
+        if answers.head.usage_chunk:
+            yield encode_events([answers.usage_chunk(model, num_tokens)])
+        yield DONE
+    except ParallmError as error:
+        yield encode_events([failure_of(error).answer])
+    except Exception as error:  # the status is sent already: the log is the only place left for the cause
+        logger.exception("the stream %s failed", answers.head.answer_id)
+        yield encode_events([failure_of(error).answer])
+    finally:
+        await close(events)
+
+
+def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: TokenEvent) -> list[Wire]:
+    text = answers.text_chunk(model, prompt, event)
+    chunks = [] if text is None else [text]
+    if event.completion is not None:
+        name = answers.head.requests[prompt].model
+        model = resolved_to(name, version_of(event.completion), service.catalog())
+        chunks.append(answers.final_chunk(model, prompt, event.completion))
+    return chunks

@@ -1,0 +1,129 @@
+"""The socket and the uvicorn server around an application. The caller starts it, stops it and owns the signals."""
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from fastapi import FastAPI
+
+from parallm.errors import ParallmError
+from parallm.server.settings import ServerSettings
+
+GRACE_SECONDS = 5
+"""How long responses that are under way may go on after `stop`."""
+KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they and not we close idle connections
+
+
+class ListenError(ParallmError):
+    """The address cannot be used: another process has it, or it is not of this machine."""
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A listening socket on `host:port`; port 0 takes a free one. Raises ListenError with the way out.
+
+    Apart from HttpServer so that a port in use can stop a run before a model is loaded. Clients that connect before the
+    server starts wait.
+    """
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ListenError(f"server.host={settings.host} is not an address of this machine: {error}") from error
+    # `localhost` is often both; clients try 127.0.0.1
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        # with SO_REUSEADDR two programs can bind, but only one can listen
+        bound.listen(2048)
+    except OSError as error:
+        bound.close()
+        raise _listen_error(settings, error) from error
+    bound.setblocking(False)
+    return bound
+
+
+def _listen_error(settings: ServerSettings, error: OSError) -> ListenError:
+    where = f"{settings.host}:{settings.port}"
+    if error.errno == errno.EADDRINUSE:
+        return ListenError(
+            f"{where} is in use by another process; choose another port with server.port=..., let the system choose "
+            "with server.port=0, or run without HTTP: server.enabled=false"
+        )
+    return ListenError(f"cannot listen on {where}: {error}; change server.host=... or server.port=...")
+
+
+class HttpServer:
+    """Serves `app` on `bound` from `start` to `stop`, on the running event loop. Installs no signal handlers."""
+
+    def __init__(self, app: FastAPI, bound: socket.socket) -> None:
+        self.host, self.port = bound.getsockname()[:2]
+        self._socket = bound
+        self._task: asyncio.Task[None] | None = None
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,  # logging is set up by the program
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=GRACE_SECONDS,
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    async def start(self) -> None:
+        """Returns when requests are answered."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        ready = asyncio.create_task(self._server.ready.wait())
+        await asyncio.wait((self._task, ready), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def wait(self) -> None:
+        """Until the server has ended, by `stop` or by an error, which is raised."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def stop(self) -> None:
+        """Take no more connections, let responses end for `GRACE_SECONDS`, then cancel them. Can be called twice."""
+        self._server.should_exit = True
+        if self._task is None:
+            self._socket.close()
+        await self.wait()
+
+
+async def serve(app: FastAPI, settings: ServerSettings) -> None:
+    """Bind and serve until cancelled; then stop gracefully."""
+    server = HttpServer(app, bind(settings))
+    await server.start()
+    try:
+        await server.wait()
+    finally:
+        await server.stop()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: Ctrl-C belongs to the trainer."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()

@@ -1,0 +1,110 @@
+"""Bytes of a request body to a checked wire type. A field is honoured or refused by name; nothing is ignored."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from parallm.errors import InvalidRequest
+from parallm.server.schemas import GenerationBody
+
+Body = TypeVar("Body", bound=GenerationBody)
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "service_tier": ("auto", "default"),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Fields that this server does not implement, with the values that ask for nothing; null is one of them for all."""
+
+
+def parse_body(body: bytes, schema: type[Body]) -> Body:
+    """The body as `schema`. Raises InvalidRequest that names the first field at fault."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(f"the request body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidRequest("the request body should be a JSON object")
+    try:
+        return schema.model_validate(_known_fields(value, schema))
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from error
+
+
+def _known_fields(value: dict[str, Any], schema: type[Body]) -> dict[str, Any]:
+    fields = {}
+    for name, item in value.items():
+        field = schema.model_fields.get(name)
+        if field is None:
+            _check_neutral(name, item)
+        elif item is not None or field.is_required():
+            fields[name] = item
+    return fields
+
+
+def _check_neutral(name: str, value: object) -> None:
+    if name not in NEUTRAL:
+        raise InvalidRequest(f"unknown field {name[:100]!r}; remove it from the request", name[:100])
+    accepted = NEUTRAL[name]
+    # bool is an int in Python: without the second half, `"n": false` would pass for 0
+    if value is None or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted):
+        return
+    choices = " or ".join(json.dumps(item) for item in (*accepted, None))
+    raise InvalidRequest(f"{name} is not supported by this server; leave it out or send {choices}", name)
+
+
+def _invalid(error: ErrorDetails) -> InvalidRequest:
+    location = ".".join(str(part) for part in error["loc"])[:200]
+    if error["type"] == "extra_forbidden":
+        return InvalidRequest(f"unknown field {location!r}; remove it from the request", location)
+    if error["type"] == "missing":
+        return InvalidRequest(f"the field {location!r} is required", location)
+    before, should, after = error["msg"].partition("should")
+    message = should + after if should else before
+    return InvalidRequest(f"{location} {message}; it is {_shown(error['input'])}", location)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | dict):
+        return f"a {'list' if isinstance(value, list) else 'object'} of {len(value)}"
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,71 @@
+"""`POST /v1/completions` and `POST /v1/chat/completions`."""
+
+import time
+import uuid
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallm.server.answers import Answers, Head
+from parallm.server.chat_answers import ChatAnswers
+from parallm.server.completion_answers import CompletionAnswers
+from parallm.server.connection import read_body
+from parallm.server.generation import respond_stream, respond_whole
+from parallm.server.parse import parse_body
+from parallm.server.schemas import ChatBody, CompletionBody, GenerationBody
+from parallm.server.service import Service
+from parallm.server.translate import chat_request, completion_requests
+from parallm.types import GenerationRequest
+
+
+def generation_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        body = parse_body(await read_body(http, service.settings.max_body_bytes), CompletionBody)
+        answer_id = f"cmpl-{uuid.uuid4().hex}"
+        requests = completion_requests(
+            body,
+            answer_id,
+            tokenizer=service.tokenizer,
+            settings=service.settings,
+            max_context=service.engine.max_context,
+        )
+        head = _head(service, answer_id, body, requests, logprobs=body.logprobs is not None)
+        return await _respond(service, http, body, CompletionAnswers(head))
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        body = parse_body(await read_body(http, service.settings.max_body_bytes), ChatBody)
+        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+        request = chat_request(
+            body,
+            answer_id,
+            tokenizer=service.tokenizer,
+            settings=service.settings,
+            max_context=service.engine.max_context,
+        )
+        head = _head(service, answer_id, body, [request], logprobs=body.logprobs)
+        return await _respond(service, http, body, ChatAnswers(head))
+
+    return router
+
+
+def _head(
+    service: Service, answer_id: str, body: GenerationBody, requests: list[GenerationRequest], *, logprobs: bool
+) -> Head:
+    return Head(
+        answer_id=answer_id,
+        created=int(time.time()),
+        requests=requests,
+        tokenizer=service.tokenizer,
+        logprobs=logprobs,
+        token_ids=body.return_token_ids,
+        usage_chunk=body.stream_options is not None and body.stream_options.include_usage,
+    )
+
+
+async def _respond(service: Service, http: Request, body: GenerationBody, answers: Answers) -> Response:
+    return await (respond_stream if body.stream else respond_whole)(service, http, answers)

@@ -1,0 +1,105 @@
+"""Wire types of requests: what clients send, checked strictly. Used in this folder only.
+
+Optional fields that are null count as absent; that and the refused fields are the work of parse.py.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+
+LARGEST_INT = 2**31 - 1  # token ids and counts are 32-bit in the arrays behind
+FIRST_FAULT = Field(fail_fast=True)  # or a body of a million wrong items makes a million error objects
+
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class Wire(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def is_tokens(value: object) -> bool:
+    """Whether this is a list of what could be token ids. By hand: strict and stops at the first wrong item."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= LARGEST_INT for item in value)
+
+
+def read_prompts(value: object) -> list[str | list[int]]:
+    """The four forms of a prompt as one list. Raises ValueError where a prompt is empty or of another type."""
+    if isinstance(value, str) or (is_tokens(value) and value):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(item, str) or is_tokens(item) for item in value):
+        raise ValueError("should be a string, a list of strings, a list of token ids or a list of such lists")
+    if not value or not all(value):
+        raise ValueError("should not be empty: the model needs at least one token to continue from")
+    return value
+
+
+def read_stop(value: object) -> list[object]:
+    return value if isinstance(value, list) else [value]
+
+
+def read_content(value: object) -> object:
+    if not isinstance(value, str | list):
+        raise ValueError("should be a string or a list of text parts")
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class StreamOptions(Wire):
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class GenerationBody(Wire):
+    """What both kinds of request share."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    n: Annotated[int, Field(ge=1, le=LARGEST_INT)] = 1
+    max_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=LARGEST_INT)] = 0
+    """-1 and 0 are off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
+    stop: Annotated[list[StopString], FIRST_FAULT, BeforeValidator(read_stop)] = []
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INT)]], FIRST_FAULT] = []
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    user: str | None = None
+    """Accepted and unused, as `store: false` is: by definition it changes nothing in the answer."""
+    store: Literal[False] = False
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+
+
+class TextPart(Wire):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Wire):
+    """One turn. The fields that must be null are there because clients send earlier answers back as they got them."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_content)]
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    annotations: None = None
+    audio: None = None
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None

@@ -1,0 +1,41 @@
+"""Server-sent events: one `data:` line for each chunk, and a response that ends when the client goes."""
+
+from collections.abc import AsyncGenerator, Iterable
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from parallm.server.connection import while_connected
+from parallm.server.schemas import Wire
+
+DONE = b"data: [DONE]\n\n"
+
+
+def encode_events(chunks: Iterable[Wire]) -> bytes:
+    return b"".join(b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n" for chunk in chunks)
+
+
+class EventStream(Response):
+    """Sends what `events` yields. `events` is closed when it has ended or the client has gone, whatever is first."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_events(send))
+        except ClientDisconnect:
+            pass  # nobody is left to tell
+        finally:
+            await self._events.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

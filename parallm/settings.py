@@ -1,0 +1,15 @@
+"""The decorator for every settings class: a strict, frozen, keyword-only dataclass checked by pydantic."""
+
+from typing import TypeVar, dataclass_transform
+
+import pydantic
+from pydantic import ConfigDict
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def settings(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen dataclass that refuses unknown keys and wrong types with a `pydantic.ValidationError`."""
+    config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)

@@ -1,0 +1,16 @@
+"""Settings of the training loop."""
+
+from pydantic import Field
+
+from parallm.settings import settings
+
+
+@settings
+class TrainerSettings:
+    steps: int = Field(default=100, ge=1)
+    evaluate_every: int = Field(default=20, ge=0)
+    """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""
+    evaluate_problems: int = Field(default=512, ge=0)
+    """How many held-out problems an evaluation uses; 0 turns evaluation off."""
+    keep_serving: bool = False
+    """Go on answering HTTP after the last step until Ctrl-C."""

@@ -1,0 +1,219 @@
+"""The nouns that cross borders between parts: frozen, without arrays, without HTTP words."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+TrafficClass = Literal["serving", "rollout"]
+FinishReason = Literal["stop", "length", "abort"]
+Split = Literal["train", "test"]
+
+BASE = "base"
+"""The name that requests use for the frozen model without an adapter."""
+POLICY = "policy"
+"""The name of the adapter that the learner trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to turn logits into tokens. Zero temperature is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_logprobs: int = 0
+    """How many most likely tokens to report beside each sampled one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One prompt, `n` completions. The prompt is computed once and its rows fork from it."""
+
+    request_id: str
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    model: str = POLICY
+    """`base`, `policy` (its latest version), `policy@12` or an alias such as `best`."""
+    traffic: TrafficClass = "serving"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSpan:
+    """Tokens `start` to `end` (half-open) of a completion were made by adapter version `version`; 0 is the base."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    """One alternative at a position: token id and its log-probability."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One finished completion. `tokens` are exactly those sampled, the end-of-sequence token included."""
+
+    request_id: str
+    index: int
+    """Which of the request's `n`."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """float32, after temperature, one per token."""
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...]
+    text: str
+    """Decoded tokens without the end token and cut before a stop string."""
+    finish_reason: FinishReason
+    weight_versions: tuple[WeightSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """What one engine step adds to one completion; `completion` is set on the last event only."""
+
+    request_id: str
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[TopLogprob, ...], ...]
+    text: str
+    """New text that is certain to stay: a possible beginning of a stop string is held back."""
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a chat."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something to solve. `answer` is what the environment needs for scoring; it never reaches the model."""
+
+    problem_id: str
+    messages: tuple[Message, ...]
+    answer: str
+    level: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One scored completion, as the learner trains on it: the sampled token ids, never re-tokenised text."""
+
+    problem_id: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    loss_mask: tuple[bool, ...]
+    """True where the policy sampled the token."""
+    logprobs: tuple[float, ...]
+    temperature: float
+    weight_versions: tuple[WeightSpan, ...]
+    reward_parts: Mapping[str, float]
+    reward: float
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryGroup:
+    """All trajectories of one problem; advantages are relative to this group."""
+
+    problem: Problem
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        return tuple(trajectory.reward for trajectory in self.trajectories)
+
+    @property
+    def has_signal(self) -> bool:
+        """False if all rewards are equal, so that every advantage is zero."""
+        return len(set(self.rewards)) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityReport:
+    """How far the learner's log-probs are from those that the engine sampled with, before the update."""
+
+    num_tokens: int
+    bit_equal_fraction: float
+    mean_abs: float
+    max_abs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What one optimizer step did. `skipped` names the reason if nothing was changed."""
+
+    step: int
+    version: int
+    """The adapter version that this update made."""
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    clip_fraction: float
+    kl_to_behaviour: float
+    """Mean of the k3 estimator between the learner's policy and the one that sampled."""
+    entropy: float
+    num_tokens: int
+    """Completion tokens trained on."""
+    seconds: float
+    """Device seconds inside the update, waiting for the engine excluded."""
+    parity: ParityReport
+    skipped: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationReport:
+    """Greedy accuracy on held-out problems with a 95% Wilson interval."""
+
+    step: int
+    version: int
+    num_problems: int
+    accuracy: float
+    low: float
+    high: float
+    reward_parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterCard:
+    """What is known of one adapter version in memory, for lists and status pages."""
+
+    name: str
+    version: int
+    parent: int | None
+    step: int
+    rank: int
+    alpha: float
+    aliases: tuple[str, ...]
+    sha256: str
+    num_running: int
+    """Sequences that use this version now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingStatus:
+    """A snapshot of the trainer for `GET /v1/training/status` and the progress display."""
+
+    state: Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "finished", "failed"]
+    step: int = 0
+    total_steps: int = 0
+    version: int = 0
+    seconds_left: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    message: str = ""

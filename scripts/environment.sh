@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Makes .venv at the root of the repository and installs ParaLLM there with the build of MLX that fits this machine.
+# A second call does nothing until pyproject.toml or the fitting build changes.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { echo "parallm: $*" >&2; }
+
+find_python() {
+  local python
+  for python in python3.13 python3.12 python3.11 python3; do
+    # a name on the PATH may be a stub that does not start
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null </dev/null; then
+      echo "$python"
+      return
+    fi
+  done
+  say "Python 3.11 or newer is needed and was not found; install python3.11 or newer and call this again"
+  return 1
+}
+
+fitting_extra() {
+  if [[ "$(uname -s)" == Darwin ]]; then
+    return # the plain install brings Metal
+  fi
+  local cuda
+  cuda="$(nvidia-smi 2>/dev/null | sed -n 's/.*CUDA[^:]*Version: *\([0-9]*\)\..*/\1/p' | head -n 1 || true)"
+  if [[ -n "$cuda" && "$cuda" -ge 13 ]]; then
+    echo cuda13
+  elif [[ "$cuda" == 12 ]]; then
+    echo cuda12
+  else
+    echo cpu
+  fi
+}
+
+make_environment() {
+  local python
+  python="$(find_python)"
+  say "making .venv with $("$python" --version)"
+  "$python" -m venv --clear .venv || {
+    say "$python cannot make a virtual environment; on Debian and Ubuntu: apt install python3-venv"
+    return 1
+  }
+}
+
+extra="$(fitting_extra)"
+extras="${extra:+$extra,}dev"
+wanted="$PWD $extras $(cksum <pyproject.toml)"
+stamp=.venv/parallm-installed
+
+.venv/bin/python -m pip --version >/dev/null 2>&1 </dev/null || make_environment
+if [[ ! -f "$stamp" || "$(<"$stamp")" != "$wanted" ]]; then
+  say "installing parallm[$extras] into .venv (minutes the first time)"
+  .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --editable ".[$extras]" </dev/null
+  echo "$wanted" >"$stamp"
+fi

@@ -1,0 +1,71 @@
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.checkpoint.files import needed_bytes, read_checkpoint, write_checkpoint
+from parallm.checkpoint.state import TrainingState
+from parallm.model.adapter_files import read_adapter
+
+MakeState = Callable[..., TrainingState]
+
+
+def round_trip(state: TrainingState, folder: Path) -> TrainingState:
+    write_checkpoint(state, folder)
+    return read_checkpoint(folder)
+
+
+def test_everything_but_arrays_comes_back_equal(make_state: MakeState, tmp_path: Path) -> None:
+    state = make_state(12, score=0.75)
+    read = round_trip(state, tmp_path)
+    names = [field.name for field in dataclasses.fields(state) if field.name not in ("adapter", "optimizer")]
+    assert {name: getattr(read, name) for name in names} == {name: getattr(state, name) for name in names}
+
+
+def test_the_adapter_comes_back_bit_for_bit(make_state: MakeState, tmp_path: Path) -> None:
+    state = make_state(12)
+    read = round_trip(state, tmp_path).adapter
+    assert (read.sha256, read.version, read.parent, read.step) == (state.adapter.sha256, 12, 11, 12)
+
+
+def test_optimizer_arrays_come_back_bit_for_bit_with_their_types(make_state: MakeState, tmp_path: Path) -> None:
+    state = make_state(12)
+    read = round_trip(state, tmp_path).optimizer
+    assert {name: array.dtype for name, array in read.items()} == {
+        name: array.dtype for name, array in state.optimizer.items()
+    }
+    assert {name: bits(array) for name, array in read.items()} == {
+        name: bits(array) for name, array in state.optimizer.items()
+    }
+
+
+def test_a_state_before_the_first_update_comes_back(make_state: MakeState, tmp_path: Path) -> None:
+    read = round_trip(dataclasses.replace(make_state(0), optimizer={}, groups=(), counters={}), tmp_path)
+    assert (read.optimizer, read.groups, read.counters) == ({}, (), {})
+
+
+def test_the_adapter_folder_can_be_loaded_by_itself(make_state: MakeState, tmp_path: Path) -> None:
+    state = make_state(12)
+    write_checkpoint(state, tmp_path)
+    assert read_adapter(tmp_path / "adapter", rank=2).sha256 == state.adapter.sha256
+
+
+@pytest.mark.parametrize("counters", [{"random": (1, 2)}, {"seeds": {1: 2}}, {"mean": float("nan")}])
+def test_counters_that_json_would_change_are_refused(
+    make_state: MakeState, counters: dict[str, object], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="would not come back equal"):
+        write_checkpoint(dataclasses.replace(make_state(1), counters=counters), tmp_path)
+
+
+def test_the_estimate_of_the_size_covers_the_files(make_state: MakeState, tmp_path: Path) -> None:
+    state = make_state(12)
+    write_checkpoint(state, tmp_path)
+    assert needed_bytes(state) >= sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+
+
+def bits(array: mx.array) -> bytes:
+    return np.array(array.view(mx.uint8) if array.ndim else array).tobytes()

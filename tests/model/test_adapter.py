@@ -1,0 +1,192 @@
+import threading
+import time
+
+import mlx.core as mx
+import pytest
+
+from parallm.errors import AdapterError, UnknownModel
+from parallm.model.adapter import Adapter, AdapterTable, make_adapter
+
+SITE = "model.layers.0.self_attn.q_proj"
+
+
+def arrays(value: float = 1.0) -> dict[str, mx.array]:
+    return {f"{SITE}.lora_a": mx.full((6, 2), value), f"{SITE}.lora_b": mx.zeros((2, 4))}
+
+
+def adapter(version: int, name: str = "policy") -> Adapter:
+    return make_adapter(arrays(version), name=name, version=version, parent=version - 1, step=version, rank=2, alpha=4)
+
+
+def table_of(*versions: int, keep: int = 8) -> AdapterTable:
+    table = AdapterTable(keep=keep)
+    for version in versions:
+        table.publish(adapter(version))
+    return table
+
+
+def version_of(table: AdapterTable, model: str) -> int:
+    found = table.resolve(model)
+    return 0 if found is None else found.version
+
+
+def test_an_adapter_counts_its_parameters_and_bytes() -> None:
+    made = adapter(1)
+    assert (made.num_parameters, made.nbytes, made.targets) == (20, 80, (SITE,))
+
+
+def test_the_digest_depends_on_the_values_and_not_on_order_or_version() -> None:
+    one = arrays(1.0)
+    same = make_adapter(dict(reversed(one.items())), version=7, rank=2, alpha=4)
+    assert same.sha256 == make_adapter(one, version=1, rank=2, alpha=4).sha256 != adapter(2).sha256
+
+
+def test_the_digest_reads_transposed_arrays_in_their_logical_order() -> None:
+    values = mx.arange(12.0).reshape(2, 6)
+    transposed = arrays() | {f"{SITE}.lora_a": values.T}
+    copied = arrays() | {f"{SITE}.lora_a": mx.contiguous(values.T)}
+    assert (
+        make_adapter(transposed, version=1, rank=2, alpha=4).sha256
+        == make_adapter(copied, version=1, rank=2, alpha=4).sha256
+    )
+
+
+def test_a_half_precision_adapter_becomes_float32() -> None:
+    half = {name: array.astype(mx.bfloat16) for name, array in arrays().items()}
+    made = make_adapter(half, version=1, rank=2, alpha=4)
+    assert {array.dtype for array in made.arrays.values()} == {mx.float32}
+
+
+def test_arrays_of_an_adapter_cannot_be_replaced() -> None:
+    with pytest.raises(TypeError):
+        adapter(1).arrays[f"{SITE}.lora_a"] = mx.zeros((6, 2))  # type: ignore[index]  # the point of the test
+
+
+def test_a_site_without_its_second_array_is_refused_by_name() -> None:
+    with pytest.raises(AdapterError, match=r"q_proj lacks its lora_b"):
+        make_adapter({f"{SITE}.lora_a": mx.zeros((6, 2))}, version=1, rank=2, alpha=4)
+
+
+def test_arrays_of_another_rank_are_refused_with_both_shapes() -> None:
+    with pytest.raises(AdapterError, match=r"lora_a \(6, 2\), lora_b \(2, 4\); rank 3 needs \(inputs, 3\)"):
+        make_adapter(arrays(), version=1, rank=3, alpha=4)
+
+
+def test_policy_is_the_base_before_anything_is_published() -> None:
+    table = AdapterTable()
+    assert [table.resolve(model) for model in ("base", "policy", "policy@0", "latest")] == [None] * 4
+
+
+def test_policy_and_latest_are_the_newest_version_and_base_stays_the_base() -> None:
+    table = table_of(1, 2)
+    assert [version_of(table, model) for model in ("policy", "latest", "policy@1", "base")] == [2, 2, 1, 0]
+
+
+def test_published_arrays_are_the_same_objects() -> None:
+    published = adapter(1)
+    table = AdapterTable()
+    table.publish(published)
+    assert table.resolve("policy") is published
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_duplicate_or_lower_version_is_refused_and_changes_nothing(version: int) -> None:
+    table = table_of(1, 2)
+    with pytest.raises(AdapterError, match="policy is at version 2; publish version 3 or above"):
+        table.publish(adapter(version))
+    assert version_of(table, "policy") == 2
+
+
+def test_an_unknown_name_lists_what_there_is() -> None:
+    with pytest.raises(UnknownModel, match="no model 'gpt-4'; there are base, policy, policy@1, policy@2"):
+        table_of(1, 2).resolve("gpt-4")
+
+
+@pytest.mark.parametrize("model", ["policy@9", "policy@-1", "policy@x", "policy@", "other@1", ""])
+def test_a_version_that_never_was_is_unknown(model: str) -> None:
+    with pytest.raises(UnknownModel, match="there are base, policy, policy@1"):
+        table_of(1).resolve(model)
+
+
+def test_only_the_newest_versions_are_kept_and_a_dropped_one_says_so() -> None:
+    table = table_of(1, 2, 3, keep=2)
+    assert [card.version for card in table.cards()] == [3, 2]
+    with pytest.raises(UnknownModel, match="policy@1 was dropped"):
+        table.resolve("policy@1")
+
+
+def test_a_version_in_use_stays_until_its_last_sequence_ends() -> None:
+    table = table_of(1, keep=1)
+    running = table.resolve("policy")
+    table.acquire(running)
+    table.acquire(running)
+    table.publish(adapter(2))
+    table.publish(adapter(3))
+    table.release(running)
+    assert [(card.version, card.num_running) for card in table.cards()] == [(3, 0), (1, 1)]
+    table.release(running)
+    assert [card.version for card in table.cards()] == [3]
+
+
+def test_running_versions_do_not_count_against_the_bound() -> None:
+    table = AdapterTable(keep=2)
+    for version in (1, 2, 3, 4):
+        table.publish(adapter(version))
+        table.acquire(table.resolve("policy"))
+    assert [card.version for card in table.cards()] == [4, 3, 2, 1]
+
+
+def test_an_aliased_version_stays_until_the_alias_moves() -> None:
+    table = table_of(1, 2, keep=1)
+    table.set_alias("best", 2)
+    table.publish(adapter(3))
+    assert version_of(table, "best") == 2
+    table.set_alias("best", 3)
+    assert [(card.version, card.aliases) for card in table.cards()] == [(3, ("latest", "best"))]
+
+
+@pytest.mark.parametrize("alias", ["", "base", "policy", "latest", "a@1"])
+def test_an_alias_cannot_hide_another_name(alias: str) -> None:
+    with pytest.raises(AdapterError, match="cannot be a name here"):
+        table_of(1).set_alias(alias, 1)
+
+
+@pytest.mark.parametrize("version", [0, 7])
+def test_an_alias_of_a_version_that_is_not_in_memory_is_refused(version: int) -> None:
+    with pytest.raises(UnknownModel, match=f"policy@{version}"):
+        table_of(1).set_alias("best", version)
+
+
+def test_an_adapter_of_another_name_has_versions_of_its_own() -> None:
+    table = table_of(5)
+    table.publish(adapter(1, name="helper"))
+    assert [version_of(table, model) for model in ("helper", "helper@1", "policy")] == [1, 1, 5]
+
+
+def test_the_base_can_be_acquired_and_released_like_an_adapter() -> None:
+    table = AdapterTable()
+    table.acquire(None)
+    table.release(None)
+    assert table.cards() == ()
+
+
+def test_other_threads_see_only_whole_states_while_versions_are_published() -> None:
+    table = table_of(1, keep=2)
+    stop = threading.Event()
+    seen: list[int] = []
+
+    def read() -> None:
+        while not stop.is_set():
+            seen.append(version_of(table, "policy"))
+            assert len(table.cards()) <= 2
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    shared = arrays()
+    for version in range(2, 1001):
+        table.publish(make_adapter(shared, version=version, rank=2, alpha=4))
+    while seen[-1:] != [1000] and reader.is_alive():
+        time.sleep(0.001)
+    stop.set()
+    reader.join()
+    assert seen == sorted(seen)

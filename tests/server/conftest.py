@@ -1,0 +1,210 @@
+"""An engine that answers from the request alone, and a client that talks to the application without a socket."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, UnknownModel
+from parallm.server.app import create_app
+from parallm.server.settings import ServerSettings
+from parallm.types import (
+    AdapterCard,
+    Completion,
+    GenerationRequest,
+    Message,
+    TokenEvent,
+    TopLogprob,
+    TrainingStatus,
+    WeightSpan,
+)
+
+VERSIONS = {"base": 0, "policy": 3, "policy@2": 2, "policy@3": 3, "best": 2}
+END = 0
+VOCABULARY_SIZE = 1000
+STATUS = TrainingStatus(state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")})
+
+
+class CharacterTokenizer:
+    """Token ids are code points."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(ord(character) for character in text)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self.encode("".join(f"<{message.role}>{message.content}" for message in messages))
+
+    def token_text(self, token: int) -> str:
+        return "<end>" if token == END else chr(token)
+
+
+@dataclass(frozen=True)
+class Load:
+    num_running: int = 0
+    num_waiting: int = 0
+
+
+@dataclass
+class EchoEngine:
+    """Completion `index` is the prompt's text and the index; `refusal` comes before, `crash` after the first token."""
+
+    max_context: int = 200
+    is_alive: bool = True
+    refusal: Exception | None = None
+    crash: Exception | None = None
+    is_endless: bool = False
+    requests: list[GenerationRequest] = field(default_factory=list)
+    num_aborted: int = 0
+
+    def stats(self) -> Load:
+        return Load()
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        events = [event async for event in self.stream(request)]
+        return [event.completion for event in events if event.completion is not None]
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        self._check(request)
+        self.requests.append(request)
+        is_finished = False
+        try:
+            for index in range(request.n):
+                for event in self._events(request, index):
+                    await asyncio.sleep(0)
+                    yield event
+                    if self.crash is not None:
+                        raise self.crash
+            while self.is_endless:
+                await asyncio.sleep(0.001)
+                yield self._events(request, 0)[0]
+            is_finished = True
+        finally:
+            self.num_aborted += not is_finished
+
+    def _check(self, request: GenerationRequest) -> None:
+        if not self.is_alive:
+            raise EngineStopped("the engine has stopped")
+        if self.refusal is not None:
+            raise self.refusal
+        if request.model not in VERSIONS:
+            raise UnknownModel(f"no model {request.model!r}; there are {sorted(VERSIONS)}")
+        if any(token >= VOCABULARY_SIZE for token in request.prompt_tokens):
+            raise InvalidRequest("token ids must be from 0 to 999", "prompt")
+        if len(request.prompt_tokens) + request.sampling.max_tokens > self.max_context:
+            raise ContextTooLong(f"the limit is {self.max_context}; raise engine.max_context", "max_tokens")
+
+    def _events(self, request: GenerationRequest, index: int) -> list[TokenEvent]:
+        completion = self._completion(request, index)
+        texts = [*completion.text, *[""] * (len(completion.tokens) - len(completion.text))]
+        last = len(completion.tokens) - 1
+        return [
+            TokenEvent(
+                request_id=request.request_id,
+                index=index,
+                tokens=(token,),
+                logprobs=(completion.logprobs[position],),
+                top_logprobs=completion.top_logprobs[position : position + 1],
+                text=texts[position],
+                completion=completion if position == last and not self.is_endless else None,
+            )
+            for position, token in enumerate(completion.tokens)
+        ]
+
+    def _completion(self, request: GenerationRequest, index: int) -> Completion:
+        sampling = request.sampling
+        whole = "".join(map(chr, request.prompt_tokens)) + f" {index}"
+        cuts = [position for position in map(whole.find, sampling.stop) if position >= 0]
+        tokens = (*map(ord, whole), END)[: min(sampling.max_tokens, *cuts) if cuts else sampling.max_tokens]
+        is_stopped = bool(cuts) or tokens[-1] == END
+        tops = tuple(TopLogprob(token, -0.5 - rank) for rank, token in enumerate((120, 121)[: sampling.top_logprobs]))
+        return Completion(
+            request_id=request.request_id,
+            index=index,
+            tokens=tokens,
+            logprobs=tuple(-0.25 for _ in tokens),
+            top_logprobs=tuple(tops for _ in tokens),
+            text="".join(chr(token) for token in tokens if token != END),
+            finish_reason="stop" if is_stopped else "length",
+            weight_versions=(WeightSpan(version=VERSIONS[request.model], start=0, end=len(tokens)),),
+        )
+
+
+def card(version: int, *aliases: str) -> AdapterCard:
+    return AdapterCard(
+        name="policy",
+        version=version,
+        parent=version - 1,
+        step=version,
+        rank=8,
+        alpha=16.0,
+        aliases=aliases,
+        sha256="00",
+        num_running=0,
+    )
+
+
+@pytest.fixture
+def engine() -> EchoEngine:
+    return EchoEngine()
+
+
+@pytest.fixture
+def tokenizer() -> CharacterTokenizer:
+    return CharacterTokenizer()
+
+
+@pytest.fixture
+def app(engine: EchoEngine, tokenizer: CharacterTokenizer) -> FastAPI:
+    return create_app(
+        engine=engine,
+        tokenizer=tokenizer,
+        catalog=lambda: (card(3), card(2, "best")),
+        status=lambda: TrainingStatus(
+            state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")}
+        ),
+        settings=ServerSettings(max_n=8, max_completions=16, max_stop=4, max_top_logprobs=5, max_body_bytes=20_000),
+        base_name="nano",
+    )
+
+
+@pytest.fixture
+def call(app: FastAPI) -> Callable[..., httpx.Response]:
+    """Send one request: `call("GET", "/health")`, `call("POST", path, json=...)`."""
+
+    async def send(method: str, path: str, **options: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, timeout=10, **options)
+
+    return lambda method, path, **options: asyncio.run(send(method, path, **options))
+
+
+@pytest.fixture
+def complete(call: Callable[..., httpx.Response]) -> Callable[..., httpx.Response]:
+    """Post a completion of "hello" with these fields."""
+    return lambda **fields: call("POST", "/v1/completions", json={"model": "policy", "prompt": "hello"} | fields)
+
+
+@pytest.fixture
+def chat(call: Callable[..., httpx.Response]) -> Callable[..., httpx.Response]:
+    """Post a chat of one user message "hello" with these fields."""
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+    return lambda **fields: call("POST", "/v1/chat/completions", json=body | fields)
+
+
+@pytest.fixture
+def chunks_of() -> Callable[[httpx.Response], list[Any]]:
+    """The JSON of each event of a stream that ended well."""
+
+    def read(response: httpx.Response) -> list[Any]:
+        lines = response.text.split("\n\n")
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+    return read

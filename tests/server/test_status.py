@@ -1,0 +1,29 @@
+from collections.abc import Callable
+
+import httpx
+
+Call = Callable[..., httpx.Response]
+
+
+def test_health_says_what_runs_and_waits(call: Call) -> None:
+    assert call("GET", "/health").json() == {"status": "ok", "num_running": 0, "num_waiting": 0}
+
+
+def test_models_are_the_base_names_aliases_and_versions(call: Call) -> None:
+    models = {entry["id"]: entry for entry in call("GET", "/v1/models").json()["data"]}
+    assert list(models) == ["base", "best", "policy", "policy@3", "policy@2"]
+    assert [entry["policy_version"] for entry in models.values()] == [0, 2, 3, 3, 2]
+    assert [entry["parent"] for entry in models.values()] == [None, "policy@1", "policy@2", "policy@2", "policy@1"]
+    assert {(entry["root"], entry["max_model_len"]) for entry in models.values()} == {("nano", 200)}
+
+
+def test_training_status_is_json_even_where_a_metric_is_not_a_number(call: Call) -> None:
+    assert call("GET", "/v1/training/status").json() == {
+        "state": "updating",
+        "step": 4,
+        "total_steps": 9,
+        "version": 3,
+        "seconds_left": None,
+        "metrics": {"loss": None},
+        "message": "",
+    }

@@ -1,0 +1,105 @@
+from typing import Any
+
+import pytest
+
+from parallm.errors import ContextTooLong, InvalidRequest
+from parallm.server.catalog import resolved, resolved_to
+from parallm.server.schemas import ChatBody, CompletionBody
+from parallm.server.settings import ServerSettings
+from parallm.server.translate import chat_request, completion_requests
+from parallm.types import AdapterCard, SamplingParams
+
+SETTINGS = ServerSettings(default_max_tokens=50)
+
+
+def test_every_sampling_parameter_reaches_the_engine(tokenizer: Any) -> None:
+    body = CompletionBody.model_validate(
+        {
+            "model": "best",
+            "prompt": "ab",
+            "max_tokens": 7,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 40,
+            "min_p": 0.1,
+            "seed": 3,
+            "stop": "x",
+            "stop_token_ids": [5],
+            "ignore_eos": True,
+            "logprobs": 2,
+            "n": 4,
+        }
+    )
+    (request,) = completion_requests(body, "cmpl-1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+    assert (request.model, request.n, request.prompt_tokens, request.traffic) == ("best", 4, (97, 98), "serving")
+    assert request.sampling == SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=3,
+        stop=("x",),
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        top_logprobs=2,
+    )
+
+
+@pytest.mark.parametrize(("max_context", "max_tokens"), [(100, 50), (40, 38), (3, 1)])
+def test_without_max_tokens_the_default_or_the_rest_of_the_context_is_taken(
+    tokenizer: Any, max_context: int, max_tokens: int
+) -> None:
+    body = CompletionBody.model_validate({"model": "policy", "prompt": "ab"})
+    (request,) = completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=max_context)
+    assert request.sampling.max_tokens == max_tokens
+
+
+def test_a_prompt_that_fills_the_context_is_named_and_not_its_max_tokens(tokenizer: Any) -> None:
+    body = CompletionBody.model_validate({"model": "policy", "prompt": "ab"})
+    with pytest.raises(ContextTooLong, match="prompt has 2 tokens, the limit is 1"):
+        completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=2)
+
+
+def test_minus_one_for_top_k_is_off(tokenizer: Any) -> None:
+    body = ChatBody.model_validate({"model": "policy", "messages": [{"role": "user", "content": "a"}], "top_k": -1})
+    request = chat_request(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+    assert request.sampling.top_k == 0
+
+
+def test_a_limit_is_named_with_its_value_and_the_way_out(tokenizer: Any) -> None:
+    body = CompletionBody.model_validate({"model": "policy", "prompt": "ab", "n": 65})
+    with pytest.raises(InvalidRequest, match=r"n is 65, the limit is 64; raise server.max_n"):
+        completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+
+
+def card(name: str, version: int, *aliases: str) -> AdapterCard:
+    return AdapterCard(
+        name=name,
+        version=version,
+        parent=None,
+        step=0,
+        rank=8,
+        alpha=8.0,
+        aliases=aliases,
+        sha256="",
+        num_running=0,
+    )
+
+
+def test_names_resolve_to_versions() -> None:
+    cards = (card("policy", 3, "latest"), card("policy", 2, "best"), card("other", 5))
+    names = ["base", "policy", "latest", "best", "policy@2", "other", "unknown"]
+    expected = ["base", "policy@3", "policy@3", "policy@2", "policy@2", "other@5", "unknown"]
+    assert [resolved(name, cards) for name in names] == expected
+    assert resolved("policy", ()) == "policy@0"
+
+
+def test_an_answer_names_the_version_that_made_it_and_not_the_newest() -> None:
+    cards = (card("policy", 4, "latest"), card("policy", 2, "best"), card("other", 5))
+    assert resolved_to("policy", 3, cards) == "policy@3"
+    assert resolved_to("best", 2, cards) == "policy@2"
+    assert resolved_to("other", 5, cards) == "other@5"
+    assert resolved_to("policy@02", 2, cards) == "policy@2"
+    assert resolved_to("policy", 0, ()) == "policy@0"
+    assert resolved_to("base", 0, cards) == "base"

@@ -1,0 +1,84 @@
+"""The rules that keep the house in order: who imports whom, how long a module gets, one list of names."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from parallm.config import RunConfig, shipped
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "parallm"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MAX_LINES = 300
+
+# From the bottom up. A part imports only from rows below its own, so parts of one row never import each other.
+LAYERS: tuple[set[str], ...] = (
+    {"types", "errors", "settings", "seeds"},
+    {"metrics", "device"},
+    {"model"},
+    {"engine", "learner", "environment", "checkpoint"},
+    {"rollout"},
+    {"trainer", "server"},
+    {"config_errors"},
+    {"config"},
+    {"build", "command"},
+    {"train", "serve"},
+)
+LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_parts(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "parallm":
+            names = [f"parallm.{alias.name}" for alias in node.names if not alias.name.startswith("__")]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        yield from (name.split(".")[1] for name in names if name.startswith("parallm."))
+
+
+def test_every_part_has_a_layer() -> None:
+    parts = {part_of(path) for path in MODULES} - {"__init__"}
+    assert parts - LAYER_OF.keys() == set()
+
+
+def test_a_module_imports_only_from_layers_below_its_own() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports parallm.{imported}"
+        for path in MODULES
+        for imported in imported_parts(path)
+        if imported != part_of(path) and LAYER_OF[imported] >= LAYER_OF[part_of(path)]
+    ]
+    assert wrong == []
+
+
+def test_no_import_hides_from_the_layers_behind_type_checking() -> None:
+    assert [path.name for path in MODULES if "TYPE_CHECKING" in path.read_text()] == []
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_module_is_short_enough_to_read(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+def test_groups_fields_and_parts_have_the_same_names() -> None:
+    groups = {path.name for path in shipped("conf").iterdir() if path.is_dir()}
+    parts = {path.parent.name for path in PACKAGE.glob("*/settings.py")}
+    names = {field.name for field in fields(RunConfig)} - {"name", "seed"}
+    assert groups == names == parts
+
+
+def test_composing_a_run_loads_no_mlx() -> None:
+    script = "import sys, parallm.train, parallm.serve; sys.exit('mlx.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

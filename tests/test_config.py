@@ -1,0 +1,146 @@
+"""From YAML and a command line to settings, and what is said about mistakes."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from parallm.config import RunConfig, known_keys, register_defaults, run_folder, shipped, to_run_config
+from parallm.config_errors import explain_values
+from parallm.environment.settings import ArithmeticSettings, CustomSettings, Gsm8kSettings
+from parallm.errors import ConfigError
+
+
+def config_of(*overrides: str, name: str = "train") -> RunConfig:
+    register_defaults()
+    with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
+        return to_run_config(compose(name, list(overrides)))
+
+
+def complaint_about(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        config_of(*overrides)
+    return str(raised.value).splitlines()
+
+
+def test_without_overrides_every_value_is_the_default_of_its_settings_class() -> None:
+    assert config_of() == RunConfig(name="run")
+
+
+def test_serving_has_the_same_keys() -> None:
+    assert config_of(name="serve") == RunConfig(name="serve")
+
+
+def test_a_key_that_no_yaml_names_is_set_without_a_plus() -> None:
+    assert config_of("learner.learning_rate=1e-4").learner.learning_rate == 1e-4
+
+
+def test_a_choice_changes_only_what_it_names() -> None:
+    config = config_of("learner=dr_grpo", "server=off")
+    assert (config.learner.preset, config.server.enabled, config.server.port) == ("dr_grpo", False, 8000)
+
+
+def test_nested_keys_and_lists_are_read() -> None:
+    lora = config_of("model.lora.rank=8", "model.lora.targets=[q_proj,v_proj]").model.lora
+    assert (lora.rank, lora.targets) == (8, ("q_proj", "v_proj"))
+
+
+def test_each_environment_has_its_own_keys() -> None:
+    assert config_of("environment.levels=[1]").environment == ArithmeticSettings(levels=(1,))
+    assert config_of("environment=gsm8k", "environment.limit=16").environment == Gsm8kSettings(limit=16)
+
+
+def test_an_own_environment_takes_any_options() -> None:
+    config = config_of("environment=custom", "environment.target=mine:Maze", "environment.options.width=3")
+    assert config.environment == CustomSettings(target="mine:Maze", options={"width": 3})
+
+
+def test_an_unknown_key_is_named_with_the_nearest_and_all_choices() -> None:
+    (line,) = complaint_about("server.prt=1")
+    assert line.startswith("server.prt: unknown key, did you mean port? choices: enabled, host, port, ")
+
+
+def test_all_mistakes_are_named_at_once() -> None:
+    lines = complaint_about("learner.learning_rat=1", "trainer.steps=many", "environment.limit=3", "seed=-1")
+    assert {line.split(":")[0] for line in lines} == {
+        "learner.learning_rat",
+        "trainer.steps",
+        "environment.limit",
+        "seed",
+    }
+
+
+def test_a_wrong_type_is_named_with_its_value() -> None:
+    assert complaint_about("rollout.max_tokens=abc")[0].startswith("rollout.max_tokens: 'abc' must be a valid integer")
+
+
+def test_a_wrong_choice_is_named_with_the_choices() -> None:
+    assert complaint_about("learner.preset=ppo") == ["learner.preset: 'ppo' must be 'dapo', 'grpo' or 'dr_grpo'"]
+
+
+def test_a_value_that_allows_several_types_is_named_once() -> None:
+    (line,) = complaint_about("model.lora.targets=3")
+    assert line.startswith("model.lora.targets: 3 must be a valid string or ")
+
+
+def test_an_unknown_environment_is_named_with_the_choices() -> None:
+    (line,) = complaint_about("environment.name=gsm")
+    assert line == "environment: name 'gsm' is unknown, did you mean gsm8k? choices: arithmetic, gsm8k, custom"
+
+
+def test_a_value_that_must_be_given_is_named() -> None:
+    assert complaint_about("environment=custom") == ["environment.target: must be given"]
+
+
+def test_a_broken_interpolation_is_a_config_error() -> None:
+    assert complaint_about("name=${nothing}") == ["Interpolation key 'nothing' not found"]
+
+
+def test_a_name_cannot_leave_the_folder_of_runs() -> None:
+    assert complaint_about("name=../x")[0].startswith("name: '../x' must match pattern")
+
+
+def test_an_unknown_key_at_the_top_of_a_recipe_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"lerner: unknown key, did you mean learner\?"):
+        to_run_config(OmegaConf.create({"lerner": {"preset": "dapo"}}))
+
+
+def test_known_keys_hold_every_environment_by_name() -> None:
+    assert set(known_keys()["environment"]) == {"arithmetic", "gsm8k", "custom"}
+
+
+def test_nothing_wrong_needs_no_explanation() -> None:
+    assert explain_values([], known_keys()) == ""
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three runs named `a`, of which the first two hold a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "checkpoints" / "a"
+    (runs / "2025-01-01" / "step_000010").mkdir(parents=True)
+    (runs / "2025-01-02" / "step_000010").mkdir(parents=True)
+    (runs / "2025-01-03").mkdir()
+    (runs / "sweep_2025-01-04").mkdir()
+    return runs
+
+
+def test_a_new_run_gets_a_folder_of_its_own(runs: Path) -> None:
+    assert run_folder("a", "never", "2025-01-05") == "checkpoints/a/2025-01-05"
+
+
+def test_resume_auto_goes_on_in_the_newest_run_with_a_checkpoint(runs: Path) -> None:
+    assert run_folder("a", "auto", "2025-01-05") == "checkpoints/a/2025-01-02"
+
+
+def test_resume_auto_without_any_checkpoint_starts_a_run(runs: Path) -> None:
+    assert run_folder("b", "auto", "2025-01-05") == "checkpoints/b/2025-01-05"
+
+
+def test_a_name_that_will_be_refused_gets_no_folder_outside_of_the_runs() -> None:
+    assert run_folder("../x", "never", "2025-01-05") == "checkpoints/run/2025-01-05"
+
+
+def test_a_checkpoint_named_by_its_folder_starts_a_run(runs: Path) -> None:
+    assert run_folder("a", str(runs / "2025-01-01"), "2025-01-05") == "checkpoints/a/2025-01-05"
