@@ -1,7 +1,7 @@
 """Lanes: work that runs at the same time on one device.
 
 On a CPU, MLX runs one operation after the other on a stream, and only matrix products use several cores. Two halves of
-a batch on two streams, each with its share of BLAS threads, keep all cores busy in all operations. A GPU has one lane.
+a batch on two streams, each with one BLAS thread, keep all cores busy in all operations. A GPU has one lane.
 """
 
 import os
@@ -20,12 +20,12 @@ class Lanes:
     """The streams of the device thread. Make it on the device thread: streams belong to the thread that makes them."""
 
     def __init__(self, set_blas_threads: Callable[[int], None]) -> None:
-        self._set_blas_threads = set_blas_threads
-        self._cores = available_cores()
-        self._threads = 0
+        # One thread per product even where only one lane has work: with more, the result of a product would depend on
+        # how the threads divide it, and so on what else runs
+        set_blas_threads(1)
         if mx.default_device() == mx.Device(mx.cpu):
             first = mx.default_stream(mx.cpu)
-            others = [mx.new_stream(mx.cpu) for _ in range(min(self._cores, MOST_CPU_LANES) - 1)]
+            others = [mx.new_stream(mx.cpu) for _ in range(min(available_cores(), MOST_CPU_LANES) - 1)]
             self.streams = [first, *others]
         else:
             self.streams = [mx.default_stream(mx.default_device())]
@@ -36,19 +36,11 @@ class Lanes:
 
     def run(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """Build `function(item)` for each item, item i on lane i modulo width. Evaluates nothing by itself."""
-        self.share(len(items))
         results: list[Result] = []
         for index, item in enumerate(items):
             with mx.stream(self.streams[index % self.width]):
                 results.append(function(item))
         return results
-
-    def share(self, num_parallel: int) -> None:
-        """Divide the BLAS threads among `num_parallel` lanes; nothing may be under way."""
-        threads = max(1, self._cores // max(1, min(num_parallel, self.width)))
-        if threads != self._threads:
-            self._set_blas_threads(threads)
-            self._threads = threads
 
 
 def available_cores() -> int:

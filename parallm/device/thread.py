@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+import mlx.core as mx
+
 from parallm.device.governor import Governor, Work
 from parallm.errors import EngineStopped
 from parallm.types import TrafficClass
@@ -101,6 +103,7 @@ class DeviceThread:
                     if not self._calls and not self._stopping and not self._ready():
                         self._wakeup.wait(timeout=1.0)
         self._fail_rest()
+        mx.clear_streams()  # MLX may abort the process at its end if a thread with streams did not do this
 
     def _run_calls(self) -> None:
         while self._calls and not self._stopping:

@@ -1,7 +1,8 @@
 """The engine as asyncio code sees it: the only hop between the asyncio thread and the device thread."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from parallm.device.thread import DeviceThread
@@ -55,13 +56,23 @@ class AsyncEngine:
 
         Raises InvalidRequest, ContextTooLong, UnknownModel, EngineFull, EngineStopped.
         """
-        events = self._events(request, streams=False)
-        completions = [event.completion async for event in events if event.completion is not None]
-        return sorted(completions, key=lambda completion: completion.index)
+        return (await self.generate_all([request]))[0]
+
+    async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        """`generate` for several requests, which the engine gets at the same moment.
+
+        So the same requests make the same batches, and with them the same numbers, in every run without other traffic.
+        """
+        completions: dict[str, list[Completion]] = {request.request_id: [] for request in requests}
+        async with aclosing(self._events(requests, streams=False)) as events:
+            async for event in events:
+                if event.completion is not None:
+                    completions[event.request_id].append(event.completion)
+        return [sorted(made, key=lambda completion: completion.index) for made in completions.values()]
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Events of all completions as they come; closing the iterator aborts the request. Raises as `generate`."""
-        return self._events(request, streams=True)
+        return self._events([request], streams=True)
 
     def emit(self, events: list[TokenEvent]) -> None:
         """Deliver one unit's events: one hop for all of them."""
@@ -72,27 +83,31 @@ class AsyncEngine:
         known = error if isinstance(error, ParallmError) else EngineStopped(f"the step of this request failed: {error}")
         self._loop_call(lambda: [self._put(request_id, known) for request_id in request_ids])
 
-    async def _events(self, request: GenerationRequest, *, streams: bool) -> AsyncGenerator[TokenEvent, None]:
+    async def _events(
+        self, requests: Sequence[GenerationRequest], *, streams: bool
+    ) -> AsyncGenerator[TokenEvent, None]:
         engine = self._attached()
-        _validate(request, engine)
-        if request.request_id in self._channels:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        names = [request.request_id for request in requests]
+        for request in requests:
+            _validate(request, engine)
+        if len(set(names)) < len(names) or any(name in self._channels for name in names):
+            raise InvalidRequest(f"of the request ids {names[:8]} one is in use", "request_id")
         channel: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._channels[request.request_id] = channel
-        unfinished = request.n
+        self._channels |= dict.fromkeys(names, channel)
+        unfinished = sum(request.n for request in requests)
         try:
-            await asyncio.wrap_future(self._device.call(lambda: engine.add(request, streams)))
+            await asyncio.wrap_future(self._device.call(lambda: _add_all(engine, requests, streams)))
             while unfinished:
                 event = await channel.get()
                 if isinstance(event, Exception):
-                    unfinished = 0
                     raise event
                 unfinished -= event.completion is not None
                 yield event
         finally:
-            del self._channels[request.request_id]
+            for name in names:
+                del self._channels[name]
             if unfinished and self._device.is_alive:
-                self._device.call(lambda: engine.abort(request.request_id))
+                self._device.call(lambda: [engine.abort(name) for name in names])
 
     def _hop(self, events: list[TokenEvent]) -> None:
         self._loop_call(lambda: [self._put(event.request_id, event) for event in events])
@@ -111,6 +126,11 @@ class AsyncEngine:
         if self._engine is None or not self._device.is_alive:
             raise EngineStopped("the engine is not running; wait until the model is loaded, or restart the process")
         return self._engine
+
+
+def _add_all(engine: Engine, requests: Sequence[GenerationRequest], streams: bool) -> None:
+    for request in requests:
+        engine.add(request, streams)
 
 
 def _validate(request: GenerationRequest, engine: Engine) -> None:

@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 
 MARKER = re.compile(r"(?<!#)####(?!#)")
-NUMBER = re.compile(r"(?P<sign>[+-]?)\$?(?P<digits>[0-9]+(?:,[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)")
+NUMBER = re.compile(r"(?P<sign>[+-]?)\$?(?P<digits>[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)\.?")
 # a minus after a digit, letter or bracket subtracts: the last number of "8-3" is 3
 NUMBER_IN_TEXT = re.compile(r"(?:(?<![0-9A-Za-z)\]])-)?\$?(?:[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)")
 

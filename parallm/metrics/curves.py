@@ -19,7 +19,7 @@ def draw_curves(steps: Sequence[Row], evaluations: Sequence[Row], *, file: Path,
 
     figure = Figure(figsize=(12, 10), dpi=110, layout="constrained")
     figure.suptitle(f"{title}: {len(steps)} steps", fontsize=14)
-    panels = figure.subplots(3, 2)
+    panels = figure.subplots(3, 2, sharex=True)
     draw_reward(panels[0][0], steps, evaluations)
     draw_lines(panels[0][1], steps, {"update/kl_to_behaviour": BLUE}, title="KL to the sampling policy")
     draw_lines(panels[1][0], steps, {"update/entropy": BLUE}, title="entropy (nats per token)")
@@ -28,11 +28,12 @@ def draw_curves(steps: Sequence[Row], evaluations: Sequence[Row], *, file: Path,
     draw_lines(panels[2][0], steps, speeds, title="tokens per second")
     draw_lengths(panels[2][1], steps)
     for panel in panels.flat:
-        panel.set_xlabel("step")
         panel.grid(visible=True, color="#e4e4e4", linewidth=0.8)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
         panel.xaxis.get_major_locator().set_params(integer=True)
+    for panel in panels[-1]:
+        panel.set_xlabel("step")
     temporary = file.with_name(file.name + ".tmp")
     figure.savefig(temporary, format="png")
     os.replace(temporary, file)
@@ -42,7 +43,9 @@ def draw_reward(panel: Any, steps: Sequence[Row], evaluations: Sequence[Row]) ->
     """Reward of each step, its running mean in long runs, and held-out accuracy with its 95% interval."""
     x, y = points(steps, "reward/mean")
     is_long = len(x) > MARKER_STEPS
-    panel.plot(x, y, color=BLUE, alpha=0.35 if is_long else 1.0, marker=marker(x), markersize=3, label="reward, training")
+    panel.plot(
+        x, y, color=BLUE, alpha=0.35 if is_long else 1.0, marker=marker(x), markersize=3, label="reward, training"
+    )
     if is_long:
         panel.plot(x, running_mean(y, NUM_SMOOTHED), color=BLUE, label=f"its mean over {NUM_SMOOTHED} steps")
     known = [row for row in evaluations if row.get("heldout/accuracy") is not None]
@@ -87,6 +90,7 @@ def draw_lengths(panel: Any, steps: Sequence[Row]) -> None:
     right.plot(x_cut, y_cut, color=ORANGE, marker=marker(x_cut), markersize=3, label="truncated fraction (right)")
     right.set_ylim(-0.02, 1.02)
     right.spines["top"].set_visible(False)
+    right.tick_params(axis="y", colors=ORANGE)
     finish_panel(panel, "completion length (tokens)", has_numbers=bool(y), has_legend=False)
     if y:
         panel.set_ylim(0, 1.25 * max(y))
@@ -96,6 +100,7 @@ def draw_lengths(panel: Any, steps: Sequence[Row]) -> None:
 def finish_panel(panel: Any, title: str, *, has_numbers: bool, has_legend: bool = True) -> None:
     panel.set_title(title, fontsize=11, loc="left")
     if not has_numbers:
+        panel.set_yticks([])
         panel.text(0.5, 0.5, "no numbers", color=GREY, ha="center", va="center", transform=panel.transAxes)
     elif has_legend:
         panel.legend(loc="best", fontsize=9, framealpha=0.85)

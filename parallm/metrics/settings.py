@@ -13,3 +13,5 @@ class MetricsSettings:
     """Completions per step written to samples.jsonl."""
     wandb: Literal["off", "online", "offline"] = "off"
     wandb_project: str = "parallm"
+    figures: str | None = None
+    """Prefix of the figures in summary.json; null: the run's name."""

@@ -1,5 +1,6 @@
 """A whole run in a few numbers, computed from what is on disk, so that a resumed run counts from its beginning."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,9 @@ class RunSummary:
             "steps": len(self.steps),
             "reward_first": self.reward_first,
             "reward_last": self.reward_last,
-            "accuracy_before": self._evaluated(0, "heldout/accuracy"),
-            "accuracy_after": self._evaluated(-1, "heldout/accuracy"),
-            "accuracy_best": None if self.best is None else self.best["heldout/accuracy"],
+            "accuracy_before": accuracy_of(self.before),
+            "accuracy_after": accuracy_of(self.after),
+            "accuracy_best": accuracy_of(self.best),
             "train_seconds": self.train_seconds,
             "rollout_tokens_per_second": self.rollout_tokens_per_second,
             "peak_memory_gb": self.peak_memory_gb,
@@ -40,19 +41,18 @@ class RunSummary:
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the table that ends a run: name and value."""
-        best = MISSING if self.best is None else f"{self.best['heldout/version']} ({percent(self.best['heldout/accuracy'])})"
-        parity = f"{percent(self.bit_equal_fraction)} bit-equal, largest difference {number(self.parity_max_abs)}"
+        best = self.best
         memory = MISSING if self.peak_memory_gb is None else f"{self.peak_memory_gb:.2f} GB"
         return [
-            ("held-out accuracy before", self._accuracy_text(0)),
-            ("held-out accuracy after", self._accuracy_text(-1)),
-            ("best version", best),
+            ("held-out accuracy before", accuracy_text(self.before)),
+            ("held-out accuracy after", accuracy_text(self.after)),
+            ("best version", MISSING if best is None else f"{best['heldout/version']} ({percent(accuracy_of(best))})"),
             ("reward, first step", number(self.reward_first)),
             (f"reward, last {min(NUM_LAST, len(self.steps))} steps", number(self.reward_last)),
             ("training time", f"{duration(self.train_seconds)} in {len(self.steps)} steps"),
             ("rollout tokens/s", number(self.rollout_tokens_per_second)),
             ("peak memory", memory),
-            ("learner and engine log-probs", parity),
+            ("learner and engine log-probs", self._parity_text()),
             ("files", str(self.folder)),
         ]
 
@@ -64,6 +64,17 @@ class RunSummary:
     @property
     def reward_last(self) -> float | None:
         return mean(column(self.steps[-NUM_LAST:], "reward/mean"))
+
+    @property
+    def before(self) -> Row | None:
+        """The evaluation before the first step; None if the run began without one."""
+        first_step = self.steps[0]["step"] if self.steps else math.inf
+        return self.evaluations[0] if self.evaluations and self.evaluations[0]["step"] <= first_step else None
+
+    @property
+    def after(self) -> Row | None:
+        """The last evaluation, unless it is the one before the first step."""
+        return self.evaluations[-1] if self.evaluations and self.evaluations[-1] is not self.before else None
 
     @property
     def best(self) -> Row | None:
@@ -89,20 +100,34 @@ class RunSummary:
     @property
     def bit_equal_fraction(self) -> float | None:
         """Over all tokens that were compared in the run."""
-        pairs = list(zip(column(self.steps, "parity/bit_equal_fraction"), column(self.steps, "parity/tokens"), strict=True))
-        known = [(fraction, tokens) for fraction, tokens in pairs if fraction is not None and tokens]
+        fractions, counts = column(self.steps, "parity/bit_equal_fraction"), column(self.steps, "parity/tokens")
+        known = [
+            (fraction, tokens)
+            for fraction, tokens in zip(fractions, counts, strict=True)
+            if fraction is not None and tokens
+        ]
         total = sum(tokens for _, tokens in known)
         return sum(fraction * tokens for fraction, tokens in known) / total if total else None
 
-    def _evaluated(self, index: int, name: str) -> float | None:
-        return column(self.evaluations, name)[index] if self.evaluations else None
-
-    def _accuracy_text(self, index: int) -> str:
-        if not self.evaluations:
+    def _parity_text(self) -> str:
+        fraction = self.bit_equal_fraction
+        if fraction is None:
             return MISSING
-        row = self.evaluations[index]
-        text = accuracy(row.get("heldout/accuracy"), row.get("heldout/low"), row.get("heldout/high"))
-        return f"{text}, {row.get('heldout/problems')} problems, step {row['step']}"
+        # rounding must not turn one different token into "100%"
+        equal = "all" if fraction == 1 else f"{math.floor(fraction * 10_000) / 100:.2f}%"
+        return f"{equal} bit-equal, largest difference {number(self.parity_max_abs)}"
+
+
+def accuracy_of(row: Row | None) -> float | None:
+    return None if row is None else row.get("heldout/accuracy")
+
+
+def accuracy_text(row: Row | None) -> str:
+    """Return accuracy, interval, problems and step of an evaluation."""
+    if row is None:
+        return MISSING
+    text = accuracy(row.get("heldout/accuracy"), row.get("heldout/low"), row.get("heldout/high"))
+    return f"{text}, {row.get('heldout/problems')} problems, step {row['step']}"
 
 
 def column(rows: Sequence[Row], name: str) -> list[float | None]:

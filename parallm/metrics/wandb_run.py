@@ -32,7 +32,9 @@ class WandbRun:
             self._try("finish", lambda: self._finish(figures))
             self._run = None
 
-    def _start(self, folder: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]) -> None:
+    def _start(
+        self, folder: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]
+    ) -> None:
         import wandb  # optional, and takes seconds to import
 
         id_file = folder / "wandb_id.txt"
@@ -47,7 +49,7 @@ class WandbRun:
             mode=mode,
             config=dict(config),
             # its capture of the console would fight with the live display
-            settings=wandb.Settings(console="off", silent=True, init_timeout=60),
+            settings=wandb.Settings(console="off", silent=True, init_timeout=30, finish_timeout=60),
         )
         # a resumed run logs steps again that were lost with the process, which wandb's own counter refuses
         self._run.define_metric("*", step_metric="step")

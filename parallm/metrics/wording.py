@@ -6,18 +6,20 @@ MISSING = "-"
 
 
 def number(value: object, digits: int = 3) -> str:
-    """Return `digits` significant digits without an exponent between 0.001 and 100,000; `-` for what is no number."""
+    """Return about `digits` digits, without an exponent between 0.001 and 100,000; `-` for what is no number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return MISSING
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
-    if size >= 100_000 or 0 < size < 0.001:
+    if size == 0:
+        return "0"
+    if size >= 100_000 or size < 0.001:
         return f"{value:.{digits - 1}e}"
     if isinstance(value, int) or size >= 10 ** (digits - 1):
         return f"{value:,.0f}"
-    decimals = digits - 1 - (math.floor(math.log10(size)) if size >= 1 else 0)
-    return f"{value:.{decimals}f}" if size >= 0.01 or size == 0 else f"{value:.{digits + 1}f}"
+    decimals = digits - (math.floor(math.log10(size)) + 1 if size >= 1 else 0)
+    return f"{value:.{decimals if size >= 0.01 else digits + 1}f}"
 
 
 def percent(value: object) -> str:

@@ -6,6 +6,7 @@ hold logits of more tokens than needed. Everything here runs on the device threa
 Axes: B rows, T tokens, H hidden, N tokens of any rows, V vocabulary.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,19 @@ class SharedModel:
         """The floating type of the base's unquantized arrays."""
         floating = (array for _, array in tree_flatten(self.base.parameters()) if mx.issubdtype(array.dtype, mx.floating))
         return next(floating).dtype
+
+    def fingerprint(self) -> str:
+        """SHA-256 over names, shapes, types and a few values of the base's arrays: tells bases apart without reading
+        all of them."""
+        digest = hashlib.sha256()
+        for name, array in sorted(tree_flatten(self.base.parameters())):
+            values = array.reshape(-1)[:: max(1, array.size // 16)].astype(mx.float32)
+            digest.update(f"{name} {array.shape} {array.dtype} {values.tolist()}".encode())
+        return digest.hexdigest()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.base.layers)
 
     @property
     def base_bytes(self) -> int:

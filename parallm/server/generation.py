@@ -12,7 +12,7 @@ from parallm.server.answers import Answers, version_of
 from parallm.server.catalog import resolved, resolved_to
 from parallm.server.connection import while_connected
 from parallm.server.failures import failure_of
-from parallm.server.merge import close, merged
+from parallm.server.merge import merged
 from parallm.server.schemas import Wire
 from parallm.server.service import Engine, Service
 from parallm.server.sse import DONE, EventStream, encode_events
@@ -43,11 +43,11 @@ async def respond_stream(service: Service, http: Request, answers: Answers) -> R
     try:
         first = await while_connected(http.receive, _next(events))
     except BaseException:
-        await close(events)
+        await events.aclose()
         raise
     # a version published in between may or may not be the one at work; only the last event will tell
     model = before if before == resolved(name, service.catalog()) else name
-    return EventStream(_encoded(service, answers, model, first, events))
+    return EventStream(_encoded(service, answers, model, first, events), events)
 
 
 async def generate_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
@@ -83,8 +83,6 @@ async def _encoded(
     except Exception as error:  # the status is sent already: the log is the only place left for the cause
         logger.exception("the stream %s failed", answers.head.answer_id)
         yield encode_events([failure_of(error).answer])
-    finally:
-        await close(events)
 
 
 def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: TokenEvent) -> list[Wire]:

@@ -8,6 +8,7 @@ from collections.abc import Generator
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from parallm.errors import ParallmError
 from parallm.server.settings import ServerSettings
@@ -59,20 +60,23 @@ def _listen_error(settings: ServerSettings, error: OSError) -> ListenError:
 class HttpServer:
     """Serves `app` on `bound` from `start` to `stop`, on the running event loop. Installs no signal handlers."""
 
-    def __init__(self, app: FastAPI, bound: socket.socket) -> None:
+    def __init__(self, app: FastAPI, bound: socket.socket, *, grace_seconds: int = GRACE_SECONDS) -> None:
         self.host, self.port = bound.getsockname()[:2]
+        self._app = app
         self._socket = bound
         self._task: asyncio.Task[None] | None = None
         self._server = _Server(
             uvicorn.Config(
-                app,
+                self._call,
+                interface="asgi3",
+                proxy_headers=False,
                 log_config=None,  # logging is set up by the program
                 log_level="warning",
                 access_log=False,
                 lifespan="off",
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=GRACE_SECONDS,
+                timeout_graceful_shutdown=grace_seconds,
             )
         )
 
@@ -96,11 +100,19 @@ class HttpServer:
             await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Take no more connections, let responses end for `GRACE_SECONDS`, then cancel them. Can be called twice."""
+        """Take no more connections, let responses end for the grace period, then cancel them. Can be called twice."""
         self._server.should_exit = True
         if self._task is None:
             self._socket.close()
         await self.wait()
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            # what is left after the grace: uvicorn closes the connection, and prints a traceback if we raise
+            if not self._server.should_exit:
+                raise
 
 
 async def serve(app: FastAPI, settings: ServerSettings) -> None:

@@ -17,14 +17,18 @@ def encode_events(chunks: Iterable[Wire]) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields. `events` is closed when it has ended or the client has gone, whatever is first."""
+    """Sends what `events` yields, until that ends or the client goes, whatever is first.
+
+    Then it closes `events` and `source`, which `events` reads: a generator that never started closes nothing itself.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[object, None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -33,6 +37,7 @@ class EventStream(Response):
             pass  # nobody is left to tell
         finally:
             await self._events.aclose()
+            await self._source.aclose()
 
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

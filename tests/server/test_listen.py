@@ -58,11 +58,33 @@ def test_a_closed_connection_aborts_the_request(app: FastAPI, engine: Any, strea
         await server.start()
         body = {"model": "policy", "prompt": "a", "stream": stream}
         async with httpx.AsyncClient() as client:
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post(f"{server.url}/v1/completions", json=body, timeout=0.2)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.post(f"{server.url}/v1/completions", json=body), timeout=0.2)
         async with asyncio.timeout(5):
             while not engine.num_aborted:
                 await asyncio.sleep(0.01)
         await server.stop()
 
     asyncio.run(run())
+
+
+def test_stopping_aborts_what_outlives_the_grace_without_a_traceback(
+    app: FastAPI, engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.is_endless = True
+
+    async def run() -> None:
+        server = HttpServer(app, bind(FREE_PORT), grace_seconds=0)
+        await server.start()
+        body = {"model": "policy", "prompt": "a", "stream": True}
+        async with httpx.AsyncClient() as client:
+            request = asyncio.create_task(client.post(f"{server.url}/v1/completions", json=body))
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            await server.stop()
+            with pytest.raises(httpx.RemoteProtocolError):
+                await request
+
+    asyncio.run(run())
+    assert engine.num_aborted == 1
+    assert not [record for record in caplog.records if record.exc_info]

@@ -1,0 +1,306 @@
+"""RunConfig -> live objects: the only place where parts are wired to each other."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import mlx.core as mx
+
+from parallm.checkpoint.manager import CheckpointManager
+from parallm.checkpoint.state import Fingerprint, TrainingState
+from parallm.config import RunConfig
+from parallm.device.blas import BlasReport, set_blas_threads
+from parallm.device.governor import Governor
+from parallm.device.lanes import Lanes
+from parallm.device.thread import DeviceThread
+from parallm.engine.async_engine import AsyncEngine
+from parallm.engine.engine import Engine
+from parallm.environment.environment import Environment, build_environment
+from parallm.errors import ProblemError
+from parallm.learner.learner import Learner
+from parallm.metrics.display import Display, make_display
+from parallm.metrics.record import RunRecorder
+from parallm.metrics.run_header import RunHeader
+from parallm.model.adapter import Adapter, AdapterTable, make_adapter
+from parallm.model.adapter_files import read_adapter, write_mlx, write_peft
+from parallm.model.load import load_shared_model
+from parallm.model.lora import initial_arrays
+from parallm.model.settings import ModelSettings
+from parallm.model.shared_model import SharedModel
+from parallm.rollout.collector import Collector
+from parallm.rollout.evaluation import Evaluator
+from parallm.rollout.problem_stream import ProblemStream
+from parallm.seeds import mix
+from parallm.server.app import create_app
+from parallm.server.listen import HttpServer, bind
+from parallm.trainer.trainer import BEST, Parts, Trainer
+from parallm.types import POLICY, Problem, TrainingStatus
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """What serving and training have in common: one device thread, one model, one engine, one table of versions."""
+
+    device: DeviceThread
+    lanes: Lanes
+    model: SharedModel
+    adapters: AdapterTable
+    engine: AsyncEngine
+    start: Adapter
+    """The version to go on from: the given adapter, or one whose product is zero."""
+
+
+def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
+    """Train, and answer HTTP meanwhile. Returns the exit code; raises ParallmError."""
+    return asyncio.run(_train(config, folder, blas))
+
+
+def run_serving(config: RunConfig, folder: Path, blas: BlasReport) -> int:
+    """Answer HTTP until Ctrl-C. Returns the exit code; raises ParallmError."""
+    return asyncio.run(_serve(config, folder, blas))
+
+
+async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
+    display = make_display(config.metrics.display, sys.stdout)
+    recorder = RunRecorder(folder, config.metrics, dataclasses.asdict(config))
+    environment = build_environment(config.environment)
+    trainer: Trainer | None = None
+
+    def status() -> TrainingStatus:
+        return trainer.status if trainer else TrainingStatus(state="starting", total_steps=config.trainer.steps)
+
+    async def work(house: House, server: HttpServer | None) -> None:
+        nonlocal trainer
+        display.start(_header(config, folder, blas, server))
+        trainer = await _make_trainer(config, folder, house, environment, recorder, display)
+        _stop_on_signals(trainer.stop)
+        try:
+            await trainer.run()
+        finally:
+            device = "" if blas.name == "reference" else blas.name
+            summary = recorder.finish(config.metrics.figures or config.name, device=device)
+        await _on_device(house.device, partial(_write_adapters, config, folder, house))
+        display.finish(summary.rows())
+        if config.trainer.keep_serving and server is not None:
+            sys.stdout.write(f"training has ended; {server.url} answers until Ctrl-C\n")
+            await _until_signal()
+
+    try:
+        return await _with_house(config, blas, status, work)
+    finally:
+        display.close()
+
+
+async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
+    display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
+
+    async def work(_: House, server: HttpServer | None) -> None:
+        display.start(_header(config, folder, blas, server))
+        await _until_signal()
+
+    try:
+        return await _with_house(config, blas, lambda: TrainingStatus(state="serving"), work)
+    finally:
+        display.close()
+
+
+async def _with_house(
+    config: RunConfig,
+    blas: BlasReport,
+    status: Callable[[], TrainingStatus],
+    work: Callable[[House, HttpServer | None], Awaitable[None]],
+) -> int:
+    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads."""
+    bound = bind(config.server) if config.server.enabled else None
+    device = DeviceThread(
+        Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share)
+    )
+    server: HttpServer | None = None
+    try:
+        house = await _build_house(config, blas, device)
+        if bound is not None:
+            app = create_app(
+                engine=house.engine,
+                tokenizer=house.model.tokenizer,
+                catalog=house.adapters.cards,
+                status=status,
+                settings=config.server,
+                base_name=config.model.path,
+            )
+            server = HttpServer(app, bound)
+            await server.start()
+        await work(house, server)
+    finally:
+        if server is not None:
+            await server.stop()
+        elif bound is not None:
+            bound.close()
+        device.stop()
+    return 0
+
+
+async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread) -> House:
+    engine = AsyncEngine(device, asyncio.get_running_loop())
+    model = await _on_device(device, partial(load_shared_model, config.model))
+    lanes = await _on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
+    adapters = AdapterTable()
+    start = await _on_device(device, partial(_starting_adapter, config.model, model, config.seed))
+    if config.model.adapter is not None:
+        await _on_device(device, partial(adapters.publish, start))
+    core = await _on_device(
+        device, partial(Engine, model, adapters, lanes, config.engine, emit=engine.emit, report=engine.report)
+    )
+    engine.attach(core)
+    return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
+
+
+async def _make_trainer(
+    config: RunConfig, folder: Path, house: House, environment: Environment, recorder: RunRecorder, display: Display
+) -> Trainer:
+    train, test = environment.problems("train"), _held_out(environment, config.trainer.evaluate_problems)
+    if not train:
+        raise ProblemError(f"environment={config.environment.name}: the train split has no problems")
+    learner = await _on_device(
+        house.device,
+        partial(
+            Learner,
+            house.model,
+            house.lanes,
+            config.learner,
+            start=house.start,
+            total_steps=config.trainer.steps,
+            seed=config.seed,
+        ),
+    )
+    fingerprint = await _on_device(house.device, partial(_fingerprint, house))
+    checkpoints = CheckpointManager(folder, config.checkpoint)
+    collector = Collector(
+        house.engine.generate_all,
+        house.model.tokenizer,
+        environment,
+        ProblemStream(train, config.seed),
+        config.rollout,
+        config.seed,
+    )
+    evaluator = Evaluator(
+        generate_all=house.engine.generate_all,
+        tokenizer=house.model.tokenizer,
+        environment=environment,
+        problems=test,
+        max_tokens=config.rollout.max_tokens,
+    )
+    parts = Parts(
+        device=house.device,
+        engine=house.engine,
+        learner=learner,
+        adapters=house.adapters,
+        collector=collector,
+        evaluator=evaluator if test else None,
+        checkpoints=checkpoints,
+        fingerprint=fingerprint,
+        recorder=recorder,
+        display=display,
+    )
+    trainer = Trainer(parts, config.trainer, config.rollout, save_every=config.checkpoint.every)
+    state = await _on_device(house.device, partial(checkpoints.load, config.checkpoint.resume, fingerprint))
+    if state is not None:
+        await _on_device(house.device, partial(_restore, house, learner, state))
+        trainer.resume(state)
+        display.message(f"resumed after step {state.step}, version {state.version}")
+    return trainer
+
+
+def _restore(house: House, learner: Learner, state: TrainingState) -> None:
+    learner.restore(state.adapter, dict(state.optimizer))
+    newest = house.adapters.cards()
+    if state.version > 0 and (not newest or newest[0].version < state.version):
+        house.adapters.publish(state.adapter)
+        if state.score is not None and state.score == state.counters["best"]:
+            house.adapters.set_alias(BEST, state.version)
+
+
+def _starting_adapter(settings: ModelSettings, model: SharedModel, seed: int) -> Adapter:
+    if settings.adapter is not None:
+        found = read_adapter(Path(settings.adapter), model.sites, rank=settings.lora.rank, name=POLICY)
+        return found if found.version > 0 else dataclasses.replace(found, version=1)
+    lora = settings.lora
+    arrays = initial_arrays(model.sites, lora.rank, mx.random.key(mix(seed, 0)))
+    return make_adapter(arrays, version=0, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
+
+
+def _fingerprint(house: House) -> Fingerprint:
+    return Fingerprint(
+        model=house.model.name,
+        model_sha256=house.model.fingerprint(),
+        num_layers=house.model.num_layers,
+        rank=house.start.rank,
+        alpha=house.start.alpha,
+        targets=house.start.targets,
+    )
+
+
+def _held_out(environment: Environment, count: int) -> Sequence[Problem]:
+    return environment.problems("test")[:count] if count else ()
+
+
+def _write_adapters(config: RunConfig, folder: Path, house: House) -> None:
+    """The newest version in both formats, for use elsewhere."""
+    newest = house.adapters.resolve(POLICY)
+    if newest is not None:
+        write_mlx(newest, folder / "adapter", num_layers=house.model.num_layers)
+        write_peft(newest, folder / "adapter_peft", config.model.path)
+
+
+def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServer | None) -> RunHeader:
+    return RunHeader(
+        name=config.name,
+        model=config.model.path,
+        device=str(mx.default_device()),
+        blas=blas.message,
+        url=server.url if server else None,
+        folder=str(folder),
+        total_steps=config.trainer.steps,
+    )
+
+
+async def _on_device(device: DeviceThread, function: Callable[[], Result]) -> Result:
+    return await asyncio.wrap_future(device.call(function))
+
+
+def _stop_on_signals(stop: Callable[[], None]) -> None:
+    """The first Ctrl-C or SIGTERM calls `stop`; the second ends the process at once."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+            signal.signal(number, _leave_now)
+        logger.warning("finishing this step, then saving and leaving; press Ctrl-C again to leave now")
+        stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+
+
+async def _until_signal() -> None:
+    over = asyncio.Event()
+    _stop_on_signals(over.set)
+    await over.wait()
+
+
+def _leave_now(_: int, __: object) -> None:
+    os._exit(INTERRUPTED)

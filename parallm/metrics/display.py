@@ -1,0 +1,69 @@
+"""What people see while a run goes on: one interface, three kinds (live table, one line per step, nothing)."""
+
+import os
+from collections.abc import Sequence
+from typing import Literal, Protocol, TextIO
+
+from parallm.metrics.lines import LinesDisplay
+from parallm.metrics.live import LiveDisplay
+from parallm.metrics.run_header import RunHeader
+from parallm.metrics.step import StepMetrics
+from parallm.types import EvaluationReport, TrainingStatus
+
+
+class Display(Protocol):
+    """Called from one thread, in the order start, (step, evaluation, phase, message)*, finish or close."""
+
+    def start(self, header: RunHeader) -> None:
+        """Show the header and take over the console's log handlers."""
+
+    def step(self, metrics: StepMetrics) -> None: ...
+
+    def evaluation(self, report: EvaluationReport) -> None: ...
+
+    def phase(self, status: TrainingStatus) -> None:
+        """Say what the trainer does now; cheap enough to call often."""
+
+    def message(self, text: str) -> None:
+        """Show a text that stays."""
+
+    def finish(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Close, then print the summary table of a run that has ended well or was stopped."""
+
+    def close(self) -> None:
+        """Give the terminal and the log handlers back. Does nothing the second time; belongs into a `finally`."""
+
+
+class NoDisplay:
+    """Shows nothing; warnings go where logging sends them."""
+
+    def start(self, header: RunHeader) -> None:
+        pass
+
+    def step(self, metrics: StepMetrics) -> None:
+        pass
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        pass
+
+    def phase(self, status: TrainingStatus) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def finish(self, rows: Sequence[tuple[str, str]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_display(choice: Literal["auto", "live", "lines", "off"], stream: TextIO) -> Display:
+    """Return the chosen kind, writing to `stream`; `auto` is live on a terminal that can move its cursor."""
+    if choice == "auto":
+        is_capable = stream.isatty() and os.environ.get("TERM", "") != "dumb"
+        choice = "live" if is_capable else "lines"
+    if choice == "off":
+        return NoDisplay()
+    return LiveDisplay(stream) if choice == "live" else LinesDisplay(stream)

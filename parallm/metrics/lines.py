@@ -1,0 +1,104 @@
+"""The display where there is no terminal: one line per step, per evaluation and per message."""
+
+import logging
+from collections.abc import Sequence
+from typing import TextIO
+
+from parallm.metrics.log_capture import LogCapture
+from parallm.metrics.run_header import RunHeader
+from parallm.metrics.step import StepMetrics
+from parallm.metrics.time_left import TimeLeft
+from parallm.metrics.wording import accuracy, duration, number, percent
+from parallm.types import EvaluationReport, TrainingStatus
+
+
+class LinesDisplay:
+    """Writes to `stream`; each line is flushed, so that `tail -f` and CI logs show it at once."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._logs = LogCapture(self._log)
+        self._time_left = TimeLeft()
+        self._total_steps = 0
+
+    def start(self, header: RunHeader) -> None:
+        self._total_steps = header.total_steps
+        self._time_left = TimeLeft(header.total_steps)
+        self._write(*aligned(header.rows()))
+        self._logs.start()
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._time_left.step(metrics)
+        self._write(step_line(metrics, self._total_steps, self._time_left.seconds))
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        self._write(evaluation_line(report))
+
+    def phase(self, status: TrainingStatus) -> None:
+        """Say what a step line cannot say; the other states come too often for a log."""
+        self._time_left.phase(status)
+        if status.message:
+            self.message(status.message)
+
+    def message(self, text: str) -> None:
+        self._write(text)
+
+    def finish(self, rows: Sequence[tuple[str, str]]) -> None:
+        self.close()
+        self._write("", *aligned(rows))
+
+    def close(self) -> None:
+        self._logs.stop()
+
+    def _log(self, text: str, level: int) -> None:
+        self._write(f"{logging.getLevelName(level).lower()}: {text}" if level >= logging.WARNING else text)
+
+    def _write(self, *lines: str) -> None:
+        text = "".join(line + "\n" for line in lines)
+        encoding = self._stream.encoding or "utf-8"
+        # a log that is ASCII only must not end the run over the name of a model
+        self._stream.write(text.encode(encoding, errors="backslashreplace").decode(encoding))
+        self._stream.flush()
+
+
+def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None) -> str:
+    """Return one step in one line, about 150 characters."""
+    update = metrics.update
+    parts = [
+        f"step {metrics.step}/{total_steps}" if total_steps else f"step {metrics.step}",
+        f"reward {number(metrics.reward_mean)}",
+        f"signal {metrics.groups_with_signal}/{metrics.groups_sampled}",
+        f"length {metrics.completion_length_mean:.0f}",
+    ]
+    if update is not None:
+        parts += [
+            f"kl {number(update.kl_to_behaviour)}",
+            f"entropy {number(update.entropy)}",
+            f"gradient {number(update.gradient_norm)}",
+            f"version {update.version}",
+        ]
+    if update is None or update.skipped is not None:
+        parts.append(f"no update: {'no group had a signal' if update is None else update.skipped}")
+    parts += [
+        f"rollout {number(metrics.rollout_tokens_per_second)} tok/s",
+        f"serving {number(metrics.serving_tokens_per_second)} tok/s",
+        duration(metrics.total_seconds),
+        f"{duration(seconds_left)} left",
+    ]
+    return "  ".join(parts)
+
+
+def evaluation_line(report: EvaluationReport) -> str:
+    """Return one evaluation in one line."""
+    text = accuracy(report.accuracy, report.low, report.high)
+    parts = "".join(f", {name} {percent(value)}" for name, value in report.reward_parts.items())
+    return (
+        f"evaluation at step {report.step}: held-out accuracy {text}, "
+        f"{report.num_problems} problems, version {report.version}{parts}"
+    )
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return `name  value` lines with the values under one another."""
+    width = max((len(name) for name, _ in rows), default=0)
+    return [f"{name:<{width}}  {value}" for name, value in rows]

@@ -1,0 +1,108 @@
+"""The two number blocks of the live display, fitted to the width of the terminal."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from parallm.metrics.step import FlatRow, StepMetrics
+from parallm.metrics.wording import MISSING, accuracy, duration, number, percent
+from parallm.types import EvaluationReport, TrainingStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the table of steps."""
+
+    title: str
+    name: str
+    """Its flat name."""
+    show: Callable[[object], str] = number
+    width: int = 8
+
+
+# in order of display; the last ones of KEPT_FIRST go first where the terminal is narrow
+COLUMNS = (
+    Column("step", "step", width=5),
+    Column("reward", "reward/mean", width=6),
+    Column("held out", "heldout/accuracy", percent),
+    Column("KL", "update/kl_to_behaviour"),
+    Column("entropy", "update/entropy", width=7),
+    Column("gradient", "update/gradient_norm"),
+    Column("length", "completion/length_mean", width=6),
+    Column("cut", "completion/truncated_fraction", percent, width=6),
+    Column("rollout tok/s", "rollout/tokens_per_second", width=13),
+    Column("serving tok/s", "serving/tokens_per_second", width=13),
+    Column("version", "update/version", width=7),
+    Column("time", "seconds/total", lambda value: duration(value if isinstance(value, float) else None), width=9),
+)
+KEPT_FIRST = (
+    "step",
+    "reward",
+    "held out",
+    "KL",
+    "entropy",
+    "rollout tok/s",
+    "serving tok/s",
+    "version",
+    "time",
+    "length",
+    "gradient",
+    "cut",
+)
+
+
+def step_table(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationReport], width: int) -> Table:
+    """Return one row per step with as many columns as fit into `width` characters."""
+    columns = fitting_columns(width)
+    accuracies = {report.step: report.accuracy for report in evaluations}
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True, width=column.width)
+    for metrics in steps:
+        row: FlatRow = {**metrics.to_flat(), "heldout/accuracy": accuracies.get(metrics.step)}
+        is_skipped = row.get("update/skipped") is not None
+        table.add_row(*(column.show(row.get(column.name)) for column in columns), style="yellow" if is_skipped else "")
+    return table
+
+
+def fitting_columns(width: int) -> list[Column]:
+    """Return the most wanted columns whose widths, with two characters between them, fit; at least one."""
+    by_title = {column.title: column for column in COLUMNS}
+    chosen: set[str] = set()
+    used = 0
+    for title in KEPT_FIRST:
+        used += by_title[title].width + 2
+        if used > width and chosen:
+            break
+        chosen.add(title)
+    return [column for column in COLUMNS if column.title in chosen]
+
+
+def numbers_now(
+    steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationReport], status: TrainingStatus, width: int
+) -> Text:
+    """Return the newest numbers, those of the trainer's status before those of the last step, wrapped at `width`."""
+    row = {**(steps[-1].to_flat() if steps else {}), **status.metrics}
+    report = evaluations[-1] if evaluations else None
+    shown = {
+        "reward": number(row.get("reward/mean")),
+        "held out": MISSING if report is None else accuracy(report.accuracy, report.low, report.high),
+        "KL": number(row.get("update/kl_to_behaviour")),
+        "entropy": number(row.get("update/entropy")),
+        "rollout": f"{number(row.get('rollout/tokens_per_second'))} tok/s",
+        "serving": f"{number(row.get('serving/tokens_per_second'))} tok/s",
+        "version": number(max(status.version, int(row.get("update/version") or 0))),
+    }
+    text, used = Text(), 0
+    for name, value in shown.items():
+        length = len(name) + 1 + len(value)
+        if used and used + 3 + length > width:
+            text.append("\n")
+            used = 0
+        text.append("   " if used else "")
+        text.append(f"{name} ", style="dim").append(value, style="bold")
+        used += length + (3 if used else 0)
+    return text.append("\n")

@@ -1,0 +1,65 @@
+"""Log records go through the display while it runs, so that a warning does not tear it. Files go on as they are."""
+
+import logging
+import sys
+from collections.abc import Callable
+
+Emit = Callable[[str, int], None]
+"""Shows one text of a log level."""
+OWN = "parallm"
+
+
+class LogCapture:
+    """Between `start` and `stop`, takes the place of the handlers that write to the console.
+
+    Shows warnings of everybody and INFO of our own loggers. Both methods may be called twice.
+    """
+
+    def __init__(self, emit: Emit) -> None:
+        self._handler = EmitHandler(emit)
+        self._taken: list[tuple[logging.Logger, logging.Handler]] = []
+        self._is_on = False
+
+    def start(self) -> None:
+        if self._is_on:
+            return
+        self._is_on = True
+        named = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+        for logger in [logging.root, *named]:
+            for handler in [handler for handler in logger.handlers if writes_to_console(handler)]:
+                self._taken.append((logger, handler))
+                logger.removeHandler(handler)
+        logging.root.addHandler(self._handler)
+
+    def stop(self) -> None:
+        """Put everything back as it was."""
+        if not self._is_on:
+            return
+        self._is_on = False
+        logging.root.removeHandler(self._handler)
+        for logger, handler in self._taken:
+            logger.addHandler(handler)
+        self._taken.clear()
+
+
+class EmitHandler(logging.Handler):
+    """Hands each record that people should see to `emit`, from whatever thread it comes."""
+
+    def __init__(self, emit: Emit) -> None:
+        super().__init__()
+        self._emit = emit
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_own = record.name.partition(".")[0] == OWN
+        if record.levelno < (logging.INFO if is_own else logging.WARNING):
+            return
+        try:
+            self._emit(self.format(record), record.levelno)
+        except Exception:  # what logging asks of handlers: no log line may end the program
+            self.handleError(record)
+
+
+def writes_to_console(handler: logging.Handler) -> bool:
+    """True for a stream handler on standard output or error; a FileHandler is a stream handler on a file."""
+    consoles = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return isinstance(handler, logging.StreamHandler) and any(handler.stream is stream for stream in consoles)

@@ -1,0 +1,128 @@
+"""The displays write what people need and give everything back."""
+
+import io
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from parallm.metrics.display import NoDisplay, make_display
+from parallm.metrics.lines import LinesDisplay
+from parallm.metrics.live import LiveDisplay
+from parallm.metrics.live_table import fitting_columns
+from parallm.metrics.run_header import RunHeader
+from parallm.metrics.step import StepMetrics
+from parallm.types import EvaluationReport, TrainingStatus
+
+HEADER = RunHeader(
+    name="quickstart",
+    model="nano",
+    device="CPU",
+    blas="MKL, strict",
+    url="http://127.0.0.1:8000",
+    folder="runs/one",
+    total_steps=10,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "40")
+    return Terminal()
+
+
+def test_auto_is_live_on_a_terminal_and_lines_elsewhere(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(make_display("auto", terminal), LiveDisplay)
+    assert isinstance(make_display("auto", io.StringIO()), LinesDisplay)
+    assert isinstance(make_display("off", terminal), NoDisplay)
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_display("auto", terminal), LinesDisplay)
+
+
+def test_lines_writes_one_line_per_step_and_evaluation(
+    step: Callable[..., StepMetrics], evaluation: Callable[..., EvaluationReport]
+) -> None:
+    stream = io.StringIO()
+    display = make_display("lines", stream)
+    display.start(HEADER)
+    header = len(stream.getvalue().splitlines())
+    display.evaluation(evaluation(0))
+    display.step(step(1))
+    display.close()
+    first, second = stream.getvalue().splitlines()[header:]
+    assert first.startswith("evaluation at step 0: held-out accuracy 31.0% (27.0% to 35.0%), 512 problems, version 0")
+    assert second.startswith("step 1/10  reward 0.250  signal 11/16  length 64  kl 4.00e-04  entropy 0.900")
+    assert second.endswith("36 s left")
+
+
+def test_a_step_without_an_update_says_why_on_its_line(step: Callable[..., StepMetrics]) -> None:
+    stream = io.StringIO()
+    make_display("lines", stream).step(step(1, update=None))
+    assert "no update: no group had a signal" in stream.getvalue()
+
+
+def test_lines_survive_a_stream_that_is_ascii_only() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    make_display("lines", stream).message("na\u00efve")
+    stream.seek(0)
+    assert stream.read() == "na\\xefve\n"
+
+
+@pytest.mark.parametrize("choice", ["live", "lines"])
+def test_warnings_go_through_the_display_while_it_runs(choice: str, terminal: Terminal) -> None:
+    console = logging.StreamHandler()  # as logging.basicConfig makes it
+    logging.getLogger("parallm.test").addHandler(console)
+    try:
+        display = LiveDisplay(terminal) if choice == "live" else LinesDisplay(terminal)
+        display.start(HEADER)
+        assert logging.getLogger("parallm.test").handlers == []
+        logging.getLogger("parallm.test").warning("checkpoint [bold]7[/bold] is broken")
+        logging.getLogger("somebody.else").info("hidden")
+        display.close()
+        assert logging.getLogger("parallm.test").handlers == [console]
+    finally:
+        logging.getLogger("parallm.test").removeHandler(console)
+    assert "checkpoint [bold]7[/bold] is broken" in terminal.getvalue()
+    assert "hidden" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize("width", ["12", "30", "60", "200"])
+def test_live_shows_a_run_at_any_width(
+    width: str,
+    terminal: Terminal,
+    monkeypatch: pytest.MonkeyPatch,
+    step: Callable[..., StepMetrics],
+    evaluation: Callable[..., EvaluationReport],
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    display = LiveDisplay(terminal)
+    display.start(HEADER)
+    display.phase(TrainingStatus(state="collecting", total_steps=10, metrics={"step/fraction": 0.5}))
+    display.evaluation(evaluation(0))
+    for number in range(1, 60):
+        display.step(step(number))
+    display.finish([("files", "runs/one")])
+    assert "reward" in terminal.getvalue()
+    assert "files" in terminal.getvalue()
+
+
+def test_closing_live_gives_the_cursor_back_and_may_happen_twice(terminal: Terminal) -> None:
+    display = LiveDisplay(terminal)
+    display.close()
+    display.start(HEADER)
+    display.close()
+    display.close()
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
+
+
+def test_narrow_terminals_keep_the_most_wanted_columns() -> None:
+    assert [column.title for column in fitting_columns(20)] == ["step", "reward"]
+    assert [column.title for column in fitting_columns(1)] == ["step"]
+    assert len(fitting_columns(200)) == 12

@@ -1,0 +1,172 @@
+"""What a run leaves in its folder."""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from parallm.metrics.json_lines import read_rows
+from parallm.metrics.record import RunRecorder
+from parallm.metrics.settings import MetricsSettings
+from parallm.metrics.step import StepMetrics
+from parallm.types import EvaluationReport, Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
+
+MakeStep = Callable[..., StepMetrics]
+MakeEvaluation = Callable[..., EvaluationReport]
+OFF = MetricsSettings()
+TRAJECTORY = Trajectory(
+    problem_id="p",
+    prompt_tokens=(1,),
+    tokens=(2, 3),
+    loss_mask=(True, True),
+    logprobs=(-1.0, -1.0),
+    temperature=1.0,
+    weight_versions=(WeightSpan(version=6, start=0, end=2),),
+    reward_parts={"correct": 1.0},
+    reward=1.0,
+    text="#### 5",
+    finish_reason="stop",
+)
+
+
+def group(name: str, size: int) -> TrajectoryGroup:
+    problem = Problem(problem_id=name, messages=(Message(role="user", content=f"ask {name}"),), answer="5")
+    return TrajectoryGroup(
+        problem=problem,
+        trajectories=tuple(replace(TRAJECTORY, problem_id=name, text=f"{name}{i}") for i in range(size)),
+    )
+
+
+def steps_in(folder: Path, name: str) -> list[int]:
+    return [row["step"] for row in read_rows(folder / name)]
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_file(tmp_path: Path, step: MakeStep) -> None:
+    RunRecorder(tmp_path, OFF, {}).step(step(1, reward_mean=math.nan))
+    assert read_rows(tmp_path / "metrics.jsonl")[0]["reward/mean"] is None
+
+
+def test_samples_come_from_as_many_problems_as_possible(tmp_path: Path, step: MakeStep) -> None:
+    RunRecorder(tmp_path, MetricsSettings(samples_per_step=3), {}).step(step(7), [group("a", 2), group("b", 2)])
+    rows = read_rows(tmp_path / "samples.jsonl")
+    assert [row["completion"] for row in rows] == ["a0", "b0", "a1"]
+    assert rows[0] == {
+        "step": 7,
+        "problem_id": "a",
+        "prompt": "ask a",
+        "completion": "a0",
+        "answer": "5",
+        "reward": 1.0,
+        "parts": {"correct": 1.0},
+        "version": 6,
+        "finish_reason": "stop",
+        "num_tokens": 2,
+    }
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path: Path, step: MakeStep, evaluation: MakeEvaluation) -> None:
+    recorder = RunRecorder(tmp_path, OFF, {})
+    recorder.evaluation(evaluation(0))
+    for number in range(1, 8):
+        recorder.step(step(number), [group("a", 1)])
+    recorder.evaluation(evaluation(7))
+    resumed = RunRecorder(tmp_path, OFF, {})
+    resumed.step(step(5, reward_mean=0.75), [group("b", 1)])
+    resumed.step(step(6), [group("b", 1)])
+    assert steps_in(tmp_path, "metrics.jsonl") == [1, 2, 3, 4, 5, 6]
+    assert read_rows(tmp_path / "metrics.jsonl")[4]["reward/mean"] == 0.75
+    assert [row["problem_id"] for row in read_rows(tmp_path / "samples.jsonl")] == ["a"] * 4 + ["b"] * 2
+    assert steps_in(tmp_path, "evaluations.jsonl") == [0]
+
+
+def test_an_evaluation_made_just_before_the_first_step_stays(
+    tmp_path: Path, step: MakeStep, evaluation: MakeEvaluation
+) -> None:
+    recorder = RunRecorder(tmp_path, OFF, {})
+    recorder.evaluation(evaluation(0))
+    recorder.step(step(0))
+    assert steps_in(tmp_path, "evaluations.jsonl") == [0]
+
+
+def test_an_evaluation_of_the_same_step_is_replaced(tmp_path: Path, evaluation: MakeEvaluation) -> None:
+    recorder = RunRecorder(tmp_path, OFF, {})
+    recorder.evaluation(evaluation(20, accuracy=0.5))
+    recorder.evaluation(evaluation(20, accuracy=0.6))
+    assert [row["heldout/accuracy"] for row in read_rows(tmp_path / "evaluations.jsonl")] == [0.6]
+
+
+def test_the_summary_covers_the_run_from_its_beginning(
+    tmp_path: Path, step: MakeStep, evaluation: MakeEvaluation
+) -> None:
+    first = RunRecorder(tmp_path, OFF, {})
+    first.evaluation(evaluation(0))
+    first.step(step(1))
+    resumed = RunRecorder(tmp_path, OFF, {})
+    resumed.step(step(2, reward_mean=0.5))
+    resumed.evaluation(evaluation(2, accuracy=0.9, low=0.88, high=0.92))
+    resumed.finish("quickstart", device="some device", more_figures={"publish.p99_ms": math.nan})
+    written = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert written["figures"]["quickstart.accuracy_before"] == 0.31
+    assert written["figures"]["quickstart.accuracy_after"] == 0.9
+    assert written["figures"]["quickstart.train_seconds"] == 8.0
+    assert written["figures"]["publish.p99_ms"] is None
+    assert written["machine"].endswith("some device")
+    assert written["commit"]
+    assert (written["first_step"]["step"], written["last_step"]["step"]) == (1, 2)
+
+
+def test_a_run_that_ends_before_its_first_step_still_leaves_a_summary(tmp_path: Path) -> None:
+    summary = RunRecorder(tmp_path, OFF, {}).finish("run")
+    assert summary.rows()
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["figures"]["run.steps"] == 0
+    assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+def test_a_failing_wandb_is_reported_once_and_costs_nothing(
+    tmp_path: Path, step: MakeStep, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(**_: object) -> None:
+        raise RuntimeError("no service")
+
+    monkeypatch.setattr("wandb.init", refuse)
+    with caplog.at_level(logging.WARNING):
+        recorder = RunRecorder(tmp_path, MetricsSettings(wandb="offline"), {})
+        recorder.step(step(1))
+        recorder.finish("run")
+    assert ["no service" in record.message for record in caplog.records] == [True]
+    assert steps_in(tmp_path, "metrics.jsonl") == [1]
+
+
+def test_wandb_gets_finite_numbers_and_one_id_per_folder(
+    tmp_path: Path, step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[dict[str, object]] = []
+    ids: list[object] = []
+
+    class Run:
+        summary: dict[str, object] = {}
+
+        def define_metric(self, *_: object, **__: object) -> None: ...
+
+        def log(self, row: dict[str, object]) -> None:
+            logged.append(row)
+
+        def finish(self) -> None: ...
+
+    def init(**options: object) -> Run:
+        ids.append(options["id"])
+        return Run()
+
+    monkeypatch.setattr("wandb.init", init)
+    for number in (1, 2):
+        recorder = RunRecorder(tmp_path, MetricsSettings(wandb="offline"), {"seed": 0})
+        recorder.step(step(number, reward_std=math.nan))
+        recorder.finish("run")
+    assert [row["step"] for row in logged] == [1, 2]
+    assert "reward/std" not in logged[0]
+    assert len(set(ids)) == 1
+    assert Run.summary["run.steps"] == 2

@@ -1,0 +1,80 @@
+"""The figures of a whole run."""
+
+from pathlib import Path
+
+import pytest
+
+from parallm.metrics.summary import Row, RunSummary
+
+STEPS = [
+    {
+        "step": number,
+        "reward/mean": reward,
+        "seconds/total": 4.0,
+        "seconds/rollout": 2.0,
+        "rollout/tokens": 1000,
+        "parity/tokens": tokens,
+        "parity/bit_equal_fraction": fraction,
+        "parity/max_abs": difference,
+    }
+    for number, reward, tokens, fraction, difference in [
+        (1, 0.2, 100, 1.0, 0.0),
+        (2, 0.3, 300, 0.99, 2e-6),
+        (3, 0.5, 0, None, None),
+        (4, 0.6, 100, 1.0, 0.0),
+        (5, 0.7, 100, 1.0, 0.0),
+    ]
+]
+
+
+def evaluation(step: int, accuracy: float) -> Row:
+    return {
+        "step": step,
+        "heldout/accuracy": accuracy,
+        "heldout/low": accuracy - 0.04,
+        "heldout/high": accuracy + 0.04,
+        "heldout/problems": 512,
+        "heldout/version": step,
+    }
+
+
+def summary(steps: list[Row], evaluations: list[Row]) -> RunSummary:
+    return RunSummary(folder=Path("runs/one"), steps=steps, evaluations=evaluations, peak_memory_gb=1.5)
+
+
+def test_figures_carry_the_prefix() -> None:
+    figures = summary(STEPS, [evaluation(0, 0.3), evaluation(3, 0.8), evaluation(5, 0.7)]).figures("quickstart")
+    assert figures["quickstart.accuracy_before"] == 0.3
+    assert figures["quickstart.accuracy_after"] == 0.7
+    assert figures["quickstart.accuracy_best"] == 0.8
+    assert figures["quickstart.reward_first"] == 0.2
+    assert figures["quickstart.reward_last"] == pytest.approx(0.6)
+    assert figures["quickstart.train_seconds"] == 20.0
+    assert figures["quickstart.rollout_tokens_per_second"] == 500.0
+    assert figures["quickstart.peak_memory_gb"] == 1.5
+    assert figures["quickstart.parity_bit_equal_fraction"] == pytest.approx(597 / 600)
+    assert figures["quickstart.parity_max_abs"] == 2e-6
+
+
+def test_one_evaluation_before_the_first_step_is_not_the_one_after() -> None:
+    figures = summary(STEPS[:2], [evaluation(0, 0.3)]).figures("run")
+    assert (figures["run.accuracy_before"], figures["run.accuracy_after"]) == (0.3, None)
+
+
+def test_one_evaluation_after_the_steps_is_not_the_one_before() -> None:
+    figures = summary(STEPS, [evaluation(5, 0.7)]).figures("run")
+    assert (figures["run.accuracy_before"], figures["run.accuracy_after"]) == (None, 0.7)
+
+
+def test_the_table_gives_accuracies_with_their_interval() -> None:
+    rows = dict(summary(STEPS, [evaluation(0, 0.3), evaluation(5, 0.7)]).rows())
+    assert rows["held-out accuracy after"] == "70.0% (66.0% to 74.0%), 512 problems, step 5"
+    assert rows["best version"] == "5 (70.0%)"
+    assert rows["peak memory"] == "1.50 GB"
+    assert rows["files"] == "runs/one"
+
+
+def test_rounding_does_not_hide_a_token_that_differs() -> None:
+    nearly = {**STEPS[0], "parity/tokens": 100_000, "parity/bit_equal_fraction": 0.99999, "parity/max_abs": 1e-7}
+    assert dict(summary([nearly], []).rows())["learner and engine log-probs"].startswith("99.99% bit-equal")
+    assert dict(summary([STEPS[0]], []).rows())["learner and engine log-probs"].startswith("all bit-equal")
