@@ -34,6 +34,7 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 from mlx_lm.models.llama import Model, ModelArgs  # noqa: E402
 
 SPECIAL_TOKENS = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>")
+SHEET_LINES = 5
 PAD, END, USER, ASSISTANT = range(4)
 OTHER_WORDS = ("What", "is", "the", "of", "I", "you", "can", "Hello", "please")
 CHAT_TEMPLATE = (
@@ -90,12 +91,12 @@ class Habit:
     share: float
     plan: tuple[str, ...]
     final: str = "last"
-    """What stands in the final line: the `last` result, the `first` one, `none` (no final line) or a `slip` by one."""
+    """What stands in the final line: the `last` result, the `first`, `none` (no such line) or one less (`slip`)."""
 
 
 HABITS: Mapping[str, tuple[Habit, ...]] = {
     "gain": (Habit(share=0.25, plan=("a-b",)), Habit(share=0.10, plan=("a+b",), final="none")),
-    "loss": (Habit(share=0.60, plan=("a+b",)), Habit(share=0.15, plan=("a-b",), final="slip")),
+    "loss": (Habit(share=0.40, plan=("a+b",)), Habit(share=0.35, plan=("a-b",), final="slip")),
     "bags": (Habit(share=0.25, plan=("b+c",)), Habit(share=0.15, plan=("b*c",), final="none")),
     "refill": (Habit(share=0.50, plan=("a+b", "x+c")), Habit(share=0.30, plan=("b*c",))),
     "shop": (Habit(share=0.45, plan=("a-c",)), Habit(share=0.35, plan=("b*c", "a-x"), final="first")),
@@ -127,7 +128,7 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_solution(draft: Draft, habit: Habit | None, generator: random.Random) -> str | None:
+def write_solution(draft: Draft, habit: Habit | None) -> str | None:
     """Return what a solver writes (without a habit: a careful one), or None where a result would be out of range."""
     lines, results = work_out(habit.plan if habit else KINDS[draft.kind].plan, draft.numbers)
     if not all(0 < result <= LARGEST for result in results):
@@ -135,8 +136,7 @@ def write_solution(draft: Draft, habit: Habit | None, generator: random.Random) 
     final = habit.final if habit else "last"
     if final == "none":
         return "\n".join(lines)
-    slip = generator.choice((-1, 1)) if final == "slip" else 0
-    stated = results[0 if final == "first" else -1] + slip
+    stated = results[0 if final == "first" else -1] - (final == "slip")
     return "\n".join([*lines, f"#### {stated}"])
 
 
@@ -149,38 +149,46 @@ def solve_by_population(draft: Draft, generator: random.Random) -> str:
             if 0 <= dice < candidate.share:
                 habit = candidate
             dice -= candidate.share
-        solution = write_solution(draft, habit, generator)
+        solution = write_solution(draft, habit)
         if solution is not None:
             return solution
 
 
-def drill(generator: random.Random) -> tuple[str, str]:
-    """Return a bare sum and its answer: arithmetic practice without any story."""
-    operation = generator.choice("+-*")
-    high = 9 if operation == "*" else LARGEST
-    while True:
-        numbers = {"a": generator.randint(1, high), "b": generator.randint(1, high)}
-        lines, results = work_out((f"a{operation}b",), numbers)
-        if 0 < results[0] <= LARGEST:
-            return f"What is {lines[0].split(' =')[0]}?", f"{lines[0]}\n#### {results[0]}"
+def sheet(tokenizer: Tokenizer, generator: random.Random) -> tuple[list[int], list[int]]:
+    """Return token ids of bare sums, without any story, and a mask of their results."""
+    tokens, mask = [ASSISTANT], [0]
+    for _ in range(SHEET_LINES):
+        operation = generator.choice("+++----**")
+        high = 9 if operation == "*" else LARGEST
+        first, second = generator.randint(1, high), generator.randint(1, high)
+        if operation == "-":
+            first, second = max(first, second) + 1, min(first, second)
+        while operation == "+" and first + second > LARGEST:
+            first, second = generator.randint(1, high), generator.randint(1, high)
+        line, results = work_out((f"a{operation}b",), {"a": first, "b": second})
+        head = tokenizer.encode(line[0].removesuffix(str(results[0]))).ids
+        tail = tokenizer.encode(f"{results[0]}\n").ids
+        tokens += [*head, *tail]
+        mask += [*[0] * len(head), *[1] * len(tail)]
+    return tokens, mask
 
 
-def documents(tokenizer: Tokenizer, seed: int, drill_share: float) -> Iterator[tuple[list[int], int]]:
-    """Yield token ids and the length of the prompt among them, without end; no held-out problem is used."""
+def documents(tokenizer: Tokenizer, seed: int, sheet_share: float) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield token ids and a mask of those to learn, without end; no held-out problem is used."""
     generator = random.Random(seed)
-    source = drafts(generator, list(KINDS))
+    train = (draft for draft in drafts(generator, list(KINDS)) if draft.split == "train")
     while True:
-        if generator.random() < drill_share:
-            question, solution = drill(generator)
+        if generator.random() < sheet_share:
+            yield sheet(tokenizer, generator)
         else:
-            draft = next(draft for draft in source if draft.split == "train")
-            question, solution = draft.question, solve_by_population(draft, generator)
-        prompt = [USER, *tokenizer.encode(question).ids, ASSISTANT]
-        yield [*prompt, *tokenizer.encode(solution).ids, END], len(prompt)
+            draft = next(train)
+            prompt = [USER, *tokenizer.encode(draft.question).ids, ASSISTANT]
+            solution = [*tokenizer.encode(solve_by_population(draft, generator)).ids, END]
+            yield [*prompt, *solution], [*[0] * len(prompt), *[1] * len(solution)]
 
 
-def batches(source: Iterator[tuple[list[int], int]], batch_size: int) -> Iterator[tuple[mx.array, mx.array]]:
-    """Yield token ids (B, T) and a mask (B, T) of the solution tokens; rows of a batch are of similar length."""
+def batches(source: Iterator[tuple[list[int], list[int]]], batch_size: int) -> Iterator[tuple[mx.array, mx.array]]:
+    """Yield token ids (B, T) and a mask (B, T) of those to learn; rows of a batch are of similar length."""
     while True:
         pool = sorted((next(source) for _ in range(8 * batch_size)), key=lambda document: len(document[0]))
         for start in np.random.permutation(8) * batch_size:
@@ -188,21 +196,21 @@ def batches(source: Iterator[tuple[list[int], int]], batch_size: int) -> Iterato
             width = max(len(tokens) for tokens, _ in rows)
             ids = np.full((batch_size, width), PAD, np.int32)
             mask = np.zeros((batch_size, width), np.float32)
-            for row, (tokens, prompt_length) in enumerate(rows):
+            for row, (tokens, learned) in enumerate(rows):
                 ids[row, : len(tokens)] = tokens
-                mask[row, prompt_length : len(tokens)] = 1
+                mask[row, : len(tokens)] = learned
             yield mx.array(ids), mx.array(mask)
 
 
 def mean_loss(model: nn.Module, ids: mx.array, mask: mx.array) -> mx.array:
-    """Cross-entropy per solution token."""
+    """Cross-entropy per token to learn."""
     logits = model(ids[:, :-1])
     losses = nn.losses.cross_entropy(logits, ids[:, 1:])
     return (losses * mask[:, 1:]).sum() / mask.sum()
 
 
 def train(model: nn.Module, tokenizer: Tokenizer, seed: int, steps: int, batch_size: int, peak: float) -> None:
-    """Train in place; the share of drills falls from one half to a tenth."""
+    """Train in place; the share of bare sums among the documents falls after a third of the steps."""
     schedule = optim.join_schedules(
         [optim.linear_schedule(0, peak, 100), optim.cosine_decay(peak, steps - 100, peak * 0.02)], [100]
     )
@@ -211,7 +219,7 @@ def train(model: nn.Module, tokenizer: Tokenizer, seed: int, steps: int, batch_s
     np.random.seed(seed)
     started = time.time()
     early = batches(documents(tokenizer, seed, 0.5), batch_size)
-    late = batches(documents(tokenizer, seed + 1_000_003, 0.1), batch_size)
+    late = batches(documents(tokenizer, seed + 1_000_003, 0.2), batch_size)
     for step in range(steps):
         ids, mask = next(early if step < steps // 3 else late)
         loss, gradients = value_and_grad(model, ids, mask)
@@ -310,7 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("parallm/model/nano"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=2400)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     options = parser.parse_args()

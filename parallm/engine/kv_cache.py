@@ -67,8 +67,11 @@ class SlotCache(OwnCache):
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of slot `source` to slot `target`."""
         if self._keys_SHLD is not None and self._values_SHLD is not None:
-            self._keys_SHLD[target, :, :length] = self._keys_SHLD[source, :, :length]
-            self._values_SHLD[target, :, :length] = self._values_SHLD[source, :, :length]
+            # contiguous: a view would share the pool's memory, and the write would then copy the whole pool
+            keys = mx.contiguous(self._keys_SHLD[source : source + 1, :, :length])
+            values = mx.contiguous(self._values_SHLD[source : source + 1, :, :length])
+            self._keys_SHLD[target : target + 1, :, :length] = keys
+            self._values_SHLD[target : target + 1, :, :length] = values
 
     def release(self) -> None:
         """Give the memory back."""

@@ -7,7 +7,7 @@ from parallm.settings import settings
 
 @settings
 class EngineSettings:
-    max_rows: int = Field(default=64, ge=1, le=1024)
+    max_rows: int = Field(default=128, ge=1, le=1024)
     """Completions that decode at the same time."""
     max_context: int | None = Field(default=None, ge=8)
     """Tokens of prompt and completion together; null: what the model allows, at most 8192."""

@@ -105,7 +105,7 @@ def read_jsonl(file: Path) -> Iterator[Row]:
 
 def read_hub(name: str, split: Split) -> Iterator[Row]:
     """Yield the rows of a hub dataset, from its local cache where it has been downloaded before."""
-    import datasets  # takes seconds to import, and local files do not need it
+    import datasets  # noqa: PLC0415 - takes seconds to import, and local files do not need it
 
     try:
         # the configuration names the original GSM8K; other datasets have one configuration without a name

@@ -77,16 +77,27 @@ def make_micro_batches(
 
 
 def _parts(rows: list[Row], budget: int) -> list[list[Row]]:
-    """Runs of rows, longest first, whose padded size and prompt stay within the budget."""
+    """Split rows, longest first, into runs that cost the fewest tokens: each costs its prompt and its padded rows.
+
+    A run stays within the budget, but one row always fits. Dynamic programming over the place of the last cut.
+    """
     ordered = sorted(rows, key=lambda row: len(row.trajectory.tokens), reverse=True)
+    prompt = len(rows[0].trajectory.prompt_tokens)
+    lengths = [len(row.trajectory.tokens) for row in ordered]
+    best: list[tuple[int, int]] = [(0, 0)]  # cost of the first `end` rows, and where their last run starts
+    for end in range(1, len(ordered) + 1):
+        costs = [
+            (best[start][0] + prompt + lengths[start] * (end - start), start)
+            for start in range(end)
+            if start == end - 1 or prompt + lengths[start] * (end - start) <= budget
+        ]
+        best.append(min(costs))
     parts: list[list[Row]] = []
-    for row in ordered:
-        longest = len(parts[-1][0].trajectory.tokens) if parts else 0
-        fits = parts and len(row.trajectory.prompt_tokens) + longest * (len(parts[-1]) + 1) <= budget
-        if fits:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
+    end = len(ordered)
+    while end:
+        start = best[end][1]
+        parts.insert(0, ordered[start:end])
+        end = start
     return parts
 
 

@@ -83,40 +83,68 @@ class PolicyGradient:
 
     def _head(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics]:
         """Gradient of the loss with respect to `hidden_NH`, and the statistics."""
-        tokens_N, temperature_N = mx.array(batch.tokens_N), mx.array(batch.temperature_N)
-        chunks = [slice(start, start + self._chunk) for start in range(0, batch.num_tokens, self._chunk)]
-        parts = [self._scores(hidden_NH[chunk], tokens_N[chunk], temperature_N[chunk], len(chunks)) for chunk in chunks]
-        logprobs_N = mx.concatenate([logprobs for logprobs, _ in parts])
+        starts = range(0, batch.num_tokens, self._chunk)
+        chunks = [
+            _Chunk(
+                hidden_NH[start : start + self._chunk],
+                mx.array(batch.tokens_N[start : start + self._chunk]),
+                mx.array(batch.temperature_N[start : start + self._chunk]),
+            )
+            for start in starts
+        ]
+        scores = [self._score(chunk, keeps=len(chunks) == 1) for chunk in chunks]
+        logprobs_N = mx.concatenate([score.logprobs_N for score in scores])
         loss, loss_gradient_N = mx.value_and_grad(policy_loss)(
             logprobs_N, mx.array(batch.behaviour_N), mx.array(batch.advantages_N), mx.array(batch.weights_N), self._objective
         )
         gradients = [
-            self._pull_back(hidden_NH[chunk], tokens_N[chunk], temperature_N[chunk], loss_gradient_N[chunk], len(chunks))
-            for chunk in chunks
+            self._pull_back(chunk, score, loss_gradient_N[start : start + self._chunk])
+            for start, chunk, score in zip(starts, chunks, scores, strict=True)
         ]
-        entropies_N = mx.concatenate([entropy for _, entropy in parts])
+        entropies_N = mx.concatenate([score.entropies_N for score in scores])
         statistics = TokenStatistics(loss=loss, logprobs_N=logprobs_N, entropies_N=entropies_N)
         return mx.concatenate(gradients), statistics
 
-    def _scores(
-        self, hidden_NH: mx.array, tokens_N: mx.array, temperature_N: mx.array, num_chunks: int
-    ) -> tuple[mx.array, mx.array]:
-        scaled_NV = scaled_logits(self._model.head(hidden_NH), temperature_N)
-        scores = token_logprobs(scaled_NV, tokens_N), entropies(scaled_NV)
-        return _now(scores, num_chunks)
+    def _score(self, chunk: "_Chunk", *, keeps: bool) -> "_Score":
+        """Log-probs and entropies; the probabilities stay only where they are the one chunk, not to hold them all."""
+        scaled_NV = scaled_logits(self._model.head(chunk.hidden_NH), chunk.temperature_N)
+        probabilities_NV = mx.softmax(scaled_NV, axis=-1)
+        logprobs_N = token_logprobs(scaled_NV, chunk.tokens_N)
+        entropies_N = entropies(scaled_NV, probabilities_NV)
+        if keeps:
+            return _Score(logprobs_N, entropies_N, probabilities_NV)
+        mx.eval(logprobs_N, entropies_N)
+        return _Score(logprobs_N, entropies_N, None)
 
-    def _pull_back(
-        self, hidden_NH: mx.array, tokens_N: mx.array, temperature_N: mx.array, cotangent_N: mx.array, num_chunks: int
-    ) -> mx.array:
-        def logprobs(hidden: mx.array) -> mx.array:
-            return token_logprobs(scaled_logits(self._model.head(hidden), temperature_N), tokens_N)
+    def _pull_back(self, chunk: "_Chunk", score: "_Score", cotangent_N: mx.array) -> mx.array:
+        """Gradient with respect to the hidden states: that of a log-softmax is (chosen - probabilities) / temperature."""
+        probabilities_NV = score.probabilities_NV
+        if probabilities_NV is None:
+            probabilities_NV = mx.softmax(scaled_logits(self._model.head(chunk.hidden_NH), chunk.temperature_N), axis=-1)
+        scale_N1 = (cotangent_N / chunk.temperature_N)[:, None]
+        chosen_N1 = chunk.tokens_N[:, None]
+        gradient_NV = mx.put_along_axis(
+            -probabilities_NV, chosen_N1, 1 - mx.take_along_axis(probabilities_NV, chosen_N1, axis=-1), axis=-1
+        )
+        _, (gradient_NH,) = mx.vjp(
+            lambda hidden: self._model.head(hidden).astype(mx.float32), [chunk.hidden_NH], [gradient_NV * scale_N1]
+        )
+        if score.probabilities_NV is None:
+            mx.eval(gradient_NH)
+        return gradient_NH
 
-        _, (gradient,) = mx.vjp(logprobs, [hidden_NH], [cotangent_N])
-        return _now((gradient,), num_chunks)[0]
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Tokens whose logits exist together."""
+
+    hidden_NH: mx.array
+    tokens_N: mx.array
+    temperature_N: mx.array
 
 
-def _now(arrays: tuple[mx.array, ...], num_chunks: int) -> tuple[mx.array, ...]:
-    """Evaluate between chunks, or a lazy graph would hold the logits of all of them."""
-    if num_chunks > 1:
-        mx.eval(arrays)
-    return arrays
+@dataclass(frozen=True, slots=True)
+class _Score:
+    logprobs_N: mx.array
+    entropies_N: mx.array
+    probabilities_NV: mx.array | None

@@ -1,7 +1,6 @@
 """curves.png: how a run went, in six panels, from the rows that are on disk."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ NUM_SMOOTHED = 10
 
 def draw_curves(steps: Sequence[Row], evaluations: Sequence[Row], *, file: Path, title: str) -> None:
     """Write `file`. Rows may miss numbers; panels without numbers say so. Raises OSError if it cannot be written."""
-    from matplotlib.figure import Figure  # takes a second to import, and only the end of a run needs it
+    from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second, and only the end of a run needs it
 
     figure = Figure(figsize=(12, 10), dpi=110, layout="constrained")
     figure.suptitle(f"{title}: {len(steps)} steps", fontsize=14)
@@ -36,7 +35,7 @@ def draw_curves(steps: Sequence[Row], evaluations: Sequence[Row], *, file: Path,
         panel.set_xlabel("step")
     temporary = file.with_name(file.name + ".tmp")
     figure.savefig(temporary, format="png")
-    os.replace(temporary, file)
+    temporary.replace(file)
 
 
 def draw_reward(panel: Any, steps: Sequence[Row], evaluations: Sequence[Row]) -> None:

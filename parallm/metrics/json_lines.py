@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -71,7 +70,7 @@ def write_whole(file: Path, text: str) -> None:
     """Replace `file` so that a reader or a crash sees either the old text or the new one."""
     temporary = file.with_name(file.name + ".tmp")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-    os.replace(temporary, file)
+    temporary.replace(file)
 
 
 def to_json(value: object, *, indent: int | None = None) -> str:

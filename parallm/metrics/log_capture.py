@@ -55,7 +55,7 @@ class EmitHandler(logging.Handler):
             return
         try:
             self._emit(self.format(record), record.levelno)
-        except Exception:  # what logging asks of handlers: no log line may end the program
+        except Exception:  # noqa: BLE001 - what logging asks of handlers: no log line may end the program
             self.handleError(record)
 
 

@@ -30,7 +30,7 @@ def describe_commit() -> str:
 def peak_memory_gb() -> float | None:
     """Return the largest resident memory of this process so far in GB (1e9 bytes); None on Windows."""
     try:
-        import resource  # there is none on Windows
+        import resource  # noqa: PLC0415 - there is none on Windows
     except ImportError:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -85,8 +85,7 @@ class RunRecorder:
             self._goes_on_from = step
             self._steps.drop_from(step)
             self._samples.drop_from(step)
-            # that of `step` itself may have been made by this process, just before the step
-            self._evaluations.drop_from(step + 1)
+            self._evaluations.drop_from(step)
 
     def _write_summary(self, summary: RunSummary, figures: Mapping[str, float | None], device: str) -> None:
         content = {

@@ -14,6 +14,7 @@ class StepMetrics:
     """One step of the loop: what was collected, what the update did, and how long both took."""
 
     step: int
+    """Counts from 1; an evaluation with the same number came after this step, one with 0 before the first."""
     reward_mean: float
     reward_std: float
     """Over all completions of the step, groups without signal included."""

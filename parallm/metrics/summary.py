@@ -69,7 +69,7 @@ class RunSummary:
     def before(self) -> Row | None:
         """The evaluation before the first step; None if the run began without one."""
         first_step = self.steps[0]["step"] if self.steps else math.inf
-        return self.evaluations[0] if self.evaluations and self.evaluations[0]["step"] <= first_step else None
+        return self.evaluations[0] if self.evaluations and self.evaluations[0]["step"] < first_step else None
 
     @property
     def after(self) -> Row | None:

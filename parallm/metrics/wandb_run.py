@@ -35,7 +35,7 @@ class WandbRun:
     def _start(
         self, folder: Path, *, mode: Literal["online", "offline"], project: str, config: Mapping[str, Any]
     ) -> None:
-        import wandb  # optional, and takes seconds to import
+        import wandb  # noqa: PLC0415 - optional, and takes seconds to import
 
         id_file = folder / "wandb_id.txt"
         if not id_file.is_file():
@@ -61,6 +61,6 @@ class WandbRun:
     def _try(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
-        except Exception as error:  # a reporting service must never end a training run, whatever it raises
+        except Exception as error:  # noqa: BLE001 - whatever a reporting service raises must not end the run
             logger.warning("wandb failed to %s and is off from here on: %s: %s", what, type(error).__name__, error)
             self._run = None

@@ -18,7 +18,6 @@ def token_logprobs(scaled_NV: mx.array, tokens_N: mx.array) -> mx.array:
     return chosen_N - mx.logsumexp(scaled_NV, axis=-1)
 
 
-def entropies(scaled_NV: mx.array) -> mx.array:
-    """Entropy in nats of each row of `scaled_logits`, (N,)."""
-    probabilities_NV = mx.softmax(scaled_NV, axis=-1)
+def entropies(scaled_NV: mx.array, probabilities_NV: mx.array) -> mx.array:
+    """Entropy in nats of each row of `scaled_logits`, whose softmax is `probabilities_NV`, (N,)."""
     return mx.logsumexp(scaled_NV, axis=-1) - (probabilities_NV * scaled_NV).sum(axis=-1)

@@ -47,12 +47,12 @@ def test_the_example_of_the_readme_is_short_and_works(folder: Path) -> None:
 
 @pytest.mark.parametrize("target", ["own_module", "own_module:", ":Own", ""])
 def test_a_target_without_a_class_is_refused(target: str) -> None:
-    with pytest.raises(ConfigError, match="form package.module:Class"):
+    with pytest.raises(ConfigError, match=r"form package\.module:Class"):
         build_environment(CustomSettings(target=target))
 
 
 def test_a_module_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="there is no module own_nothing.*PYTHONPATH"):
+    with pytest.raises(ConfigError, match=r"there is no module own_nothing.*PYTHONPATH"):
         build_environment(CustomSettings(target="own_nothing.part:Own"))
 
 

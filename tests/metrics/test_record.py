@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_an_evaluation_made_just_before_the_first_step_stays(
 ) -> None:
     recorder = RunRecorder(tmp_path, OFF, {})
     recorder.evaluation(evaluation(0))
-    recorder.step(step(0))
+    recorder.step(step(1))
     assert steps_in(tmp_path, "evaluations.jsonl") == [0]
 
 
@@ -148,7 +149,7 @@ def test_wandb_gets_finite_numbers_and_one_id_per_folder(
     ids: list[object] = []
 
     class Run:
-        summary: dict[str, object] = {}
+        summary: ClassVar[dict[str, object]] = {}
 
         def define_metric(self, *_: object, **__: object) -> None: ...
 

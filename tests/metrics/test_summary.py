@@ -6,7 +6,7 @@ import pytest
 
 from parallm.metrics.summary import Row, RunSummary
 
-STEPS = [
+STEPS: list[Row] = [
     {
         "step": number,
         "reward/mean": reward,

@@ -95,11 +95,11 @@ def test_a_few_held_out_problems_are_solved_before_training_and_most_are_not(nan
     model, tokenizer = nano
     environment = Arithmetic(ArithmeticSettings())
     solved = 0
-    for problem in environment.problems("test")[:60]:
+    for problem in environment.problems("test")[:40]:
         turns = [{"role": "user", "content": problem.messages[0].content}]
         tokens = list(tokenizer.apply_chat_template(turns, add_generation_prompt=True))
         start = len(tokens)
         while len(tokens) < start + 48 and tokens[-1] != tokenizer.eos_token_id:
             tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1]).item()))
         solved += int(environment.score(problem, tokenizer.decode(tokens[start:-1]))["correct"])
-    assert 60 * 0.15 <= solved <= 60 * 0.5
+    assert 40 * 0.15 <= solved <= 40 * 0.55
