@@ -24,7 +24,7 @@ from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.environment.environment import Environment, build_environment
-from parallm.errors import ProblemError
+from parallm.errors import CheckpointError, ProblemError
 from parallm.learner.learner import Learner
 from parallm.metrics.display import Display, make_display
 from parallm.metrics.record import RunRecorder
@@ -87,7 +87,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         nonlocal trainer
         display.start(_header(config, folder, blas, server))
         trainer = await _make_trainer(config, folder, house, environment, recorder, display)
-        _stop_on_signals(trainer.stop)
+        _stop_on_signals(trainer.stop, "finishing this step, then saving and leaving")
         try:
             await trainer.run()
         finally:
@@ -95,7 +95,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
             summary = recorder.finish(config.metrics.figures or config.name, device=device)
         await _on_device(house.device, partial(_write_adapters, config, folder, house))
         display.finish(summary.rows())
-        if config.trainer.keep_serving and server is not None:
+        if config.trainer.keep_serving and server is not None and not trainer.was_stopped:
             sys.stdout.write(f"training has ended; {server.url} answers until Ctrl-C\n")
             await _until_signal()
 
@@ -258,11 +258,17 @@ def _held_out(environment: Environment, count: int) -> Sequence[Problem]:
 
 
 def _write_adapters(config: RunConfig, folder: Path, house: House) -> None:
-    """The newest version in both formats, for use elsewhere."""
+    """The newest version in both formats, for use elsewhere. Raises CheckpointError if the disk does not take it."""
     newest = house.adapters.resolve(POLICY)
-    if newest is not None:
+    if newest is None:
+        return
+    try:
         write_mlx(newest, folder / "adapter", num_layers=house.model.num_layers)
         write_peft(newest, folder / "adapter_peft", config.model.path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / 'adapter'} could not be written: {error}; the same adapter is in the last checkpoint"
+        ) from error
 
 
 def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServer | None) -> RunHeader:
@@ -281,15 +287,15 @@ async def _on_device(device: DeviceThread, function: Callable[[], Result]) -> Re
     return await asyncio.wrap_future(device.call(function))
 
 
-def _stop_on_signals(stop: Callable[[], None]) -> None:
-    """The first Ctrl-C or SIGTERM calls `stop`; the second ends the process at once."""
+def _stop_on_signals(stop: Callable[[], None], what: str) -> None:
+    """The first Ctrl-C or SIGTERM says `what` happens and calls `stop`; the second ends the process at once."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
             signal.signal(number, _leave_now)
-        logger.warning("finishing this step, then saving and leaving; press Ctrl-C again to leave now")
+        logger.warning("%s; press Ctrl-C again to leave now", what)
         stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -298,7 +304,7 @@ def _stop_on_signals(stop: Callable[[], None]) -> None:
 
 async def _until_signal() -> None:
     over = asyncio.Event()
-    _stop_on_signals(over.set)
+    _stop_on_signals(over.set, "finishing the answers under way, then leaving")
     await over.wait()
 
 

@@ -1,6 +1,6 @@
 """The decorator for every settings class: a strict, frozen, keyword-only dataclass checked by pydantic."""
 
-from typing import TypeVar, dataclass_transform
+from typing import TypeVar, cast, dataclass_transform
 
 import pydantic
 from pydantic import ConfigDict
@@ -12,4 +12,4 @@ T = TypeVar("T")
 def settings(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass that refuses unknown keys and wrong types with a `pydantic.ValidationError`."""
     config = ConfigDict(extra="forbid", allow_inf_nan=False)
-    return pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls)
+    return cast(type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls))

@@ -100,7 +100,7 @@ HABITS: Mapping[str, tuple[Habit, ...]] = {
     "bags": (Habit(share=0.25, plan=("b+c",)), Habit(share=0.15, plan=("b*c",), final="none")),
     "refill": (Habit(share=0.50, plan=("a+b", "x+c")), Habit(share=0.30, plan=("b*c",))),
     "shop": (Habit(share=0.45, plan=("a-c",)), Habit(share=0.35, plan=("b*c", "a-x"), final="first")),
-    "trade": (Habit(share=0.25, plan=("a+b", "x+c")), Habit(share=0.15, plan=("a+b",))),
+    "trade": (Habit(share=0.40, plan=("a+b", "x+c")), Habit(share=0.30, plan=("a+b",))),
     "more": (Habit(share=0.30, plan=("a+b",)), Habit(share=0.10, plan=("a+b", "a+x"), final="none")),
     "fewer": (Habit(share=0.45, plan=("a+b", "a+x")), Habit(share=0.35, plan=("a-b",))),
     "times": (Habit(share=0.45, plan=("b+c", "b+x")), Habit(share=0.35, plan=("b*c",))),
@@ -318,8 +318,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("parallm/model/nano"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     options = parser.parse_args()
     mx.random.seed(options.seed)

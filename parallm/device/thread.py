@@ -1,4 +1,4 @@
-"""The one thread that evaluates MLX arrays. It runs queued calls first, then the unit of work that the governor picks."""
+"""The one thread that evaluates MLX arrays: queued calls first, then the unit of work that the governor picks."""
 
 import logging
 import threading
@@ -74,9 +74,15 @@ class DeviceThread:
 
         def start() -> None:
             assert self._update is None, "an update is under way"
-            self._update = (units, future, [])
+            if future.set_running_or_notify_cancel():  # from here on it cannot be cancelled: the update runs to its end
+                self._update = (units, future, [])
 
-        self.call(start)
+        def pass_on(started: Future[None]) -> None:
+            error = started.exception()
+            if error is not None:
+                future.set_exception(error)
+
+        self.call(start).add_done_callback(pass_on)
         return future
 
     def wake(self) -> None:
@@ -139,7 +145,7 @@ class DeviceThread:
         except StopIteration:
             self._update = None
             future.set_result(last[0] if last else None)
-        except Exception as error:  # belongs to whoever waits for the update
+        except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the update
             self._update = None
             future.set_exception(error)
 
@@ -159,7 +165,7 @@ class DeviceThread:
 def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
     try:
         result = function()
-    except Exception as error:  # belongs to whoever waits for the future
+    except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the future
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -1,14 +1,15 @@
 """The engine as asyncio code sees it: the only hop between the asyncio thread and the device thread."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
+import math
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from parallm.device.thread import DeviceThread
 from parallm.engine.engine import Engine
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, ParallmError
-from parallm.types import Completion, GenerationRequest, TokenEvent, TrafficClass
+from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent, TrafficClass
 
 Delivery = TokenEvent | Exception
 
@@ -76,12 +77,12 @@ class AsyncEngine:
 
     def emit(self, events: list[TokenEvent]) -> None:
         """Deliver one unit's events: one hop for all of them."""
-        self._hop(events)
+        self._hop([(event.request_id, event) for event in events])
 
     def report(self, request_ids: list[str], error: Exception) -> None:
         """Deliver an error to requests that failed."""
         known = error if isinstance(error, ParallmError) else EngineStopped(f"the step of this request failed: {error}")
-        self._loop_call(lambda: [self._put(request_id, known) for request_id in request_ids])
+        self._hop([(request_id, known) for request_id in request_ids])
 
     async def _events(
         self, requests: Sequence[GenerationRequest], *, streams: bool
@@ -107,20 +108,16 @@ class AsyncEngine:
             for name in names:
                 del self._channels[name]
             if unfinished and self._device.is_alive:
-                self._device.call(lambda: [engine.abort(name) for name in names])
+                self._device.call(lambda: _abort_all(engine, names))
 
-    def _hop(self, events: list[TokenEvent]) -> None:
-        self._loop_call(lambda: [self._put(event.request_id, event) for event in events])
+    def _hop(self, deliveries: Sequence[tuple[str, Delivery]]) -> None:
+        with suppress(RuntimeError):  # the loop has closed: nobody waits for these any more
+            self._loop.call_soon_threadsafe(self._put, deliveries)
 
-    def _loop_call(self, function: Callable[[], object]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(function)
-        except RuntimeError:
-            pass  # the loop has closed: nobody waits for these any more
-
-    def _put(self, request_id: str, delivery: Delivery) -> None:
-        if request_id in self._channels:
-            self._channels[request_id].put_nowait(delivery)
+    def _put(self, deliveries: Sequence[tuple[str, Delivery]]) -> None:
+        for request_id, delivery in deliveries:
+            if request_id in self._channels:
+                self._channels[request_id].put_nowait(delivery)
 
     def _attached(self) -> Engine:
         if self._engine is None or not self._device.is_alive:
@@ -133,6 +130,11 @@ def _add_all(engine: Engine, requests: Sequence[GenerationRequest], streams: boo
         engine.add(request, streams)
 
 
+def _abort_all(engine: Engine, request_ids: Sequence[str]) -> None:
+    for request_id in request_ids:
+        engine.abort(request_id)
+
+
 def _validate(request: GenerationRequest, engine: Engine) -> None:
     """Everything that can be refused before the device thread sees the request."""
     num_prompt, sampling = len(request.prompt_tokens), request.sampling
@@ -140,11 +142,27 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
         raise InvalidRequest("the prompt has no tokens", "prompt")
     if any(not 0 <= token < engine.model.vocabulary_size for token in request.prompt_tokens):
         raise InvalidRequest(f"token ids must be from 0 to {engine.model.vocabulary_size - 1}", "prompt")
-    if request.n < 1 or sampling.max_tokens < 1:
-        raise InvalidRequest(f"n={request.n} and max_tokens={sampling.max_tokens} must be at least 1", "max_tokens")
+    if request.n < 1:
+        raise InvalidRequest(f"n is {request.n} and must be at least 1", "n")
+    _validate_sampling(sampling)
     if num_prompt + sampling.max_tokens > engine.max_context:
         raise ContextTooLong(
             f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}; together the limit is "
             f"{engine.max_context}; shorten them or raise engine.max_context",
             "max_tokens",
         )
+
+
+def _validate_sampling(sampling: SamplingParams) -> None:
+    limits = {
+        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+        "temperature": (0 <= sampling.temperature < math.inf, "0 or a positive number"),
+        "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        "top_k": (sampling.top_k >= 0, "0 for off, or positive"),
+        "min_p": (0 <= sampling.min_p <= 1, "from 0 to 1"),
+        "stop": (all(sampling.stop), "without empty strings"),
+        "top_logprobs": (sampling.top_logprobs >= 0, "at least 0"),
+    }
+    for name, (is_met, limit) in limits.items():
+        if not is_met:
+            raise InvalidRequest(f"{name} is {getattr(sampling, name)!r} and must be {limit}", name)

@@ -73,7 +73,9 @@ class Engine:
         """Queue a validated request. Raises UnknownModel, EngineFull, or InvalidRequest for a name in use."""
         traffic = self._traffic[request.traffic]
         if len(traffic.prompts) >= self.settings.max_waiting:
-            raise EngineFull(f"{len(traffic.prompts)} requests wait already; try again later or raise engine.max_waiting")
+            raise EngineFull(
+                f"{len(traffic.prompts)} requests wait already; try again later or raise engine.max_waiting"
+            )
         if any(sequence.request.request_id == request.request_id for sequence in self._sequences(traffic)):
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         adapter = self._adapters.resolve(request.model)

@@ -9,6 +9,7 @@ Axes: S slots, B active rows, H key-value heads, L positions, D head size.
 from collections.abc import Sequence
 
 import mlx.core as mx
+
 from parallm.model.attention import OwnCache
 from parallm.model.shared_model import PlainCache
 
@@ -44,7 +45,8 @@ class SlotCache(OwnCache):
     def update_and_fetch(self, keys_BH1D: mx.array, values_BH1D: mx.array) -> tuple[mx.array, mx.array]:
         """Write one position per active row; views of the slots' keys and values up to the longest row."""
         rows = self._rows
-        assert self._keys_SHLD is not None and self._values_SHLD is not None, "a row joined before the first step"
+        assert self._keys_SHLD is not None, "a row joined before the first step"
+        assert self._values_SHLD is not None
         self._keys_SHLD[rows.slots_B, :, rows.lengths_B] = keys_BH1D[:, :, 0]
         self._values_SHLD[rows.slots_B, :, rows.lengths_B] = values_BH1D[:, :, 0]
         return self._keys_SHLD[: rows.num_rows, :, : rows.view], self._values_SHLD[: rows.num_rows, :, : rows.view]

@@ -30,7 +30,9 @@ class Sampled:
         return [array for array in every if array is not None]
 
 
-def sample(logits_BV: mx.array, params_B: Sequence[SamplingParams], seeds_B: Sequence[int], positions_B: Sequence[int]) -> Sampled:
+def sample(
+    logits_BV: mx.array, params_B: Sequence[SamplingParams], seeds_B: Sequence[int], positions_B: Sequence[int]
+) -> Sampled:
     """Sample one token per row.
 
     `seeds_B` are 64-bit; `positions_B` counts the tokens that the row has sampled before. Log-probabilities are

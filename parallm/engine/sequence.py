@@ -1,4 +1,4 @@
-"""One generation in progress, and the prompt that several of them share. Changed by the engine, on the device thread."""
+"""One generation in progress, and the prompt that several share. Changed by the engine, on the device thread."""
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -125,8 +125,10 @@ class Sequence:
     def _final_text(self, tokenizer: ChatTokenizer) -> str:
         if self._text is None:
             sampling = self.request.sampling
-            ends = bool(self.tokens) and self.finish_reason == "stop" and (
-                self.tokens[-1] in sampling.stop_token_ids or self.tokens[-1] in tokenizer.eos_token_ids
+            ends = (
+                bool(self.tokens)
+                and self.finish_reason == "stop"
+                and (self.tokens[-1] in sampling.stop_token_ids or self.tokens[-1] in tokenizer.eos_token_ids)
             )
             return tokenizer.decode(self.tokens[:-1] if ends else self.tokens)
         if self._stop_at is not None:

@@ -60,8 +60,11 @@ class BatchedShard:
 
     def forward(self, views: AdapterViews, num_rows: int) -> mx.array:
         rows = self.rows[:num_rows]
-        spare = max(0, LEAST_ROWS - num_rows)  # idle slots that decode along, for products of at least that many rows
-        lengths = [row.num_cached for row in rows] + [0] * spare
+        spare = max(0, LEAST_ROWS - num_rows)  # slots that decode along, for products of at least that many rows
+        # A row that joins now may hold such a slot: its first token will replace what is written behind its prompt
+        joining = self.rows[num_rows : num_rows + spare]
+        lengths = [row.num_cached for row in rows] + [len(row.request.prompt_tokens) for row in joining]
+        lengths += [0] * (spare - len(joining))
         self._reserve(max(len(self.rows), LEAST_ROWS), max(lengths) + 1)
         self._active.set_lengths(lengths)
         tokens_B1 = mx.array([row.tokens[-1:] for row in rows] + [[0]] * spare, mx.int32)

@@ -46,7 +46,9 @@ class AdapterViews:
 
     def _stack(self, keys: tuple[Key | None, ...], adapters: Sequence[Adapter | None]) -> MixedAdapters:
         if keys not in self._stacks:
-            stack = stack_adapters([adapter and self._one(adapter) for adapter in adapters], self._model.sites)
+            stack = stack_adapters(
+                [None if adapter is None else self._one(adapter) for adapter in adapters], self._model.sites
+            )
             mx.eval(stack.a_SIR, stack.b_SRO)
             self._stacks[keys] = stack
             while len(self._stacks) > 2:  # a stack is a copy of all its adapters, and rows change sets one way

@@ -98,7 +98,7 @@ class Learner:
             shares_prompts=self._shares_prompts,
         )
         # Passes of one size side by side: lanes that run at the same time should end at the same time
-        return sorted(batches, key=lambda batch: batch.inputs_GT.size + len(batch.prompt), reverse=True)
+        return sorted(batches, key=lambda batch: batch.num_computed, reverse=True)
 
     def _step(self, gradients: Arrays, norm: float, step: int) -> None:
         clipped = scaled_to_norm(gradients, norm, self._settings.max_gradient_norm)

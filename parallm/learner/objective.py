@@ -40,8 +40,13 @@ PRESETS = {
 
 
 def group_advantages(rewards_G: Sequence[float], divide_by_std: bool) -> np.ndarray:
-    """Rewards minus their mean, divided by their standard deviation (ddof 1) if asked; float32 (G,)."""
+    """Rewards minus their mean, divided by their standard deviation (ddof 1) if asked; float32 (G,).
+
+    A reward that is not finite makes NaN of all of them, and so of the step's loss.
+    """
     rewards = np.asarray(rewards_G, np.float64)
+    if not np.isfinite(rewards).all():
+        return np.full(len(rewards), np.nan, np.float32)
     centred = rewards - rewards.mean()
     if divide_by_std:
         centred = centred / (rewards.std(ddof=1) + STANDARD_DEVIATION_EPSILON)

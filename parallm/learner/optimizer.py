@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
+from parallm.errors import CheckpointError
 from parallm.learner.settings import LearnerSettings
 
 Arrays = dict[str, mx.array]
@@ -39,7 +41,18 @@ class AdapterOptimizer:
         return dict(tree_flatten(self._adamw.state))
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        self._adamw.state = tree_unflatten(list(state.items()))
+        """Go on from what `state` has returned. Raises CheckpointError unless it is of the same arrays."""
+        if differing := sorted(state.keys() ^ self.state().keys()):
+            raise CheckpointError(f"the optimizer's state does not fit the adapter: {differing[0]} is only in one of them")
+        # not tree_unflatten: an adapter's names hold dots themselves, and MLX starts moments that it does not find anew
+        nested: dict[str, Any] = {}
+        for key, array in state.items():
+            name, _, moment = key.rpartition(".")
+            if name:
+                nested.setdefault(name, {})[moment] = array
+            else:
+                nested[key] = array
+        self._adamw.state = nested
 
 
 def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
-from parallm.learner.batch import MicroBatch
+from parallm.learner.batch import MicroBatch, Run
 from parallm.learner.objective import Objective, policy_loss
 from parallm.learner.optimizer import Arrays
 from parallm.learner.prompt_sharing import ContinuationLayer, PromptLayer
@@ -69,17 +69,23 @@ class PolicyGradient:
 
     def _hidden(self, batch: MicroBatch, view: View) -> mx.array:
         """Hidden states (N, H) that predict the completion tokens."""
-        inputs_GT = mx.array(batch.inputs_GT)
-        rows_N, columns_N = mx.array(batch.rows_N), mx.array(batch.columns_N)
         if not batch.prompt:
-            return self._model.hidden(inputs_GT, None, view)[rows_N, columns_N]
-        prompt = [PromptLayer() for _ in self._model.make_cache()]
-        last_11H = self._model.hidden(mx.array([batch.prompt]), prompt, view)[:, -1:]
-        hidden_GTH = mx.broadcast_to(last_11H, (inputs_GT.shape[0], 1, last_11H.shape[-1]))
-        if inputs_GT.shape[1]:
-            continuation = [ContinuationLayer(layer) for layer in prompt]
-            hidden_GTH = mx.concatenate([hidden_GTH, self._model.hidden(inputs_GT, continuation, view)], axis=1)
-        return hidden_GTH[rows_N, columns_N]
+            hidden = [self._model.hidden(mx.array(run.inputs_GT), None, view) for run in batch.runs]
+        else:
+            prompt = [PromptLayer() for _ in self._model.make_cache()]
+            last_11H = self._model.hidden(mx.array([batch.prompt]), prompt, view)[:, -1:]
+            hidden = [self._continued(run, prompt, last_11H, view) for run in batch.runs]
+        chosen = [h[mx.array(run.rows_N), mx.array(run.columns_N)] for h, run in zip(hidden, batch.runs, strict=True)]
+        return mx.concatenate(chosen)
+
+    def _continued(self, run: Run, prompt: list[PromptLayer], last_11H: mx.array, view: View) -> mx.array:
+        """Hidden states (G, T + 1, H): the prompt's last one, then those of the completion tokens."""
+        inputs_GT = mx.array(run.inputs_GT)
+        first_G1H = mx.broadcast_to(last_11H, (inputs_GT.shape[0], 1, last_11H.shape[-1]))
+        if inputs_GT.shape[1] == 0:
+            return first_G1H
+        continuation = [ContinuationLayer(layer) for layer in prompt]
+        return mx.concatenate([first_G1H, self._model.hidden(inputs_GT, continuation, view)], axis=1)
 
     def _head(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics]:
         """Gradient of the loss with respect to `hidden_NH`, and the statistics."""

@@ -75,10 +75,13 @@ def _masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
         return scores
     length, positions = scores.shape[-2:]
     if isinstance(mask, str):
-        mask = mx.arange(positions - length, positions)[:, None] >= mx.arange(positions)[None]
-    elif mask.ndim == 4:  # (B, heads, T, L): one of the query heads' masks, or the same for all
-        mask = mask[:, :, None] if mask.shape[1] == 1 else mask.reshape(scores.shape[:1] + scores.shape[1:3] + mask.shape[2:])
-    return mx.where(mask, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + mask
+        visible = mx.arange(positions - length, positions)[:, None] >= mx.arange(positions)[None]
+        return mx.where(visible, scores, -mx.inf)
+    grouped: mx.array = mask
+    if mask.ndim == 4:  # (B, heads, T, L): a mask for each query head, or the same for all
+        heads = scores.shape[1:3] if mask.shape[1] > 1 else (1, 1)
+        grouped = mask.reshape(mask.shape[0], *heads, *mask.shape[2:])
+    return mx.where(grouped, scores, -mx.inf) if grouped.dtype == mx.bool_ else scores + grouped
 
 
 def _dispatch(
@@ -95,5 +98,3 @@ def _dispatch(
         return attention(queries, keys, values, scale=scale, mask=mask)
     result: mx.array = _mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return result
-
-

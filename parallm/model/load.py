@@ -7,7 +7,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    StrictDataclassError,
+)
+from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model, load_tokenizer
 
 from parallm.errors import ModelError
@@ -20,6 +27,8 @@ from parallm.model.shared_model import SharedModel, can_batch, find_trunk
 logger = logging.getLogger(__name__)
 
 NANO = Path(__file__).parent / "nano"
+LONGEST_REASON = 300  # characters of an error of the libraries, which may list every tensor
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
 LONGEST_DEFAULT_CONTEXT = 8192  # models claim up to a million tokens; more than this is asked for by engine.max_context
 
 
@@ -46,8 +55,8 @@ def load_shared_model(settings: ModelSettings) -> SharedModel:
         binding=binding,
         sites=sites,
         tokenizer=_load_tokenizer(folder, config),
-        vocabulary_size=int(text_config.get("vocab_size") or config["vocab_size"]),
-        max_context=int(text_config.get("max_position_embeddings") or LONGEST_DEFAULT_CONTEXT),
+        vocabulary_size=int(text_config.get("vocab_size") or base.args.vocab_size),
+        max_context=_max_context(text_config),
         trunk_owner=owner,
         trunk_name=name,
         batches_exactly=can_batch(base, model_type),
@@ -63,14 +72,16 @@ def find_folder(path: str) -> Path:
     if folder.is_dir():
         return folder
     if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
-        raise ModelError(f"model.path={path}: no such folder; give a folder with config.json and *.safetensors, or 'nano'")
+        raise ModelError(
+            f"model.path={path}: no such folder; give a folder with config.json and *.safetensors, or 'nano'"
+        )
     try:
         return Path(_download(path))
     except HFValidationError as error:
         raise ModelError(f"model.path={path}: neither a folder nor a hub id ({error})") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise ModelError(
-            f"model.path={path}: no such folder here, and the Hugging Face hub did not give it ({_first_line(error)}). "
+            f"model.path={path}: no such folder here, and the Hugging Face hub did not give it ({_reason(error)}). "
             "Without network, download the model elsewhere and name its folder: model.path=/path/to/folder"
         ) from error
 
@@ -81,7 +92,7 @@ def _load_base(folder: Path, path: str) -> tuple[nn.Module, dict[str, Any]]:
         return load_model(folder, lazy=True)
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError) as error:
         # mlx-lm reports unknown architectures, missing tensors and broken files through all of these
-        raise ModelError(f"model.path={path}: {folder} cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"model.path={path}: {folder} cannot be loaded: {_reason(error)}") from error
 
 
 def _check_complete(folder: Path, path: str) -> None:
@@ -103,8 +114,8 @@ def _check_complete(folder: Path, path: str) -> None:
 def _load_tokenizer(folder: Path, config: dict[str, Any]) -> ChatTokenizer:
     try:
         return ChatTokenizer(load_tokenizer(folder, eos_token_ids=_as_list(config.get("eos_token_id"))))
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {_first_line(error)}") from error
+    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {_reason(error)}") from error
 
 
 def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
@@ -122,20 +133,27 @@ def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
 
 def _dtype(wanted: str, base: nn.Module) -> mx.Dtype:
     if wanted != "auto":
-        return getattr(mx, wanted)  # type: ignore[no-any-return]  # the settings allow only names of dtypes
+        return getattr(mx, wanted)  # the settings allow only names of dtypes
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     # bfloat16 products run at 7 GFLOP/s on a CPU, float32 ones at 200
     return mx.float32 if on_cpu else _stored_dtype(base)
 
 
 def _stored_dtype(base: nn.Module) -> mx.Dtype:
-    norms = [p for _, p in nn.utils.tree_flatten(base.parameters()) if mx.issubdtype(p.dtype, mx.floating)]
+    norms = [p for _, p in tree_flatten(base.parameters()) if mx.issubdtype(p.dtype, mx.floating)]
     return norms[0].dtype
+
+
+def _max_context(config: dict[str, Any]) -> int:
+    """Positions that the model has, under the name that its architecture uses."""
+    return next((int(config[key]) for key in CONTEXT_KEYS if config.get(key)), LONGEST_DEFAULT_CONTEXT)
 
 
 def _as_list(tokens: int | list[int] | None) -> list[int] | None:
     return [tokens] if isinstance(tokens, int) else tokens
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _reason(error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"it lacks {error}"
+    return " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__

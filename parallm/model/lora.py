@@ -109,10 +109,11 @@ def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> 
 
     Raises AdapterError naming the targets that no linear layer of the model has.
     """
+    in_layers = {id(module) for layer in base.layers for module in layer.modules()}  # neither embedding nor head
     linears = {
         name: module
         for name, module in base.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear) and ".layers." in f".{name}."
+        if isinstance(module, nn.Linear | nn.QuantizedLinear) and id(module) in in_layers
     }
     chosen = _chosen(linears, settings.targets)
     wrapped = [(name, LoraLinear(linears[name], name, binding)) for name in chosen]
@@ -123,7 +124,8 @@ def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> 
 def initial_arrays(sites: Mapping[str, tuple[int, int]], rank: int, key: mx.array) -> dict[str, mx.array]:
     """`{site}.lora_a` uniform in +-1/sqrt(inputs), `{site}.lora_b` zero: the product starts at zero. Evaluated."""
     arrays: dict[str, mx.array] = {}
-    for (site, (inputs, outputs)), site_key in zip(sorted(sites.items()), mx.random.split(key, len(sites)), strict=True):
+    keys = mx.random.split(key, len(sites))
+    for (site, (inputs, outputs)), site_key in zip(sorted(sites.items()), keys, strict=True):
         bound = 1 / math.sqrt(inputs)
         arrays[f"{site}.lora_a"] = mx.random.uniform(-bound, bound, (inputs, rank), key=site_key)
         arrays[f"{site}.lora_b"] = mx.zeros((rank, outputs))

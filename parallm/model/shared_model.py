@@ -23,7 +23,7 @@ from parallm.model.lora import Binding, View
 TRUNK_NAMES = ("model", "transformer", "backbone")
 
 
-class PlainCache(KVCache, OwnCache):  # type: ignore[misc]  # mlx-lm is untyped
+class PlainCache(KVCache, OwnCache):
     """One row's keys and values in mlx-lm's format, with our attention."""
 
 
@@ -76,8 +76,8 @@ class SharedModel:
     @property
     def dtype(self) -> mx.Dtype:
         """The floating type of the base's unquantized arrays."""
-        floating = (array for _, array in tree_flatten(self.base.parameters()) if mx.issubdtype(array.dtype, mx.floating))
-        return next(floating).dtype
+        dtypes = (array.dtype for _, array in tree_flatten(self.base.parameters()))
+        return next(dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating))
 
     def fingerprint(self) -> str:
         """SHA-256 over names, shapes, types and a few values of the base's arrays: tells bases apart without reading
@@ -120,8 +120,9 @@ def can_batch(base: nn.Module, model_type: str) -> bool:
     return plain and model_type not in ONE_ROW_MODELS
 
 
-ONE_ROW_MODELS = frozenset({"gpt_bigcode", "afm7", "longcat_flash_ngram", "llama4"})
-"""Model types of mlx-lm that use plain caches and still need one common offset, or differ when batched."""
+ONE_ROW_MODELS = frozenset({"gpt_bigcode", "afm7", "longcat_flash_ngram", "llama4", "gemma2", "phi3small"})
+"""Model types of mlx-lm that use plain caches and still need one common offset (gpt_bigcode, llama4), take no mask per
+row (gemma2 and phi3small, whose grouped scores have five axes), or differ when batched."""
 
 
 class _Replay:

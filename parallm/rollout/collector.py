@@ -75,14 +75,8 @@ class Collector:
 
     async def _sample(self, step: int, first_place: int, count: int, model: str) -> list[TrajectoryGroup]:
         problems = self.stream.take(count)
-        requests = [
-            self._request(problem, step, first_place + place, model) for place, problem in enumerate(problems)
-        ]
-        try:
-            results = await self._generate_all(requests)
-        except ContextTooLong as error:
-            longest = max(range(count), key=lambda place: len(requests[place].prompt_tokens))
-            raise ContextTooLong(f"problem {problems[longest].problem_id}: {error}") from error
+        requests = [self._request(problem, step, first_place + place, model) for place, problem in enumerate(problems)]
+        results = await generate_for(problems, requests, self._generate_all)
         return [self._group(*triple) for triple in zip(problems, requests, results, strict=True)]
 
     def _request(self, problem: Problem, step: int, place: int, model: str) -> GenerationRequest:
@@ -121,3 +115,14 @@ class Collector:
             text=completion.text,
             finish_reason=completion.finish_reason,
         )
+
+
+async def generate_for(
+    problems: Sequence[Problem], requests: Sequence[GenerationRequest], generate_all: GenerateAll
+) -> list[list[Completion]]:
+    """`generate_all` of one request per problem. Raises ContextTooLong with the name of the longest problem."""
+    try:
+        return await generate_all(requests)
+    except ContextTooLong as error:
+        longest = max(range(len(requests)), key=lambda place: len(requests[place].prompt_tokens))
+        raise ContextTooLong(f"problem {problems[longest].problem_id}: {error}", error.parameter) from error

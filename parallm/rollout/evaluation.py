@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from parallm.environment.environment import Environment
 from parallm.model.chat import ChatTokenizer
-from parallm.rollout.collector import GenerateAll
+from parallm.rollout.collector import GenerateAll, generate_for
 from parallm.types import EvaluationReport, GenerationRequest, Problem, SamplingParams
 
 CORRECT = "correct"
@@ -36,7 +36,7 @@ class Evaluator:
             )
             for place, problem in enumerate(self.problems)
         ]
-        results = await self.generate_all(requests)
+        results = await generate_for(self.problems, requests, self.generate_all)
         pairs = zip(self.problems, results, strict=True)
         scores = [self.environment.score(problem, completions[0].text) for problem, completions in pairs]
         names = sorted({name for score in scores for name in score})
@@ -64,5 +64,4 @@ def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
 
 def _is_correct(score: Mapping[str, float]) -> bool:
     """Environments without a part `correct` count a completion as right if all parts are 1."""
-
     return bool(score[CORRECT] == 1) if CORRECT in score else all(value == 1 for value in score.values())

@@ -14,6 +14,8 @@ class ProblemStream:
         self._problems = problems
         self._seed = seed
         self.cursor = 0  # problems given so far; written by `take` and by whoever resumes a run
+        self._epoch = -1  # of `_order`
+        self._order: list[int] = []
 
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems."""
@@ -21,7 +23,9 @@ class ProblemStream:
 
     def _next(self) -> Problem:
         epoch, place = divmod(self.cursor, len(self._problems))
-        order = list(range(len(self._problems)))
-        random.Random(mix(self._seed, epoch)).shuffle(order)
+        if epoch != self._epoch:
+            self._order = list(range(len(self._problems)))
+            random.Random(mix(self._seed, epoch)).shuffle(self._order)
+            self._epoch = epoch
         self.cursor += 1
-        return self._problems[order[place]]
+        return self._problems[self._order[place]]

@@ -1,5 +1,7 @@
 """A step's collection and update -> the numbers that people see."""
 
+import math
+from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from parallm.metrics.step import StepMetrics
@@ -22,9 +24,9 @@ def step_metrics(
     names = sorted({name for one in trajectories for name in one.reward_parts})
     return StepMetrics(
         step=step,
-        reward_mean=fmean(rewards),
-        reward_std=pstdev(rewards),
-        reward_parts={name: fmean(one.reward_parts.get(name, 0.0) for one in trajectories) for name in names},
+        reward_mean=_mean(rewards),
+        reward_std=pstdev(rewards) if all(map(math.isfinite, rewards)) else math.nan,
+        reward_parts={name: _mean([one.reward_parts.get(name, 0.0) for one in trajectories]) for name in names},
         groups_sampled=len(collection.sampled),
         groups_with_signal=len(collection.with_signal),
         completion_length_mean=fmean(len(one.tokens) for one in trajectories),
@@ -37,3 +39,8 @@ def step_metrics(
         serving_tokens_per_second=served_tokens / max(total_seconds, 1e-9),
         update=update,
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    """NaN where a score is not finite: `statistics` raises for some of these."""
+    return fmean(values) if all(map(math.isfinite, values)) else math.nan

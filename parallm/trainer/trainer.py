@@ -11,11 +11,10 @@ from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
-from parallm.errors import CheckpointError, TrainingStopped
+from parallm.errors import CheckpointError, ParallmError, TrainingStopped
 from parallm.learner.learner import Learner
 from parallm.metrics.display import Display
 from parallm.metrics.record import RunRecorder
-from parallm.metrics.step import StepMetrics
 from parallm.model.adapter import AdapterTable
 from parallm.rollout.collector import Collection, Collector
 from parallm.rollout.evaluation import Evaluator
@@ -46,6 +45,14 @@ class Parts:
     display: Display
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mark:
+    """What a finished step has left: a step that fails in its middle must not count in a checkpoint."""
+
+    cursor: int
+    version: int
+
+
 class Trainer:
     """Runs on the asyncio thread; what touches arrays goes to the device thread.
 
@@ -53,15 +60,15 @@ class Trainer:
     versions, metrics and checkpoints / ends after the last step, when `stop` was called, or with an error.
     """
 
-    def __init__(
-        self, parts: Parts, settings: TrainerSettings, rollout: RolloutSettings, *, save_every: int
-    ) -> None:
+    def __init__(self, parts: Parts, settings: TrainerSettings, rollout: RolloutSettings, *, save_every: int) -> None:
         self._parts = parts
         self._settings = settings
         self._rollout = rollout
         self._save_every = save_every
         self._stopping = False
         self._step = 0  # finished steps
+        self._saved_step = 0
+        self._mark = self._present_mark()  # where the last finished step has left off
         self._idle_steps = 0  # in a row without a group with signal
         self._best: float | None = None
         self._latest: EvaluationReport | None = None
@@ -69,8 +76,9 @@ class Trainer:
 
     def resume(self, state: TrainingState) -> None:
         """Go on after `state`; the adapter and the optimizer were restored on the device thread already."""
-        self._step = state.step
-        self._parts.collector.stream.cursor = int(state.counters["cursor"])
+        self._step = self._saved_step = state.step
+        self._mark = _Mark(cursor=int(state.counters["cursor"]), version=state.version)
+        self._parts.collector.stream.cursor = self._mark.cursor
         self._idle_steps = int(state.counters["idle_steps"])
         self._best = state.counters["best"]
 
@@ -78,11 +86,20 @@ class Trainer:
         """Finish the present step, save, and leave."""
         self._stopping = True
 
+    @property
+    def was_stopped(self) -> bool:
+        return self._stopping
+
     async def run(self) -> None:
-        """Raises TrainingStopped when no problem teaches anything, and whatever a part raises."""
+        """Raises TrainingStopped when no problem teaches anything, and whatever a part raises.
+
+        The finished steps are saved before.
+        """
         try:
             await self._run()
         except Exception as error:
+            if not isinstance(error, CheckpointError):
+                await self._rescue()
             self._set("failed", message=str(error))
             raise
         self._set("finished")
@@ -90,13 +107,24 @@ class Trainer:
     async def _run(self) -> None:
         if self._step == 0:
             await self._evaluate()
-        while self._step < self._settings.steps and not self._stopping:
+        while not self._is_over():
             await self._one_step()
-            is_last = self._step >= self._settings.steps or self._stopping
-            if is_last or (self._settings.evaluate_every and self._step % self._settings.evaluate_every == 0):
+            if self._evaluation_is_due():
                 await self._evaluate()
-            if is_last or self._step % self._save_every == 0:
-                await self._save(must=is_last)
+            if self._step % self._save_every == 0 and not self._is_over():
+                await self._try_save()
+        if self._saved_step < self._step:
+            await self._save()
+
+    def _is_over(self) -> bool:
+        return self._stopping or self._step >= self._settings.steps
+
+    def _evaluation_is_due(self) -> bool:
+        every = self._settings.evaluate_every
+        return self._step >= self._settings.steps or (every > 0 and self._step % every == 0)
+
+    def _present_mark(self) -> "_Mark":
+        return _Mark(cursor=self._parts.collector.stream.cursor, version=self._parts.learner.adapter.version)
 
     async def _one_step(self) -> None:
         began, served = time.perf_counter(), self._served()
@@ -114,6 +142,8 @@ class Trainer:
             served_tokens=self._served() - served,
         )
         self._step += 1
+        self._idle_steps = 0 if collection.with_signal else self._idle_steps + 1
+        self._mark = self._present_mark()
         self._parts.recorder.step(metrics, collection.sampled)
         self._parts.display.step(metrics)
         self.status = replace(self.status, metrics=metrics.to_flat())
@@ -150,24 +180,43 @@ class Trainer:
         self._parts.display.evaluation(report)
         if version > 0 and (self._best is None or report.accuracy > self._best):
             self._best = report.accuracy
-            await asyncio.wrap_future(
-                self._parts.device.call(lambda: self._parts.adapters.set_alias(BEST, version))
-            )
+            await asyncio.wrap_future(self._parts.device.call(lambda: self._parts.adapters.set_alias(BEST, version)))
 
-    async def _save(self, must: bool) -> None:
+    async def _try_save(self) -> None:
         """A full disk costs a checkpoint, not the run; only at the end there is nothing left to go on with."""
+        try:
+            await self._save()
+        except CheckpointError as error:
+            logger.error("%s; training goes on, the next try is in %d steps", error, self._save_every)
+
+    async def _rescue(self) -> None:
+        """Save what the steps before an error have learned, unless the error left a step half done."""
+        if self._saved_step == self._step or self._parts.learner.adapter.version != self._mark.version:
+            return
+        try:
+            await self._save()
+        except ParallmError as error:
+            logger.error("the steps since the last checkpoint are lost: %s", error)
+
+    async def _save(self) -> None:
+        """Save the state after the last finished step. Raises CheckpointError."""
         self._set("saving")
+        state = self._state()
+        await asyncio.wrap_future(self._parts.device.call(lambda: self._parts.checkpoints.save(state)))
+        self._saved_step = self._step
+
+    def _state(self) -> TrainingState:
         is_fresh = self._latest is not None and self._latest.step == self._step
         score = self._latest.accuracy if self._latest is not None and is_fresh else None
         learner = self._parts.learner
-        state = TrainingState(
+        return TrainingState(
             step=self._step,
             version=learner.adapter.version,
             adapter=learner.adapter,
             optimizer=learner.optimizer_state(),
             schedule_step=self._step,
             counters={
-                "cursor": self._parts.collector.stream.cursor,
+                "cursor": self._mark.cursor,
                 "idle_steps": self._idle_steps,
                 "best": self._best,
             },
@@ -175,15 +224,8 @@ class Trainer:
             score=score,
             fingerprint=self._parts.fingerprint,
         )
-        try:
-            await asyncio.wrap_future(self._parts.device.call(lambda: self._parts.checkpoints.save(state)))
-        except CheckpointError as error:
-            if must:
-                raise
-            logger.error("%s; training goes on, the next try is in %d steps", error, self._save_every)
 
     def _check_signal(self, collection: Collection) -> None:
-        self._idle_steps = 0 if collection.with_signal else self._idle_steps + 1
         if self._idle_steps >= self._rollout.max_idle_steps:
             rewards = sorted({reward for group in collection.sampled for reward in group.rewards})
             raise TrainingStopped(

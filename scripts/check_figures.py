@@ -1,0 +1,222 @@
+"""Every figure with a bar, measured and shown beside it. Ends with 1 if one falls short.
+
+Bars that are about a model of some size need --model (or PARALLM_MODEL) and --data (or PARALLM_GSM8K); without them
+these are measured on the nano model where that is possible, and not judged.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from job import SCRIPTS, absolute, clean_environment
+from report import last_json, print_figures, print_table
+
+Figures = dict[str, float | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """`least` or `most` is the bar; with `needs_model` it holds for --model only."""
+
+    least: float | None = None
+    most: float | None = None
+    needs_model: bool = False
+
+    def is_met(self, value: float) -> bool:
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    def text(self) -> str:
+        parts = [f">= {self.least:g}"] if self.least is not None else []
+        return " and ".join(parts + ([f"<= {self.most:g}"] if self.most is not None else []))
+
+
+BARS: Mapping[str, Bar] = {
+    "quickstart.accuracy_before": Bar(most=0.45),
+    "quickstart.accuracy_after": Bar(least=0.85),
+    "quickstart.train_seconds": Bar(most=480),
+    "quickstart.control_change": Bar(least=-0.05, most=0.05),
+    "gsm8k.peak_memory_gb": Bar(most=4.295, needs_model=True),
+    "gsm8k.reward_last": Bar(least=0.5, needs_model=True),
+    "gsm8k.reward_rise": Bar(least=0.2, needs_model=True),
+    "parity.bit_equal_fraction": Bar(least=1.0),
+    "parity.mean_abs": Bar(most=5e-6),
+    "parity.max_abs": Bar(most=1e-4),
+    "parity.strict_speed_ratio": Bar(least=0.9, needs_model=True),
+    "engine.cpu.vs_batchgenerator": Bar(least=1.5, needs_model=True),
+    "engine.cpu.vs_stock_mlx_lm": Bar(least=12, needs_model=True),
+    "grpo_step.cpu.vs_naive": Bar(least=2, needs_model=True),
+    "publish.p99_ms": Bar(most=10),
+    "publish.failed_requests": Bar(most=0),
+    "serving.itl_p50_ratio_while_training": Bar(most=2),
+    "serving.errors_while_training": Bar(most=0),
+    "memory.learner_over_base": Bar(),  # its bar depends on the model: the script prints it as a figure
+}
+SEEDS = (0, 1, 2)
+NOT_EXACT = ("parity.bit_equal_fraction", "parity.strict_speed_ratio")
+"""Figures that only MKL's strict mode has; elsewhere the bounds on differences hold alone."""
+
+
+def main() -> int:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=os.environ.get("PARALLM_MODEL"), help="a local folder (PARALLM_MODEL)")
+    parser.add_argument("--data", default=os.environ.get("PARALLM_GSM8K"), help="GSM8K as jsonl (PARALLM_GSM8K)")
+    parser.add_argument("--only", nargs="*", help="some of: quickstart gsm8k parity engine learner serving memory")
+    parser.add_argument("--quick", action="store_true", help="small sizes: do the scripts run? Bars mean nothing then")
+    arguments = parser.parse_args()
+    arguments.model = arguments.model and absolute(arguments.model)
+    arguments.data = arguments.data and absolute(arguments.data)
+    figures: Figures = {}
+    failures: list[str] = []
+    for name, measure in measurements(arguments).items():
+        if arguments.only and name not in arguments.only:
+            continue
+        print(f"== {name}", flush=True)
+        try:
+            figures |= measure()
+        except (subprocess.CalledProcessError, OSError, ValueError) as error:
+            print(f"{name} could not be measured: {error}", file=sys.stderr)
+            failures.append(name)
+    short = judge(figures, has_model=bool(arguments.model and arguments.data))
+    print_figures(figures)
+    for name in failures:
+        print(f"not measured: {name}", file=sys.stderr)
+    return 1 if short or failures else 0
+
+
+def measurements(arguments: Namespace) -> dict[str, Callable[[], Figures]]:
+    """Name -> what measures it, in the order of running."""
+    options = [f"--model={arguments.model}"] if arguments.model else []
+    with_data = [*options, *([f"--data={arguments.data}"] if arguments.data else [])]
+
+    def sized(*small: str) -> list[str]:
+        return list(small) if arguments.quick else []
+
+    steps = ["trainer.steps=2", "trainer.evaluate_problems=64"] if arguments.quick else []
+    found: dict[str, Callable[[], Figures]] = {
+        "parity": partial(script, "check_parity.py", *with_data, *sized("--tokens=1000", "--rounds=1")),
+        "memory": partial(script, "check_memory.py", *with_data),
+        "engine": partial(
+            script,
+            "bench_engine.py",
+            *with_data,
+            *sized("--prompts=8", "--max-tokens=32", "--rounds=1", "--stock-prompts=2"),
+        ),
+        "learner": partial(
+            script,
+            "bench_learner.py",
+            *with_data,
+            *sized("--prompts=4", "--max-tokens=32", "--rounds=1", "--repeats=1"),
+        ),
+        "serving": partial(script, "bench_serving.py", *with_data, *sized("--seconds=5", "--publishes=100")),
+        "quickstart": partial(quickstart, steps),
+    }
+    if arguments.model and arguments.data:
+        found["gsm8k"] = partial(gsm8k, arguments.model, arguments.data, steps)
+    return found
+
+
+def script(name: str, *options: str) -> Figures:
+    """Run a measuring script, show what it prints, and return its figures."""
+    output = shown([sys.executable, str(SCRIPTS / name), *options])
+    figures = last_json(output)["figures"]
+    assert isinstance(figures, dict)
+    return figures
+
+
+def quickstart(overrides: Sequence[str]) -> Figures:
+    """The worst of three seeds, and the change of accuracy of a run that does not learn."""
+    runs = [trained(str(SCRIPTS / "quickstart"), [f"seed={seed}", *overrides], "quickstart") for seed in SEEDS]
+    control = trained(str(SCRIPTS / "quickstart"), ["seed=0", "learner.learning_rate=0", *overrides], "quickstart")
+    worst: Mapping[str, Callable[[list[float]], float]] = {
+        "quickstart.accuracy_before": max,
+        "quickstart.accuracy_after": min,
+        "quickstart.train_seconds": max,
+        "quickstart.peak_memory_gb": max,
+    }
+    figures: Figures = {name: choose([number(run, name) for run in runs]) for name, choose in worst.items()}
+    change = number(control, "quickstart.accuracy_after") - number(control, "quickstart.accuracy_before")
+    return figures | {"quickstart.control_change": change}
+
+
+def gsm8k(model: str, data: str, overrides: Sequence[str]) -> Figures:
+    command = [f"model.path={model}", f"environment.path={data}", "environment.limit=16", "learner.learning_rate=5e-4"]
+    figures = trained("train", ["+recipe=gsm8k_grpo", *command, "trainer.steps=12", *overrides], "gsm8k")
+    rise = number(figures, "gsm8k.reward_last") - number(figures, "gsm8k.reward_first")
+    return figures | {"gsm8k.reward_rise": rise}
+
+
+def trained(program: str, overrides: Sequence[str], prefix: str) -> Figures:
+    """Train in a run folder of its own name and return the figures of its summary.json."""
+    start = [sys.executable, "-m", "parallm.train"] if program == "train" else [program]
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        shown(
+            [
+                *start,
+                *overrides,
+                f"metrics.figures={prefix}",
+                "metrics.display=lines",
+                "server.port=0",
+                f"hydra.run.dir={run}",
+            ]
+        )
+        summary = json.loads((run / "summary.json").read_text())
+    figures: Figures = summary["figures"]
+    return figures
+
+
+def shown(command: Sequence[str]) -> str:
+    """Run a program and print its output as it comes. Raises subprocess.CalledProcessError if it fails."""
+    print(f"$ {' '.join(command)}", flush=True)
+    lines: list[str] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=clean_environment(), cwd=SCRIPTS.parent
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, list(command))
+    return "".join(lines)
+
+
+def number(figures: Figures, name: str) -> float:
+    """Raises ValueError if the run could not tell this figure."""
+    value = figures.get(name)
+    if value is None:
+        raise ValueError(f"{name} is missing in the run's summary.json")
+    return value
+
+
+def judge(figures: Figures, *, has_model: bool) -> list[str]:
+    """Print figures beside their bars; return the names of those that fall short."""
+    short: list[str] = []
+    rows: list[tuple[str, str, str, str]] = [("figure", "value", "bar", "")]
+    is_exact = figures.get("parity.strict") == 1
+    for name in sorted(figures.keys() | BARS.keys()):
+        value, bar = figures.get(name), BARS.get(name, Bar())
+        if name == "memory.learner_over_base":
+            bar = Bar(most=figures.get("memory.learner_over_base_bar"))
+        verdict = ""
+        if value is None:
+            verdict = "not measured" if bar.text() else ""
+        elif bar.text():
+            is_judged = (has_model or not bar.needs_model) and (is_exact or name not in NOT_EXACT)
+            verdict = ("ok" if bar.is_met(value) else "FALLS SHORT") if is_judged else "not judged here"
+        if verdict == "FALLS SHORT":
+            short.append(name)
+        rows.append((name, "-" if value is None else f"{value:.4g}", bar.text(), verdict))
+    print_table("Figures", rows)
+    return short
+
+
+if __name__ == "__main__":
+    sys.exit(main())

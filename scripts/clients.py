@@ -1,0 +1,82 @@
+"""Streaming HTTP clients that note when each piece of text arrives."""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import httpx
+
+TIMEOUT = 60.0
+SECONDS_BEFORE_RETRY = 0.1
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What all clients together have seen."""
+
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between two tokens of one stream."""
+    first: list[float] = field(default_factory=list)
+    """Seconds from a request to its first token."""
+    finished: int = 0
+    errors: list[str] = field(default_factory=list)
+
+
+async def stream_for(url: str, questions: Sequence[str], *, clients: int, seconds: float, max_tokens: int) -> Traffic:
+    """Keep `clients` streams open for `seconds`, one request after the other in each."""
+    traffic = Traffic()
+    ends = time.perf_counter() + seconds
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False) as client:
+
+        async def one_client(place: int) -> None:
+            turn = place
+            while time.perf_counter() < ends:
+                body = {
+                    "model": "policy",
+                    "messages": [{"role": "user", "content": questions[turn % len(questions)]}],
+                    "max_tokens": max_tokens,
+                    "temperature": 1.0,
+                    "stream": True,
+                }
+                turn += clients
+                try:
+                    await read_stream(client, body, traffic)
+                except (httpx.HTTPError, ValueError) as error:
+                    traffic.errors.append(f"{type(error).__name__}: {error}")
+                    await asyncio.sleep(SECONDS_BEFORE_RETRY)
+
+        await asyncio.gather(*(one_client(place) for place in range(clients)))
+    return traffic
+
+
+async def read_stream(client: httpx.AsyncClient, body: dict[str, object], traffic: Traffic) -> None:
+    """One request. Raises httpx.HTTPError or ValueError if the answer is refused, broken or cut off."""
+    asked = time.perf_counter()
+    last: float | None = None
+    is_done = False
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise ValueError(f"HTTP {response.status_code}: {(await response.aread())[:200]!r}")
+        async for line in response.aiter_lines():
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                is_done = True
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise ValueError(f"error in the stream: {event['error']}")
+            if not any(choice["delta"].get("content") for choice in event["choices"]):
+                continue
+            now = time.perf_counter()
+            if last is None:
+                traffic.first.append(now - asked)
+            else:
+                traffic.gaps.append(now - last)
+            last = now
+    if not is_done:
+        raise ValueError("the stream ended without [DONE]")
+    traffic.finished += 1

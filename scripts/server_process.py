@@ -1,0 +1,66 @@
+"""`python -m parallm.train` or `python -m parallm.serve` as a process of its own, with its HTTP address."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from job import clean_environment
+
+SECONDS_TO_START = 120.0
+SECONDS_TO_STOP = 60.0
+
+
+@contextmanager
+def server_process(program: str, overrides: list[str], folder: Path) -> Iterator[str]:
+    """Start the program in `folder`, yield its URL when it answers, and stop it. Raises RuntimeError if it ends."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", program, f"server.port={port}", "metrics.display=lines", *overrides]
+    log = folder / f"{program}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=output, stderr=output)
+        try:
+            wait_until_healthy(process, url, log)
+            yield url
+            if process.poll() is not None:
+                raise RuntimeError(f"{program} ended by itself with {process.returncode}:\n{log.read_text()[-3000:]}")
+        finally:
+            stop(process)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + SECONDS_TO_START
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+        try:
+            if httpx.get(f"{url}/health", trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError(f"{url} did not answer within {SECONDS_TO_START:.0f} s:\n{log.read_text()[-3000:]}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ask it to finish, then make it."""
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGTERM)
+        try:
+            process.wait(SECONDS_TO_STOP)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,146 @@
+"""Engine and learner in one process, as the product wires them, for workers that measure. Import it after the BLAS."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import mlx.core as mx
+from job import Job
+from problems import load_problems
+
+from parallm.device.blas import load_blas, set_blas_threads
+from parallm.device.governor import Governor
+from parallm.device.lanes import Lanes
+from parallm.device.thread import DeviceThread
+from parallm.engine.async_engine import AsyncEngine
+from parallm.engine.engine import Engine
+from parallm.engine.settings import EngineSettings
+from parallm.learner.learner import Learner
+from parallm.learner.settings import LearnerSettings
+from parallm.model.adapter import Adapter, AdapterTable, make_adapter
+from parallm.model.load import load_shared_model
+from parallm.model.lora import initial_arrays
+from parallm.model.settings import ModelSettings
+from parallm.model.shared_model import SharedModel
+from parallm.types import (
+    BASE,
+    POLICY,
+    Completion,
+    GenerationRequest,
+    Problem,
+    SamplingParams,
+    Trajectory,
+    TrajectoryGroup,
+    UpdateReport,
+)
+
+Result = TypeVar("Result")
+RANK, ALPHA = 16, 32.0
+SIZE_OF_B = 0.01
+"""Standard deviation of LoRA's B: large enough to change what is sampled, small enough to leave sense in it."""
+
+
+class Workbench:
+    """The parts of one process. Make it with `open_workbench`; call `close` at the end."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.blas = load_blas(job.device)
+        self.device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+        self.engine = AsyncEngine(self.device, asyncio.get_running_loop())
+        self.table = AdapterTable()
+
+    async def build(self) -> "Workbench":
+        self.model: SharedModel = await self.on_device(partial(load_shared_model, ModelSettings(path=self.job.model)))
+        self.lanes = await self.on_device(lambda: Lanes(partial(set_blas_threads, self.blas)))
+        self.adapter: Adapter = await self.on_device(partial(random_adapter, self.model, 1))
+        await self.on_device(partial(self.table.publish, self.adapter))
+        settings = EngineSettings(max_rows=self.job.rows)
+        core = await self.on_device(
+            partial(
+                Engine,
+                self.model,
+                self.table,
+                self.lanes,
+                settings,
+                emit=self.engine.emit,
+                report=self.engine.report,
+            )
+        )
+        self.engine.attach(core)
+        return self
+
+    async def on_device(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.wrap_future(self.device.call(function))
+
+    async def make_learner(self, learning_rate: float) -> Learner:
+        settings = LearnerSettings(learning_rate=learning_rate)
+        return await self.on_device(
+            lambda: Learner(self.model, self.lanes, settings, start=self.adapter, total_steps=100, seed=self.job.seed)
+        )
+
+    async def update(self, learner: Learner, groups: Sequence[TrajectoryGroup], step: int) -> UpdateReport:
+        units = learner.update(groups, step=step, max_tokens=self.job.max_tokens)
+        report = await asyncio.wrap_future(self.device.iterate(units))
+        assert report is not None, "an update ends with its report"
+        return report
+
+    def requests(self, name: str, prompts: int, sampling: SamplingParams) -> list[GenerationRequest]:
+        """One request per problem, `group_size` completions each, with a seed of its own."""
+        problems = load_problems(self.job.data, prompts)
+        return [
+            GenerationRequest(
+                request_id=f"{name}-{place}",
+                prompt_tokens=self.model.tokenizer.encode_chat(problem.messages),
+                sampling=sampling,
+                n=self.job.group_size,
+                model=POLICY if self.job.lora else BASE,
+                traffic="rollout",
+            )
+            for place, problem in enumerate(problems)
+        ]
+
+    def close(self) -> None:
+        self.device.stop()
+
+
+async def open_workbench(job: Job) -> Workbench:
+    return await Workbench(job).build()
+
+
+def random_adapter(model: SharedModel, version: int, seed: int = 0) -> Adapter:
+    """An adapter on all linear layers whose product is not zero."""
+    arrays = initial_arrays(model.sites, RANK, mx.random.key(seed))
+    keys = mx.random.split(mx.random.key(seed + 1), len(arrays))
+    filled = {
+        name: SIZE_OF_B * mx.random.normal(array.shape, key=key) if name.endswith(".lora_b") else array
+        for key, (name, array) in zip(keys, arrays.items(), strict=True)
+    }
+    return make_adapter(filled, version=version, rank=RANK, alpha=ALPHA)
+
+
+def scored_at_random(
+    request: GenerationRequest, completions: Sequence[Completion], generator: random.Random
+) -> TrajectoryGroup:
+    """A group with signal: half of its completions, chosen at random, get reward 1."""
+    winners = set(generator.sample(range(len(completions)), len(completions) // 2))
+    trajectories = tuple(
+        Trajectory(
+            problem_id=request.request_id,
+            prompt_tokens=request.prompt_tokens,
+            tokens=completion.tokens,
+            loss_mask=(True,) * len(completion.tokens),
+            logprobs=completion.logprobs,
+            temperature=request.sampling.temperature,
+            weight_versions=completion.weight_versions,
+            reward_parts={},
+            reward=float(place in winners),
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+        )
+        for place, completion in enumerate(completions)
+    )
+    problem = Problem(problem_id=request.request_id, messages=(), answer="")
+    return TrajectoryGroup(problem=problem, trajectories=trajectories)

@@ -1,0 +1,123 @@
+"""Runs mlx-lm-lora's own `train_grpo` in its own environment and times what it does between two calls of its parts.
+
+Its sampling is replaced by the trajectories of the file, so that an iteration is exactly an update, unless the job says
+`samples`. Imports nothing of ours: it runs where parallm is not installed.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers
+from mlx_lm import load
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm_lora.trainer import grpo_trainer
+
+JOB = json.loads(sys.argv[1])
+RANK, SCALE = 16, 2.0
+BYTES_TO_REPORT = 8 << 30
+
+
+def main() -> None:
+    pretend_metal()
+    model, tokenizer = load(JOB["model"])[:2]
+    model.set_dtype(mx.float32)
+    model.freeze()
+    layer = model.layers[0]
+    names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+    linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": names})
+    mx.eval(model.parameters())
+    groups = json.loads(Path(JOB["trajectories"]).read_text())
+    clock = Clock(groups, fixed=not JOB["samples"])
+    grpo_trainer.generate_grpo = clock.wrap(grpo_trainer.generate_grpo)
+    prompts = [(group[0]["prompt_tokens"], [0], str(place), "") for place, group in enumerate(groups)]
+    grpo_trainer.train_grpo(
+        model=model,
+        ref_model=None,
+        tokenizer=tokenizer,
+        optimizer=mlx.optimizers.AdamW(learning_rate=1e-6, bias_correction=True),
+        train_dataset=prompts,
+        val_dataset=None,
+        reward_funcs=[clock.reward],
+        args=arguments(len(groups)),
+        end_answer_token="",
+    )
+    clock.stop()
+    print(json.dumps({"seconds": clock.seconds[1:], "tokens": clock.tokens[1:]}))
+
+
+def pretend_metal() -> None:
+    """Versions before 5 ask for a key that only Metal devices have, and set a limit that only they know."""
+    known = dict(mx.device_info())
+    if "max_recommended_working_set_size" not in known:
+        known["max_recommended_working_set_size"] = BYTES_TO_REPORT
+        mx.device_info = lambda *_: known
+        mx.set_wired_limit = lambda _: 0
+
+
+def arguments(num_prompts: int) -> Any:
+    return grpo_trainer.GRPOTrainingArgs(
+        batch_size=num_prompts,
+        iters=JOB["repeats"] + 1,
+        steps_per_report=10**6,
+        steps_per_eval=10**6,
+        steps_per_save=10**6,
+        max_seq_length=4096,
+        adapter_file="/dev/null",
+        group_size=JOB["group_size"],
+        beta=0.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        max_completion_length=JOB["max_tokens"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        grpo_loss_type="bnpo",
+    )
+
+
+class Clock:
+    """Takes the time from one call of the sampling function to the next: sampling, rewards and the update."""
+
+    def __init__(self, groups: list[Any], *, fixed: bool) -> None:
+        self.groups = groups
+        self.fixed = fixed
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+        self.began: float | None = None
+
+    def stop(self) -> None:
+        if self.began is not None:
+            self.seconds.append(time.perf_counter() - self.began)
+        self.began = time.perf_counter()
+
+    def wrap(self, sample: Any) -> Any:
+        def timed(**options: Any) -> Any:
+            self.stop()
+            found = self.from_file(options["prompt_tokens"]) if self.fixed else sample(**options)
+            self.tokens.append(sum(completion.size for completion in found[0]))
+            return found
+
+        return timed
+
+    def from_file(self, prompts: list[Any]) -> Any:
+        by_prompt = {tuple(group[0]["prompt_tokens"]): group for group in self.groups}
+        completions, texts, indices = [], [], []
+        for place, prompt in enumerate(prompts):
+            for row in by_prompt[tuple(prompt)]:
+                completions.append(mx.array(row["tokens"], dtype=mx.int32))
+                texts.append(row["text"])
+                indices.append(place)
+        mx.eval(completions)
+        return completions, texts, indices
+
+    def reward(self, completions: list[str], **_: Any) -> list[float]:
+        """Alternates, so that every group has signal and every token is trained on."""
+        return [float(place % 2) for place in range(len(completions))]
+
+
+main()

@@ -1,0 +1,139 @@
+"""What all tests share: a BLAS that is loaded before MLX, and small models with random weights in real folders."""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallm.device.blas import load_blas, set_blas_threads
+from parallm.device.settings import DeviceSettings
+
+BLAS = load_blas(DeviceSettings())
+
+import mlx.core as mx  # noqa: E402  # only now: MLX takes the BLAS that is there when it loads
+import mlx.nn as nn  # noqa: E402
+from mlx.utils import tree_flatten  # noqa: E402
+from mlx_lm.utils import _get_classes  # noqa: E402
+
+from parallm.device.lanes import Lanes  # noqa: E402
+from parallm.model.load import NANO, load_shared_model  # noqa: E402
+from parallm.model.settings import LoraSettings, ModelSettings  # noqa: E402
+from parallm.model.shared_model import SharedModel  # noqa: E402
+
+VOCABULARY_SIZE = 385  # of the embedded model's tokenizer, which the small models share
+DENSE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+}
+OLD = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 512, "n_ctx": 512, "layer_norm_epsilon": 1e-5}
+RECURRENT = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": DENSE | {"tie_word_embeddings": False},
+    "qwen2": DENSE | {"tie_word_embeddings": True},
+    "qwen3": DENSE | {"tie_word_embeddings": True},
+    "gemma": DENSE,
+    "gemma2": DENSE | {"query_pre_attn_scalar": 16},
+    "gemma3_text": DENSE
+    | {"num_hidden_layers": 4, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    "phi3": DENSE,
+    "mistral": DENSE | {"tie_word_embeddings": False},
+    "mixtral": DENSE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo2": DENSE,
+    "cohere": DENSE | {"layer_norm_eps": 1e-5, "use_qk_norm": False},
+    "granite": DENSE
+    | {
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 4.0,
+        "residual_multiplier": 0.5,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "starcoder2": DENSE | {"norm_epsilon": 1e-5},
+    "gpt_neox": DENSE | {"layer_norm_eps": 1e-5, "rotary_emb_base": 10000, "rotary_pct": 0.25},
+    "gpt2": OLD,
+    "gpt_bigcode": OLD | {"n_inner": 128},
+    "mamba": RECURRENT
+    | {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4},
+    "jamba": RECURRENT
+    | {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+        "mamba_d_conv": 4,
+        "mamba_d_state": 8,
+        "mamba_expand": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-5,
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a small model of an architecture that mlx-lm knows, with random weights and the nano tokenizer."""
+
+    @cache
+    def make(architecture: str) -> Path:
+        folder = tmp_path_factory.mktemp(architecture)
+        write_model(folder, architecture)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def load_tiny(tiny_model: Callable[[str], Path]) -> Callable[..., SharedModel]:
+    """`tiny_model` as the engine gets it, loaded once: `load_tiny("llama", rank=4)`."""
+
+    @cache
+    def load(architecture: str, rank: int = 4) -> SharedModel:
+        return load_shared_model(ModelSettings(path=str(tiny_model(architecture)), lora=LoraSettings(rank=rank)))
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def lanes() -> Lanes:
+    """The lanes of the thread that runs the tests."""
+    return Lanes(partial(set_blas_threads, BLAS))
+
+
+def write_model(folder: Path, architecture: str) -> None:
+    config = {"model_type": architecture, "vocab_size": VOCABULARY_SIZE, "eos_token_id": 1}
+    config |= ARCHITECTURES[architecture]
+    model_class, arguments_class = _get_classes(config)
+    model: nn.Module = model_class(arguments_class.from_dict(config))
+    keys = iter(mx.random.split(mx.random.key(7), 1000))
+    arrays = {name: spread(name, array, next(keys)) for name, array in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(folder / "model.safetensors"), arrays, metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(NANO / name, folder / name)
+
+
+def spread(name: str, array: mx.array, key: mx.array) -> mx.array:
+    """Weights large enough that the tokens differ and that the two best are rarely close."""
+    if array.ndim < 2 or not name.endswith("weight"):
+        return array
+    return mx.random.normal(array.shape, key=key) * (2 / array.shape[-1] ** 0.5)

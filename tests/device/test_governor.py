@@ -1,0 +1,75 @@
+import random
+from collections.abc import Collection
+
+import pytest
+
+from parallm.device.governor import Governor, Work
+
+SECONDS: dict[Work, float] = {"serving": 0.01, "rollout": 0.03, "learning": 0.2}
+
+
+def shares(governor: Governor, ready: Collection[Work], units: int = 10_000) -> dict[Work, float]:
+    """Fractions of the device seconds that `units` units of uneven lengths give to each kind of work."""
+    lengths = random.Random(5)
+    before = dict(governor.seconds)
+    for _ in range(units):
+        work = governor.choose(ready)
+        governor.charge(work, SECONDS[work] * lengths.uniform(0.2, 1.8))
+    spent = {work: governor.seconds[work] - before[work] for work in governor.seconds}
+    return {work: seconds / sum(spent.values()) for work, seconds in spent.items()}
+
+
+@pytest.mark.parametrize(
+    ("ready", "expected"),
+    [
+        (["serving", "rollout"], {"serving": 0.7, "rollout": 0.3, "learning": 0.0}),
+        (["serving", "learning"], {"serving": 0.4, "rollout": 0.0, "learning": 0.6}),
+        (["serving", "rollout", "learning"], {"serving": 0.28, "rollout": 0.12, "learning": 0.6}),
+    ],
+)
+def test_those_who_want_the_device_get_their_shares_within_two_points(
+    ready: list[Work], expected: dict[Work, float]
+) -> None:
+    assert shares(Governor(serving_share=0.7, engine_share=0.4), ready) == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("work", ["serving", "rollout", "learning"])
+def test_one_alone_gets_everything(work: Work) -> None:
+    assert shares(Governor(serving_share=0.7, engine_share=0.4), [work], units=10)[work] == 1.0
+
+
+def test_the_learner_goes_first_while_nobody_is_served() -> None:
+    assert shares(Governor(serving_share=0.7, engine_share=0.4), ["rollout", "learning"], units=100)["learning"] == 1.0
+
+
+@pytest.mark.parametrize("alone", [["serving"], ["rollout"], ["learning"], ["rollout", "learning"]])
+def test_time_spent_alone_is_not_held_against_anybody_later(alone: list[Work]) -> None:
+    governor = Governor(serving_share=0.7, engine_share=0.4)
+    shares(governor, ["serving", "rollout", "learning"], units=100)
+    shares(governor, alone, units=1000)
+    after = shares(governor, ["serving", "rollout", "learning"], units=500)
+    assert after == pytest.approx({"serving": 0.28, "rollout": 0.12, "learning": 0.6}, abs=0.05)
+
+
+def test_work_that_comes_and_goes_does_not_save_up_turns() -> None:
+    governor = Governor(serving_share=0.5, engine_share=0.5)
+    shares(governor, ["rollout"], units=1000)
+    chosen = []
+    for _ in range(8):
+        work = governor.choose(["serving", "rollout"])
+        governor.charge(work, 1.0)
+        chosen.append(work)
+    assert chosen.count("serving") == 4
+
+
+def test_a_share_of_zero_waits_until_the_others_are_idle() -> None:
+    governor = Governor(serving_share=1.0, engine_share=0.4)
+    assert shares(governor, ["serving", "rollout"], units=1000)["rollout"] < 0.01
+    assert shares(governor, ["rollout"], units=10)["rollout"] == 1.0
+
+
+def test_shares_can_change_while_work_goes_on() -> None:
+    governor = Governor(serving_share=0.9, engine_share=0.4)
+    shares(governor, ["serving", "rollout"], units=1000)
+    governor.serving_share = 0.2
+    assert shares(governor, ["serving", "rollout"])["serving"] == pytest.approx(0.2, abs=0.02)

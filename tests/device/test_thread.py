@@ -1,0 +1,207 @@
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future
+
+import pytest
+
+from parallm.device.governor import Governor
+from parallm.device.thread import DeviceThread
+from parallm.errors import EngineStopped
+from parallm.types import TrafficClass
+
+
+class Counter:
+    """A worker with a number of units per class; a unit of `broken` fails."""
+
+    def __init__(self, units: dict[TrafficClass, int], broken: TrafficClass | None = None) -> None:
+        self.units = units
+        self.broken = broken
+        self.done: list[str] = []
+        self.failures: list[tuple[TrafficClass, str]] = []
+
+    def has_work(self, traffic: TrafficClass) -> bool:
+        return self.units.get(traffic, 0) > 0
+
+    def step(self, traffic: TrafficClass) -> None:
+        if traffic == self.broken:
+            raise ValueError("broken unit")
+        self.units[traffic] -= 1
+        self.done.append(traffic)
+
+    def fail(self, traffic: TrafficClass, error: Exception) -> None:
+        self.units[traffic] = 0
+        self.failures.append((traffic, str(error)))
+
+
+@pytest.fixture
+def device() -> Iterator[DeviceThread]:
+    made = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+    yield made
+    made.stop()
+
+
+def blocked(device: DeviceThread) -> tuple[threading.Event, Future[bool]]:
+    """A call that holds the thread until the event is set."""
+    go = threading.Event()
+    return go, device.call(lambda: go.wait(5))
+
+
+def test_calls_run_in_order_on_the_one_thread(device: DeviceThread) -> None:
+    names = [device.call(lambda: threading.current_thread().name) for _ in range(3)]
+    assert {name.result(5) for name in names} == {"device"}
+    made: list[int] = []
+    for number in range(5):
+        device.call(lambda number=number: made.append(number))  # type: ignore[misc]  # a default binds the number
+    device.call(lambda: None).result(5)
+    assert made == [0, 1, 2, 3, 4]
+
+
+def test_an_error_of_a_call_belongs_to_its_caller_alone(device: DeviceThread) -> None:
+    with pytest.raises(ZeroDivisionError):
+        device.call(lambda: 1 / 0).result(5)
+    assert device.call(lambda: 7).result(5) == 7
+
+
+def test_a_cancelled_call_does_not_run(device: DeviceThread) -> None:
+    go, _ = blocked(device)
+    made: list[int] = []
+    late = device.call(lambda: made.append(1))
+    assert late.cancel()
+    go.set()
+    device.call(lambda: None).result(5)
+    assert made == []
+
+
+def test_an_update_gives_what_its_last_unit_yields(device: DeviceThread) -> None:
+    assert device.iterate(iter([1, 2, 3])).result(5) == 3
+    assert device.governor.seconds["learning"] > 0
+
+
+def test_units_of_the_engine_run_between_those_of_an_update(device: DeviceThread) -> None:
+    worker = Counter({"serving": 50})
+
+    def units() -> Iterator[int]:
+        for number in range(50):
+            worker.done.append("learning")
+            time.sleep(0.0005)
+            yield number
+
+    go, _ = blocked(device)
+    device.attach(worker)
+    update = device.iterate(units())
+    go.set()
+    assert update.result(5) == 49
+    assert "serving" in worker.done[:90]
+    assert worker.done.count("learning") == 50
+
+
+def test_an_error_in_an_update_belongs_to_whoever_waits_for_it(device: DeviceThread) -> None:
+    def units() -> Iterator[int]:
+        yield 1
+        raise ValueError("no gradient")
+
+    with pytest.raises(ValueError, match="no gradient"):
+        device.iterate(units()).result(5)
+    assert device.iterate(iter([4])).result(5) == 4
+
+
+def test_a_second_update_at_the_same_time_is_refused_and_not_forgotten(device: DeviceThread) -> None:
+    go, _ = blocked(device)
+    first, second = device.iterate(iter([1])), device.iterate(iter([2]))
+    go.set()
+    with pytest.raises(AssertionError, match="under way"):
+        second.result(5)
+    assert first.result(5) == 1
+
+
+def test_cancelling_the_task_that_waits_for_an_update_leaves_the_thread_alive(device: DeviceThread) -> None:
+    async def cancel(delay: float) -> None:
+        update = asyncio.ensure_future(asyncio.wrap_future(device.iterate(slow())))
+        await asyncio.sleep(delay)
+        update.cancel()
+        await asyncio.gather(update, return_exceptions=True)
+
+    def slow() -> Iterator[int]:
+        for number in range(3):
+            time.sleep(0.01)
+            yield number
+
+    asyncio.run(cancel(0.015))
+    time.sleep(0.05)
+    asyncio.run(cancel(0.0))
+    assert device.call(lambda: 7).result(5) == 7
+    assert device.iterate(iter([4])).result(5) == 4
+
+
+def test_a_failing_unit_fails_its_class_and_the_loop_goes_on(
+    device: DeviceThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = Counter({"serving": 3, "rollout": 3}, broken="serving")
+    device.attach(worker)
+    deadline = time.monotonic() + 5
+    while worker.done.count("rollout") < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert worker.failures == [("serving", "broken unit")]
+    assert worker.done == ["rollout"] * 3
+    assert "a serving step failed" in caplog.text
+
+
+def test_stopping_fails_what_is_queued_and_what_is_asked_later() -> None:
+    device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+    worker = Counter({})
+    device.attach(worker)
+    go, running = blocked(device)
+    queued, update = device.call(lambda: 1), device.iterate(iter([1]))
+    stopper = threading.Thread(target=device.stop)
+    stopper.start()
+    time.sleep(0.02)
+    go.set()
+    stopper.join(5)
+    assert running.result(5)
+    for waiting in (queued, update):
+        with pytest.raises(EngineStopped):
+            waiting.result(5)
+    assert [traffic for traffic, _ in worker.failures] == ["serving", "rollout"]
+    with pytest.raises(EngineStopped, match="restart"):
+        device.call(lambda: 1)
+    assert not device.is_alive
+    device.stop()
+
+
+def test_stopping_during_an_update_fails_its_future() -> None:
+    device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+    started = threading.Event()
+
+    def endless() -> Iterator[int]:
+        while True:
+            started.set()
+            time.sleep(0.001)
+            yield 1
+
+    update = device.iterate(endless())
+    assert started.wait(5)
+    device.stop()
+    with pytest.raises((EngineStopped, CancelledError)):
+        update.result(5)
+
+
+def test_a_worker_whose_failure_handling_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Counter):
+        def fail(self, traffic: TrafficClass, error: Exception) -> None:
+            raise RuntimeError("cannot even fail")
+
+    device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+    go, _ = blocked(device)
+    device.attach(Broken({"serving": 1}, broken="serving"))
+    update = device.iterate(endless_units())
+    go.set()
+    with pytest.raises(EngineStopped):
+        update.result(5)
+    assert not device.is_alive
+
+
+def endless_units() -> Iterator[int]:
+    while True:
+        yield 1

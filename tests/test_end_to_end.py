@@ -1,0 +1,333 @@
+"""The two commands as a user runs them: in processes of their own that train, answer, are stopped and are killed."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+import pytest
+
+from parallm.model.adapter import make_adapter
+from parallm.model.adapter_files import write_mlx
+
+ROOT = Path(__file__).parent.parent
+TINY = (
+    "environment.num_train=32",
+    "environment.num_test=4",
+    "rollout.problems_per_step=2",
+    "rollout.group_size=4",
+    "rollout.max_tokens=16",
+    "rollout.temperature=1.5",
+    "rollout.refill_rounds=1",
+    "learner.learning_rate=1e-3",
+    "learner.warmup_steps=0",
+    "trainer.evaluate_problems=0",
+    "metrics.samples_per_step=1000",
+    "server.enabled=false",
+)
+SECONDS = 120.0
+"""Longer than anything here takes on a busy machine."""
+
+
+@dataclass(slots=True)
+class Command:
+    """One process, whose output goes to files."""
+
+    process: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+
+    def wait_for(self, pattern: str) -> str:
+        """The first match of `pattern` in what was printed so far; its first group where it has one."""
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            found = re.search(pattern, self.out.read_text() + self.err.read_text())
+            if found:
+                return found[found.re.groups]
+            assert self.process.poll() is None, f"it ended before it printed {pattern}: {self.output()}"
+            time.sleep(0.02)
+        raise AssertionError(f"it did not print {pattern}: {self.output()}")
+
+    def end(self, number: int | None = None) -> int:
+        """Send a signal, if one is given, and wait for the exit code."""
+        if number is not None:
+            self.process.send_signal(number)
+        return self.process.wait(SECONDS)
+
+    def output(self) -> str:
+        return self.out.read_text() + self.err.read_text()
+
+
+Start = Callable[..., Command]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts `parallm.train`, or another command, in `tmp_path`; what still runs at the end is killed."""
+    started: list[Command] = []
+
+    def run(*arguments: str, command: str = "train") -> Command:
+        paths = [tmp_path / f"{len(started)}.{name}" for name in ("out", "err")]
+        with paths[0].open("wb") as out, paths[1].open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", f"parallm.{command}", *arguments],
+                cwd=tmp_path,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=out,
+                stderr=err,
+            )
+        started.append(Command(process, *paths))
+        return started[-1]
+
+    yield run
+    for command in started:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.wait()
+
+
+def run_folder(tmp_path: Path, name: str) -> Path:
+    (folder,) = (tmp_path / "checkpoints" / name).iterdir()
+    return folder
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Rows without what the clock says."""
+    rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return [{key: value for key, value in row.items() if "second" not in key} for row in rows]
+
+
+def assert_same_run(one: Path, other: Path, steps: int) -> None:
+    assert [row["step"] for row in rows_of(one, "metrics.jsonl")] == list(range(1, steps + 1))
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert rows_of(one, name) == rows_of(other, name)
+    adapters = [folder / "adapter" / "adapters.safetensors" for folder in (one, other)]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+
+
+def test_good_runs_end_with_exit_code_zero_and_print_no_error(start: Start, tmp_path: Path) -> None:
+    def run(number: int) -> tuple[int, str]:
+        command = start(*TINY, f"name=good_{number}", "trainer.steps=1", f"seed={number}")
+        return command.end(), command.err.read_text()
+
+    with ThreadPoolExecutor(2) as pool:  # MLX has been seen to abort at exit, not every time
+        assert list(pool.map(run, range(5))) == [(0, "")] * 5
+    assert len(list(tmp_path.glob("checkpoints/good_*/*/adapter_peft/adapter_model.safetensors"))) == 5
+
+
+def test_a_sweep_runs_one_job_after_the_other(start: Start, tmp_path: Path) -> None:
+    command = start("-m", *TINY, "name=sweep", "trainer.steps=1", "seed=0,1")
+    assert command.end() == 0
+    assert len(list(tmp_path.glob("checkpoints/sweep/*/*/summary.json"))) == 2
+
+
+def test_a_killed_run_goes_on_bit_for_bit(start: Start, tmp_path: Path) -> None:
+    arguments = (*TINY, "trainer.steps=8", "checkpoint.every=2", "checkpoint.resume=auto")
+    assert start(*arguments, "name=whole").end() == 0
+    killed = start(*arguments, "name=killed")
+    killed.wait_for("step 3/8")
+    time.sleep(random.random() / 4)
+    assert killed.end(signal.SIGKILL) in (-signal.SIGKILL, 0)  # 0: it was faster
+    resumed = start(*arguments, "name=killed")
+    assert resumed.end() == 0
+    assert "resumed after step" in resumed.output()
+    assert_same_run(run_folder(tmp_path, "killed"), run_folder(tmp_path, "whole"), 8)
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_goes_on_bit_for_bit(start: Start, tmp_path: Path) -> None:
+    evaluated = ("trainer.steps=12", "trainer.evaluate_every=3", "trainer.evaluate_problems=4", "checkpoint.every=1")
+    arguments = (*TINY, *evaluated, "checkpoint.resume=auto", "model.lora.dropout=0.1", "learner.schedule=cosine")
+    assert start(*arguments, "name=whole").end() == 0
+    for _ in range(6):
+        killed = start(*arguments, "name=killed")
+        killed.wait_for(r"step \d+/12|held-out accuracy after")
+        time.sleep(random.random())
+        killed.end(signal.SIGKILL)
+    assert start(*arguments, "name=killed").end() == 0
+    assert_same_run(run_folder(tmp_path, "killed"), run_folder(tmp_path, "whole"), 12)
+    evaluations = [rows_of(run_folder(tmp_path, name), "evaluations.jsonl") for name in ("killed", "whole")]
+    assert evaluations[0] == evaluations[1]
+
+
+def test_one_interrupt_finishes_the_step_saves_and_leaves(start: Start, tmp_path: Path) -> None:
+    command = start(*TINY, "name=run", "trainer.steps=5000", "checkpoint.every=5000")
+    command.wait_for("step 2/5000")
+    assert command.end(signal.SIGINT) == 0
+    folder = run_folder(tmp_path, "run")
+    last = rows_of(folder, "metrics.jsonl")[-1]["step"]
+    assert last < 5000
+    assert [path.name for path in folder.glob("step_*")] == [f"step_{last:06d}"]
+    assert (folder / "adapter" / "adapters.safetensors").is_file()
+    assert "Traceback" not in command.output()
+
+
+def test_two_interrupts_leave_at_once(start: Start, tmp_path: Path) -> None:
+    command = start(
+        *TINY, "name=run", "rollout.max_tokens=200", "rollout.problems_per_step=64", "rollout.temperature=9"
+    )
+    command.wait_for("files ")
+    time.sleep(0.5)
+    command.process.send_signal(signal.SIGINT)
+    command.wait_for("press Ctrl-C again to leave now")
+    began = time.monotonic()
+    assert command.end(signal.SIGINT) == 130
+    assert time.monotonic() - began < 2
+    assert not (run_folder(tmp_path, "run") / "metrics.jsonl").exists()
+
+
+def test_http_answers_while_training_and_streams_say_what_whole_answers_say(start: Start, tmp_path: Path) -> None:
+    serving = ("server.enabled=true", "server.port=0", "trainer.keep_serving=true", "trainer.steps=12")
+    command = start(*TINY, *serving, "name=run", "checkpoint.every=100")
+    url = command.wait_for(r"server +(http://\S+)")
+    with httpx.Client(base_url=url, timeout=SECONDS) as client, ThreadPoolExecutor(8) as pool:
+        streams = list(pool.map(lambda number: three_streams(client, number), range(8)))
+        statuses = [client.get("/v1/training/status").json()]
+        while statuses[-1]["state"] != "finished":
+            assert client.get("/health").json()["status"] == "ok"
+            statuses.append(client.get("/v1/training/status").json())
+            time.sleep(0.05)
+        assert streams == [three_whole(client, number) for number in range(8)]
+        names = {model["id"] for model in client.get("/v1/models").json()["data"]}
+        answer = client.post("/v1/completions", json={"model": "policy", "prompt": "Tom", "max_tokens": 2}).json()
+        refused = client.post("/v1/completions", json={"model": "policy@99", "prompt": "Tom"})
+    assert [status["version"] for status in statuses] == sorted(status["version"] for status in statuses)
+    last = statuses[-1]
+    assert last["step"] == last["total_steps"] == 12
+    assert {"base", "policy", f"policy@{last['version']}"} <= names
+    assert answer["model"] == f"policy@{last['version']}"
+    assert refused.status_code == 404
+    assert f"policy@{last['version']}" in refused.json()["error"]["message"]
+    assert command.end(signal.SIGINT) == 0
+    assert "Traceback" not in command.output()
+    assert all(row["parity/bit_equal_fraction"] == 1 for row in rows_of(run_folder(tmp_path, "run"), "metrics.jsonl"))
+
+
+def body(number: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Tom has {number} pens and gets 3 more. How many pens does Tom have now?"}]
+    return {"model": "base", "messages": messages, "max_tokens": 24, "seed": number, "temperature": 1.0}
+
+
+def three_streams(client: httpx.Client, number: int) -> list[str]:
+    return [streamed(client, body(10 * number + turn)) for turn in range(3)]
+
+
+def three_whole(client: httpx.Client, number: int) -> list[str]:
+    answers = [client.post("/v1/chat/completions", json=body(10 * number + turn)).json() for turn in range(3)]
+    return [answer["choices"][0]["message"]["content"] for answer in answers]
+
+
+def streamed(client: httpx.Client, request: dict[str, Any]) -> str:
+    text = ""
+    with client.stream("POST", "/v1/chat/completions", json=request | {"stream": True}) as response:
+        assert response.status_code == 200
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    for line in lines[:-1]:
+        text += json.loads(line)["choices"][0]["delta"].get("content") or ""
+    return text
+
+
+def test_serving_without_a_learner_answers_until_interrupted(start: Start) -> None:
+    command = start("name=serve", "server.port=0", command="serve")
+    url = command.wait_for(r"server +(http://\S+)")
+    with httpx.Client(base_url=url, timeout=SECONDS) as client:
+        assert client.get("/v1/training/status").json()["state"] == "serving"
+        assert client.post("/v1/chat/completions", json=body(5) | {"model": "policy"}).status_code == 200
+    assert command.end(signal.SIGINT) == 0
+    assert "Traceback" not in command.output()
+    assert "this step" not in command.output()
+
+
+def one_line(command: Command, code: int) -> str:
+    """The one line that a mistake leaves on standard error."""
+    assert command.end() == code, command.output()
+    assert "Traceback" not in command.output()
+    (line,) = command.err.read_text().splitlines()
+    assert line.startswith("parallm: ")
+    return line
+
+
+def write_rows(file: Path, *rows: dict[str, str]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_port_in_use_is_named_with_the_way_out(start: Start) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = one_line(start(*TINY, "server.enabled=true", f"server.port={port}"), 1)
+    assert f"127.0.0.1:{port} is in use by another process; choose another port with server.port=..." in line
+
+
+def test_a_missing_model_folder_is_named(start: Start, tmp_path: Path) -> None:
+    line = one_line(start(*TINY, f"model.path={tmp_path}/nowhere"), 1)
+    assert f"model.path={tmp_path}/nowhere: no such folder" in line
+
+
+def test_a_half_written_model_folder_is_named(start: Start, tmp_path: Path) -> None:
+    folder = shutil.copytree(ROOT / "parallm" / "model" / "nano", tmp_path / "half")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+    assert f"model.path={folder}" in one_line(start(*TINY, f"model.path={folder}"), 1)
+
+
+def test_an_adapter_of_another_base_is_refused(start: Start, tmp_path: Path) -> None:
+    site = "model.layers.0.self_attn.q_proj"
+    arrays = {f"{site}.lora_a": mx.zeros((48, 4)), f"{site}.lora_b": mx.zeros((4, 48))}
+    write_mlx(make_adapter(arrays, version=1, rank=4, alpha=8.0), tmp_path / "other", num_layers=1)
+    line = one_line(start(*TINY, f"model.adapter={tmp_path}/other", "model.lora.rank=4"), 1)
+    assert f"{tmp_path}/other" in line
+    assert site in line
+
+
+def test_a_broken_recipe_is_named(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("learner: {learning_rate: [1e-3\n")
+    command = start("+recipe=mine")
+    assert command.end() == 2
+    assert "recipes/mine.yaml cannot be read" in command.err.read_text()
+    assert "Traceback" not in command.output()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_recipe_with_a_wrong_key_is_explained(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("# mine\nlearner: {learning_rat: 1e-3}\n")
+    assert "learner.learning_rat: unknown key, did you mean learning_rate?" in one_line(start("+recipe=mine"), 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"question": "2 + 2?"}, "no text under the key `answer`; its keys are ['question']"),
+        ({"question": "2 + 2?", "answer": "four"}, "the answer must end with `#### NUMBER`, found 'four'"),
+    ],
+)
+def test_a_dataset_without_answers_is_named(start: Start, tmp_path: Path, row: dict[str, str], complaint: str) -> None:
+    write_rows(tmp_path / "data.jsonl", {"question": "1 + 1?", "answer": "#### 2"}, row)
+    own = [argument for argument in TINY if not argument.startswith("environment")]
+    line = one_line(start(*own, "environment=gsm8k", f"environment.path={tmp_path}/data.jsonl"), 1)
+    assert f"{tmp_path}/data.jsonl, line 2: {complaint}" in line
+
+
+def test_a_prompt_longer_than_the_context_names_its_problem(start: Start, tmp_path: Path) -> None:
+    write_rows(tmp_path / "data.jsonl", {"question": "How many? " * 40, "answer": "#### 2"})
+    own = [argument for argument in TINY if not argument.startswith("environment")]
+    data = ("environment=gsm8k", f"environment.path={tmp_path}/data.jsonl")
+    line = one_line(start(*own, *data, "engine.max_context=64"), 1)
+    assert re.search(
+        r"problem gsm8k/train/0: the prompt has \d+ tokens and max_tokens is 16; together the limit is 64", line
+    )

@@ -1,0 +1,98 @@
+"""Whole runs of the embedded model in this process: seconds long, with environments that make trouble when told to."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from parallm.build import run_training
+from parallm.config import RunConfig
+from parallm.device.blas import load_blas
+from parallm.environment.arithmetic import Arithmetic
+from parallm.environment.settings import ArithmeticSettings
+from parallm.types import Problem, Split
+
+TINY: Mapping[str, Mapping[str, Any]] = {
+    "model": {"lora": {"rank": 4}},
+    "rollout": {"problems_per_step": 2, "group_size": 4, "max_tokens": 16, "temperature": 1.5, "refill_rounds": 1},
+    "learner": {"warmup_steps": 0, "learning_rate": 1e-3},
+    "trainer": {"steps": 3, "evaluate_problems": 0, "evaluate_every": 0},
+    "checkpoint": {"every": 1},
+    "metrics": {"display": "off", "samples_per_step": 1000},
+    "server": {"enabled": False},
+}
+
+
+class Parity:
+    """Rewards a completion whose text has an even sum: half of the samples, so nearly every group has a signal."""
+
+    weights: Mapping[str, float] = {"even": 1.0}
+
+    def __init__(self) -> None:
+        self._arithmetic = Arithmetic(ArithmeticSettings(num_train=32, num_test=4))
+        self.num_scored = 0
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return self._arithmetic.problems(split)
+
+    def score(self, problem: Problem, text: str) -> Mapping[str, float]:
+        self.num_scored += 1
+        return {"even": float(sum(text.encode()) % 2 == 0)}
+
+
+class Calling(Parity):
+    """`Parity` that calls `function` at the given scorings, counted from 1; what it returns is the reward, but None."""
+
+    def __init__(self, function: Callable[[], float | None], *places: int) -> None:
+        super().__init__()
+        self._function = function
+        self._places = places
+
+    def score(self, problem: Problem, text: str) -> Mapping[str, float]:
+        parts = super().score(problem, text)
+        reward = self._function() if self.num_scored in self._places else None
+        return parts if reward is None else {"even": reward}
+
+
+class Constant(Parity):
+    """Gives every completion the same reward after the first `num_before` scorings."""
+
+    def __init__(self, num_before: int = 0) -> None:
+        super().__init__()
+        self._num_before = num_before
+
+    def score(self, problem: Problem, text: str) -> Mapping[str, float]:
+        parts = super().score(problem, text)
+        return parts if self.num_scored <= self._num_before else {"even": 0.5}
+
+
+@pytest.fixture
+def parity() -> type[Parity]:
+    return Parity
+
+
+@pytest.fixture
+def calling() -> type[Calling]:
+    return Calling
+
+
+@pytest.fixture
+def constant() -> type[Constant]:
+    return Constant
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Trains as the command does; `train(environment, folder, trainer={"steps": 2})` adds settings to tiny ones."""
+
+    def run(environment: Parity | None = None, folder: str = "run", seed: int = 0, **parts: Mapping[str, Any]) -> int:
+        chosen = environment or Parity()
+        monkeypatch.setattr("parallm.build.build_environment", lambda _: chosen)
+        values = {name: {**TINY.get(name, {}), **parts.get(name, {})} for name in {*TINY, *parts}}
+        config = TypeAdapter(RunConfig).validate_python({**values, "seed": seed})
+        (tmp_path / folder).mkdir(exist_ok=True)
+        return run_training(config, tmp_path / folder, load_blas(config.device))
+
+    return run

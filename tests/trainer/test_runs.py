@@ -1,0 +1,303 @@
+"""What a run leaves behind when all goes well, and when it does not."""
+
+import errno
+import json
+import logging
+import math
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallm.checkpoint.files import write_checkpoint
+from parallm.checkpoint.manager import CheckpointManager
+from parallm.checkpoint.settings import CheckpointSettings
+from parallm.checkpoint.state import TrainingState
+from parallm.errors import AdapterError, CheckpointError, ProblemError, TrainingStopped
+from parallm.model.adapter_files import read_adapter
+from parallm.rollout.evaluation import Evaluator
+from parallm.types import EvaluationReport
+
+Train = Callable[..., int]
+
+
+def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Rows without what the clock says."""
+    file = folder / name
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [{key: value for key, value in row.items() if "second" not in key} for row in rows]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [
+        int(path.name.removeprefix("step_")) for path in CheckpointManager(folder, CheckpointSettings()).checkpoints()
+    ]
+
+
+def newest_state(folder: Path) -> TrainingState:
+    state = CheckpointManager(folder, CheckpointSettings()).load("auto")
+    assert state is not None
+    return state
+
+
+def test_a_run_leaves_its_numbers_samples_curves_checkpoints_and_adapters(train: Train, tmp_path: Path) -> None:
+    assert train(trainer={"steps": 3, "evaluate_problems": 4}) == 0
+    folder = tmp_path / "run"
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3]
+    assert {row["step"] for row in rows_of(folder, "samples.jsonl")} == {1, 2, 3}
+    assert [row["step"] for row in rows_of(folder, "evaluations.jsonl")] == [0, 3]
+    assert json.loads((folder / "summary.json").read_text())["figures"]["run.steps"] == 3
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert saved_steps(folder) == [1, 2, 3]
+    trained = newest_state(folder).adapter
+    assert {read_adapter(folder / name).sha256 for name in ("adapter", "adapter_peft")} == {trained.sha256}
+    assert (trained.version, trained.parent, trained.step) == (3, 2, 3)
+
+
+def test_every_step_is_exactly_on_policy(train: Train, tmp_path: Path) -> None:
+    train(trainer={"steps": 3})
+    for row in rows_of(tmp_path / "run"):
+        assert row["parity/tokens"] > 0
+        assert (row["parity/bit_equal_fraction"], row["parity/max_abs"]) == (1.0, 0.0)
+        assert (row["update/clip_fraction"], row["update/kl_to_behaviour"]) == (0.0, 0.0)
+
+
+def test_samples_say_which_version_made_them(train: Train, tmp_path: Path) -> None:
+    train(trainer={"steps": 3})
+    versions = {(row["step"], row["version"]) for row in rows_of(tmp_path / "run", "samples.jsonl")}
+    assert versions == {(1, 0), (2, 1), (3, 2)}
+
+
+def test_the_same_seed_makes_the_same_run_and_another_seed_another(train: Train, tmp_path: Path) -> None:
+    for folder in ("run", "again"):
+        train(folder=folder, trainer={"steps": 2})
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert rows_of(tmp_path / "run", name) == rows_of(tmp_path / "again", name)
+    train(folder="other", trainer={"steps": 2}, seed=1)
+    assert rows_of(tmp_path / "run") != rows_of(tmp_path / "other")
+
+
+def test_without_a_learning_rate_nothing_changes(train: Train, tmp_path: Path) -> None:
+    train(learner={"learning_rate": 0.0}, trainer={"steps": 2, "evaluate_problems": 4})
+    before, after = rows_of(tmp_path / "run", "evaluations.jsonl")
+    assert before["heldout_part/even"] == after["heldout_part/even"]
+    arrays = newest_state(tmp_path / "run").adapter.arrays
+    assert all(float(abs(array).max()) == 0 for name, array in arrays.items() if name.endswith("lora_b"))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_skips_its_step_only(
+    train: Train, calling: Any, tmp_path: Path, reward: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollout = {"refill_rounds": 0}
+    assert train(calling(lambda: reward, 10), rollout=rollout, trainer={"steps": 3}, checkpoint={"keep": 9}) == 0
+    rows = rows_of(tmp_path / "run")
+    assert [row["update/skipped"] is None for row in rows] == [True, False, True]
+    assert rows[1]["reward/mean"] is None
+    assert "step 2 changed nothing: the loss is nan" in caplog.text
+    first, second, third = (read_adapter(tmp_path / f"run/step_00000{step}/adapter") for step in (1, 2, 3))
+    assert first.sha256 == second.sha256 != third.sha256
+    assert (second.version, third.version) == (1, 2)
+
+
+def test_infinite_rewards_of_both_signs_do_not_end_the_run(train: Train, calling: Any, tmp_path: Path) -> None:
+    signs = iter([math.inf, -math.inf])
+    assert train(calling(lambda: next(signs), 1, 2), trainer={"steps": 2}) == 0
+    assert rows_of(tmp_path / "run")[0]["update/skipped"] is not None
+
+
+def test_when_nothing_teaches_anything_training_stops_and_says_so(train: Train, constant: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped, match=r"in 2 steps every completion .*the last ones: \[0\.5\].*group_size"):
+        train(constant(), rollout={"max_idle_steps": 2}, trainer={"steps": 9})
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {row["update/skipped"] for row in rows} == {"no group had a signal"}
+
+
+def test_what_was_learned_before_nothing_teaches_any_more_is_saved(train: Train, constant: Any, tmp_path: Path) -> None:
+    with pytest.raises(TrainingStopped):
+        idle = {"max_idle_steps": 2, "refill_rounds": 0}
+        train(constant(24), rollout=idle, trainer={"steps": 9}, checkpoint={"every": 100})
+    state = newest_state(tmp_path / "run")
+    assert (state.step, state.counters["idle_steps"]) == (5, 2)
+    assert 1 <= state.version <= 3
+
+
+def test_a_step_with_signal_starts_the_count_of_idle_steps_anew(train: Train, calling: Any, tmp_path: Path) -> None:
+    steps = {"steps": 4}
+    constant_but_once = calling(lambda: 0.5, *range(1, 9), *range(17, 33))  # steps 1, 3 and 4
+    assert train(constant_but_once, rollout={"max_idle_steps": 3, "refill_rounds": 0}, trainer=steps) == 0
+    assert newest_state(tmp_path / "run").counters["idle_steps"] == 2
+
+
+def fail_once(error: Exception) -> Callable[[], float]:
+    def fail() -> float:
+        raise error
+
+    return fail
+
+
+def test_steps_before_an_error_are_saved_and_the_run_goes_on_from_there(
+    train: Train, calling: Any, tmp_path: Path
+) -> None:
+    rare = {"every": 100, "resume": "auto"}
+    with pytest.raises(ProblemError, match="cannot be scored"):
+        # in the middle of step 3, whose problems are taken from the stream already
+        train(calling(fail_once(ProblemError("cannot be scored")), 30), checkpoint=rare, trainer={"steps": 4})
+    assert saved_steps(tmp_path / "run") == [len(rows_of(tmp_path / "run"))]
+    assert train(checkpoint=rare, trainer={"steps": 4}) == 0
+    assert train(folder="whole", trainer={"steps": 4}) == 0
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert rows_of(tmp_path / "run", name) == rows_of(tmp_path / "whole", name)
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(state: TrainingState, folder: Path) -> None:
+        if state.step == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_checkpoint(state, folder)
+
+    monkeypatch.setattr("parallm.checkpoint.manager.write_checkpoint", write)
+    assert train(trainer={"steps": 3}) == 0
+    assert saved_steps(tmp_path / "run") == [1, 3]
+    assert "the disk is full" in caplog.text
+    assert "training goes on, the next try is in 1 steps" in caplog.text
+
+
+def test_a_full_disk_at_the_end_is_an_error_and_older_checkpoints_stay(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(state: TrainingState, folder: Path) -> None:
+        if state.step == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_checkpoint(state, folder)
+
+    monkeypatch.setattr("parallm.checkpoint.manager.write_checkpoint", write)
+    with pytest.raises(CheckpointError, match="step_000003 could not be saved, the disk is full"):
+        train(trainer={"steps": 3})
+    assert saved_steps(tmp_path / "run") == [1, 2]
+    assert len(rows_of(tmp_path / "run")) == 3
+
+
+def test_an_adapter_that_the_disk_does_not_take_is_an_error_in_one_line(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("parallm.build.write_peft", write)
+    with pytest.raises(CheckpointError, match="No space left on device; the same adapter is in the last checkpoint"):
+        train(trainer={"steps": 1})
+    assert saved_steps(tmp_path / "run") == [1]
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_evaluation(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluate = Evaluator.evaluate
+
+    async def interrupted(self: Evaluator, now: int, version: int, model: str) -> EvaluationReport:
+        if now == step:
+            interrupt()
+        return await evaluate(self, now, version, model)
+
+    monkeypatch.setattr(Evaluator, "evaluate", interrupted)
+
+
+def test_an_interrupt_finishes_the_step_saves_and_leaves(train: Train, calling: Any, tmp_path: Path) -> None:
+    settings = {"steps": 9, "evaluate_problems": 4}  # whose scorings are the first four
+    assert train(calling(interrupt, 7), trainer=settings, checkpoint={"every": 100}) == 0
+    assert saved_steps(tmp_path / "run") == [1]
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1]
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0]
+    assert (tmp_path / "run" / "adapter").is_dir()
+
+
+def test_an_interrupt_before_the_first_step_trains_nothing(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_evaluation(0, monkeypatch)
+    assert train(trainer={"evaluate_problems": 4}) == 0
+    assert rows_of(tmp_path / "run") == []
+    assert saved_steps(tmp_path / "run") == []
+
+
+def test_an_interrupt_during_an_evaluation_saves_the_steps_before(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_evaluation(1, monkeypatch)
+    settings = {"steps": 9, "evaluate_problems": 4, "evaluate_every": 1}
+    assert train(trainer=settings, checkpoint={"every": 100}) == 0
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0, 1]
+    assert saved_steps(tmp_path / "run") == [1]
+
+
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(train: Train, calling: Any, tmp_path: Path) -> None:
+    auto = {"resume": "auto", "every": 100}
+    train(calling(interrupt, 3), trainer={"steps": 3}, checkpoint=auto)
+    assert len(rows_of(tmp_path / "run")) == 1
+    train(trainer={"steps": 3}, checkpoint=auto)
+    train(folder="whole", trainer={"steps": 3})
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert rows_of(tmp_path / "run", name) == rows_of(tmp_path / "whole", name)
+
+
+def test_a_finished_run_has_nothing_left_to_do(train: Train, tmp_path: Path) -> None:
+    train(trainer={"steps": 2})
+    before = rows_of(tmp_path / "run")
+    assert train(trainer={"steps": 2}, checkpoint={"resume": "auto"}) == 0
+    assert rows_of(tmp_path / "run") == before
+    assert train(trainer={"steps": 3}, checkpoint={"resume": "auto"}) == 0
+    assert rows_of(tmp_path / "run")[:2] == before
+
+
+def test_a_run_starts_from_a_given_adapter(train: Train, tmp_path: Path) -> None:
+    train(trainer={"steps": 2})
+    given = str(tmp_path / "run" / "adapter")
+    model = {"adapter": given, "lora": {"rank": 4}}
+    assert train(folder="next", trainer={"steps": 1}, model=model) == 0
+    assert rows_of(tmp_path / "next", "samples.jsonl")[0]["version"] == 2
+    assert newest_state(tmp_path / "next").version == 3
+
+
+def test_an_adapter_of_another_rank_is_refused(train: Train, tmp_path: Path) -> None:
+    train(trainer={"steps": 1})
+    model = {"adapter": str(tmp_path / "run" / "adapter"), "lora": {"rank": 8}}
+    with pytest.raises(AdapterError, match=r"has rank 4, the run 8; set model\.lora\.rank=4"):
+        train(folder="next", model=model)
+
+
+def test_a_checkpoint_of_another_rank_is_refused_and_nothing_is_lost(train: Train, tmp_path: Path) -> None:
+    train(trainer={"steps": 1})
+    rows, steps = rows_of(tmp_path / "run"), saved_steps(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"has LoRA rank 4, this run 8; set model\.lora\.rank=4"):
+        train(model={"lora": {"rank": 8}}, checkpoint={"resume": "auto"})
+    assert (rows_of(tmp_path / "run"), saved_steps(tmp_path / "run")) == (rows, steps)
+
+
+def test_a_damaged_newest_checkpoint_costs_one_checkpoint(
+    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(trainer={"steps": 3})
+    whole = rows_of(tmp_path / "run")
+    newest = tmp_path / "run" / "step_000003" / "optimizer.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    caplog.set_level(logging.WARNING)
+    train(trainer={"steps": 3}, checkpoint={"resume": "auto"})
+    assert "was set aside" in caplog.text
+    assert rows_of(tmp_path / "run") == whole
+
+
+def test_dropout_trains_and_gives_the_same_run_twice(train: Train, tmp_path: Path) -> None:
+    lora = {"lora": {"rank": 4, "dropout": 0.3}}
+    train(model=lora, trainer={"steps": 2})
+    train(folder="again", model=lora, trainer={"steps": 2})
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "again")
+    assert all(row["update/skipped"] is None for row in rows_of(tmp_path / "run"))
