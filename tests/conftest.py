@@ -13,6 +13,7 @@ from parallm.device.blas import load_blas, set_blas_threads
 from parallm.device.settings import DeviceSettings
 
 BLAS = load_blas(DeviceSettings())
+set_blas_threads(BLAS, 1)  # what the lanes do too: several threads on few, busy cores wait for each other
 
 import mlx.core as mx  # noqa: E402  # only now: MLX takes the BLAS that is there when it loads
 import mlx.nn as nn  # noqa: E402

@@ -79,7 +79,7 @@ class DeviceThread:
 
         def pass_on(started: Future[None]) -> None:
             error = started.exception()
-            if error is not None:
+            if error is not None and not future.done():
                 future.set_exception(error)
 
         self.call(start).add_done_callback(pass_on)
@@ -99,17 +99,22 @@ class DeviceThread:
             self._thread.join()
 
     def _loop(self) -> None:
-        while not self._stopping:
-            self._run_calls()
-            ready = self._ready()
-            if ready:
-                self._run_unit(self.governor.choose(ready))
-            else:
-                with self._wakeup:
-                    if not self._calls and not self._stopping and not self._ready():
-                        self._wakeup.wait(timeout=1.0)
-        self._fail_rest()
-        mx.clear_streams()  # MLX may abort the process at its end if a thread with streams did not do this
+        try:
+            while not self._stopping:
+                self._run_calls()
+                ready = self._ready()
+                if ready:
+                    self._run_unit(self.governor.choose(ready))
+                else:
+                    self._wait()
+        finally:
+            self._fail_rest()
+            mx.clear_streams()  # MLX may abort the process at its end if a thread with streams did not do this
+
+    def _wait(self) -> None:
+        with self._wakeup:
+            if not self._calls and not self._stopping and not self._ready():
+                self._wakeup.wait(timeout=1.0)
 
     def _run_calls(self) -> None:
         while self._calls and not self._stopping:
@@ -150,16 +155,19 @@ class DeviceThread:
             future.set_exception(error)
 
     def _fail_rest(self) -> None:
+        """Nobody may wait for a thread that has ended, whatever ended it."""
         error = EngineStopped("the device thread has ended; restart the process")
-        if self._worker is not None:
-            for traffic in ("serving", "rollout"):
-                self._worker.fail(traffic, error)
+        with self._wakeup:
+            self._stopping = True
         waiting = [future for _, future in self._calls] + ([self._update[1]] if self._update else [])
         self._calls.clear()
         self._update = None
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
+        if self._worker is not None:
+            for traffic in ("serving", "rollout"):
+                self._worker.fail(traffic, error)
 
 
 def _settle(future: Future[Any], function: Callable[[], Any]) -> None:

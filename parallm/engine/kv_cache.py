@@ -66,18 +66,16 @@ class SlotCache(OwnCache):
             self._keys_SHLD = _grown(self._keys_SHLD, rows.num_slots, rows.num_positions, self._keys_SHLD)
             self._values_SHLD = _grown(self._values_SHLD, rows.num_slots, rows.num_positions, self._values_SHLD)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to slot `target`."""
-        if self._keys_SHLD is not None and self._values_SHLD is not None:
-            # contiguous: a view would share the pool's memory, and the write would then copy the whole pool
-            keys = mx.contiguous(self._keys_SHLD[source : source + 1, :, :length])
-            values = mx.contiguous(self._values_SHLD[source : source + 1, :, :length])
-            self._keys_SHLD[target : target + 1, :, :length] = keys
-            self._values_SHLD[target : target + 1, :, :length] = values
+    def row(self, slot: int, length: int) -> list[mx.array]:
+        """Copies of the first `length` positions of a slot's keys and values, (1, H, length, D) each; not evaluated."""
+        return [mx.contiguous(array[slot : slot + 1, :, :length]) for array in self.state]
 
-    def release(self) -> None:
-        """Give the memory back."""
-        self._keys_SHLD = self._values_SHLD = None
+    def put(self, slot: int, row: Sequence[mx.array]) -> None:
+        """Write a copied row, which must be evaluated: MLX writes in place only while nothing else waits to read the
+        pool, and would else copy all of it."""
+        if self._keys_SHLD is not None and self._values_SHLD is not None:
+            self._keys_SHLD[slot : slot + 1, :, : row[0].shape[2]] = row[0]
+            self._values_SHLD[slot : slot + 1, :, : row[1].shape[2]] = row[1]
 
 
 class ActiveRows:

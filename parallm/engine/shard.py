@@ -51,8 +51,10 @@ class BatchedShard:
     def leave(self, row: int) -> None:
         last = len(self.rows) - 1
         if row != last:
-            for slots in self._caches:
-                slots.move(last, row, max(0, self.rows[last].num_cached))
+            copies = [slots.row(last, self.rows[last].num_cached) for slots in self._caches]
+            mx.eval(copies)
+            for slots, copied in zip(self._caches, copies, strict=True):
+                slots.put(row, copied)
         self.rows[row] = self.rows[last]
         self.rows.pop()
         if not self.rows:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import sys
 from dataclasses import replace
@@ -11,7 +12,8 @@ from workbench import Workbench, open_workbench, scored_at_random
 
 from parallm.types import SamplingParams, TrajectoryGroup
 
-PROBLEMS_PER_ROUND = 16
+MOST_PROBLEMS_PER_ROUND = 16
+TYPICAL_TOKENS = 64
 SECONDS_BETWEEN = 0.05
 
 
@@ -35,6 +37,7 @@ async def measure(job: Job) -> dict[str, float | str | bool]:
 
 async def sample_ragged(bench: Workbench, name: str, generator: random.Random) -> list[TrajectoryGroup]:
     """One request per problem, each at another moment and with another limit: rows come and go all the time."""
+    count = min(MOST_PROBLEMS_PER_ROUND, math.ceil(bench.job.tokens / (TYPICAL_TOKENS * bench.job.group_size)))
     requests = [
         replace(
             request,
@@ -44,7 +47,7 @@ async def sample_ragged(bench: Workbench, name: str, generator: random.Random) -
                 seed=generator.getrandbits(63),
             ),
         )
-        for request in bench.requests(name, PROBLEMS_PER_ROUND, SamplingParams(max_tokens=1))
+        for request in bench.requests(name, count, SamplingParams(max_tokens=1))
     ]
 
     async def generate_late(place: int) -> TrajectoryGroup:

@@ -187,7 +187,8 @@ def test_stopping_during_an_update_fails_its_future() -> None:
         update.result(5)
 
 
-def test_a_worker_whose_failure_handling_breaks_leaves_nobody_waiting(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_whose_failure_handling_breaks_leaves_nobody_waiting() -> None:
     class Broken(Counter):
         def fail(self, traffic: TrafficClass, error: Exception) -> None:
             raise RuntimeError("cannot even fail")
@@ -199,6 +200,7 @@ def test_a_worker_whose_failure_handling_breaks_leaves_nobody_waiting(caplog: py
     go.set()
     with pytest.raises(EngineStopped):
         update.result(5)
+    device.stop()  # waits for the thread, whose exception belongs to this test
     assert not device.is_alive
 
 

@@ -1,0 +1,138 @@
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tuner.lora import LoRALinear
+
+from parallm.model.load import load_shared_model
+from parallm.model.lora import (
+    DropoutAdapter,
+    LoraLinear,
+    OneAdapter,
+    initial_arrays,
+    one_adapter,
+    stack_adapters,
+)
+from parallm.model.settings import LoraSettings, ModelSettings
+from parallm.model.shared_model import SharedModel
+
+TOKENS = mx.array([[5, 300, 17, 9, 44, 2], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 5, 6]])
+LAYER_SITES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def random_view(model: SharedModel, seed: int, rank: int = 4, sites: set[str] | None = None) -> OneAdapter:
+    key, arrays = mx.random.key(seed), {}
+    for site, (inputs, outputs) in model.sites.items():
+        if sites is None or site.rsplit(".", 1)[-1] in sites:
+            key, key_a, key_b = mx.random.split(key, 3)
+            arrays[f"{site}.lora_a"] = mx.random.normal((inputs, rank), key=key_a) * 0.2
+            arrays[f"{site}.lora_b"] = mx.random.normal((rank, outputs), key=key_b) * 0.2
+    return one_adapter(arrays, 2.0)
+
+
+def hidden(model: SharedModel, view: OneAdapter | None, tokens: mx.array = TOKENS) -> mx.array:
+    return model.hidden(tokens, None, view)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("llama", LAYER_SITES),
+        ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
+        ("gpt2", {"c_attn", "c_proj", "c_fc"}),
+        ("gpt_bigcode", {"c_attn", "c_proj", "c_fc"}),
+        ("gpt_neox", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
+        ("mamba", {"in_proj", "x_proj", "dt_proj", "out_proj"}),
+    ],
+)
+def test_all_linear_means_every_linear_layer_but_the_head(
+    architecture: str, names: set[str], load_tiny: Callable[..., SharedModel]
+) -> None:
+    assert {site.rsplit(".", 1)[-1] for site in load_tiny(architecture).sites} == names
+
+
+def test_targets_are_ends_of_paths(tiny_model: Callable[[str], Path]) -> None:
+    lora = LoraSettings(targets=("q_proj", "layers.1.mlp.up_proj"))
+    model = load_shared_model(ModelSettings(path=str(tiny_model("llama")), lora=lora))
+    assert model.sites == {
+        "model.layers.0.self_attn.q_proj": (64, 64),
+        "model.layers.1.self_attn.q_proj": (64, 64),
+        "model.layers.1.mlp.up_proj": (64, 96),
+    }
+
+
+def test_a_new_adapter_changes_nothing(load_tiny: Callable[..., SharedModel]) -> None:
+    model = load_tiny("llama")
+    arrays = initial_arrays(model.sites, 4, mx.random.key(0))
+    assert len(arrays) == 28
+    assert mx.array_equal(hidden(model, one_adapter(arrays, 2.0)), hidden(model, None)).item()
+
+
+def test_initial_arrays_follow_from_the_key(load_tiny: Callable[..., SharedModel]) -> None:
+    sites = load_tiny("llama").sites
+    one, same, other = (initial_arrays(sites, 4, mx.random.key(seed)) for seed in (0, 0, 1))
+    name = "model.layers.0.mlp.down_proj.lora_a"
+    assert mx.array_equal(one[name], same[name]).item()
+    assert not mx.array_equal(one[name], other[name]).item()
+    assert mx.abs(one[name]).max().item() <= 96**-0.5
+
+
+def test_a_site_computes_what_mlx_lm_computes(load_tiny: Callable[..., SharedModel]) -> None:
+    model = load_tiny("llama")
+    view = random_view(model, 1)
+    site = "model.layers.0.mlp.up_proj"
+    module = dict(model.base.named_modules())[site]
+    assert isinstance(module, LoraLinear)
+    theirs = LoRALinear.from_base(module.linear, r=4, scale=2.0)
+    theirs.lora_a, theirs.lora_b = view.a_IR[site], view.b_RO[site] / 2.0
+    x = mx.random.normal((2, 5, 64), key=mx.random.key(2))
+    with model.binding.applied(view):
+        ours = module(x)
+    assert mx.allclose(ours, theirs(x), atol=1e-5).item()
+    assert mx.array_equal(module(x), module.linear(x)).item()
+
+
+def test_rows_of_mixed_adapters_get_what_they_get_alone(load_tiny: Callable[..., SharedModel]) -> None:
+    model = load_tiny("llama")
+    views = [None, random_view(model, 1), random_view(model, 2, rank=2, sites={"q_proj", "down_proj"})]
+    mixed = replace(stack_adapters(list(views), model.sites), index_B=mx.array([2, 0, 1], mx.uint32))
+    together = model.hidden(TOKENS, None, mixed)
+    for row, view in enumerate((views[2], views[0], views[1])):
+        alone = hidden(model, view, TOKENS[row : row + 1])
+        assert mx.allclose(together[row], alone[0], atol=1e-4).item()
+
+
+def test_adapters_apply_to_single_tokens_of_a_half_precision_base(tiny_model: Callable[[str], Path]) -> None:
+    model = load_shared_model(ModelSettings(path=str(tiny_model("llama")), dtype="bfloat16"))
+    view = random_view(model, 1)
+    mixed = replace(stack_adapters([None, view], model.sites), index_B=mx.array([0, 1, 1], mx.uint32))
+    found = model.hidden(TOKENS[:, :1], None, mixed)
+    assert found.dtype == mx.bfloat16
+    assert mx.array_equal(found[0], hidden(model, None, TOKENS[:1, :1])[0]).item()
+    assert not mx.array_equal(found[1], hidden(model, None, TOKENS[1:2, :1])[0]).item()
+
+
+def test_dropout_follows_from_its_keys_and_keeps_the_mean(load_tiny: Callable[..., SharedModel]) -> None:
+    model = load_tiny("llama")
+    view, site = random_view(model, 1), "model.layers.0.mlp.up_proj"
+    x = mx.ones((1, 4, 64))
+    deltas = [
+        DropoutAdapter(view, 0.25, {site: mx.random.key(seed)}).delta(site, x) for seed in [0, 0, *range(1, 400)]
+    ]
+    drawn = [delta for delta in deltas if delta is not None]
+    assert len(drawn) == 401
+    assert mx.array_equal(drawn[0], drawn[1]).item()
+    expected = view.delta(site, x)
+    assert expected is not None
+    error = mx.abs(mx.stack(drawn).mean(axis=0) - expected).max().item()
+    assert error < 0.2 * mx.abs(expected).max().item()
+    assert DropoutAdapter(view, 0.25, {}).delta(site, x) is None
+
+
+def test_an_error_inside_a_forward_takes_the_view_away_again(load_tiny: Callable[..., SharedModel]) -> None:
+    model = load_tiny("llama")
+    with pytest.raises(RuntimeError, match="broken"), model.binding.applied(random_view(model, 1)):
+        raise RuntimeError("broken")
+    assert model.binding.view is None
