@@ -2,9 +2,6 @@
 
 import asyncio
 import dataclasses
-import logging
-import os
-import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.environment.environment import Environment, build_environment
 from parallm.errors import CheckpointError, ProblemError
+from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.learner import Learner
 from parallm.metrics.display import Display, make_display
 from parallm.metrics.record import RunRecorder
@@ -43,10 +41,6 @@ from parallm.server.app import create_app
 from parallm.server.listen import HttpServer, bind
 from parallm.trainer.trainer import BEST, Parts, Trainer
 from parallm.types import POLICY, Problem, TrainingStatus
-
-logger = logging.getLogger(__name__)
-
-INTERRUPTED = 130
 
 Result = TypeVar("Result")
 
@@ -87,7 +81,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         nonlocal trainer
         display.start(_header(config, folder, blas, server))
         trainer = await _make_trainer(config, folder, house, environment, recorder, display)
-        _stop_on_signals(trainer.stop, "finishing this step, then saving and leaving")
+        stop_on_signals(trainer.stop, "finishing this step, then saving and leaving")
         try:
             await trainer.run()
         finally:
@@ -97,7 +91,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         display.finish(summary.rows())
         if config.trainer.keep_serving and server is not None and not trainer.was_stopped:
             sys.stdout.write(f"training has ended; {server.url} answers until Ctrl-C\n")
-            await _until_signal()
+            await until_signal()
 
     try:
         return await _with_house(config, blas, status, work)
@@ -110,7 +104,7 @@ async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
     async def work(_: House, server: HttpServer | None) -> None:
         display.start(_header(config, folder, blas, server))
-        await _until_signal()
+        await until_signal()
 
     try:
         return await _with_house(config, blas, lambda: TrainingStatus(state="serving"), work)
@@ -126,9 +120,7 @@ async def _with_house(
 ) -> int:
     """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads."""
     bound = bind(config.server) if config.server.enabled else None
-    device = DeviceThread(
-        Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share)
-    )
+    device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
     server: HttpServer | None = None
     try:
         house = await _build_house(config, blas, device)
@@ -285,28 +277,3 @@ def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServe
 
 async def _on_device(device: DeviceThread, function: Callable[[], Result]) -> Result:
     return await asyncio.wrap_future(device.call(function))
-
-
-def _stop_on_signals(stop: Callable[[], None], what: str) -> None:
-    """The first Ctrl-C or SIGTERM says `what` happens and calls `stop`; the second ends the process at once."""
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-            signal.signal(number, _leave_now)
-        logger.warning("%s; press Ctrl-C again to leave now", what)
-        stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
-
-
-async def _until_signal() -> None:
-    over = asyncio.Event()
-    _stop_on_signals(over.set, "finishing the answers under way, then leaving")
-    await over.wait()
-
-
-def _leave_now(_: int, __: object) -> None:
-    os._exit(INTERRUPTED)

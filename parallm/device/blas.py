@@ -49,7 +49,7 @@ class BlasReport:
     path: Path | None
     """The library that was loaded; None where MLX uses what it came with."""
     strict: bool
-    """MKL confirms its strict mode: log-probs of engine and learner can be equal bit for bit."""
+    """MKL confirms the flag of its strict mode. Whether log-probs are equal bit for bit is measured in each step."""
     has_compiler: bool
     """Whether g++ is there. Without it MLX on a Linux CPU runs compiled functions operation by operation."""
     message: str
@@ -76,8 +76,6 @@ def load_blas(settings: DeviceSettings) -> BlasReport:
     for name in loaders if settings.blas == "auto" else loaders.keys() & {settings.blas}:
         report = loaders[name](settings)
         if report is not None:
-            if settings.blas_threads is not None:
-                set_blas_threads(report, settings.blas_threads)
             return report
     if settings.blas not in {"auto", "reference"}:
         raise ConfigError(f"device.blas={settings.blas}: no such library found; {_WAY_OUT}, or set device.blas=auto")
@@ -108,8 +106,8 @@ def _load_mkl(settings: DeviceSettings) -> BlasReport | None:
         library = _load_globally(path)
         if library is not None:
             strict = bool(library.MKL_CBWR_Get(ctypes.c_int(MKL_ALL_FLAGS)) & MKL_STRICT_FLAG)
-            mode = "in strict mode, reproducible bit for bit" if strict else "without its strict mode"
-            return _report("mkl", f"matrix products: MKL {mode} ({path})", path=path, strict=strict)
+            mode = os.environ.get("MKL_CBWR", "not set")
+            return _report("mkl", f"matrix products: MKL, MKL_CBWR={mode} ({path})", path=path, strict=strict)
     return None
 
 

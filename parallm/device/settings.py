@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-from pydantic import Field
-
 from parallm.settings import settings
 
 
@@ -13,5 +11,3 @@ class DeviceSettings:
     """Linux CPUs only: the library behind matrix products. `auto` takes the first that is found, in this order."""
     blas_strict: bool = True
     """MKL only: its reproducible mode, in which engine and learner log-probs are equal bit for bit."""
-    blas_threads: int | None = Field(default=None, ge=1)
-    """Threads of one matrix product; null leaves the choice to the library: one per core."""

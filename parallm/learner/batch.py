@@ -13,7 +13,6 @@ from parallm.learner.objective import Objective, group_advantages, token_weight
 from parallm.model.attention import LEAST_ROWS
 from parallm.types import Trajectory, TrajectoryGroup
 
-
 RUN_OVERHEAD = 16  # what starting one more run costs, in tokens that could be computed instead (measured on a CPU)
 
 

@@ -38,7 +38,14 @@ class Learner:
     """Turns trajectory groups into the next adapter version. All methods run on the device thread."""
 
     def __init__(
-        self, model: SharedModel, lanes: Lanes, settings: LearnerSettings, *, start: Adapter, total_steps: int, seed: int
+        self,
+        model: SharedModel,
+        lanes: Lanes,
+        settings: LearnerSettings,
+        *,
+        start: Adapter,
+        total_steps: int,
+        seed: int,
     ) -> None:
         self._settings = settings
         self._objective = PRESETS[settings.preset]

@@ -75,9 +75,7 @@ def policy_loss(
     return (weights_N * mx.maximum(-ratio_N * advantages_N, -clipped_N * advantages_N)).sum()
 
 
-def is_clipped(
-    logprobs_N: mx.array, behaviour_N: mx.array, advantages_N: mx.array, objective: Objective
-) -> mx.array:
+def is_clipped(logprobs_N: mx.array, behaviour_N: mx.array, advantages_N: mx.array, objective: Objective) -> mx.array:
     """True (N,) where clipping removes the gradient."""
     ratio_N = mx.exp(logprobs_N - behaviour_N)
     above_N = (advantages_N > 0) & (ratio_N > 1 + objective.clip_high)

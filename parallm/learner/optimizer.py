@@ -43,7 +43,9 @@ class AdapterOptimizer:
     def restore(self, state: Mapping[str, mx.array]) -> None:
         """Go on from what `state` has returned. Raises CheckpointError unless it is of the same arrays."""
         if differing := sorted(state.keys() ^ self.state().keys()):
-            raise CheckpointError(f"the optimizer's state does not fit the adapter: {differing[0]} is only in one of them")
+            raise CheckpointError(
+                f"the optimizer's state does not fit the adapter: {differing[0]} is only in one of them"
+            )
         # not tree_unflatten: an adapter's names hold dots themselves, and MLX starts moments that it does not find anew
         nested: dict[str, Any] = {}
         for key, array in state.items():

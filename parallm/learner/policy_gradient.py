@@ -34,7 +34,9 @@ class TokenStatistics:
 class PolicyGradient:
     """The model part of an update. Holds no state between calls."""
 
-    def __init__(self, model: SharedModel, lanes: Lanes, objective: Objective, *, chunk_bytes: int, dropout: float) -> None:
+    def __init__(
+        self, model: SharedModel, lanes: Lanes, objective: Objective, *, chunk_bytes: int, dropout: float
+    ) -> None:
         self._model = model
         self._lanes = lanes
         self._objective = objective
@@ -101,7 +103,11 @@ class PolicyGradient:
         scores = [self._score(chunk, keeps=len(chunks) == 1) for chunk in chunks]
         logprobs_N = mx.concatenate([score.logprobs_N for score in scores])
         loss, loss_gradient_N = mx.value_and_grad(policy_loss)(
-            logprobs_N, mx.array(batch.behaviour_N), mx.array(batch.advantages_N), mx.array(batch.weights_N), self._objective
+            logprobs_N,
+            mx.array(batch.behaviour_N),
+            mx.array(batch.advantages_N),
+            mx.array(batch.weights_N),
+            self._objective,
         )
         gradients = [
             self._pull_back(chunk, score, loss_gradient_N[start : start + self._chunk])
@@ -123,10 +129,12 @@ class PolicyGradient:
         return _Score(logprobs_N, entropies_N, None)
 
     def _pull_back(self, chunk: "_Chunk", score: "_Score", cotangent_N: mx.array) -> mx.array:
-        """Gradient with respect to the hidden states: that of a log-softmax is (chosen - probabilities) / temperature."""
+        """Gradient with respect to the hidden states; a log-softmax's is (chosen - probabilities) / temperature."""
         probabilities_NV = score.probabilities_NV
         if probabilities_NV is None:
-            probabilities_NV = mx.softmax(scaled_logits(self._model.head(chunk.hidden_NH), chunk.temperature_N), axis=-1)
+            probabilities_NV = mx.softmax(
+                scaled_logits(self._model.head(chunk.hidden_NH), chunk.temperature_N), axis=-1
+            )
         scale_N1 = (cotangent_N / chunk.temperature_N)[:, None]
         chosen_N1 = chunk.tokens_N[:, None]
         gradient_NV = mx.put_along_axis(

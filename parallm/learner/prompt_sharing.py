@@ -33,7 +33,8 @@ class ContinuationLayer(OwnCache):
     """Puts the prompt's keys and values before those of each completion."""
 
     def __init__(self, prompt: PromptLayer) -> None:
-        assert prompt.keys is not None and prompt.values is not None, "the prompt's pass comes first"
+        assert prompt.keys is not None, "the prompt's pass comes first"
+        assert prompt.values is not None
         self._keys, self._values = prompt.keys, prompt.values
         self.offset = prompt.keys.shape[2]
 

@@ -1,0 +1,43 @@
+"""Ctrl-C and SIGTERM: the first asks to stop, the second ends the process at once. For the asyncio thread only."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SHOW_CURSOR = "\x1b[?25h"
+
+
+def stop_on_signals(stop: Callable[[], None], what: str) -> None:
+    """Let the first signal say `what` happens and call `stop`."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, _leave_now)
+        logger.warning("%s; press Ctrl-C again to leave now", what)
+        stop()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, on_signal)
+
+
+async def until_signal() -> None:
+    """Wait for the first signal."""
+    over = asyncio.Event()
+    stop_on_signals(over.set, "finishing the answers under way, then leaving")
+    await over.wait()
+
+
+def _leave_now(_: int, __: object) -> None:
+    if sys.stdout.isatty():
+        sys.stdout.write(SHOW_CURSOR)  # a live display hides it
+        sys.stdout.flush()
+    os._exit(INTERRUPTED)
