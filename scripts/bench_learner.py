@@ -4,7 +4,8 @@ Update: the same completions for both, all tokens trained on, one optimizer step
 in an environment of its own. Tokens are completion tokens: both compute the prompts too, mlx-lm-lora once for each
 completion (this version; older ones left the prompt out), we once for each group.
 Step: sampling, scoring, update; the same problems, no refill, a learning rate so small that all sample from the same
-policy. Ours is `python -m parallm.train` as it is, read from its metrics.jsonl.
+policy. Ours is `python -m parallm.train` as it is, read from its metrics.jsonl. We and the naive loop leave out groups
+without signal; mlx-lm-lora trains on all. What each sampled and trained on is shown, since it differs by chance.
 """
 
 import json
@@ -13,9 +14,9 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 from job import Job, add_model_options, base_job, blas_name, clean_environment, run_program, run_worker
 from peers import DEFAULT_FOLDER, peer_python
@@ -25,8 +26,23 @@ from report import print_figures, print_table
 import parallm
 from parallm.device.blas import load_blas
 
-PEER = "mlx-lm-lora==5.10.2"
+PEER_VERSION = "5.10.2"
+OURS, PEER, NAIVE = "parallm", "mlx-lm-lora", "naive loop"
 Seconds = dict[str, list[float]]
+
+
+@dataclass(slots=True)
+class Steps:
+    """Whole GRPO steps, the first of each process left out, with their completion tokens."""
+
+    seconds: list[float] = field(default_factory=list)
+    sampled: list[float] = field(default_factory=list)
+    trained: list[float] = field(default_factory=list)
+
+    def add(self, seconds: list[float], sampled: list[float], trained: list[float]) -> None:
+        self.seconds += seconds
+        self.sampled += sampled
+        self.trained += trained
 
 
 def main() -> None:
@@ -42,58 +58,80 @@ def main() -> None:
     job = replace(
         base_job(arguments), prompts=arguments.prompts, max_tokens=arguments.max_tokens, repeats=arguments.repeats
     )
-    python = None if arguments.no_peer else peer_python(arguments.peers, "mlx-lm-lora", PEER)
+    python = None if arguments.no_peer else peer_python(arguments.peers, PEER, f"{PEER}=={PEER_VERSION}")
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, trajectories=str(Path(folder) / "trajectories.json"))
         tokens = int(run_worker("sample_trajectories", job)["tokens"])
         update = measure_updates(job, arguments.rounds, python)
-        step = measure_steps(job, arguments.rounds, python, Path(folder))
-    rows = [("", "median s", "tokens/s", "this / ours", "all")]
-    for name, found in (("update", update), ("step", step)):
-        for who, seconds in found.items():
-            ratio = f"{median(seconds) / median(found['parallm']):.2f}"
-            speed = f"{tokens / median(seconds):.0f}"
-            every = " ".join(f"{one:.2f}" for one in seconds)
-            rows.append((f"{name}, {who}", f"{median(seconds):.2f}", speed, ratio, every))
-    print_table(f"{arguments.model}: {job.prompts} x {job.group_size} completions, {tokens} completion tokens", rows)
+        steps = measure_steps(job, arguments.rounds, python, Path(folder))
+    print_table(
+        f"One update: {arguments.model}, {job.prompts} x {job.group_size} completions, {tokens} completion tokens",
+        [("", "median s", "tokens/s", "this / ours", "all s"), *(update_row(who, update, tokens) for who in update)],
+    )
+    print_table(
+        f"One GRPO step: {arguments.model}, {job.prompts} problems x {job.group_size}, {job.max_tokens} tokens",
+        [
+            ("", "median s", "this / ours", "tokens sampled", "trained on", "all s"),
+            *(step_row(who, steps) for who in steps),
+        ],
+    )
+    step = {who: found.seconds for who, found in steps.items()}
     print_figures(
         {
-            "learner.cpu.tokens_per_second": tokens / median(update["parallm"]),
-            "learner.cpu.vs_mlx_lm_lora": slower(update, "mlx-lm-lora"),
-            "grpo_step.cpu.vs_mlx_lm_lora": slower(step, "mlx-lm-lora"),
-            "grpo_step.cpu.vs_naive": slower(step, "naive loop"),
+            "learner.cpu.tokens_per_second": tokens / median(update[OURS]),
+            "learner.cpu.vs_mlx_lm_lora": slower(update, PEER),
+            "grpo_step.cpu.vs_mlx_lm_lora": slower(step, PEER),
+            "grpo_step.cpu.vs_naive": slower(step, NAIVE),
         },
         device=blas_name(job),
     )
 
 
+def update_row(who: str, update: Seconds, tokens: int) -> tuple[str, ...]:
+    middle = median(update[who])
+    return who, f"{middle:.2f}", f"{tokens / middle:.0f}", f"{middle / median(update[OURS]):.2f}", listed(update[who])
+
+
+def step_row(who: str, steps: dict[str, Steps]) -> tuple[str, ...]:
+    found = steps[who]
+    middle = median(found.seconds)
+    tokens = f"{fmean(found.sampled):.0f}", f"{fmean(found.trained):.0f}"
+    return who, f"{middle:.2f}", f"{middle / median(steps[OURS].seconds):.2f}", *tokens, listed(found.seconds)
+
+
+def listed(seconds: list[float]) -> str:
+    return " ".join(f"{one:.2f}" for one in seconds)
+
+
 def slower(found: Seconds, who: str) -> float | None:
     """How many times our seconds `who` needs."""
-    return median(found[who]) / median(found["parallm"]) if who in found else None
+    return median(found[who]) / median(found[OURS]) if who in found else None
 
 
 def measure_updates(job: Job, rounds: int, python: str | None) -> Seconds:
     seconds: Seconds = defaultdict(list)
     for _ in range(rounds):
-        seconds["parallm"] += run_worker("update_speed", job)["seconds"]
+        seconds[OURS] += run_worker("update_speed", job)["seconds"]
         if python is not None:
-            seconds["mlx-lm-lora"] += run_peer(job, python)["seconds"]
+            seconds[PEER] += run_peer(job, python)["seconds"]
     return seconds
 
 
-def measure_steps(job: Job, rounds: int, python: str | None, folder: Path) -> Seconds:
-    seconds: Seconds = defaultdict(list)
+def measure_steps(job: Job, rounds: int, python: str | None, folder: Path) -> dict[str, Steps]:
+    steps: dict[str, Steps] = defaultdict(Steps)
     for place in range(rounds):
         one = replace(job, seed=place)
-        seconds["parallm"] += our_steps(one, folder / f"run-{place}")
-        seconds["naive loop"] += run_worker("naive_grpo", one, peer=True)["seconds"]
+        steps[OURS].add(*our_steps(one, folder / f"run-{place}"))
+        naive = run_worker("naive_grpo", one, peer=True)
+        steps[NAIVE].add(naive["seconds"], naive["tokens"], naive["trained"])
         if python is not None:
-            seconds["mlx-lm-lora"] += run_peer(replace(one, samples=True), python)["seconds"]
-    return seconds
+            peer = run_peer(replace(one, samples=True), python)
+            steps[PEER].add(peer["seconds"], peer["tokens"], peer["tokens"])
+    return steps
 
 
-def our_steps(job: Job, folder: Path) -> list[float]:
-    """Seconds of each step but the first, which warms up."""
+def our_steps(job: Job, folder: Path) -> tuple[list[float], list[float], list[float]]:
+    """Seconds, sampled tokens and trained tokens of each step but the first, which warms up."""
     folder.mkdir()
     command = [
         *(sys.executable, "-m", "parallm.train", f"model.path={job.model}", f"device.blas={job.blas}"),
@@ -105,7 +143,10 @@ def our_steps(job: Job, folder: Path) -> list[float]:
     ]
     run_program(command, clean_environment(), folder)
     (metrics,) = folder.glob("checkpoints/bench/*/metrics.jsonl")
-    return [json.loads(line)["seconds/total"] for line in metrics.read_text().splitlines()][1:]
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()][1:]
+    names = ("seconds/total", "rollout/tokens", "update/tokens")
+    seconds, sampled, trained = ([float(row.get(name, 0)) for row in rows] for name in names)
+    return seconds, sampled, trained
 
 
 def run_peer(job: Job, python: str) -> dict[str, list[float]]:

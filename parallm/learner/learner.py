@@ -167,4 +167,6 @@ def _reason_to_skip(totals: Totals, norm: float) -> str | None:
         return f"the loss is {totals.loss}"
     if not math.isfinite(norm):
         return f"the gradient norm is {norm}"
+    if norm == 0:
+        return "the gradient is zero"  # the optimizer would go on with its momentum alone
     return None

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models import base as mlx_lm_base
 
 LEAST_ROWS = 4
+LEAST_COLUMNS = 16
 KEY_BLOCK = 192
 
 _mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
@@ -46,7 +47,8 @@ def attention(
     rows, heads, length, size = queries.shape[0], keys.shape[1], queries.shape[2], queries.shape[3]
     repeats, positions = queries.shape[1] // heads, keys.shape[2]
     grouped = (queries * scale).reshape(rows, heads, repeats * length, size)
-    scores = product(grouped, keys.swapaxes(-1, -2)).reshape(rows, heads, repeats, length, positions)
+    columns = _at_least(keys, 2, LEAST_COLUMNS).swapaxes(-1, -2)
+    scores = product(grouped, columns)[..., :positions].reshape(rows, heads, repeats, length, positions)
     weights = mx.softmax(_masked(scores, mask), axis=-1).reshape(rows, heads, repeats * length, positions)
     blocks = [slice(start, start + KEY_BLOCK) for start in range(0, positions, KEY_BLOCK)]
     parts = [product(weights[..., block], values[:, :, block]) for block in blocks]
@@ -63,10 +65,12 @@ def product(left: mx.array, right: mx.array) -> mx.array:
 
 def at_least_rows(array: mx.array, axis: int) -> mx.array:
     """Repeat `array` along `axis` until it has `LEAST_ROWS`."""
-    num_rows = array.shape[axis]
-    if num_rows >= LEAST_ROWS:
-        return array
-    return mx.concatenate([array] * -(-LEAST_ROWS // num_rows), axis=axis)
+    return _at_least(array, axis, LEAST_ROWS)
+
+
+def _at_least(array: mx.array, axis: int, least: int) -> mx.array:
+    size = array.shape[axis]
+    return array if size >= least else mx.concatenate([array] * -(-least // size), axis=axis)
 
 
 def _masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:

@@ -16,6 +16,8 @@ from parallm.checkpoint.files import write_checkpoint
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import TrainingState
+from parallm.device.blas import load_blas
+from parallm.device.settings import DeviceSettings
 from parallm.errors import AdapterError, CheckpointError, ProblemError, TrainingStopped
 from parallm.model.adapter_files import read_adapter
 from parallm.rollout.evaluation import Evaluator
@@ -58,6 +60,8 @@ def test_a_run_leaves_its_numbers_samples_curves_checkpoints_and_adapters(train:
 
 
 def test_every_step_is_exactly_on_policy(train: Train, tmp_path: Path) -> None:
+    if not load_blas(DeviceSettings()).strict:
+        pytest.skip("only MKL in strict mode promises equal bits")
     train(trainer={"steps": 3})
     for row in rows_of(tmp_path / "run"):
         assert row["parity/tokens"] > 0

@@ -1,0 +1,232 @@
+"""Whole updates: what changes, what is reported, and what is skipped."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.device.lanes import Lanes
+from parallm.learner.learner import Learner
+from parallm.learner.settings import LearnerSettings
+from parallm.model.adapter import Adapter
+from parallm.model.shared_model import SharedModel
+from parallm.types import TrajectoryGroup, UpdateReport
+
+MakeGroup = Callable[..., TrajectoryGroup]
+MakeLearner = Callable[..., Learner]
+
+
+@pytest.fixture
+def make_learner(
+    load_tiny: Callable[[str], SharedModel], lanes: Lanes, make_start: Callable[..., Adapter]
+) -> MakeLearner:
+    def make(dropout: float = 0.0, seed: int = 0, **values: object) -> Learner:
+        model = load_tiny("qwen3")
+        settings = LearnerSettings(**({"warmup_steps": 0, "learning_rate": 1e-3} | values))  # type: ignore[arg-type]
+        return Learner(model, lanes, settings, start=make_start(model, dropout=dropout), total_steps=10, seed=seed)
+
+    return make
+
+
+@pytest.fixture
+def groups(make_group: MakeGroup) -> list[TrajectoryGroup]:
+    return [make_group(1, (12, 3, 1), (1.0, 0.0, 0.5)), make_group(2, (5, 6), (0.0, 1.0))]
+
+
+def update(learner: Learner, groups: Sequence[TrajectoryGroup], step: int = 0) -> UpdateReport:
+    report = list(learner.update(groups, step=step, max_tokens=40))[-1]
+    assert report is not None
+    return report
+
+
+def with_first(groups: Sequence[TrajectoryGroup], **values: object) -> list[TrajectoryGroup]:
+    """The groups with some fields of the very first trajectory replaced."""
+    first, *others = groups[0].trajectories
+    changed = replace(first, **values)  # type: ignore[arg-type]
+    return [replace(groups[0], trajectories=(changed, *others)), *groups[1:]]
+
+
+def test_an_update_makes_the_next_version_and_leaves_the_old_one_alone(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    learner = make_learner()
+    old = learner.adapter
+    before = {name: array.tolist() for name, array in old.arrays.items()}
+    report = update(learner, groups, step=4)
+    new = learner.adapter
+    assert (new.version, new.parent, new.step) == (4, 3, 5)
+    assert (report.version, report.step, report.skipped) == (4, 4, None)
+    assert new.sha256 != old.sha256
+    assert {name: array.tolist() for name, array in old.arrays.items()} == before
+    assert (new.rank, new.alpha, new.targets) == (old.rank, old.alpha, old.targets)
+
+
+def test_the_same_update_gives_the_same_adapter(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
+    one, other = make_learner(), make_learner()
+    for step in range(2):
+        assert replace(update(one, groups, step), seconds=0) == replace(update(other, groups, step), seconds=0)
+    assert one.adapter.sha256 == other.adapter.sha256
+
+
+def test_the_size_of_micro_batches_does_not_change_the_report(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    reports = [update(make_learner(micro_batch_tokens=tokens), groups) for tokens in (16, 40, 2048)]
+    for name in ("loss", "gradient_norm", "kl_to_behaviour", "entropy", "clip_fraction", "num_tokens"):
+        first, *others = (getattr(report, name) for report in reports)
+        assert others == pytest.approx([first, first], rel=1e-5)
+
+
+def test_an_update_can_be_interrupted_between_its_micro_batches(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    learner = make_learner(micro_batch_tokens=16)
+    units = learner.update(groups, step=0, max_tokens=40)
+    before = learner.adapter.sha256
+    kinds = [(type(unit), learner.adapter.sha256 == before) for unit in units]
+    assert len(kinds) > 2
+    assert kinds[:-1] == [(type(None), True)] * (len(kinds) - 1)
+    assert kinds[-1] == (UpdateReport, False)
+
+
+def test_a_policy_that_gives_the_sampled_log_probs_is_exactly_on_policy(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner()
+    found: list[list[float]] = []
+    add = Learner._add
+
+    def recorded(self: Learner, totals: object, batch: object, statistics: object) -> None:
+        found.append(np.array(statistics.logprobs_N).tolist())  # type: ignore[attr-defined]
+        add(self, totals, batch, statistics)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Learner, "_add", recorded)
+    one_each = [replace(group, trajectories=(one, one)) for group in groups for one in group.trajectories[:1]]
+    first = update(make_learner(), one_each)
+    assert first.parity.bit_equal_fraction == 0
+    assert first.kl_to_behaviour > 0
+    own = []
+    for group in one_each:
+        (mine,) = [values for values in found if len(values) == 2 * len(group.trajectories[0].tokens)]
+        logprobs = tuple(mine[: len(mine) // 2])
+        good, bad = (replace(group.trajectories[0], logprobs=logprobs, reward=reward) for reward in (1.0, 0.0))
+        own.append(replace(group, trajectories=(good, bad)))
+    report = update(learner, own)
+    assert report.parity.bit_equal_fraction == 1.0
+    assert (report.parity.max_abs, report.clip_fraction, report.kl_to_behaviour) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "logprob", "reason"),
+    [
+        ((math.nan, 0.0, 0.5), -6.0, "the loss is nan"),
+        ((math.inf, 0.0, 0.5), -6.0, "the loss is nan"),
+        ((1.0, 0.0, 0.5), math.nan, "the loss is nan"),
+        ((1.0, 0.0, 0.5), -300.0, "the gradient norm is nan"),  # a ratio too large for float32, clipped in the loss
+        ((0.0, 1.0, 0.5), -300.0, "the loss is inf"),
+    ],
+    ids=["reward nan", "reward inf", "log-prob nan", "gradient nan", "loss inf"],
+)
+def test_what_is_not_finite_changes_nothing_and_the_next_step_goes_on(
+    make_learner: MakeLearner,
+    groups: list[TrajectoryGroup],
+    rewards: tuple[float, ...],
+    logprob: float,
+    reason: str,
+) -> None:
+    learner, untroubled = make_learner(), make_learner()
+    for each in (learner, untroubled):
+        update(each, groups, step=0)
+    before, moments = learner.adapter, {name: array.tolist() for name, array in learner.optimizer_state().items()}
+    trajectories = groups[0].trajectories
+    paid = [replace(one, reward=reward) for one, reward in zip(trajectories, rewards, strict=True)]
+    broken = with_first(
+        [replace(groups[0], trajectories=tuple(paid)), *groups[1:]], logprobs=(logprob,) * len(paid[0].tokens)
+    )
+    report = update(learner, broken, step=1)
+    assert report.skipped == reason
+    assert report.version == before.version
+    assert learner.adapter is before
+    assert {name: array.tolist() for name, array in learner.optimizer_state().items()} == moments
+    for each in (learner, untroubled):
+        assert update(each, groups, step=2).skipped is None
+    assert learner.adapter.sha256 == untroubled.adapter.sha256
+
+
+def test_groups_without_signal_change_nothing_not_even_by_momentum(
+    make_learner: MakeLearner, make_group: MakeGroup, groups: list[TrajectoryGroup]
+) -> None:
+    learner = make_learner()
+    update(learner, groups, step=0)
+    before = learner.adapter
+    report = update(learner, [make_group(5, (4, 6), (0.5, 0.5))], step=1)
+    assert report.skipped == "the gradient is zero"
+    assert learner.adapter is before
+
+
+def test_no_groups_at_all_change_nothing(make_learner: MakeLearner) -> None:
+    assert update(make_learner(), []).skipped == "no tokens with signal"
+
+
+def test_a_learning_rate_of_zero_keeps_the_weights(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
+    learner = make_learner(learning_rate=0.0)
+    before = learner.adapter.sha256
+    assert update(learner, groups).skipped is None
+    assert learner.adapter.sha256 == before
+
+
+def test_updates_make_what_was_rewarded_more_likely(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
+    learner = make_learner()
+    losses = [update(learner, groups, step).loss for step in range(6)]
+    assert losses[-1] < losses[0]
+
+
+def test_dropout_trains_and_follows_from_seed_and_step(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    def adapter_after(dropout: float, seed: int = 0, step: int = 1) -> str:
+        learner = make_learner(dropout, seed)
+        assert update(learner, groups, step).skipped is None
+        assert learner.adapter.dropout == pytest.approx(dropout)
+        return learner.adapter.sha256
+
+    same = adapter_after(0.2)
+    assert adapter_after(0.2) == same
+    assert len({same, adapter_after(0.0), adapter_after(0.2, seed=1), adapter_after(0.2, step=2)}) == 4
+
+
+def test_a_restored_learner_goes_on_bit_for_bit(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
+    learner, restored = make_learner(), make_learner()
+    for step in range(2):
+        update(learner, groups, step)
+    restored.restore(learner.adapter, learner.optimizer_state())
+    for step in range(2, 4):
+        update(learner, groups, step)
+        update(restored, groups, step)
+    assert learner.adapter.sha256 == restored.adapter.sha256
+
+
+def test_the_gradient_is_clipped_to_its_largest_norm(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
+    free, clipped = make_learner(max_gradient_norm=1e9), make_learner(max_gradient_norm=1e-3)
+    assert update(free, groups).gradient_norm == update(clipped, groups).gradient_norm > 1e-3
+    norms = [
+        math.sqrt(sum(float((state[name] ** 2).sum().item()) for name in state if name.endswith(".m")))
+        for state in (each.optimizer_state() for each in (free, clipped))
+    ]
+    assert norms[1] == pytest.approx(0.1 * 1e-3, rel=1e-4)  # the first moment after one step is (1 - 0.9) gradient
+    assert norms[0] > norms[1]
+
+
+def test_the_entropy_is_at_most_that_of_a_uniform_choice(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    assert 0 < update(make_learner(), groups).entropy <= math.log(385)
+
+
+def test_arrays_of_an_adapter_are_float32(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
+    learner = make_learner()
+    update(learner, groups)
+    assert {array.dtype for array in learner.adapter.arrays.values()} == {mx.float32}

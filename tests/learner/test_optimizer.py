@@ -1,0 +1,103 @@
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.errors import CheckpointError
+from parallm.learner.optimizer import AdapterOptimizer, gradient_norm, learning_rate, scaled_to_norm
+from parallm.learner.settings import LearnerSettings
+
+SITE = "model.layers.0.self_attn.q_proj"
+ARRAYS = {f"{SITE}.lora_a": mx.array([[1.0, -2.0], [3.0, 0.5]]), f"{SITE}.lora_b": mx.array([[0.25, -0.125]])}
+GRADIENTS = {f"{SITE}.lora_a": mx.array([[0.1, -0.2], [7.0, -1e-4]]), f"{SITE}.lora_b": mx.array([[3.0, -3.0]])}
+
+
+def settings(**values: object) -> LearnerSettings:
+    return LearnerSettings(**({"warmup_steps": 0, "learning_rate": 1e-3} | values))  # type: ignore[arg-type]
+
+
+def test_the_first_step_has_the_size_of_the_learning_rate() -> None:
+    updated = AdapterOptimizer(settings(), 10, ARRAYS).apply(ARRAYS, GRADIENTS, 0)
+    for name, gradient in GRADIENTS.items():
+        change = np.array(updated[name]) - np.array(ARRAYS[name])
+        assert change == pytest.approx(-1e-3 * np.sign(np.array(gradient)), rel=1e-3)
+
+
+def test_steps_are_those_of_adamw() -> None:
+    chosen = settings(betas=(0.9, 0.95), weight_decay=0.1, epsilon=1e-6)
+    optimizer = AdapterOptimizer(chosen, 10, ARRAYS)
+    name = f"{SITE}.lora_a"
+    arrays, expected = ARRAYS, np.array(ARRAYS[name], np.float64)
+    first, second = np.zeros((2, 2)), np.zeros((2, 2))
+    for step in range(4):
+        gradients = {key: gradient * (1 - 0.6 * step) for key, gradient in GRADIENTS.items()}
+        arrays = optimizer.apply(arrays, gradients, step)
+        gradient = np.array(gradients[name], np.float64)
+        first, second = 0.9 * first + 0.1 * gradient, 0.95 * second + 0.05 * gradient**2
+        scaled = first / (1 - 0.9 ** (step + 1)) / (np.sqrt(second / (1 - 0.95 ** (step + 1))) + 1e-6)
+        expected = expected * (1 - 1e-3 * 0.1) - 1e-3 * scaled
+    assert np.array(arrays[name]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_given_arrays_stay_as_they_are() -> None:
+    before = {name: array.tolist() for name, array in ARRAYS.items()}
+    AdapterOptimizer(settings(), 10, ARRAYS).apply(ARRAYS, GRADIENTS, 0)
+    assert {name: array.tolist() for name, array in ARRAYS.items()} == before
+
+
+def test_a_restored_optimizer_goes_on_bit_for_bit() -> None:
+    optimizer = AdapterOptimizer(settings(), 10, ARRAYS)
+    arrays = ARRAYS
+    for step in range(3):
+        arrays = optimizer.apply(arrays, GRADIENTS, step)
+    restored = AdapterOptimizer(settings(), 10, ARRAYS)
+    restored.restore(optimizer.state())
+    smaller = {name: gradient * 0.01 for name, gradient in GRADIENTS.items()}
+    for step in range(3, 5):
+        one, other = optimizer.apply(arrays, smaller, step), restored.apply(arrays, smaller, step)
+        assert {name: array.tolist() for name, array in one.items()} == {
+            name: array.tolist() for name, array in other.items()
+        }
+        arrays = one
+    assert optimizer.state().keys() == restored.state().keys()
+
+
+def test_the_state_names_both_moments_of_every_array() -> None:
+    names = set(AdapterOptimizer(settings(), 10, ARRAYS).state())
+    assert names == {"step", "learning_rate"} | {f"{name}.{moment}" for name in ARRAYS for moment in ("m", "v")}
+
+
+def test_a_state_of_other_arrays_is_refused() -> None:
+    other = AdapterOptimizer(settings(), 10, {"lora_a": mx.zeros((2, 2))})
+    with pytest.raises(CheckpointError, match="does not fit the adapter: lora_a"):
+        AdapterOptimizer(settings(), 10, ARRAYS).restore(other.state())
+
+
+def test_warm_up_is_linear_and_reaches_the_full_rate_at_its_last_step() -> None:
+    chosen = settings(learning_rate=5e-5, warmup_steps=5)
+    assert [learning_rate(chosen, step, 100) for step in range(7)] == pytest.approx(
+        [1e-5, 2e-5, 3e-5, 4e-5, 5e-5, 5e-5, 5e-5], rel=1e-12
+    )
+
+
+def test_a_cosine_falls_from_the_full_rate_to_zero() -> None:
+    chosen = settings(learning_rate=1.0, warmup_steps=5, schedule="cosine")
+    rates = [learning_rate(chosen, step, 15) for step in (4, 5, 10, 15, 99)]
+    assert rates == pytest.approx([1.0, 1.0, 0.5, 0.0, 0.0], abs=1e-12)
+
+
+def test_a_run_shorter_than_its_warm_up_has_a_rate() -> None:
+    chosen = settings(learning_rate=1.0, warmup_steps=5, schedule="cosine")
+    assert [learning_rate(chosen, step, 3) for step in (0, 2, 5)] == pytest.approx([0.2, 0.6, 1.0])
+
+
+def test_the_norm_is_over_all_arrays() -> None:
+    assert gradient_norm({"a": mx.array([3.0]), "b": mx.array([[0.0, 4.0]])}).item() == 5.0
+    assert math.isnan(gradient_norm({"a": mx.array([3.0, math.nan])}).item())
+
+
+def test_gradients_are_scaled_down_to_the_norm_and_never_up() -> None:
+    gradients = {"a": mx.array([3.0]), "b": mx.array([4.0])}
+    assert [array.item() for array in scaled_to_norm(gradients, 5.0, 1.0).values()] == pytest.approx([0.6, 0.8])
+    assert scaled_to_norm(gradients, 5.0, 6.0) is gradients

@@ -1,0 +1,186 @@
+"""The gradient of micro-batches against plain automatic differentiation of padded rows with all their logits."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.device.lanes import Lanes
+from parallm.learner.batch import make_micro_batches
+from parallm.learner.objective import PRESETS, group_advantages, policy_loss, token_weight
+from parallm.learner.policy_gradient import PolicyGradient
+from parallm.model.adapter import Adapter
+from parallm.model.lora import one_adapter
+from parallm.model.shared_model import SharedModel
+from parallm.types import TrajectoryGroup
+
+Arrays = dict[str, mx.array]
+MakeGroup = Callable[..., TrajectoryGroup]
+MAX_TOKENS = 40
+PRESET = "grpo"
+
+
+@pytest.fixture
+def groups(make_group: MakeGroup) -> list[TrajectoryGroup]:
+    """Different prompts and lengths, a completion of one token among them."""
+    return [
+        make_group(1, (12, 3, 1, 30), (1.0, 0.0, 0.5, 0.25)),
+        make_group(2, (5, 5, 6), (0.0, 1.0, 1.0), prompt_length=1),
+        make_group(3, (2, 20), (1.0, 0.0), prompt_length=25),
+    ]
+
+
+def plain(model: SharedModel, adapter: Adapter, groups: Sequence[TrajectoryGroup], preset: str) -> tuple[float, Arrays]:
+    """Loss and gradient with every row's prompt, padding and logits in one forward."""
+    objective = PRESETS[preset]
+    rows = [one for group in groups for one in group.trajectories]
+    advantages = [a for group in groups for a in group_advantages(group.rewards, objective.divide_by_std)]
+    num_tokens = sum(sum(row.loss_mask) for row in rows)
+    length = max(len(row.prompt_tokens) + len(row.tokens) for row in rows)
+    tokens, behaviour, weights = (np.zeros((len(rows), length), kind) for kind in (np.int32, np.float32, np.float32))
+    for index, row in enumerate(rows):
+        place = slice(len(row.prompt_tokens), len(row.prompt_tokens) + len(row.tokens))
+        tokens[index, : place.stop] = row.prompt_tokens + row.tokens
+        behaviour[index, place] = row.logprobs
+        weights[index, place] = np.asarray(row.loss_mask) * token_weight(
+            objective,
+            length=sum(row.loss_mask),
+            num_tokens=num_tokens,
+            num_completions=len(rows),
+            max_tokens=MAX_TOKENS,
+        )
+    temperatures = mx.array([row.temperature for row in rows])[:, None, None]
+    advantages_BT = mx.broadcast_to(mx.array(np.asarray(advantages, np.float32))[:, None], (len(rows), length - 1))
+
+    def loss(arrays: Arrays) -> mx.array:
+        with model.binding.applied(one_adapter(arrays, adapter.alpha / adapter.rank)):
+            logits_BTV = model.base(mx.array(tokens[:, :-1])).astype(mx.float32) / temperatures
+        logprobs_BTV = logits_BTV - mx.logsumexp(logits_BTV, axis=-1, keepdims=True)
+        logprobs_BT = mx.take_along_axis(logprobs_BTV, mx.array(tokens[:, 1:])[..., None], axis=-1)[..., 0]
+        return policy_loss(logprobs_BT, mx.array(behaviour[:, 1:]), advantages_BT, mx.array(weights[:, 1:]), objective)
+
+    value, gradients = mx.value_and_grad(loss)(dict(adapter.arrays))
+    mx.eval(value, gradients)
+    return float(value.item()), gradients
+
+
+def chunked(
+    model: SharedModel,
+    lanes: Lanes,
+    adapter: Adapter,
+    groups: Sequence[TrajectoryGroup],
+    *,
+    preset: str = PRESET,
+    budget: int = 2048,
+    shares_prompts: bool = True,
+    chunk_bytes: int = 1 << 20,
+) -> tuple[float, Arrays]:
+    """Loss and gradient as an update computes them."""
+    gradient = PolicyGradient(model, lanes, PRESETS[preset], chunk_bytes=chunk_bytes, dropout=0.0)
+    batches = make_micro_batches(
+        groups, PRESETS[preset], max_tokens=MAX_TOKENS, budget=budget, shares_prompts=shares_prompts
+    )
+    loss, total = 0.0, {name: mx.zeros_like(array) for name, array in adapter.arrays.items()}
+    for start in range(0, len(batches), lanes.width):
+        part, statistics = gradient(
+            dict(adapter.arrays), adapter.alpha / adapter.rank, batches[start : start + lanes.width], mx.random.key(0)
+        )
+        total = {name: total[name] + part[name] for name in total}
+        loss += sum(float(one.loss.item()) for one in statistics)
+    mx.eval(total)
+    return loss, total
+
+
+def assert_close(found: tuple[float, Arrays], expected: tuple[float, Arrays]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    assert found[1].keys() == expected[1].keys()
+    largest = max(float(mx.abs(array).max().item()) for array in expected[1].values())
+    for name, gradient in expected[1].items():
+        difference = float(mx.linalg.norm(found[1][name] - gradient).item())
+        assert difference <= 1e-5 * max(float(mx.linalg.norm(gradient).item()), 1e-2 * largest), name
+
+
+@pytest.mark.parametrize("preset", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "mixtral"])
+def test_the_gradient_is_that_of_plain_differentiation(
+    load_tiny: Callable[[str], SharedModel],
+    lanes: Lanes,
+    make_start: Callable[..., Adapter],
+    groups: list[TrajectoryGroup],
+    architecture: str,
+    preset: str,
+) -> None:
+    model = load_tiny(architecture)
+    adapter = make_start(model)
+    found = chunked(model, lanes, adapter, groups, preset=preset, shares_prompts=model.batches_exactly)
+    assert_close(found, plain(model, adapter, groups, preset))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"budget": 16},
+        {"budget": 64},
+        {"budget": 100_000},
+        {"shares_prompts": False},
+        {"chunk_bytes": 8 * 4 * 385},
+    ],
+    ids=str,
+)
+def test_the_gradient_does_not_depend_on_how_the_work_is_cut(
+    load_tiny: Callable[[str], SharedModel],
+    lanes: Lanes,
+    make_start: Callable[..., Adapter],
+    groups: list[TrajectoryGroup],
+    choice: dict[str, Any],
+) -> None:
+    model = load_tiny("qwen3")
+    adapter = make_start(model)
+    assert_close(chunked(model, lanes, adapter, groups, **choice), chunked(model, lanes, adapter, groups))
+
+
+def test_the_gradient_does_not_depend_on_the_number_of_lanes(
+    load_tiny: Callable[[str], SharedModel],
+    lanes: Lanes,
+    make_start: Callable[..., Adapter],
+    groups: list[TrajectoryGroup],
+) -> None:
+    model = load_tiny("qwen3")
+    adapter = make_start(model)
+    one, two = copy.copy(lanes), copy.copy(lanes)
+    one.streams = lanes.streams[:1]
+    two.streams = [lanes.streams[0], lanes.streams[-1]]
+    assert_close(chunked(model, one, adapter, groups, budget=64), chunked(model, two, adapter, groups, budget=64))
+
+
+def test_never_more_logits_than_a_chunk_exist(
+    load_tiny: Callable[[str], SharedModel],
+    lanes: Lanes,
+    make_start: Callable[..., Adapter],
+    groups: list[TrajectoryGroup],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_tiny("qwen3")
+    head, lengths = SharedModel.head, []
+
+    def recorded(self: SharedModel, hidden_NH: mx.array) -> mx.array:
+        lengths.append(hidden_NH.shape[0])
+        return head(self, hidden_NH)
+
+    monkeypatch.setattr(SharedModel, "head", recorded)
+    chunked(model, lanes, make_start(model), groups, chunk_bytes=8 * 4 * model.vocabulary_size)
+    assert max(lengths) == 8
+    num_tokens = sum(len(one.tokens) for group in groups for one in group.trajectories)
+    assert sum(lengths) >= 2 * num_tokens  # once for log-probs, once or more for their gradient
+
+
+def test_micro_batches_hold_every_sampled_token_once(groups: list[TrajectoryGroup]) -> None:
+    batches = make_micro_batches(groups, PRESETS["dapo"], max_tokens=MAX_TOKENS, budget=48, shares_prompts=True)
+    sampled = sorted(token for group in groups for one in group.trajectories for token in one.tokens)
+    assert sorted(token for batch in batches for token in batch.tokens_N.tolist()) == sampled
+    trained = sum(sum(one.loss_mask) for group in groups for one in group.trajectories)
+    assert sum(int((batch.weights_N > 0).sum()) for batch in batches) == trained
+    assert sum(float(batch.weights_N.sum()) for batch in batches) == pytest.approx(1.0)
