@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -136,11 +137,15 @@ def _logging_to(path: Path) -> Iterator[None]:
         file.close()
 
 
-class _Terminal(logging.Handler):
-    """Writes to what `sys.stderr` is at the moment: a live display replaces it while it draws."""
+class _Terminal(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at the moment. A display that shows log records itself takes its place."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(self.format(record) + "\n")
+    def __init__(self, level: int) -> None:
+        logging.Handler.__init__(self, level)  # StreamHandler's own would set the stream
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]  # a property where the base has an attribute
+        return sys.stderr
 
 
 def help_text(program: str) -> str:

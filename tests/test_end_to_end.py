@@ -173,6 +173,7 @@ def test_one_interrupt_finishes_the_step_saves_and_leaves(start: Start, tmp_path
     assert [path.name for path in folder.glob("step_*")] == [f"step_{last:06d}"]
     assert (folder / "adapter" / "adapters.safetensors").is_file()
     assert "Traceback" not in command.output()
+    assert command.output().count("press Ctrl-C again to leave now") == 1  # not by the display and on stderr too
 
 
 def test_two_interrupts_leave_at_once(start: Start, tmp_path: Path) -> None:

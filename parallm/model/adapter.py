@@ -1,6 +1,7 @@
 """Adapters and the table of their versions. Files are `adapter_files`; how a forward applies an adapter is `lora`."""
 
 import hashlib
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -91,7 +92,10 @@ def arrays_sha256(arrays: Mapping[str, mx.array]) -> str:
 
 
 class AdapterTable:
-    """The adapter versions in memory. The device thread changes it; any thread may call `cards` and `resolve`.
+    """The adapter versions in memory, for use from any thread.
+
+    A publish must not wait for the device thread's unit of work, and sequences end on the device thread: so a lock
+    guards the few pointer moves of each change. Readers need none.
 
     It keeps the newest `keep` versions that no sequence uses, and every version that is aliased or in use.
     """
@@ -101,6 +105,7 @@ class AdapterTable:
             raise AdapterError(f"the adapter table keeps {keep} versions; at least 1 is needed to serve")
         self._keep = keep
         self._view = _View()  # swapped whole, so that other threads never see a half-made change
+        self._lock = threading.RLock()
         self._dropped: set[Key] = set()
 
     def publish(self, adapter: Adapter) -> None:
@@ -108,15 +113,17 @@ class AdapterTable:
 
         Raises AdapterError, changing nothing, unless its version is above the published one.
         """
-        newest = self._view.newest.get(adapter.name)
-        if newest is not None and adapter.version <= newest:
-            raise AdapterError(
-                f"{adapter.name} is at version {newest}; publish version {newest + 1} or above, not {adapter.version}"
-            )
-        self._refuse_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
-        entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
-        newest_versions = self._view.newest | {adapter.name: adapter.version}
-        self._swap(replace(self._view, entries=entries, newest=newest_versions))
+        with self._lock:
+            newest = self._view.newest.get(adapter.name)
+            if newest is not None and adapter.version <= newest:
+                raise AdapterError(
+                    f"{adapter.name} is at version {newest}; publish version {newest + 1} or above, "
+                    f"not {adapter.version}"
+                )
+            self._refuse_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
+            entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
+            newest_versions = self._view.newest | {adapter.name: adapter.version}
+            self._swap(replace(self._view, entries=entries, newest=newest_versions))
 
     def resolve(self, model: str) -> Adapter | None:
         """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias.
@@ -137,33 +144,36 @@ class AdapterTable:
 
     def acquire(self, adapter: Adapter | None) -> None:
         """Count one more running sequence for `adapter`, which stays in memory until released. None: the base."""
-        if adapter is None:
-            return
-        entry = self._view.entries.get((adapter.name, adapter.version))
-        if entry is None:
-            raise UnknownModel(f"{adapter.name}@{adapter.version} was dropped; there are {self._view.names()}")
-        entry.num_running += 1
+        with self._lock:
+            if adapter is None:
+                return
+            entry = self._view.entries.get((adapter.name, adapter.version))
+            if entry is None:
+                raise UnknownModel(f"{adapter.name}@{adapter.version} was dropped; there are {self._view.names()}")
+            entry.num_running += 1
 
     def release(self, adapter: Adapter | None) -> None:
         """Undo one `acquire`; the version may be dropped by this."""
-        if adapter is None:
-            return
-        entry = self._view.entries[(adapter.name, adapter.version)]
-        assert entry.num_running > 0, f"{adapter.name}@{adapter.version} released more often than acquired"
-        entry.num_running -= 1
-        if entry.num_running == 0:
-            self._swap(self._view)
+        with self._lock:
+            if adapter is None:
+                return
+            entry = self._view.entries[(adapter.name, adapter.version)]
+            assert entry.num_running > 0, f"{adapter.name}@{adapter.version} released more often than acquired"
+            entry.num_running -= 1
+            if entry.num_running == 0:
+                self._swap(self._view)
 
     def set_alias(self, alias: str, version: int, *, name: str = POLICY) -> None:
         """Let `alias` mean `name@version` until it is set again; the version stays in memory.
 
         Raises UnknownModel if the version is not in memory, AdapterError if the alias cannot be used.
         """
-        self._refuse_name(alias, taken=set(self._view.newest) | {BASE, POLICY, LATEST})
-        if (name, version) not in self._view.entries:
-            self._pinned(self._view, name, str(version))
-            raise UnknownModel(f"{name}@{version} is the base; an alias names a published version")
-        self._swap(replace(self._view, aliases=self._view.aliases | {alias: (name, version)}))
+        with self._lock:
+            self._refuse_name(alias, taken=set(self._view.newest) | {BASE, POLICY, LATEST})
+            if (name, version) not in self._view.entries:
+                self._pinned(self._view, name, str(version))
+                raise UnknownModel(f"{name}@{version} is the base; an alias names a published version")
+            self._swap(replace(self._view, aliases=self._view.aliases | {alias: (name, version)}))
 
     def cards(self) -> tuple[AdapterCard, ...]:
         """What is in memory, newest first within a name."""
@@ -198,7 +208,7 @@ class AdapterTable:
 @dataclass(slots=True)
 class _Entry:
     adapter: Adapter
-    num_running: int = 0  # written only by acquire and release, on the device thread
+    num_running: int = 0  # written only by acquire and release, under the table's lock
 
     def card(self, view: "_View") -> AdapterCard:
         adapter = self.adapter

@@ -3,9 +3,10 @@
 mlx-lm's models call the `scaled_dot_product_attention` of their module; `install_attention` puts `attention` in its
 place for our own caches, and leaves mlx-lm's caches to mlx-lm.
 
-On a CPU a product's result can depend on its shape: BLAS libraries take other kernels for fewer than four rows, and
-cut a long inner dimension where its length suggests. Here rows are never fewer than four and the inner dimension is cut
-every 192 positions, whoever asks. Other places that multiply keep to `LEAST_ROWS` too.
+On a CPU a product's result can depend on its shape: BLAS libraries take other kernels for fewer than four rows (MKL
+2026.2 on an AMD EPYC: also for fewer than twelve columns), and cut a long inner dimension where its length suggests.
+Here there are never fewer rows or columns, and the inner dimension is cut every 192 positions, whoever asks. Other
+places that multiply keep to `LEAST_ROWS` too.
 
 Axes: B rows, H key-value heads, R query heads per key-value head, T queries, L positions, D head size.
 """

@@ -160,14 +160,10 @@ class Trainer:
         report = await asyncio.wrap_future(self._parts.device.iterate(units))
         assert report is not None, "an update ends with its report"
         if report.skipped is None:
-            await self._publish()
+            self._parts.adapters.publish(self._parts.learner.adapter)
         else:
             logger.warning("step %d changed nothing: %s", self._step + 1, report.skipped)
         return report
-
-    async def _publish(self) -> None:
-        adapter = self._parts.learner.adapter
-        await asyncio.wrap_future(self._parts.device.call(lambda: self._parts.adapters.publish(adapter)))
 
     async def _evaluate(self) -> None:
         if self._parts.evaluator is None:
@@ -180,7 +176,7 @@ class Trainer:
         self._parts.display.evaluation(report)
         if version > 0 and (self._best is None or report.accuracy > self._best):
             self._best = report.accuracy
-            await asyncio.wrap_future(self._parts.device.call(lambda: self._parts.adapters.set_alias(BEST, version)))
+            self._parts.adapters.set_alias(BEST, version)
 
     async def _try_save(self) -> None:
         """A full disk costs a checkpoint, not the run; only at the end there is nothing left to go on with."""

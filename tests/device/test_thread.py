@@ -43,9 +43,16 @@ def device() -> Iterator[DeviceThread]:
 
 
 def blocked(device: DeviceThread) -> tuple[threading.Event, Future[bool]]:
-    """A call that holds the thread until the event is set."""
-    go = threading.Event()
-    return go, device.call(lambda: go.wait(5))
+    """A call that holds the thread from now on until the event is set."""
+    started, go = threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        started.set()
+        return go.wait(5)
+
+    call = device.call(hold)
+    assert started.wait(5)
+    return go, call
 
 
 def test_calls_run_in_order_on_the_one_thread(device: DeviceThread) -> None:
@@ -156,7 +163,8 @@ def test_stopping_fails_what_is_queued_and_what_is_asked_later() -> None:
     queued, update = device.call(lambda: 1), device.iterate(iter([1]))
     stopper = threading.Thread(target=device.stop)
     stopper.start()
-    time.sleep(0.02)
+    while device.is_alive:
+        time.sleep(0.001)
     go.set()
     stopper.join(5)
     assert running.result(5)

@@ -65,7 +65,13 @@ def test_log_probabilities_are_those_before_the_filters() -> None:
 def test_a_row_draws_the_same_whatever_its_neighbours_ask_for() -> None:
     random = np.random.default_rng(0)
     logits = random.normal(size=(40, 300)).astype(np.float32) * 3
-    fields = [{"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 1.3}]
+    fields: list[dict[str, float]] = [
+        {"temperature": 0.0},
+        {"top_k": 7},
+        {"top_p": 0.6},
+        {"min_p": 0.2},
+        {"temperature": 1.3},
+    ]
     rows = [params(**fields[row % 5]) for row in range(40)]
     seeds, positions = list(range(100, 140)), [row % 9 for row in range(40)]
     together = sample(mx.array(logits), rows, seeds, positions)

@@ -63,7 +63,7 @@ def test_half_precision_is_left_to_mlx(dtype: mx.Dtype) -> None:
 
 
 @needs_strict
-@pytest.mark.parametrize("positions", [4, 50, 192, 193, 400])
+@pytest.mark.parametrize("positions", [2, 4, 11, 50, 192, 193, 400])
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_the_last_query_alone_gets_the_bits_that_it_gets_with_all_others(positions: int, repeats: int) -> None:
     queries, keys, values = inputs(2, 2, repeats, positions, positions, 32)
@@ -73,8 +73,10 @@ def test_the_last_query_alone_gets_the_bits_that_it_gets_with_all_others(positio
 
 
 @needs_strict
-@pytest.mark.parametrize(("positions", "view"), [(5, 6), (50, 180), (100, 193), (150, 700), (193, 384), (200, 1000)])
+@pytest.mark.parametrize("view", [12, 40, 193, 384, 1000])
+@pytest.mark.parametrize("positions", [1, 4, 11, 50, 192, 193, 200])
 def test_hidden_positions_of_longer_rows_change_no_bit(positions: int, view: int) -> None:
+    view = max(view, positions)
     queries, keys, values = inputs(1, 2, 2, 1, view, 32)
     seen = (mx.arange(view) < positions)[None, None, None]
     padded = attention(queries, keys, values, scale=0.2, mask=seen)

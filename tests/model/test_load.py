@@ -132,7 +132,7 @@ def test_a_path_that_is_nothing_is_refused(path: str, reason: str) -> None:
 
 def test_a_hub_id_without_network_says_how_to_name_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="Without network.*model.path=/path/to/folder"):
+    with pytest.raises(ModelError, match=r"Without network.*model.path=/path/to/folder"):
         load("someone/some-model-that-nobody-has")
 
 

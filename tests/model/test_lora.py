@@ -118,9 +118,7 @@ def test_dropout_follows_from_its_keys_and_keeps_the_mean(load_tiny: Callable[..
     model = load_tiny("llama")
     view, site = random_view(model, 1), "model.layers.0.mlp.up_proj"
     x = mx.ones((1, 4, 64))
-    deltas = [
-        DropoutAdapter(view, 0.25, {site: mx.random.key(seed)}).delta(site, x) for seed in [0, 0, *range(1, 400)]
-    ]
+    deltas = [DropoutAdapter(view, 0.25, {site: mx.random.key(seed)}).delta(site, x) for seed in [0, 0, *range(1, 400)]]
     drawn = [delta for delta in deltas if delta is not None]
     assert len(drawn) == 401
     assert mx.array_equal(drawn[0], drawn[1]).item()

@@ -122,8 +122,8 @@ def test_when_nothing_teaches_anything_training_stops_and_says_so(train: Train, 
 
 
 def test_what_was_learned_before_nothing_teaches_any_more_is_saved(train: Train, constant: Any, tmp_path: Path) -> None:
+    idle = {"max_idle_steps": 2, "refill_rounds": 0}
     with pytest.raises(TrainingStopped):
-        idle = {"max_idle_steps": 2, "refill_rounds": 0}
         train(constant(24), rollout=idle, trainer={"steps": 9}, checkpoint={"every": 100})
     state = newest_state(tmp_path / "run")
     assert (state.step, state.counters["idle_steps"]) == (5, 2)

@@ -1,0 +1,238 @@
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallm.device.governor import Governor
+from parallm.device.lanes import Lanes
+from parallm.device.thread import DeviceThread
+from parallm.engine.async_engine import AsyncEngine
+from parallm.engine.engine import Engine
+from parallm.engine.settings import EngineSettings
+from parallm.errors import ContextTooLong, EngineFull, EngineStopped, InvalidRequest, ParallmError, UnknownModel
+from parallm.model.adapter import AdapterTable
+from parallm.model.load import load_shared_model
+from parallm.model.settings import ModelSettings
+from parallm.model.shared_model import SharedModel
+from parallm.types import GenerationRequest, TokenEvent
+
+Ask = Callable[..., GenerationRequest]
+Work = Callable[[AsyncEngine, DeviceThread], Awaitable[None]]
+PROMPT = (5, 300, 17, 9, 44, 2, 8)
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceThread]:
+    made = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def core(device: DeviceThread, tiny_model: Callable[[str], Path]) -> tuple[SharedModel, Lanes]:
+    """The model and the lanes, made on the device thread."""
+    model = device.call(partial(load_shared_model, ModelSettings(path=str(tiny_model("llama"))))).result(60)
+    return model, device.call(lambda: Lanes(lambda _: None)).result(60)
+
+
+@pytest.fixture
+def with_engine(device: DeviceThread, core: tuple[SharedModel, Lanes]) -> Callable[..., None]:
+    """Run a coroutine function on an engine of its own."""
+
+    def run(work: Work, **settings: int) -> None:
+        async def main() -> None:
+            engine = AsyncEngine(device, asyncio.get_running_loop())
+            build = partial(
+                Engine, core[0], AdapterTable(), core[1], EngineSettings(**settings), emit=engine.emit,
+                report=engine.report,
+            )  # fmt: skip
+            engine.attach(await asyncio.wrap_future(device.call(build)))
+            await asyncio.wait_for(work(engine, device), 60)
+            await idle(engine)
+
+        asyncio.run(main())
+
+    return run
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """Wait until nothing runs or waits: every test leaves the engine so."""
+    for _ in range(2000):
+        stats = engine.stats()
+        if stats.num_running == stats.num_waiting == 0:
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError(f"rows are left: {engine.stats()}")
+
+
+def test_streamed_events_add_up_to_the_completions(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        events = [event async for event in engine.stream(ask("a", PROMPT, 9, n=3, temperature=1.0, seed=5))]
+        whole = await engine.generate(ask("b", PROMPT, 9, n=3, temperature=1.0, seed=5))
+        for index, completion in enumerate(whole):
+            own = [event for event in events if event.index == index]
+            assert sum((event.tokens for event in own), ()) == completion.tokens
+            assert sum((event.logprobs for event in own), ()) == completion.logprobs
+            assert "".join(event.text for event in own) == completion.text
+            assert [event.completion is not None for event in own] == [False] * 8 + [True]
+        assert engine.stats().tokens_total == {"serving": 54, "rollout": 0}
+
+    with_engine(work)
+
+
+def test_requests_given_together_come_back_in_order(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        requests = [ask(f"r{i}", PROMPT[: 4 + i % 3], 3 + i, n=1 + i % 2) for i in range(8)]
+        made = await engine.generate_all(requests)
+        assert [[(one.request_id, len(one.tokens)) for one in some] for some in made] == [
+            [(f"r{i}", 3 + i)] * (1 + i % 2) for i in range(8)
+        ]
+
+    with_engine(work)
+
+
+def test_closing_a_stream_frees_its_rows(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        stream = engine.stream(ask("a", PROMPT, 400, n=4))
+        assert isinstance(await anext(stream), TokenEvent)
+        await stream.aclose()
+        await idle(engine)
+        assert engine.stats().tokens_total["serving"] < 1600
+        assert len(await engine.generate(ask("a", PROMPT, 4))) == 1
+
+    with_engine(work)
+
+
+def test_cancelling_the_task_aborts_the_request(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        task = asyncio.create_task(engine.generate(ask("a", PROMPT, 400)))
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await idle(engine)
+        assert engine.stats().tokens_total["serving"] < 400
+
+    with_engine(work)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "error", "message"),
+    [
+        ((), {}, InvalidRequest, "the prompt has no tokens"),
+        ((5, 385), {}, InvalidRequest, "from 0 to 384"),
+        ((-1, 5), {}, InvalidRequest, "from 0 to 384"),
+        (PROMPT, {"max_tokens": 506}, ContextTooLong, "together the limit is 512.*engine.max_context"),
+        (PROMPT, {"max_tokens": 0}, InvalidRequest, "max_tokens is 0"),
+        (PROMPT, {"n": 0}, InvalidRequest, "n is 0"),
+        (PROMPT, {"temperature": -0.5}, InvalidRequest, "temperature is -0.5"),
+        (PROMPT, {"temperature": float("nan")}, InvalidRequest, "temperature is nan"),
+        (PROMPT, {"top_p": 0.0}, InvalidRequest, "top_p is 0.0 and must be above 0"),
+        (PROMPT, {"top_k": -1}, InvalidRequest, "top_k is -1"),
+        (PROMPT, {"min_p": 1.5}, InvalidRequest, "min_p is 1.5"),
+        (PROMPT, {"stop": ("a", "")}, InvalidRequest, "without empty strings"),
+        (PROMPT, {"model": "policy@9"}, UnknownModel, "policy@9"),
+        (PROMPT, {"model": "nothing"}, UnknownModel, "nothing"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_token(
+    prompt: tuple[int, ...],
+    fields: dict[str, Any],
+    error: type[ParallmError],
+    message: str,
+    with_engine: Callable[..., None],
+    ask: Ask,
+) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        with pytest.raises(error, match=message):
+            await engine.generate(ask("a", prompt, **fields))
+        assert len(await engine.generate(ask("a", PROMPT, 2))) == 1
+
+    with_engine(work)
+
+
+def test_prompt_and_answer_may_fill_the_context(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        (made,) = await engine.generate(ask("a", PROMPT, 505))
+        assert (len(made.tokens), made.finish_reason) == (505, "length")
+
+    with_engine(work)
+
+
+def test_a_name_in_use_is_refused_and_its_owner_goes_on(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        stream = engine.stream(ask("a", PROMPT, 60))
+        await anext(stream)
+        for names in ("a", "bb"):
+            with pytest.raises(InvalidRequest, match="in use"):
+                await engine.generate_all([ask(name, PROMPT, 5) for name in names])
+        assert len([event async for event in stream]) == 59
+
+    with_engine(work)
+
+
+def test_a_full_queue_refuses_and_leaves_nothing_behind(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        with pytest.raises(EngineFull):
+            await engine.generate_all([ask(f"r{i}", PROMPT, 5) for i in range(4)])
+        await idle(engine)
+        assert len(await engine.generate_all([ask(f"r{i}", PROMPT, 5) for i in range(3)])) == 3
+
+    with_engine(work, max_waiting=3)
+
+
+def test_a_failed_step_reaches_its_requests_and_the_next_one_works(
+    with_engine: Callable[..., None], ask: Ask, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedModel, "hidden", lambda *_: 1 / 0)
+            with pytest.raises(EngineStopped, match="failed: division by zero"):
+                await engine.generate_all([ask("a", PROMPT, 5), ask("b", PROMPT, 5)])
+        assert len(await engine.generate(ask("a", PROMPT, 5))) == 1
+        assert engine.is_alive
+
+    with_engine(work)
+    assert "a serving step failed" in caplog.text
+
+
+def test_nothing_is_generated_before_the_model_is_there(device: DeviceThread, ask: Ask) -> None:
+    async def main() -> None:
+        engine = AsyncEngine(device, asyncio.get_running_loop())
+        assert not engine.is_alive
+        with pytest.raises(EngineStopped, match="wait until the model is loaded"):
+            await engine.generate(ask("a", PROMPT))
+
+    asyncio.run(main())
+
+
+def test_stopping_the_device_ends_what_runs_and_refuses_what_comes(tiny_model: Callable[[str], Path], ask: Ask) -> None:
+    async def main(device: DeviceThread) -> None:
+        engine = AsyncEngine(device, asyncio.get_running_loop())
+        build = partial(build_engine, tiny_model("llama"), engine)
+        engine.attach(await asyncio.wrap_future(device.call(build)))
+        stream = engine.stream(ask("a", PROMPT, 400))
+        await anext(stream)
+        threading.Thread(target=device.stop).start()
+        with pytest.raises(EngineStopped, match="restart the process"):
+            async for _ in stream:
+                pass
+        assert not engine.is_alive
+        with pytest.raises(EngineStopped):
+            await engine.generate(ask("b", PROMPT))
+
+    device = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+    try:
+        asyncio.run(asyncio.wait_for(main(device), 60))
+    finally:
+        device.stop()
+
+
+def build_engine(folder: Path, engine: AsyncEngine) -> Engine:
+    model = load_shared_model(ModelSettings(path=str(folder)))
+    lanes = Lanes(lambda _: None)
+    return Engine(model, AdapterTable(), lanes, EngineSettings(), emit=engine.emit, report=engine.report)

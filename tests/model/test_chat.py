@@ -1,0 +1,77 @@
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from parallm.errors import InvalidRequest
+from parallm.model.chat import ChatTokenizer, GrowingText
+from parallm.model.load import NANO
+from parallm.types import Message
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ChatTokenizer:
+    return ChatTokenizer(load_tokenizer(NANO))
+
+
+def with_template(template: str | None) -> ChatTokenizer:
+    wrapper = load_tokenizer(NANO)
+    wrapper._tokenizer.chat_template = template
+    return ChatTokenizer(wrapper)
+
+
+@pytest.mark.parametrize("text", ["12 + 3 = 15", "", "naïve 東京 🙂", "  two\n\nlines "])
+def test_text_survives_the_way_to_tokens_and_back(tokenizer: ChatTokenizer, text: str) -> None:
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_a_chat_becomes_the_template_with_the_start_of_the_answer(tokenizer: ChatTokenizer) -> None:
+    tokens = tokenizer.encode_chat([Message(role="user", content="2 + 2?")])
+    assert "".join(map(tokenizer.token_text, tokens)) == "<|user|>2 + 2?<|assistant|>"
+
+
+def test_special_tokens_are_shown_alone_and_skipped_in_text(tokenizer: ChatTokenizer) -> None:
+    (end,) = tokenizer.eos_token_ids
+    assert (tokenizer.token_text(end), tokenizer.decode([end])) == ("<|end|>", "")
+
+
+def test_messages_without_a_template_are_joined() -> None:
+    plain = with_template(None)
+    messages = [Message(role="system", content="Add."), Message(role="user", content="2 + 2?")]
+    assert plain.decode(plain.encode_chat(messages)) == "Add.\n2 + 2?\n"
+
+
+def test_what_a_template_refuses_is_an_invalid_request() -> None:
+    strict = with_template("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InvalidRequest, match=r"refuses these messages: .*roles must alternate") as refused:
+        strict.encode_chat([Message(role="user", content="hi")])
+    assert refused.value.parameter == "messages"
+
+
+def test_growing_text_waits_for_whole_characters(tokenizer: ChatTokenizer) -> None:
+    growing, seen = GrowingText(tokenizer), []
+    for token in tokenizer.encode("é🙂 ok"):
+        growing.add(token)
+        seen.append(growing.text)
+    assert seen[-1] == "é🙂 ok"
+    assert all("\ufffd" not in text for text in seen)
+
+
+def test_growing_text_decodes_only_what_is_new(tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, lengths = ChatTokenizer.decode, list[int]()
+
+    def counted(self: ChatTokenizer, tokens: Sequence[int]) -> str:
+        lengths.append(len(tokens))
+        return decode(self, tokens)
+
+    monkeypatch.setattr(ChatTokenizer, "decode", counted)
+    growing = GrowingText(tokenizer)
+    for token in tokenizer.encode("12 + 12 = 24, " * 20):
+        growing.add(token)
+    assert max(lengths) <= 3
+
+
+def test_end_tokens_come_from_the_model() -> None:
+    wrapper = SimpleNamespace(_tokenizer=load_tokenizer(NANO)._tokenizer, eos_token_ids={1, 7})
+    assert ChatTokenizer(wrapper).eos_token_ids == frozenset({1, 7})
