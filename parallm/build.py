@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.environment.environment import Environment, build_environment
-from parallm.errors import CheckpointError, ProblemError
+from parallm.errors import AdapterError, CheckpointError, ProblemError
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.learner import Learner
 from parallm.metrics.display import Display, make_display
@@ -43,6 +44,8 @@ from parallm.trainer.trainer import BEST, Parts, Trainer
 from parallm.types import POLICY, Problem, TrainingStatus
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,19 +213,33 @@ async def _make_trainer(
     trainer = Trainer(parts, config.trainer, config.rollout, save_every=config.checkpoint.every)
     state = await _on_device(house.device, partial(checkpoints.load, config.checkpoint.resume, fingerprint))
     if state is not None:
-        await _on_device(house.device, partial(_restore, house, learner, state))
+        await _on_device(house.device, partial(_restore, house, learner, state, checkpoints.best()))
         trainer.resume(state)
         display.message(f"resumed after step {state.step}, version {state.version}")
     return trainer
 
 
-def _restore(house: House, learner: Learner, state: TrainingState) -> None:
+def _restore(house: House, learner: Learner, state: TrainingState, best: Path | None) -> None:
+    """Bring back the learner, the newest version, and under its alias the best one that is still on disk."""
     learner.restore(state.adapter, dict(state.optimizer))
-    newest = house.adapters.cards()
-    if state.version > 0 and (not newest or newest[0].version < state.version):
-        house.adapters.publish(state.adapter)
-        if state.score is not None and state.score == state.counters["best"]:
-            house.adapters.set_alias(BEST, state.version)
+    versions = {state.version: state.adapter}
+    best_adapter = _best_adapter(best) if best is not None else None
+    if best_adapter is not None and 0 < best_adapter.version <= state.version:
+        versions.setdefault(best_adapter.version, best_adapter)
+    known = max((card.version for card in house.adapters.cards()), default=0)
+    for version in sorted(versions):
+        if version > known:
+            house.adapters.publish(versions[version])
+    if best_adapter is not None and best_adapter.version in {card.version for card in house.adapters.cards()}:
+        house.adapters.set_alias(BEST, best_adapter.version)
+
+
+def _best_adapter(checkpoint: Path) -> Adapter | None:
+    try:
+        return read_adapter(checkpoint / "adapter", name=POLICY)
+    except AdapterError as error:
+        logger.warning("the alias %s is not restored: %s", BEST, error)
+        return None
 
 
 def _starting_adapter(settings: ModelSettings, model: SharedModel, seed: int) -> Adapter:
