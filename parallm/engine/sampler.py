@@ -1,6 +1,6 @@
 """Logits of all rows -> one token and its log-probability per row, in one pass.
 
-A row's noise depends on its seed and position only, so the same seed gives the same tokens in any batch.
+A row's random numbers depend on its seed and position only, so the same seed gives the same tokens in any batch.
 
 Axes: B rows, V vocabulary, K alternatives.
 """
@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
-from parallm.model.logprobs import scaled_logits, token_logprobs
+from parallm.model.logprobs import Softmax, softmax_of
 from parallm.seeds import mix
 from parallm.types import SamplingParams
+
+DRAW_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,54 +39,75 @@ def sample(
     `seeds_B` are 64-bit; `positions_B` counts the tokens that the row has sampled before. Log-probabilities are
     float32, after temperature and before top-k, top-p and min-p: those of the policy itself.
     """
-    temperature_B = mx.array([params.temperature for params in params_B], mx.float32)
-    scaled_BV = scaled_logits(logits_BV, temperature_B)
-    allowed_BV = _filtered(scaled_BV, params_B)
-    if all(params.temperature == 0 for params in params_B):
-        tokens_B = mx.argmax(allowed_BV, axis=-1)
+    softmax = softmax_of(logits_BV, mx.array([params.temperature for params in params_B], mx.float32))
+    is_greedy = [params.temperature == 0 for params in params_B]
+    if all(is_greedy):
+        tokens_B = mx.argmax(softmax.scaled_NV, axis=-1)
     else:
-        noise_BV = _gumbel_noise(seeds_B, positions_B, logits_BV.shape[-1])
-        greedy_B = temperature_B == 0
-        tokens_B = mx.argmax(mx.where(greedy_B[:, None], allowed_BV, allowed_BV + noise_BV), axis=-1)
-    logprobs_B = token_logprobs(scaled_BV, tokens_B)
-    top_tokens_BK, top_logprobs_BK = _alternatives(scaled_BV, params_B)
+        tokens_B = _draw(_filtered(softmax, params_B), seeds_B, positions_B)
+        if any(is_greedy):
+            tokens_B = mx.where(mx.array(is_greedy), mx.argmax(softmax.scaled_NV, axis=-1), tokens_B)
+    logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
+    top_tokens_BK, top_logprobs_BK = _alternatives(softmax, params_B)
     return Sampled(
         tokens_B=tokens_B, logprobs_B=logprobs_B, top_tokens_BK=top_tokens_BK, top_logprobs_BK=top_logprobs_BK
     )
 
 
-def _gumbel_noise(seeds_B: Sequence[int], positions_B: Sequence[int], size: int) -> mx.array:
-    """Standard Gumbel noise (B, V): adding it and taking the largest samples from the softmax."""
-    keys = [mix(seed, position) for seed, position in zip(seeds_B, positions_B, strict=True)]
-    keys_B2 = mx.array(np.array([[key >> 32, key & 0xFFFFFFFF] for key in keys], np.uint32))
-    noise: mx.array = mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys_B2)
-    return noise
+def _draw(weights_BV: mx.array, seeds_B: Sequence[int], positions_B: Sequence[int]) -> mx.array:
+    """One index per row with probability proportional to `weights_BV`, (B,) int32.
+
+    First a block of tokens, then a token of it, each by inverting the cumulative sum: two short sums round less than
+    one over the vocabulary, and each choice has a random number of its own.
+    """
+    rows, vocabulary = weights_BV.shape
+    missing = -vocabulary % DRAW_BLOCK
+    padded_BV = mx.pad(weights_BV, [(0, 0), (0, missing)]) if missing else weights_BV
+    blocks_BKW = padded_BV.reshape(rows, -1, DRAW_BLOCK)
+    uniforms_B2 = mx.array([_uniforms(*pair) for pair in zip(seeds_B, positions_B, strict=True)], mx.float32)
+    block_B = _inverted(blocks_BKW.sum(axis=-1), uniforms_B2[:, 0])
+    chosen_BW = mx.take_along_axis(blocks_BKW, block_B[:, None, None], axis=1)[:, 0]
+    return block_B * DRAW_BLOCK + _inverted(chosen_BW, uniforms_B2[:, 1])
 
 
-def _filtered(scaled_BV: mx.array, params_B: Sequence[SamplingParams]) -> mx.array:
-    """Set the logits of tokens that top-k, top-p or min-p exclude to minus infinity."""
+def _inverted(weights_BK: mx.array, uniforms_B: mx.array) -> mx.array:
+    """Per row the first index whose cumulative weight exceeds that share of the total; never one of weight zero."""
+    # A parallel sum need not grow evenly: an index of weight zero does not count, whatever was rounded there
+    reached_BK = mx.where(weights_BK > 0, mx.cumsum(weights_BK, axis=-1), 0)
+    targets_B1 = uniforms_B[:, None] * reached_BK.max(axis=-1, keepdims=True)
+    return mx.argmax(reached_BK > targets_B1, axis=-1).astype(mx.int32)
+
+
+def _uniforms(seed: int, position: int) -> tuple[float, float]:
+    """Two multiples of 2**-24 in [0, 1): exact in float32, and their product with a total stays below it."""
+    bits = mix(seed, position)
+    return (bits >> 40) * 2.0**-24, (bits & 0xFFFFFF) * 2.0**-24
+
+
+def _filtered(softmax: Softmax, params_B: Sequence[SamplingParams]) -> mx.array:
+    """Weights (B, V) to draw from: zero for tokens that top-k, top-p or min-p exclude."""
     if all(params.top_k == 0 and params.top_p >= 1 and params.min_p <= 0 for params in params_B):
-        return scaled_BV
-    vocabulary = scaled_BV.shape[-1]
+        return softmax.exponentials_NV
+    vocabulary = softmax.scaled_NV.shape[-1]
     top_k_B = mx.array([params.top_k or vocabulary for params in params_B])
     top_p_B = mx.array([params.top_p if params.top_p < 1 else 2.0 for params in params_B], mx.float32)
     min_p_B = mx.array([params.min_p for params in params_B], mx.float32)
-    order_BV = mx.argsort(-scaled_BV, axis=-1)
-    sorted_BV = mx.softmax(mx.take_along_axis(scaled_BV, order_BV, axis=-1), axis=-1)
+    order_BV = mx.argsort(-softmax.scaled_NV, axis=-1)
+    sorted_BV = mx.take_along_axis(softmax.probabilities(), order_BV, axis=-1)
     before_BV = mx.cumsum(sorted_BV, axis=-1, inclusive=False)
     keep_BV = mx.arange(vocabulary)[None] < top_k_B[:, None]
     keep_BV = keep_BV & (before_BV < top_p_B[:, None])
     keep_BV = keep_BV & (sorted_BV >= min_p_B[:, None] * sorted_BV[:, :1])
     kept_BV = mx.put_along_axis(mx.zeros(keep_BV.shape, mx.bool_), order_BV, keep_BV, axis=-1)
-    return mx.where(kept_BV, scaled_BV, -mx.inf)
+    return mx.where(kept_BV, softmax.exponentials_NV, 0)
 
 
-def _alternatives(scaled_BV: mx.array, params_B: Sequence[SamplingParams]) -> tuple[mx.array | None, mx.array | None]:
+def _alternatives(softmax: Softmax, params_B: Sequence[SamplingParams]) -> tuple[mx.array | None, mx.array | None]:
     most = max(params.top_logprobs for params in params_B)
     if most == 0:
         return None, None
-    most = min(most, scaled_BV.shape[-1])
-    found_BK = mx.argpartition(-scaled_BV, kth=most - 1, axis=-1)[:, :most]
-    logprobs_BK = mx.take_along_axis(scaled_BV, found_BK, axis=-1) - mx.logsumexp(scaled_BV, axis=-1, keepdims=True)
+    most = min(most, softmax.scaled_NV.shape[-1])
+    found_BK = mx.argpartition(-softmax.scaled_NV, kth=most - 1, axis=-1)[:, :most]
+    logprobs_BK = softmax.logprobs(found_BK)
     order_BK = mx.argsort(-logprobs_BK, axis=-1)
     return mx.take_along_axis(found_BK, order_BK, axis=-1), mx.take_along_axis(logprobs_BK, order_BK, axis=-1)

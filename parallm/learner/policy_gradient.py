@@ -4,7 +4,7 @@
 2. head, in chunks: log-probs; 3. the objective's gradient with respect to each log-prob, a number per token;
 4. head again, in chunks: the gradient with respect to the hidden states; 5. backward through the trunk from there.
 
-Axes: G completions, T tokens, N completion tokens, H hidden, V vocabulary.
+Axes: G completions, T tokens, N completion tokens, H hidden.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch, Run
+from parallm.learner.head import Head
 from parallm.learner.objective import Objective, policy_loss
 from parallm.learner.optimizer import Arrays
 from parallm.learner.prompt_sharing import ContinuationLayer, PromptLayer
-from parallm.model.logprobs import entropies, scaled_logits, token_logprobs
 from parallm.model.lora import DropoutAdapter, View, one_adapter
 from parallm.model.shared_model import SharedModel
 
@@ -41,7 +41,7 @@ class PolicyGradient:
         self._lanes = lanes
         self._objective = objective
         self._dropout = dropout
-        self._chunk = max(1, chunk_bytes // (4 * model.vocabulary_size))
+        self._head = Head(model, chunk_bytes)
 
     def __call__(
         self, arrays: Arrays, scale: float, batches: Sequence[MicroBatch], key: mx.array
@@ -52,7 +52,7 @@ class PolicyGradient:
             view = self._view(traced, scale, key)
             hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
             pairs = list(zip(hidden, batches, strict=True))
-            found = self._lanes.run(lambda pair: self._head(mx.stop_gradient(pair[0]), pair[1]), pairs)
+            found = self._lanes.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
             # d(sum hidden x gradient) / d(arrays) is the chain rule with the head's part already done
             products = self._lanes.run(lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, found, strict=True)))
             return sum(products[1:], products[0]), [[s.loss, s.logprobs_N, s.entropies_N] for _, s in found]
@@ -89,76 +89,15 @@ class PolicyGradient:
         continuation = [ContinuationLayer(layer) for layer in prompt]
         return mx.concatenate([first_G1H, self._model.hidden(inputs_GT, continuation, view)], axis=1)
 
-    def _head(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics]:
+    def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics]:
         """Gradient of the loss with respect to `hidden_NH`, and the statistics."""
-        starts = range(0, batch.num_tokens, self._chunk)
-        chunks = [
-            _Chunk(
-                hidden_NH[start : start + self._chunk],
-                mx.array(batch.tokens_N[start : start + self._chunk]),
-                mx.array(batch.temperature_N[start : start + self._chunk]),
-            )
-            for start in starts
-        ]
-        scores = [self._score(chunk, keeps=len(chunks) == 1) for chunk in chunks]
-        logprobs_N = mx.concatenate([score.logprobs_N for score in scores])
-        loss, loss_gradient_N = mx.value_and_grad(policy_loss)(
-            logprobs_N,
+        scores = self._head.score(hidden_NH, mx.array(batch.tokens_N), mx.array(batch.temperature_N))
+        loss, gradient_N = mx.value_and_grad(policy_loss)(
+            scores.logprobs_N,
             mx.array(batch.behaviour_N),
             mx.array(batch.advantages_N),
             mx.array(batch.weights_N),
             self._objective,
         )
-        gradients = [
-            self._pull_back(chunk, score, loss_gradient_N[start : start + self._chunk])
-            for start, chunk, score in zip(starts, chunks, scores, strict=True)
-        ]
-        entropies_N = mx.concatenate([score.entropies_N for score in scores])
-        statistics = TokenStatistics(loss=loss, logprobs_N=logprobs_N, entropies_N=entropies_N)
-        return mx.concatenate(gradients), statistics
-
-    def _score(self, chunk: "_Chunk", *, keeps: bool) -> "_Score":
-        """Log-probs and entropies; the probabilities stay only where they are the one chunk, not to hold them all."""
-        scaled_NV = scaled_logits(self._model.head(chunk.hidden_NH), chunk.temperature_N)
-        probabilities_NV = mx.softmax(scaled_NV, axis=-1)
-        logprobs_N = token_logprobs(scaled_NV, chunk.tokens_N)
-        entropies_N = entropies(scaled_NV, probabilities_NV)
-        if keeps:
-            return _Score(logprobs_N, entropies_N, probabilities_NV)
-        mx.eval(logprobs_N, entropies_N)
-        return _Score(logprobs_N, entropies_N, None)
-
-    def _pull_back(self, chunk: "_Chunk", score: "_Score", cotangent_N: mx.array) -> mx.array:
-        """Gradient with respect to the hidden states; a log-softmax's is (chosen - probabilities) / temperature."""
-        probabilities_NV = score.probabilities_NV
-        if probabilities_NV is None:
-            probabilities_NV = mx.softmax(
-                scaled_logits(self._model.head(chunk.hidden_NH), chunk.temperature_N), axis=-1
-            )
-        scale_N1 = (cotangent_N / chunk.temperature_N)[:, None]
-        chosen_N1 = chunk.tokens_N[:, None]
-        gradient_NV = mx.put_along_axis(
-            -probabilities_NV, chosen_N1, 1 - mx.take_along_axis(probabilities_NV, chosen_N1, axis=-1), axis=-1
-        )
-        _, (gradient_NH,) = mx.vjp(
-            lambda hidden: self._model.head(hidden).astype(mx.float32), [chunk.hidden_NH], [gradient_NV * scale_N1]
-        )
-        if score.probabilities_NV is None:
-            mx.eval(gradient_NH)
-        return gradient_NH
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Tokens whose logits exist together."""
-
-    hidden_NH: mx.array
-    tokens_N: mx.array
-    temperature_N: mx.array
-
-
-@dataclass(frozen=True, slots=True)
-class _Score:
-    logprobs_N: mx.array
-    entropies_N: mx.array
-    probabilities_NV: mx.array | None
+        statistics = TokenStatistics(loss=loss, logprobs_N=scores.logprobs_N, entropies_N=scores.entropies_N)
+        return self._head.pull_back(scores, gradient_N), statistics

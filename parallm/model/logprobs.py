@@ -3,21 +3,47 @@
 Axes: N tokens, V vocabulary. All of it is float32, after temperature.
 """
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
 
-def scaled_logits(logits_NV: mx.array, temperature_N: mx.array) -> mx.array:
-    """Logits in float32 divided by the temperature; rows with temperature 0 (greedy) count as temperature 1."""
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """The softmax of each row, in parts: everything that is asked of it shares one pass of exponentials."""
+
+    scaled_NV: mx.array
+    """Logits after temperature."""
+    exponentials_NV: mx.array
+    """exp(scaled - the row's largest)."""
+    sums_N: mx.array
+    """Of the exponentials."""
+    logsumexp_N: mx.array
+
+    def probabilities(self) -> mx.array:
+        """(N, V)."""
+        return self.exponentials_NV / self.sums_N[:, None]
+
+    def logprobs(self, tokens_NK: mx.array) -> mx.array:
+        """Log-probabilities of `tokens_NK`, (N, K)."""
+        return mx.take_along_axis(self.scaled_NV, tokens_NK, axis=-1) - self.logsumexp_N[:, None]
+
+    def entropies(self) -> mx.array:
+        """In nats, (N,)."""
+        weighted_N = (self.exponentials_NV * self.scaled_NV).sum(axis=-1)
+        return self.logsumexp_N - weighted_N / self.sums_N
+
+
+def softmax_of(logits_NV: mx.array, temperature_N: mx.array) -> Softmax:
+    """Softmax of logits divided by the temperature; rows with temperature 0 (greedy) count as temperature 1."""
     divisor_N = mx.where(temperature_N > 0, temperature_N, 1.0).astype(mx.float32)
-    return logits_NV.astype(mx.float32) / divisor_N[:, None]
+    scaled_NV = logits_NV.astype(mx.float32) / divisor_N[:, None]
+    largest_N1 = scaled_NV.max(axis=-1, keepdims=True)
+    exponentials_NV = mx.exp(scaled_NV - largest_N1)
+    sums_N = exponentials_NV.sum(axis=-1)
+    return Softmax(scaled_NV, exponentials_NV, sums_N, largest_N1[:, 0] + mx.log(sums_N))
 
 
-def token_logprobs(scaled_NV: mx.array, tokens_N: mx.array) -> mx.array:
-    """Log-probability of `tokens_N` under `scaled_logits`, (N,)."""
-    chosen_N = mx.take_along_axis(scaled_NV, tokens_N[:, None], axis=-1)[:, 0]
-    return chosen_N - mx.logsumexp(scaled_NV, axis=-1)
-
-
-def entropies(scaled_NV: mx.array, probabilities_NV: mx.array) -> mx.array:
-    """Entropy in nats of each row of `scaled_logits`, whose softmax is `probabilities_NV`, (N,)."""
-    return mx.logsumexp(scaled_NV, axis=-1) - (probabilities_NV * scaled_NV).sum(axis=-1)
+def token_logprobs(logits_NV: mx.array, temperature_N: mx.array, tokens_N: mx.array) -> mx.array:
+    """Log-probability of `tokens_N`, (N,)."""
+    return softmax_of(logits_NV, temperature_N).logprobs(tokens_N[:, None])[:, 0]

@@ -10,7 +10,7 @@ from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import TRAFFIC_CLASSES, Engine
 from parallm.engine.settings import EngineSettings
 from parallm.errors import EngineFull, InvalidRequest, UnknownModel
-from parallm.model.logprobs import scaled_logits, token_logprobs
+from parallm.model.logprobs import token_logprobs
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -83,8 +83,8 @@ def test_decoding_gives_the_bits_of_the_full_forward(
         completion = made[request.request_id][0]
         tokens = mx.array([request.prompt_tokens + completion.tokens[:-1]])
         hidden = model.hidden(tokens, model.make_cache(), None)[0, len(request.prompt_tokens) - 1 :]
-        scaled = scaled_logits(model.head(hidden), mx.full((20,), 0.7))
-        assert tuple(token_logprobs(scaled, mx.array(completion.tokens)).tolist()) == completion.logprobs
+        logprobs = token_logprobs(model.head(hidden), mx.full((20,), 0.7), mx.array(completion.tokens))
+        assert tuple(logprobs.tolist()) == completion.logprobs
 
 
 @needs_strict

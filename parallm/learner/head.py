@@ -1,0 +1,83 @@
+"""Log-probs of hidden states and the gradient back to them, a chunk of tokens at a time.
+
+The logits of all tokens of a step never exist together: `score` computes a chunk's, keeps one number per token, and
+`pull_back` computes them again. Only where one chunk holds all tokens is its softmax kept between the two.
+
+Axes: N tokens, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from parallm.model.logprobs import Softmax, softmax_of
+from parallm.model.shared_model import SharedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens whose logits exist together, and the hidden states that predict them."""
+
+    hidden_NH: mx.array
+    tokens_N: mx.array
+    temperature_N: mx.array
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Per token of all chunks; `kept` is the softmax of the one chunk if there is only one."""
+
+    chunks: Sequence[Chunk]
+    logprobs_N: mx.array
+    entropies_N: mx.array
+    kept: Softmax | None
+
+
+class Head:
+    """The model's head as the learner uses it. Holds no state between calls."""
+
+    def __init__(self, model: SharedModel, chunk_bytes: int) -> None:
+        self._model = model
+        self._chunk = max(1, chunk_bytes // (4 * model.vocabulary_size))
+
+    def score(self, hidden_NH: mx.array, tokens_N: mx.array, temperature_N: mx.array) -> Scores:
+        """Log-probs of `tokens_N` and entropies, float32, after temperature."""
+        parts = [slice(start, start + self._chunk) for start in range(0, len(tokens_N), self._chunk)]
+        chunks = [Chunk(hidden_NH[part], tokens_N[part], temperature_N[part]) for part in parts]
+        kept: Softmax | None = None
+        found: list[tuple[mx.array, mx.array]] = []
+        for chunk in chunks:
+            softmax = self._softmax(chunk)
+            found.append((softmax.logprobs(chunk.tokens_N[:, None])[:, 0], softmax.entropies()))
+            if len(chunks) > 1:
+                mx.eval(found[-1])
+            else:
+                kept = softmax
+        logprobs, entropies = zip(*found, strict=True)
+        return Scores(chunks, mx.concatenate(logprobs), mx.concatenate(entropies), kept)
+
+    def pull_back(self, scores: Scores, gradient_N: mx.array) -> mx.array:
+        """Gradient with respect to the hidden states (N, H), given that with respect to each log-prob."""
+        found: list[mx.array] = []
+        start = 0
+        for chunk in scores.chunks:
+            end = start + len(chunk.tokens_N)
+            found.append(self._pull_back(chunk, scores.kept or self._softmax(chunk), gradient_N[start:end]))
+            start = end
+            if scores.kept is None:
+                mx.eval(found[-1])
+        return mx.concatenate(found)
+
+    def _softmax(self, chunk: Chunk) -> Softmax:
+        return softmax_of(self._model.head(chunk.hidden_NH), chunk.temperature_N)
+
+    def _pull_back(self, chunk: Chunk, softmax: Softmax, gradient_N: mx.array) -> mx.array:
+        """A log-softmax's gradient is (chosen - probabilities) / temperature."""
+        scale_N = gradient_N / chunk.temperature_N
+        gradient_NV = softmax.exponentials_NV * (-scale_N / softmax.sums_N)[:, None]
+        gradient_NV = gradient_NV.at[mx.arange(len(scale_N)), chunk.tokens_N].add(scale_N)
+        _, (gradient_NH,) = mx.vjp(
+            lambda hidden: self._model.head(hidden).astype(mx.float32), [chunk.hidden_NH], [gradient_NV]
+        )
+        return gradient_NH
