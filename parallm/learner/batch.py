@@ -1,7 +1,8 @@
 """Trajectory groups -> micro-batches: what one forward and backward pass computes.
 
-The completions of a micro-batch share one prompt, which is computed once. Token ids are those that were sampled.
-Axes: G completions, T longest completion, N all completion tokens.
+A micro-batch packs whole rows of one or more groups into one flat sequence of tokens (`packing`): each prompt once,
+then the inputs of its completions. Token ids are those that were sampled.
+Axes: M computed tokens, N completion tokens, in the order of the rows.
 """
 
 from collections.abc import Sequence
@@ -10,29 +11,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from parallm.learner.objective import Objective, group_advantages, token_weight
-from parallm.model.attention import LEAST_ROWS
+from parallm.learner.packing import Segment
 from parallm.types import Trajectory, TrajectoryGroup
 
 RUN_OVERHEAD = 16  # what starting one more run costs, in tokens that could be computed instead (measured on a CPU)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Completions of similar length, padded to a rectangle. Of their hidden states, those at rows and columns count."""
-
-    inputs_GT: np.ndarray
-    """int32, right-padded with zeros."""
-    rows_N: np.ndarray
-    columns_N: np.ndarray
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Lives for one update. The runs' hidden states, one after the other, predict `tokens_N`."""
+    """Lives for one update."""
 
-    prompt: tuple[int, ...]
-    """Shared by all rows; empty where each row's input holds its prompt itself."""
-    runs: tuple[Run, ...]
+    inputs_M: np.ndarray
+    """int32. Runs are padded with zeros to rectangles."""
+    segments: tuple[Segment, ...]
+    """What is where in `inputs_M`; empty where it is one row's prompt and completion as they are."""
+    sources_N: np.ndarray
+    """Which of the M hidden states predicts each completion token, int32."""
+    rows_N: np.ndarray
+    """The row of each completion token, counted from 0 within the micro-batch, int32."""
     tokens_N: np.ndarray
     behaviour_N: np.ndarray
     """Log-probs that the engine sampled with, float32."""
@@ -41,13 +37,9 @@ class MicroBatch:
     temperature_N: np.ndarray
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.tokens_N)
-
-    @property
     def num_computed(self) -> int:
         """Tokens of the forward pass, padding included."""
-        return len(self.prompt) + sum(run.inputs_GT.size for run in self.runs)
+        return len(self.inputs_M)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,37 +51,66 @@ class Row:
     weight: float
     """Of each trained token."""
 
+    @property
+    def length(self) -> int:
+        """Tokens to compute behind the prompt: the last one predicts nothing."""
+        return len(self.trajectory.tokens) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Runs of rows with one prompt: what is never cut further."""
+
+    prompt: tuple[int, ...]
+    runs: list[list[Row]]
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt) + sum(len(run) * run[0].length for run in self.runs)
+
 
 def make_micro_batches(
-    groups: Sequence[TrajectoryGroup], objective: Objective, *, max_tokens: int, budget: int, shares_prompts: bool
+    groups: Sequence[TrajectoryGroup],
+    objective: Objective,
+    *,
+    max_tokens: int,
+    budget: int,
+    lanes: int = 1,
+    packs: bool = True,
 ) -> list[MicroBatch]:
-    """Split the step into passes of at most `budget` tokens (padding included; one run always fits).
+    """Split the step into passes of at most `budget` tokens (padding included; one run always fits), largest first.
 
-    Rows keep their group; within it rows of similar length run together, so that little is padding. With
-    `shares_prompts` false every row is a pass of its own.
+    The number of passes is a multiple of `lanes` where there is work for that many, and they are of similar size,
+    since lanes run at the same time. With `packs` false every row is a pass of its own.
     """
+    by_group = _rows(groups, objective, max_tokens)
+    if not packs:
+        every = [row for rows in by_group for row in rows]
+        return [_plain_row(row) for row in sorted(every, key=lambda row: row.length, reverse=True)]
+    parts = [part for rows in by_group for part in _parts(_runs(rows, budget), budget)]
+    return [_pack(chosen) for chosen in _fill(parts, budget, lanes)]
+
+
+def _rows(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens: int) -> list[list[Row]]:
+    """The rows of each group with their advantages and weights."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     num_tokens = sum(sum(trajectory.loss_mask) for trajectory in trajectories)
-    batches: list[MicroBatch] = []
+
+    def row(trajectory: Trajectory, advantage: float) -> Row:
+        weight = token_weight(
+            objective,
+            length=sum(trajectory.loss_mask),
+            num_tokens=num_tokens,
+            num_completions=len(trajectories),
+            max_tokens=max_tokens,
+        )
+        return Row(trajectory=trajectory, advantage=float(advantage), weight=weight)
+
+    found: list[list[Row]] = []
     for group in groups:
         advantages_G = group_advantages(group.rewards, objective.divide_by_std)
-        rows = [
-            Row(
-                trajectory=trajectory,
-                advantage=float(advantage),
-                weight=token_weight(
-                    objective,
-                    length=sum(trajectory.loss_mask),
-                    num_tokens=num_tokens,
-                    num_completions=len(trajectories),
-                    max_tokens=max_tokens,
-                ),
-            )
-            for trajectory, advantage in zip(group.trajectories, advantages_G, strict=True)
-        ]
-        runs = _runs(rows, budget) if shares_prompts else [[row] for row in rows]
-        batches += [_pack(part, shares_prompts) for part in _passes(runs, budget if shares_prompts else 0)]
-    return batches
+        found.append([row(*pair) for pair in zip(group.trajectories, advantages_G, strict=True)])
+    return found
 
 
 def _runs(rows: list[Row], budget: int) -> list[list[Row]]:
@@ -97,9 +118,9 @@ def _runs(rows: list[Row], budget: int) -> list[list[Row]]:
 
     Dynamic programming over the place of the last cut.
     """
-    ordered = sorted(rows, key=lambda row: len(row.trajectory.tokens), reverse=True)
+    ordered = sorted(rows, key=lambda row: row.length, reverse=True)
     room = budget - len(rows[0].trajectory.prompt_tokens)
-    lengths = [len(row.trajectory.tokens) for row in ordered]
+    lengths = [row.length for row in ordered]
     best: list[tuple[int, int]] = [(0, 0)]  # cost of the first `end` rows, and where their last run starts
     for end in range(1, len(ordered) + 1):
         starts = [start for start in range(end) if start == end - 1 or lengths[start] * (end - start) <= room]
@@ -113,53 +134,85 @@ def _runs(rows: list[Row], budget: int) -> list[list[Row]]:
     return runs
 
 
-def _passes(runs: list[list[Row]], budget: int) -> list[list[list[Row]]]:
-    """Put runs of one group together while their padded tokens and one prompt stay within the budget."""
-    prompt = len(runs[0][0].trajectory.prompt_tokens)
-    passes: list[list[list[Row]]] = []
-    used = 0
+def _parts(runs: list[list[Row]], budget: int) -> list[Part]:
+    """Keep the runs of one group together while they and their prompt stay within the budget."""
+    prompt = runs[0][0].trajectory.prompt_tokens
+    parts = [Part(prompt=prompt, runs=[])]
     for run in runs:
-        size = len(run) * len(run[0].trajectory.tokens)
-        if passes and used + size <= budget:
-            passes[-1].append(run)
-            used += size
-        else:
-            passes.append([run])
-            used = prompt + size
-    return passes
+        if parts[-1].runs and parts[-1].size + len(run) * run[0].length > budget:
+            parts.append(Part(prompt=prompt, runs=[]))
+        parts[-1].runs.append(run)
+    return parts
 
 
-def _pack(runs: list[list[Row]], shares_prompts: bool) -> MicroBatch:
-    rows = [row for run in runs for row in run]
+def _fill(parts: list[Part], budget: int, lanes: int) -> list[list[Part]]:
+    """Put each part, largest first, into the pass that holds least; open as many more as there are lanes when full."""
+    ordered = sorted(parts, key=lambda part: part.size, reverse=True)
+    needed = -(-sum(part.size for part in parts) // budget)
+    passes: list[list[Part]] = [[] for _ in range(-(-needed // lanes) * lanes)]
+    sizes = [0] * len(passes)
+    for part in ordered:
+        place = min(range(len(passes)), key=lambda index: sizes[index])
+        if sizes[place] and sizes[place] + part.size > budget:
+            place = len(passes)
+            passes += [[] for _ in range(lanes)]
+            sizes += [0] * lanes
+        passes[place].append(part)
+        sizes[place] += part.size
+    filled = [index for index in range(len(passes)) if passes[index]]
+    return [passes[index] for index in sorted(filled, key=lambda index: sizes[index], reverse=True)]
+
+
+def _pack(parts: list[Part]) -> MicroBatch:
+    inputs: list[np.ndarray] = []
+    sources: list[np.ndarray] = []
+    start = 0
+    for part in parts:
+        inputs.append(np.asarray(part.prompt, np.int32))
+        last = start + len(part.prompt) - 1
+        start += len(part.prompt)
+        for run in part.runs:
+            inputs_GT, length = _rectangle(run), run[0].length
+            inputs.append(inputs_GT.reshape(-1))
+            for place, row in enumerate(run):
+                first = start + place * length
+                sources += [np.array([last]), np.arange(first, first + row.length)]
+            start += inputs_GT.size
+    segments = tuple(
+        Segment(prompt=len(part.prompt), runs=tuple((len(run), run[0].length) for run in part.runs if run[0].length))
+        for part in parts
+    )
+    rows = [row for part in parts for run in part.runs for row in run]
+    return _micro_batch(rows, np.concatenate(inputs), segments, np.concatenate(sources))
+
+
+def _rectangle(run: list[Row]) -> np.ndarray:
+    """Inputs of the rows, the first of which is the longest."""
+    inputs_GT = np.zeros((len(run), run[0].length), np.int32)
+    for place, row in enumerate(run):
+        inputs_GT[place, : row.length] = row.trajectory.tokens[:-1]
+    return inputs_GT
+
+
+def _plain_row(row: Row) -> MicroBatch:
+    prompt = row.trajectory.prompt_tokens
+    inputs_M = np.asarray((*prompt, *row.trajectory.tokens[:-1]), np.int32)
+    return _micro_batch([row], inputs_M, (), np.arange(len(prompt) - 1, len(inputs_M)))
+
+
+def _micro_batch(
+    rows: list[Row], inputs_M: np.ndarray, segments: tuple[Segment, ...], sources_N: np.ndarray
+) -> MicroBatch:
     lengths = [len(row.trajectory.tokens) for row in rows]
     masks = [np.asarray(row.trajectory.loss_mask, np.float32) * np.float32(row.weight) for row in rows]
     return MicroBatch(
-        prompt=rows[0].trajectory.prompt_tokens if shares_prompts else (),
-        runs=tuple(_pack_run(run, shares_prompts) for run in runs),
+        inputs_M=inputs_M,
+        segments=segments,
+        sources_N=sources_N.astype(np.int32),
+        rows_N=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
         tokens_N=np.concatenate([np.asarray(row.trajectory.tokens, np.int32) for row in rows]),
         behaviour_N=np.concatenate([np.asarray(row.trajectory.logprobs, np.float32) for row in rows]),
         advantages_N=np.repeat(np.asarray([row.advantage for row in rows], np.float32), lengths),
         weights_N=np.concatenate(masks),
         temperature_N=np.repeat(np.asarray([row.trajectory.temperature for row in rows], np.float32), lengths),
-    )
-
-
-def _pack_run(rows: list[Row], shares_prompts: bool) -> Run:
-    """With a shared prompt, column 0 is the prompt's last hidden state and column t that of completion token t - 1."""
-    prompts = [() if shares_prompts else row.trajectory.prompt_tokens for row in rows]
-    inputs = [(*prompt, *row.trajectory.tokens[:-1]) for prompt, row in zip(prompts, rows, strict=True)]
-    width = max(map(len, inputs))
-    if 0 < len(rows) * width < LEAST_ROWS:
-        width = LEAST_ROWS  # a product of fewer rows would round differently from the engine's
-    inputs_GT = np.zeros((len(rows), width), np.int32)
-    for place, tokens in enumerate(inputs):
-        inputs_GT[place, : len(tokens)] = tokens
-    lengths = [len(row.trajectory.tokens) for row in rows]
-    firsts = [max(0, len(prompt) - 1) for prompt in prompts]
-    return Run(
-        inputs_GT=inputs_GT,
-        rows_N=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
-        columns_N=np.concatenate(
-            [np.arange(first, first + length, dtype=np.int32) for first, length in zip(firsts, lengths, strict=True)]
-        ),
     )

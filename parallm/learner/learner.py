@@ -12,6 +12,7 @@ from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch, make_micro_batches
 from parallm.learner.objective import PRESETS, is_clipped, kl_k3
 from parallm.learner.optimizer import AdapterOptimizer, Arrays, gradient_norm, learning_rate, scaled_to_norm
+from parallm.learner.packing import can_pack
 from parallm.learner.policy_gradient import PolicyGradient, TokenStatistics
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter, make_adapter
@@ -50,7 +51,7 @@ class Learner:
         self._settings = settings
         self._objective = PRESETS[settings.preset]
         self._lanes = lanes
-        self._shares_prompts = model.batches_exactly
+        self._packs = can_pack(model)
         self._total_steps = total_steps
         self._seed = seed
         self.adapter = start  # the newest version; written only by update and restore
@@ -97,15 +98,14 @@ class Learner:
         self._optimizer.restore(optimizer_state)
 
     def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> list[MicroBatch]:
-        batches = make_micro_batches(
+        return make_micro_batches(
             groups,
             self._objective,
             max_tokens=max_tokens,
             budget=self._settings.micro_batch_tokens,
-            shares_prompts=self._shares_prompts,
+            lanes=self._lanes.width,
+            packs=self._packs,
         )
-        # Passes of one size side by side: lanes that run at the same time should end at the same time
-        return sorted(batches, key=lambda batch: batch.num_computed, reverse=True)
 
     def _step(self, gradients: Arrays, norm: float, step: int) -> None:
         clipped = scaled_to_norm(gradients, norm, self._settings.max_gradient_norm)

@@ -4,7 +4,7 @@
 2. head, in chunks: log-probs; 3. the objective's gradient with respect to each log-prob, a number per token;
 4. head again, in chunks: the gradient with respect to the hidden states; 5. backward through the trunk from there.
 
-Axes: G completions, T tokens, N completion tokens, H hidden.
+Axes: M computed tokens, N completion tokens, H hidden.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
-from parallm.learner.batch import MicroBatch, Run
+from parallm.learner.batch import MicroBatch
 from parallm.learner.head import Head
 from parallm.learner.objective import Objective, policy_loss
 from parallm.learner.optimizer import Arrays
-from parallm.learner.prompt_sharing import ContinuationLayer, PromptLayer
+from parallm.learner.packing import packed_hidden
 from parallm.model.lora import DropoutAdapter, View, one_adapter
 from parallm.model.shared_model import SharedModel
 
@@ -71,23 +71,12 @@ class PolicyGradient:
 
     def _hidden(self, batch: MicroBatch, view: View) -> mx.array:
         """Hidden states (N, H) that predict the completion tokens."""
-        if not batch.prompt:
-            hidden = [self._model.hidden(mx.array(run.inputs_GT), None, view) for run in batch.runs]
+        inputs_M = mx.array(batch.inputs_M)
+        if batch.segments:
+            hidden_MH = packed_hidden(self._model, inputs_M, batch.segments, view)
         else:
-            prompt = [PromptLayer() for _ in self._model.make_cache()]
-            last_11H = self._model.hidden(mx.array([batch.prompt]), prompt, view)[:, -1:]
-            hidden = [self._continued(run, prompt, last_11H, view) for run in batch.runs]
-        chosen = [h[mx.array(run.rows_N), mx.array(run.columns_N)] for h, run in zip(hidden, batch.runs, strict=True)]
-        return mx.concatenate(chosen)
-
-    def _continued(self, run: Run, prompt: list[PromptLayer], last_11H: mx.array, view: View) -> mx.array:
-        """Hidden states (G, T + 1, H): the prompt's last one, then those of the completion tokens."""
-        inputs_GT = mx.array(run.inputs_GT)
-        first_G1H = mx.broadcast_to(last_11H, (inputs_GT.shape[0], 1, last_11H.shape[-1]))
-        if inputs_GT.shape[1] == 0:
-            return first_G1H
-        continuation = [ContinuationLayer(layer) for layer in prompt]
-        return mx.concatenate([first_G1H, self._model.hidden(inputs_GT, continuation, view)], axis=1)
+            hidden_MH = self._model.hidden(inputs_M[None], None, view)[0]
+        return hidden_MH[mx.array(batch.sources_N)]
 
     def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics]:
         """Gradient of the loss with respect to `hidden_NH`, and the statistics."""

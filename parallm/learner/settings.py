@@ -18,7 +18,7 @@ class LearnerSettings:
     epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_gradient_norm: float = Field(default=1.0, gt=0)
-    micro_batch_tokens: int = Field(default=2048, ge=16)
+    micro_batch_tokens: int = Field(default=1024, ge=16)
     """Tokens (padding included) of one forward and backward pass: the longest that decoding ever waits."""
     head_chunk_bytes: int = Field(default=128 << 20, ge=1 << 16)
     """Bytes of float32 logits that exist at the same time."""

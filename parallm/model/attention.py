@@ -28,6 +28,19 @@ _mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
 class OwnCache:
     """Marks the caches whose attention is computed here."""
 
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """What a layer with this cache computes; `mask` is what the cache's own `make_mask` gave."""
+        return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
 
 def install_attention(model: nn.Module) -> None:
     """Let the modules that define `model`'s layers call `_dispatch`. Changes mlx-lm's modules; safe to repeat."""
@@ -37,14 +50,21 @@ def install_attention(model: nn.Module) -> None:
 
 
 def attention(
-    queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: mx.array | str | None
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    *,
+    scale: float,
+    mask: mx.array | str | None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
     """Softmax attention; queries (B, H*R, T, D), keys and values (B, H, L, D) -> (B, H*R, T, D).
 
     `mask` is None, "causal" (the last query sees all positions), or an array, true where visible or added to scores.
+    `sinks` are logits, one per query head, that take part in the softmax and carry no value.
     """
-    if mx.default_device() != mx.Device(mx.cpu) or queries.dtype != mx.float32:
-        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+    if mx.default_device() != mx.Device(mx.cpu) or queries.dtype != mx.float32 or sinks is not None:
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     rows, heads, length, size = queries.shape[0], keys.shape[1], queries.shape[2], queries.shape[3]
     repeats, positions = queries.shape[1] // heads, keys.shape[2]
     grouped = (queries * scale).reshape(rows, heads, repeats * length, size)
@@ -95,11 +115,11 @@ def _dispatch(
     values: Any,
     cache: Any,
     scale: float,
-    mask: mx.array | str | None,
+    mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """Stands in for mlx-lm's function of the same signature."""
-    if isinstance(cache, OwnCache) and sinks is None:
-        return attention(queries, keys, values, scale=scale, mask=mask)
+    if isinstance(cache, OwnCache):
+        return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     result: mx.array = _mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
     return result

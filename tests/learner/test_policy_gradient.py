@@ -75,14 +75,12 @@ def chunked(
     *,
     preset: str = PRESET,
     budget: int = 2048,
-    shares_prompts: bool = True,
+    packs: bool = True,
     chunk_bytes: int = 1 << 20,
 ) -> tuple[float, Arrays]:
     """Loss and gradient as an update computes them."""
     gradient = PolicyGradient(model, lanes, PRESETS[preset], chunk_bytes=chunk_bytes, dropout=0.0)
-    batches = make_micro_batches(
-        groups, PRESETS[preset], max_tokens=MAX_TOKENS, budget=budget, shares_prompts=shares_prompts
-    )
+    batches = make_micro_batches(groups, PRESETS[preset], max_tokens=MAX_TOKENS, budget=budget, packs=packs)
     loss, total = 0.0, {name: mx.zeros_like(array) for name, array in adapter.arrays.items()}
     for start in range(0, len(batches), lanes.width):
         part, statistics = gradient(
@@ -115,7 +113,7 @@ def test_the_gradient_is_that_of_plain_differentiation(
 ) -> None:
     model = load_tiny(architecture)
     adapter = make_start(model)
-    found = chunked(model, lanes, adapter, groups, preset=preset, shares_prompts=model.batches_exactly)
+    found = chunked(model, lanes, adapter, groups, preset=preset, packs=model.batches_exactly)
     assert_close(found, plain(model, adapter, groups, preset))
 
 
@@ -125,7 +123,7 @@ def test_the_gradient_is_that_of_plain_differentiation(
         {"budget": 16},
         {"budget": 64},
         {"budget": 100_000},
-        {"shares_prompts": False},
+        {"packs": False},
         {"chunk_bytes": 8 * 4 * 385},
     ],
     ids=str,
@@ -178,7 +176,7 @@ def test_never_more_logits_than_a_chunk_exist(
 
 
 def test_micro_batches_hold_every_sampled_token_once(groups: list[TrajectoryGroup]) -> None:
-    batches = make_micro_batches(groups, PRESETS["dapo"], max_tokens=MAX_TOKENS, budget=48, shares_prompts=True)
+    batches = make_micro_batches(groups, PRESETS["dapo"], max_tokens=MAX_TOKENS, budget=48)
     sampled = sorted(token for group in groups for one in group.trajectories for token in one.tokens)
     assert sorted(token for batch in batches for token in batch.tokens_N.tolist()) == sampled
     trained = sum(sum(one.loss_mask) for group in groups for one in group.trajectories)

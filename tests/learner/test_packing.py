@@ -1,0 +1,53 @@
+"""A packed forward against one row after the other."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+
+from parallm.learner.packing import Segment, can_pack, packed_hidden
+from parallm.model.shared_model import SharedModel
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6]]
+COMPLETIONS = [[[5, 3, 5], [8, 9, 7], [9, 3]], [[2, 3]]]
+SEGMENTS = [Segment(prompt=7, runs=((2, 3), (1, 2))), Segment(prompt=1, runs=((1, 2),))]
+
+
+def flat() -> mx.array:
+    tokens: list[int] = []
+    for prompt, completions in zip(PROMPTS, COMPLETIONS, strict=True):
+        tokens += prompt + [token for completion in completions for token in completion]
+    return mx.array(tokens)
+
+
+def one_by_one(model: SharedModel) -> mx.array:
+    """The same hidden states, each row computed alone."""
+    found: list[mx.array] = []
+    for prompt, completions in zip(PROMPTS, COMPLETIONS, strict=True):
+        rows = [model.hidden(mx.array([prompt + one]), model.make_cache(), None)[0] for one in completions]
+        found += [rows[0][: len(prompt)], *(row[len(prompt) :] for row in rows)]
+    return mx.concatenate(found)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "mixtral", "gpt2"])
+def test_packed_hidden_states_are_those_of_single_rows(
+    architecture: str, load_tiny: Callable[[str], SharedModel]
+) -> None:
+    model = load_tiny(architecture)
+    assert can_pack(model)
+    difference = mx.abs(packed_hidden(model, flat(), SEGMENTS, None) - one_by_one(model)).max()
+    assert difference.item() <= 1e-5
+
+
+def test_a_sliding_window_hides_what_lies_before_it(load_tiny: Callable[[str], SharedModel]) -> None:
+    model = load_tiny("gemma3_text")
+    long = Segment(prompt=40, runs=((2, 30),))
+    tokens = mx.array([(7 * place) % 50 + 1 for place in range(100)])
+    packed = packed_hidden(model, tokens, [long], None)
+    row = mx.concatenate([tokens[:40], tokens[70:]])[None]
+    alone = model.hidden(row, model.make_cache(), None)[0]
+    assert mx.abs(packed[70:] - alone[40:]).max().item() <= 1e-4
+
+
+def test_a_model_with_a_state_is_not_packed(load_tiny: Callable[[str], SharedModel]) -> None:
+    assert not can_pack(load_tiny("mamba"))
