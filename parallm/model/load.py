@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,22 @@ LONGEST_DEFAULT_CONTEXT = 8192  # models claim up to a million tokens; more than
 
 
 def load_shared_model(settings: ModelSettings) -> SharedModel:
-    """Load, freeze and evaluate the base, and put LoRA sites on it.
+    """Load a model and its tokenizer for `share_model`.
 
     Raises ModelError naming the path and the way out, AdapterError for targets that the model does not have.
     """
     folder = find_folder(settings.path)
     base, config = _load_base(folder, settings.path)
+    return share_model(base, config, _load_tokenizer(folder, config), settings)
+
+
+def share_model(
+    base: nn.Module, config: Mapping[str, Any], tokenizer: ChatTokenizer, settings: ModelSettings
+) -> SharedModel:
+    """Freeze and evaluate a model of mlx-lm, and put LoRA sites on it. `config` is that of its config.json.
+
+    Raises AdapterError for targets that the model does not have.
+    """
     base.set_dtype(_dtype(settings.dtype, base))
     base.freeze()
     base.eval()
@@ -54,7 +65,7 @@ def load_shared_model(settings: ModelSettings) -> SharedModel:
         base=base,
         binding=binding,
         sites=sites,
-        tokenizer=_load_tokenizer(folder, config),
+        tokenizer=tokenizer,
         vocabulary_size=int(text_config.get("vocab_size") or base.args.vocab_size),
         max_context=_max_context(text_config),
         trunk_owner=owner,

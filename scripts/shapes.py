@@ -1,0 +1,68 @@
+"""Llama-like shapes with random weights: speed and memory depend on nothing else. Imports neither MLX nor torch."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a model."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    vocabulary: int
+
+    def config(self) -> dict[str, Any]:
+        """Hugging Face's config.json of a Llama of this shape."""
+        return {
+            "model_type": "llama",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "head_dim": self.head_size,
+            "vocab_size": self.vocabulary,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": False,
+        }
+
+
+SHAPES = {
+    "8b": Shape(
+        hidden=4096, intermediate=14336, layers=32, heads=32, key_value_heads=8, head_size=128, vocabulary=128256
+    ),
+    "1b": Shape(
+        hidden=2048, intermediate=8192, layers=16, heads=32, key_value_heads=8, head_size=64, vocabulary=128256
+    ),
+    "tiny": Shape(hidden=64, intermediate=96, layers=2, heads=4, key_value_heads=2, head_size=16, vocabulary=384),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateJob:
+    """One update: `groups` prompts, `group_size` completions each."""
+
+    shape: str
+    groups: int
+    group_size: int
+    prompt: int
+    completion: int
+    micro_batch: int
+    """Tokens of a pass (ours), rows of a pass (peers)."""
+    repeats: int = 3
+
+    @property
+    def tokens(self) -> int:
+        """Of all rows, prompts counted once per row: what a trainer without sharing computes."""
+        return self.groups * self.group_size * (self.prompt + self.completion)
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))

@@ -1,0 +1,77 @@
+"""Seconds and peak memory of our learner's update on a shape with random weights."""
+
+import json
+import sys
+import time
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.llama import Model, ModelArgs
+from shapes import SHAPES, Shape, UpdateJob
+
+from parallm.device.lanes import Lanes
+from parallm.learner.learner import Learner
+from parallm.learner.settings import LearnerSettings
+from parallm.model.adapter import make_adapter
+from parallm.model.chat import ChatTokenizer
+from parallm.model.load import NANO, load_tokenizer, share_model
+from parallm.model.lora import initial_arrays
+from parallm.model.settings import ModelSettings
+from parallm.model.shared_model import SharedModel
+from parallm.types import Problem, Trajectory, TrajectoryGroup
+
+
+def random_model(shape: Shape) -> SharedModel:
+    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    base: nn.Module = Model(ModelArgs.from_dict(shape.config()))
+    base.set_dtype(mx.bfloat16 if on_gpu else mx.float32)
+    return share_model(base, shape.config(), ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
+
+
+def random_groups(job: UpdateJob, vocabulary: int) -> list[TrajectoryGroup]:
+    random = np.random.default_rng(0)
+    groups: list[TrajectoryGroup] = []
+    for place in range(job.groups):
+        prompt = tuple(random.integers(0, vocabulary, job.prompt).tolist())
+        rows = tuple(
+            Trajectory(
+                problem_id=str(place),
+                prompt_tokens=prompt,
+                tokens=tuple(random.integers(0, vocabulary, job.completion).tolist()),
+                loss_mask=(True,) * job.completion,
+                logprobs=(-float(np.log(vocabulary)),) * job.completion,
+                temperature=1.0,
+                weight_versions=(),
+                reward_parts={},
+                reward=float(index % 2),
+                text="",
+                finish_reason="length",
+            )
+            for index in range(job.group_size)
+        )
+        groups.append(
+            TrajectoryGroup(problem=Problem(problem_id=str(place), messages=(), answer=""), trajectories=rows)
+        )
+    return groups
+
+
+def main(job: UpdateJob) -> None:
+    shape = SHAPES[job.shape]
+    model = random_model(shape)
+    adapter = make_adapter(initial_arrays(model.sites, 16, mx.random.key(0)), version=0, rank=16, alpha=32.0)
+    settings = LearnerSettings(micro_batch_tokens=job.micro_batch)
+    learner = Learner(model, Lanes(lambda _: None), settings, start=adapter, total_steps=10, seed=0)
+    groups = random_groups(job, shape.vocabulary)
+    seconds: list[float] = []
+    for step in range(job.repeats + 1):
+        if step == 1:
+            mx.reset_peak_memory()
+        began = time.perf_counter()
+        for _ in learner.update(groups, step=step, max_tokens=job.completion):
+            pass
+        seconds.append(time.perf_counter() - began)
+    print(json.dumps({"seconds": seconds[1:], "peak_gb": mx.get_peak_memory() / 1e9}))
+
+
+main(UpdateJob(**json.loads(sys.argv[1])))
