@@ -30,10 +30,12 @@ from parallm.metrics.record import RunRecorder
 from parallm.metrics.run_header import RunHeader
 from parallm.model.adapter import Adapter, AdapterTable, make_adapter
 from parallm.model.adapter_files import read_adapter, write_mlx, write_peft
+from parallm.model.dora import initial_magnitudes
 from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.model.sites import site_ranks
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.problem_stream import ProblemStream
@@ -247,8 +249,19 @@ def _starting_adapter(settings: ModelSettings, model: SharedModel, seed: int) ->
         found = read_adapter(Path(settings.adapter), model.sites, rank=settings.lora.rank, name=POLICY)
         return found if found.version > 0 else dataclasses.replace(found, version=1)
     lora = settings.lora
-    arrays = initial_arrays(model.sites, lora.rank, mx.random.key(mix(seed, 0)))
-    return make_adapter(arrays, version=0, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout)
+    ranks = site_ranks(model.sites, lora)
+    arrays = initial_arrays(model.sites, lora.rank, mx.random.key(mix(seed, 0)), ranks=ranks)
+    if lora.dora:
+        arrays |= initial_magnitudes(model)
+    return make_adapter(
+        arrays,
+        version=0,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        ranks=ranks,
+        rslora=lora.rslora,
+        dropout=lora.dropout,
+    )
 
 
 def _fingerprint(house: House) -> Fingerprint:

@@ -204,6 +204,8 @@ class AdapterCard:
     sha256: str
     num_running: int
     """Sequences that use this version now."""
+    rslora: bool = False
+    is_dora: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

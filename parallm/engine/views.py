@@ -7,6 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from parallm.model.adapter import Adapter
+from parallm.model.dora import scaling_of
 from parallm.model.lora import MixedAdapters, OneAdapter, View, one_adapter, stack_adapters
 from parallm.model.shared_model import SharedModel
 
@@ -37,8 +38,8 @@ class AdapterViews:
     def _one(self, adapter: Adapter) -> OneAdapter:
         key = (adapter.name, adapter.version)
         if key not in self._ones:
-            view = one_adapter(adapter.arrays, adapter.alpha / adapter.rank)
-            mx.eval(view.b_RO)
+            view = one_adapter(adapter.arrays, scaling_of(adapter, self._model))
+            mx.eval(view.a_IR, view.b_RO, view.stretch_O)
             self._ones[key] = view
             _shrink(self._ones)
         self._ones.move_to_end(key)
@@ -49,7 +50,7 @@ class AdapterViews:
             stack = stack_adapters(
                 [None if adapter is None else self._one(adapter) for adapter in adapters], self._model.sites
             )
-            mx.eval(stack.a_SIR, stack.b_SRO)
+            mx.eval(stack.a_SIR, stack.b_SRO, stack.stretch_SO)
             self._stacks[keys] = stack
             while len(self._stacks) > 2:  # a stack is a copy of all its adapters, and rows change sets one way
                 self._stacks.popitem(last=False)

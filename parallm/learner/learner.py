@@ -15,7 +15,8 @@ from parallm.learner.optimizer import AdapterOptimizer, Arrays, gradient_norm, l
 from parallm.learner.packing import can_pack
 from parallm.learner.policy_gradient import PolicyGradient, TokenStatistics
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import Adapter, make_adapter
+from parallm.model.adapter import Adapter, next_version
+from parallm.model.dora import scaling_of
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix
 from parallm.types import ParityReport, TrajectoryGroup, UpdateReport
@@ -51,6 +52,7 @@ class Learner:
         self._settings = settings
         self._objective = PRESETS[settings.preset]
         self._lanes = lanes
+        self._model = model
         self._packs = can_pack(model)
         self._total_steps = total_steps
         self._seed = seed
@@ -69,13 +71,12 @@ class Learner:
         seconds, totals = 0.0, Totals()
         gradients: Arrays = {}
         batches = self._micro_batches(groups, max_tokens)
+        scaling = scaling_of(self.adapter, self._model)
         for start in range(0, len(batches), self._lanes.width):
             began = time.perf_counter()
             chosen = batches[start : start + self._lanes.width]
             key = mx.random.key(mix(mix(self._seed, step), start))
-            more, statistics = self._gradient(
-                dict(self.adapter.arrays), self.adapter.alpha / self.adapter.rank, chosen, key
-            )
+            more, statistics = self._gradient(dict(self.adapter.arrays), scaling, chosen, key)
             gradients = {name: gradients[name] + g for name, g in more.items()} if gradients else more
             mx.eval(gradients)
             for batch, found in zip(chosen, statistics, strict=True):
@@ -110,17 +111,7 @@ class Learner:
     def _step(self, gradients: Arrays, norm: float, step: int) -> None:
         clipped = scaled_to_norm(gradients, norm, self._settings.max_gradient_norm)
         arrays = self._optimizer.apply(dict(self.adapter.arrays), clipped, step)
-        old = self.adapter
-        self.adapter = make_adapter(
-            arrays,
-            name=old.name,
-            version=old.version + 1,
-            parent=old.version,
-            step=step + 1,
-            rank=old.rank,
-            alpha=old.alpha,
-            dropout=old.dropout,
-        )
+        self.adapter = next_version(self.adapter, arrays, step + 1)
 
     def _add(self, totals: Totals, batch: MicroBatch, found: TokenStatistics) -> None:
         logprobs_N = np.array(found.logprobs_N)

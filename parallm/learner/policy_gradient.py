@@ -18,7 +18,7 @@ from parallm.learner.head import Head
 from parallm.learner.objective import Objective, policy_loss
 from parallm.learner.optimizer import Arrays
 from parallm.learner.packing import packed_hidden
-from parallm.model.lora import DropoutAdapter, View, one_adapter
+from parallm.model.lora import DropoutAdapter, Scaling, View, one_adapter
 from parallm.model.shared_model import SharedModel
 
 
@@ -44,12 +44,12 @@ class PolicyGradient:
         self._head = Head(model, chunk_bytes)
 
     def __call__(
-        self, arrays: Arrays, scale: float, batches: Sequence[MicroBatch], key: mx.array
+        self, arrays: Arrays, scaling: Scaling, batches: Sequence[MicroBatch], key: mx.array
     ) -> tuple[Arrays, list[TokenStatistics]]:
         """Gradients with respect to `arrays`, summed over `batches` (one per lane), and their statistics. Evaluated."""
 
         def surrogate(traced: Arrays) -> tuple[mx.array, list[list[mx.array]]]:
-            view = self._view(traced, scale, key)
+            view = self._view(traced, scaling, key)
             hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
             pairs = list(zip(hidden, batches, strict=True))
             found = self._lanes.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
@@ -62,8 +62,8 @@ class PolicyGradient:
         statistics = [TokenStatistics(loss=loss, logprobs_N=lp, entropies_N=entropy) for loss, lp, entropy in raw]
         return gradients, statistics
 
-    def _view(self, arrays: Arrays, scale: float, key: mx.array) -> View:
-        adapter = one_adapter(arrays, scale)
+    def _view(self, arrays: Arrays, scaling: Scaling, key: mx.array) -> View:
+        adapter = one_adapter(arrays, scaling)
         if self._dropout == 0:
             return adapter
         keys = mx.random.split(key, len(adapter.a_IR))

@@ -1,25 +1,27 @@
 """Adapters and the table of their versions. Files are `adapter_files`; how a forward applies an adapter is `lora`."""
 
-import hashlib
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TypeVar
 
 import mlx.core as mx
-import numpy as np
 
 from parallm.errors import AdapterError, UnknownModel
+from parallm.model.adapter_arrays import arrays_sha256, check_arrays
 from parallm.types import BASE, POLICY, AdapterCard
 
 LATEST = "latest"
 """Another name of `policy`: its newest version."""
 Key = tuple[str, int]
+Value = TypeVar("Value", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """One version of a LoRA adapter. Immutable, arrays evaluated; made by `make_adapter`."""
+    """One version of a LoRA or DoRA adapter. Immutable, arrays evaluated; made by `make_adapter`."""
 
     name: str
     version: int
@@ -28,13 +30,30 @@ class Adapter:
     step: int
     rank: int
     alpha: float
+    ranks: Mapping[str, int]
+    """Sites with another rank than `rank`."""
+    alphas: Mapping[str, float]
+    """Sites with another alpha than `alpha`; files of PEFT may have them."""
+    rslora: bool
+    """Scaled by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732) rather than by alpha / rank."""
     dropout: float
     targets: tuple[str, ...]
     """Module paths of the sites, sorted, e.g. "model.layers.0.self_attn.q_proj"."""
     arrays: Mapping[str, mx.array]
-    """`{site}.lora_a` (inputs, rank) and `{site}.lora_b` (rank, outputs), float32."""
+    """`{site}.lora_a` (inputs, rank), `{site}.lora_b` (rank, outputs) and for DoRA `{site}.m` (outputs,), float32."""
     sha256: str
     """Digest of the arrays alone: equal for equal weights, whatever their version."""
+
+    @property
+    def is_dora(self) -> bool:
+        return f"{self.targets[0]}.m" in self.arrays
+
+    @property
+    def scales(self) -> dict[str, float]:
+        """Factor of each site's product."""
+        ranks = {site: self.ranks.get(site, self.rank) for site in self.targets}
+        divisors = {site: math.sqrt(rank) if self.rslora else rank for site, rank in ranks.items()}
+        return {site: self.alphas.get(site, self.alpha) / divisor for site, divisor in divisors.items()}
 
     @property
     def num_parameters(self) -> int:
@@ -51,6 +70,9 @@ def make_adapter(
     version: int,
     rank: int,
     alpha: float,
+    ranks: Mapping[str, int] = MappingProxyType({}),
+    alphas: Mapping[str, float] = MappingProxyType({}),
+    rslora: bool = False,
     name: str = POLICY,
     parent: int | None = None,
     step: int = 0,
@@ -58,14 +80,12 @@ def make_adapter(
 ) -> Adapter:
     """An adapter of `arrays`, which are cast to float32, evaluated and hashed here; float32 arrays are not copied.
 
-    Raises AdapterError if a site lacks one of its two arrays or an array is not of this rank.
+    `ranks` and `alphas` are those of sites that differ from `rank` and `alpha`. Raises AdapterError if there is no
+    site, if a site lacks an array, or if an array is not of its rank.
     """
     single = {key: arrays[key].astype(mx.float32) for key in sorted(arrays)}
     targets = tuple(sorted({key.rpartition(".")[0] for key in single}))
-    for site in targets:
-        _check_site(site, single, rank)
-    if extra := sorted(set(single) - {f"{site}.{part}" for site in targets for part in ("lora_a", "lora_b")}):
-        raise AdapterError(f"{extra[0]} is no adapter array; names end with .lora_a or .lora_b")
+    check_arrays(targets, single, {site: ranks.get(site, rank) for site in targets})
     mx.eval(single)
     return Adapter(
         name=name,
@@ -74,6 +94,9 @@ def make_adapter(
         step=step,
         rank=rank,
         alpha=float(alpha),
+        ranks=_exceptions(ranks, rank, targets),
+        alphas=_exceptions(alphas, float(alpha), targets),
+        rslora=rslora,
         dropout=float(dropout),
         targets=targets,
         arrays=MappingProxyType(single),
@@ -81,14 +104,21 @@ def make_adapter(
     )
 
 
-def arrays_sha256(arrays: Mapping[str, mx.array]) -> str:
-    """Digest over names, shapes and bytes in the order of the names; evaluates the arrays."""
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        values = np.ascontiguousarray(np.asarray(arrays[name]))
-        digest.update(f"{name}{values.shape}".encode())
-        digest.update(values.data)
-    return digest.hexdigest()
+def next_version(adapter: Adapter, arrays: Mapping[str, mx.array], step: int) -> Adapter:
+    """The version after `adapter`, of the same form, with the arrays that `step` steps have made."""
+    return make_adapter(
+        arrays,
+        name=adapter.name,
+        version=adapter.version + 1,
+        parent=adapter.version,
+        step=step,
+        rank=adapter.rank,
+        alpha=adapter.alpha,
+        ranks=adapter.ranks,
+        alphas=adapter.alphas,
+        rslora=adapter.rslora,
+        dropout=adapter.dropout,
+    )
 
 
 class AdapterTable:
@@ -219,6 +249,8 @@ class _Entry:
             step=adapter.step,
             rank=adapter.rank,
             alpha=adapter.alpha,
+            rslora=adapter.rslora,
+            is_dora=adapter.is_dora,
             aliases=view.aliases_of((adapter.name, adapter.version)),
             sha256=adapter.sha256,
             num_running=self.num_running,
@@ -244,11 +276,5 @@ class _View:
         return ", ".join(dict.fromkeys([BASE, POLICY, *sorted(self.newest), *sorted(self.aliases), *pinned]))
 
 
-def _check_site(site: str, arrays: Mapping[str, mx.array], rank: int) -> None:
-    a, b = arrays.get(f"{site}.lora_a"), arrays.get(f"{site}.lora_b")
-    if a is None or b is None:
-        raise AdapterError(f"{site} lacks its {'lora_a' if a is None else 'lora_b'}")
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != rank or b.shape[0] != rank:
-        raise AdapterError(
-            f"{site} has lora_a {a.shape}, lora_b {b.shape}; rank {rank} needs (inputs, {rank}) and ({rank}, outputs)"
-        )
+def _exceptions(values: Mapping[str, Value], usual: Value, targets: tuple[str, ...]) -> Mapping[str, Value]:
+    return MappingProxyType({s: values[s] for s in targets if s in values and values[s] != usual})

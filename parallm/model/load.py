@@ -21,9 +21,10 @@ from mlx_lm.utils import _download, load_model, load_tokenizer
 from parallm.errors import ModelError
 from parallm.model.attention import install_attention
 from parallm.model.chat import ChatTokenizer
-from parallm.model.lora import Binding, install_sites
+from parallm.model.lora import Binding
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch, find_trunk
+from parallm.model.sites import install_sites
 
 logger = logging.getLogger(__name__)
 

@@ -3,22 +3,31 @@
 There is one module tree for serving and training. A site owns no adapter arrays: it asks the `Binding` that all sites
 of a model share. Whoever runs a forward binds a view first, on the device thread.
 
-LoRA: https://arxiv.org/abs/2106.09685. Axes: B rows, T tokens, I input, O output, R rank, S stacked adapters.
+LoRA: https://arxiv.org/abs/2106.09685. DoRA: `dora`. Axes: B rows, T tokens, I input, O output, R rank, S stacked
+adapters.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
 
-from parallm.errors import AdapterError
-from parallm.model.attention import at_least_rows
-from parallm.model.settings import LoraSettings
+from parallm.model.attention import LEAST_COLUMNS, at_least_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """What stays as it is while an adapter's arrays are trained."""
+
+    scales: Mapping[str, float]
+    """Factor of each site's product."""
+    norms_O: Mapping[str, mx.array]
+    """Length of each output's weights, adapter included, that DoRA divides by; without entries for LoRA."""
 
 
 class View(Protocol):
@@ -27,18 +36,25 @@ class View(Protocol):
     def delta(self, site: str, x: mx.array) -> mx.array | None:
         """The adapter's product for the input `x` (B, T, I) of `site`, (B, T, O) in the dtype of `x`, or None."""
 
+    def stretch(self, site: str) -> mx.array | None:
+        """By how much more than 1 DoRA multiplies the outputs of `site`, (O,) or (B, 1, O), or None."""
+
 
 @dataclass(frozen=True, slots=True)
 class OneAdapter:
-    """All rows use the same adapter. `b_RO` has the scale alpha / rank multiplied in."""
+    """All rows use the same adapter. `b_RO` has the scale multiplied in."""
 
     a_IR: Mapping[str, mx.array]
     b_RO: Mapping[str, mx.array]
+    stretch_O: Mapping[str, mx.array]
 
     def delta(self, site: str, x: mx.array) -> mx.array | None:
         if site not in self.a_IR:
             return None
         return ((x @ self.a_IR[site]) @ self.b_RO[site]).astype(x.dtype)
+
+    def stretch(self, site: str) -> mx.array | None:
+        return self.stretch_O.get(site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +71,9 @@ class DropoutAdapter:
         kept = mx.random.bernoulli(1 - self.probability, x.shape, key=self.keys[site])
         return self.adapter.delta(site, mx.where(kept, x / (1 - self.probability), 0).astype(x.dtype))
 
+    def stretch(self, site: str) -> mx.array | None:
+        return self.adapter.stretch(site)
+
 
 @dataclass(frozen=True, slots=True)
 class MixedAdapters:
@@ -62,6 +81,7 @@ class MixedAdapters:
 
     a_SIR: Mapping[str, mx.array]
     b_SRO: Mapping[str, mx.array]
+    stretch_SO: Mapping[str, mx.array]
     index_B: mx.array
 
     def delta(self, site: str, x: mx.array) -> mx.array | None:
@@ -70,6 +90,9 @@ class MixedAdapters:
         rows = at_least_rows(x.astype(mx.float32), axis=1)
         hidden = mx.gather_mm(rows, self.a_SIR[site], rhs_indices=self.index_B)
         return mx.gather_mm(hidden, self.b_SRO[site], rhs_indices=self.index_B)[:, : x.shape[1]].astype(x.dtype)
+
+    def stretch(self, site: str) -> mx.array | None:
+        return self.stretch_SO[site][self.index_B][:, None] if site in self.stretch_SO else None
 
 
 class Binding:
@@ -101,88 +124,71 @@ class LoraLinear(nn.Module):
         y = self.linear(x)
         view = self.binding.view
         delta = None if view is None else view.delta(self.site, x)
-        return y if delta is None else y + delta
+        if view is None or delta is None:
+            return y
+        y = y + delta
+        stretch = view.stretch(self.site)
+        if stretch is None:
+            return y
+        # this form rather than a product with the whole factor: a stretch of zero changes no bit
+        return y + (stretch * (y - self.linear.bias if "bias" in self.linear else y)).astype(y.dtype)
 
 
-def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> dict[str, tuple[int, int]]:
-    """Wrap the linear layers of `base` that `settings.targets` names. Returns site -> (inputs, outputs).
+def initial_arrays(
+    sites: Mapping[str, tuple[int, int]],
+    rank: int,
+    key: mx.array,
+    *,
+    ranks: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, mx.array]:
+    """`{site}.lora_a` uniform in +-1/sqrt(inputs), `{site}.lora_b` zero: the product starts at zero. Evaluated.
 
-    Raises AdapterError naming the targets that no linear layer of the model has.
+    `ranks` are those of the sites that have another one than `rank`.
     """
-    in_layers = {id(module) for layer in base.layers for module in layer.modules()}  # neither embedding nor head
-    linears = {
-        name: module
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear) and id(module) in in_layers
-    }
-    chosen = _chosen(linears, settings.targets)
-    wrapped = [(name, LoraLinear(linears[name], name, binding)) for name in chosen]
-    base.update_modules(tree_unflatten(wrapped))
-    return {name: _linear_shape(linears[name]) for name in chosen}
-
-
-def initial_arrays(sites: Mapping[str, tuple[int, int]], rank: int, key: mx.array) -> dict[str, mx.array]:
-    """`{site}.lora_a` uniform in +-1/sqrt(inputs), `{site}.lora_b` zero: the product starts at zero. Evaluated."""
     arrays: dict[str, mx.array] = {}
     keys = mx.random.split(key, len(sites))
     for (site, (inputs, outputs)), site_key in zip(sorted(sites.items()), keys, strict=True):
-        bound = 1 / math.sqrt(inputs)
-        arrays[f"{site}.lora_a"] = mx.random.uniform(-bound, bound, (inputs, rank), key=site_key)
-        arrays[f"{site}.lora_b"] = mx.zeros((rank, outputs))
+        bound, columns = 1 / math.sqrt(inputs), ranks.get(site, rank)
+        arrays[f"{site}.lora_a"] = mx.random.uniform(-bound, bound, (inputs, columns), key=site_key)
+        arrays[f"{site}.lora_b"] = mx.zeros((columns, outputs))
     mx.eval(arrays)
     return arrays
 
 
-def one_adapter(arrays: Mapping[str, mx.array], scale: float) -> OneAdapter:
-    """View of an adapter's arrays (`{site}.lora_a`, `{site}.lora_b`); the scale is multiplied into B."""
+def one_adapter(arrays: Mapping[str, mx.array], scaling: Scaling) -> OneAdapter:
+    """View of an adapter's arrays (`{site}.lora_a`, `{site}.lora_b`, for DoRA `{site}.m`).
+
+    The scale is multiplied into B. Ranks below `LEAST_COLUMNS` are padded with zeros on a CPU, where a product with
+    fewer columns may be rounded in another way for each number of rows.
+    """
+    sites = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
+    least = LEAST_COLUMNS if mx.default_device() == mx.Device(mx.cpu) else 1
     return OneAdapter(
-        {name.removesuffix(".lora_a"): a for name, a in arrays.items() if name.endswith(".lora_a")},
-        {name.removesuffix(".lora_b"): b * scale for name, b in arrays.items() if name.endswith(".lora_b")},
+        {site: _padded(arrays[f"{site}.lora_a"], 1, least) for site in sites},
+        {site: _padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, least) for site in sites},
+        {site: arrays[f"{site}.m"] / norm_O - 1 for site, norm_O in scaling.norms_O.items()},
     )
 
 
 def stack_adapters(adapters: list[OneAdapter | None], sites: Mapping[str, tuple[int, int]]) -> MixedAdapters:
     """Stack adapters (None: the base) for `MixedAdapters`; ranks are padded with zeros. `index_B` is empty."""
-    rank = max(a.shape[1] for adapter in adapters if adapter for a in adapter.a_IR.values())
+    present = [adapter for adapter in adapters if adapter is not None]
     stacks_a: dict[str, mx.array] = {}
     stacks_b: dict[str, mx.array] = {}
+    stretches: dict[str, mx.array] = {}
     for site, (inputs, outputs) in sites.items():
-        parts = [(_or_none(adapter, site)) for adapter in adapters]
-        if all(part is None for part in parts):
-            continue
-        stacks_a[site] = mx.stack([_padded(part[0], 1, rank) if part else mx.zeros((inputs, rank)) for part in parts])
-        stacks_b[site] = mx.stack([_padded(part[1], 0, rank) if part else mx.zeros((rank, outputs)) for part in parts])
-    return MixedAdapters(stacks_a, stacks_b, mx.zeros((0,), mx.uint32))
+        rank = max((adapter.a_IR[site].shape[1] for adapter in present if site in adapter.a_IR), default=0)
+        if rank:
+            no_a, no_b = mx.zeros((inputs, rank)), mx.zeros((rank, outputs))
+            stacks_a[site] = mx.stack([_padded(a.a_IR.get(site, no_a) if a else no_a, 1, rank) for a in adapters])
+            stacks_b[site] = mx.stack([_padded(a.b_RO.get(site, no_b) if a else no_b, 0, rank) for a in adapters])
+        if any(site in adapter.stretch_O for adapter in present):
+            none = mx.zeros((outputs,))
+            stretches[site] = mx.stack([a.stretch_O.get(site, none) if a else none for a in adapters])
+    return MixedAdapters(stacks_a, stacks_b, stretches, mx.zeros((0,), mx.uint32))
 
 
-def _or_none(adapter: OneAdapter | None, site: str) -> tuple[mx.array, mx.array] | None:
-    if adapter is None or site not in adapter.a_IR:
-        return None
-    return adapter.a_IR[site], adapter.b_RO[site]
-
-
-def _padded(matrix: mx.array, axis: int, rank: int) -> mx.array:
-    missing = rank - matrix.shape[axis]
+def _padded(matrix: mx.array, axis: int, least: int) -> mx.array:
+    missing = max(0, least - matrix.shape[axis])
     widths = [(0, missing if axis == dimension else 0) for dimension in range(2)]
-    return mx.pad(matrix.astype(mx.float32), widths) if missing else matrix.astype(mx.float32)
-
-
-def _chosen(linears: Mapping[str, nn.Module], targets: str | tuple[str, ...]) -> list[str]:
-    if targets == "all-linear":
-        return sorted(linears)
-    wanted = (targets,) if isinstance(targets, str) else targets
-    chosen = [name for name in linears if any(name == w or name.endswith(f".{w}") for w in wanted)]
-    missing = [w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in chosen)]
-    if missing:
-        known = sorted({name.rsplit(".", 1)[-1] for name in linears})
-        raise AdapterError(
-            f"model.lora.targets: the model has no linear layer {missing}; choices: all-linear or of {known}"
-        )
-    return sorted(chosen)
-
-
-def _linear_shape(linear: nn.Module) -> tuple[int, int]:
-    outputs, inputs = linear.weight.shape
-    if isinstance(linear, nn.QuantizedLinear):
-        inputs = inputs * 32 // linear.bits
-    return inputs, outputs
+    return mx.pad(matrix, widths) if missing else matrix

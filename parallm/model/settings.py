@@ -1,20 +1,31 @@
 """Settings of the model: what to load and how its adapters look."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from parallm.settings import settings
 
+Rank = Annotated[int, Field(ge=1, le=512)]
+LayerRange = Annotated[str, Field(pattern=r"^(all|\d+-\d+)$")]
+
 
 @settings
 class LoraSettings:
-    rank: int = Field(default=16, ge=1, le=512)
+    rank: Rank = 16
+    ranks: dict[str, Rank] = Field(default_factory=dict)
+    """Another rank for the layers whose path ends with a name, e.g. {q_proj: 8}; the longest name that fits counts."""
     alpha: float = Field(default=32.0, gt=0)
     """The adapter's product is scaled by alpha / rank."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead, so that a higher rank does not learn more slowly."""
+    dora: bool = False
+    """Train the length of each output's weights apart from their direction."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: str | tuple[str, ...] = "all-linear"
     """`all-linear`, or names of linear layers, e.g. [q_proj, v_proj]."""
+    layers: int | tuple[int, ...] | LayerRange = "all"
+    """Which layers of the model have targets: `all`, a number (the last so many), a list, or a range such as 8-15."""
 
 
 @settings

@@ -90,14 +90,25 @@ def ask() -> Callable[..., GenerationRequest]:
 def random_adapter() -> Callable[..., Adapter]:
     """A version whose product is not zero, so that it changes the tokens."""
 
-    def make(model: SharedModel, version: int, *, rank: int = 4, size: float = 0.2) -> Adapter:
+    def make(
+        model: SharedModel,
+        version: int,
+        *,
+        rank: int = 4,
+        size: float = 0.2,
+        name: str = "policy",
+        rslora: bool = False,
+        dora: bool = False,
+    ) -> Adapter:
         key = mx.random.key(version)
         arrays = {}
         for site, (inputs, outputs) in model.sites.items():
             key, key_a, key_b = mx.random.split(key, 3)
             arrays[f"{site}.lora_a"] = mx.random.normal((inputs, rank), key=key_a) * size
             arrays[f"{site}.lora_b"] = mx.random.normal((rank, outputs), key=key_b) * size
-        return make_adapter(arrays, version=version, rank=rank, alpha=2 * rank)
+            if dora:
+                arrays[f"{site}.m"] = mx.random.uniform(1.5, 2.5, (outputs,), key=key)
+        return make_adapter(arrays, name=name, version=version, rank=rank, alpha=2 * rank, rslora=rslora)
 
     return make
 

@@ -15,6 +15,9 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import Engine
 from parallm.model.adapter import Adapter, AdapterTable
+from parallm.model.dora import scaling_of
+from parallm.model.logprobs import token_logprobs
+from parallm.model.lora import Scaling, one_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -130,15 +133,67 @@ def test_references_go_back_to_zero_however_a_request_ends(
     assert [card.num_running for card in table.cards()] == [0] * 8
 
 
-def test_a_version_with_another_rank_shares_a_batch(
-    model: SharedModel, random_adapter: RandomAdapter, ask: Ask, complete: Complete
+FORMS: list[dict[str, object]] = [
+    {"rank": 2},
+    {"rank": 3, "dora": True},
+    {"rank": 20, "rslora": True},
+    {"rank": 1, "dora": True, "rslora": True},
+]
+
+
+@pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
+@pytest.mark.parametrize("apart", [0, 2])
+def test_versions_of_lora_and_dora_and_different_ranks_share_a_batch_to_the_bit(
+    apart: int, model: SharedModel, random_adapter: RandomAdapter, ask: Ask, complete: Complete
 ) -> None:
     table = AdapterTable()
-    table.publish(random_adapter(model, 1, rank=4))
-    table.publish(random_adapter(model, 2, rank=2))
-    requests = [ask(name, PROMPT, 10, model=name) for name in ("policy@1", "policy@2", "base")]
-    together = complete(model, requests, table=table)
+    for version, form in enumerate(FORMS, 1):
+        table.publish(random_adapter(model, version, **form))
+    requests = [ask(f"r{i}", prompt(i), 10, model=MODELS[i % 5], temperature=0.7, seed=i) for i in range(20)]
+    together = complete(model, requests, table=table, apart=apart)
+    assert len({together[f"r{i}"][0].tokens for i in range(20)}) == 20
     for request in requests:
-        alone = complete(model, [request], table=table)[request.request_id][0]
-        assert together[request.request_id][0].tokens == alone.tokens
-        assert together[request.request_id][0].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+        assert complete(model, [request], table=table) == {request.request_id: together[request.request_id]}
+
+
+@pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_decoding_with_any_form_of_adapter_gives_the_bits_of_the_full_forward(
+    form: dict[str, object], model: SharedModel, random_adapter: RandomAdapter, ask: Ask, complete: Complete
+) -> None:
+    adapter, table = random_adapter(model, 1, **form), AdapterTable()
+    table.publish(adapter)
+    requests = [ask(f"r{i}", prompt(i), 20, model="policy" if i % 3 else "base", seed=i) for i in range(7)]
+    made = complete(model, requests, table=table, apart=1)
+    for request in requests[1:3]:
+        completion = made[request.request_id][0]
+        tokens = mx.array([request.prompt_tokens + completion.tokens[:-1]])
+        view = one_adapter(adapter.arrays, scaling_of(adapter, model))
+        hidden = model.hidden(tokens, model.make_cache(), view)[0, len(request.prompt_tokens) - 1 :]
+        logprobs = token_logprobs(model.head(hidden), mx.full((20,), 1.0), mx.array(completion.tokens))
+        assert tuple(logprobs.tolist()) == completion.logprobs
+
+
+def test_the_norms_of_dora_are_computed_once_for_all_steps_of_a_version(
+    model: SharedModel,
+    random_adapter: RandomAdapter,
+    ask: Ask,
+    make_engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed = []
+
+    def counted(adapter: Adapter, base: SharedModel) -> Scaling:
+        computed.append(adapter.version)
+        return scaling_of(adapter, base)
+
+    monkeypatch.setattr("parallm.engine.views.scaling_of", counted)
+    table = AdapterTable()
+    for version in (1, 2):
+        table.publish(random_adapter(model, version, dora=True))
+    engine = make_engine(model, table=table)
+    for name in ("policy@1", "policy@2", "base"):
+        engine.add(ask(name, PROMPT, 30, model=name), False)
+    while engine.has_work("serving"):
+        engine.step("serving")
+    assert sorted(computed) == [1, 2]

@@ -13,6 +13,7 @@ from parallm.learner.batch import make_micro_batches
 from parallm.learner.objective import PRESETS, group_advantages, policy_loss, token_weight
 from parallm.learner.policy_gradient import PolicyGradient
 from parallm.model.adapter import Adapter
+from parallm.model.dora import scaling_of
 from parallm.model.lora import one_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.types import TrajectoryGroup
@@ -56,7 +57,7 @@ def plain(model: SharedModel, adapter: Adapter, groups: Sequence[TrajectoryGroup
     advantages_BT = mx.broadcast_to(mx.array(np.asarray(advantages, np.float32))[:, None], (len(rows), length - 1))
 
     def loss(arrays: Arrays) -> mx.array:
-        with model.binding.applied(one_adapter(arrays, adapter.alpha / adapter.rank)):
+        with model.binding.applied(one_adapter(arrays, scaling_of(adapter, model))):
             logits_BTV = model.base(mx.array(tokens[:, :-1])).astype(mx.float32) / temperatures
         logprobs_BTV = logits_BTV - mx.logsumexp(logits_BTV, axis=-1, keepdims=True)
         logprobs_BT = mx.take_along_axis(logprobs_BTV, mx.array(tokens[:, 1:])[..., None], axis=-1)[..., 0]
@@ -84,7 +85,7 @@ def chunked(
     loss, total = 0.0, {name: mx.zeros_like(array) for name, array in adapter.arrays.items()}
     for start in range(0, len(batches), lanes.width):
         part, statistics = gradient(
-            dict(adapter.arrays), adapter.alpha / adapter.rank, batches[start : start + lanes.width], mx.random.key(0)
+            dict(adapter.arrays), scaling_of(adapter, model), batches[start : start + lanes.width], mx.random.key(0)
         )
         total = {name: total[name] + part[name] for name in total}
         loss += sum(float(one.loss.item()) for one in statistics)

@@ -13,7 +13,7 @@ from mlx_lm.utils import _get_classes, load_model
 
 from parallm.errors import AdapterError, ModelError
 from parallm.model.load import NANO, _stored_dtype, find_folder, load_shared_model
-from parallm.model.lora import one_adapter
+from parallm.model.lora import Scaling, one_adapter
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 
@@ -98,7 +98,8 @@ def test_a_quantized_model_takes_adapters(folder: Path, bits: int) -> None:
     shapes = {name: ((inputs, 4), (4, outputs)) for name, (inputs, outputs) in model.sites.items()}
     arrays = {f"{name}.lora_a": mx.full(a, 0.01) for name, (a, _) in shapes.items()}
     arrays |= {f"{name}.lora_b": mx.full(b, 0.01) for name, (_, b) in shapes.items()}
-    hidden = model.hidden(mx.array(TOKENS), model.make_cache(), one_adapter(arrays, 2.0))
+    scaling = Scaling(dict.fromkeys(shapes, 2.0), {})
+    hidden = model.hidden(mx.array(TOKENS), model.make_cache(), one_adapter(arrays, scaling))
     assert not mx.allclose(model.head(hidden[0]), logits(model), atol=1e-3).item()
 
 

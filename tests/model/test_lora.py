@@ -6,6 +6,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
+from parallm.model.adapter import Adapter, make_adapter
+from parallm.model.dora import scaling_of
 from parallm.model.load import load_shared_model
 from parallm.model.lora import (
     DropoutAdapter,
@@ -15,59 +17,40 @@ from parallm.model.lora import (
     one_adapter,
     stack_adapters,
 )
-from parallm.model.settings import LoraSettings, ModelSettings
+from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 
 TOKENS = mx.array([[5, 300, 17, 9, 44, 2], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 5, 6]])
-LAYER_SITES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def random_view(model: SharedModel, seed: int, rank: int = 4, sites: set[str] | None = None) -> OneAdapter:
+def random_adapter(model: SharedModel, seed: int, rank: int = 4, sites: set[str] | None = None) -> Adapter:
     key, arrays = mx.random.key(seed), {}
     for site, (inputs, outputs) in model.sites.items():
         if sites is None or site.rsplit(".", 1)[-1] in sites:
             key, key_a, key_b = mx.random.split(key, 3)
             arrays[f"{site}.lora_a"] = mx.random.normal((inputs, rank), key=key_a) * 0.2
             arrays[f"{site}.lora_b"] = mx.random.normal((rank, outputs), key=key_b) * 0.2
-    return one_adapter(arrays, 2.0)
+    return make_adapter(arrays, version=seed, rank=rank, alpha=2.0 * rank)
+
+
+def random_view(model: SharedModel, seed: int, rank: int = 4, sites: set[str] | None = None) -> OneAdapter:
+    return view_of(random_adapter(model, seed, rank, sites), model)
+
+
+def view_of(adapter: Adapter, model: SharedModel) -> OneAdapter:
+    return one_adapter(adapter.arrays, scaling_of(adapter, model))
 
 
 def hidden(model: SharedModel, view: OneAdapter | None, tokens: mx.array = TOKENS) -> mx.array:
     return model.hidden(tokens, None, view)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "names"),
-    [
-        ("llama", LAYER_SITES),
-        ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
-        ("gpt2", {"c_attn", "c_proj", "c_fc"}),
-        ("gpt_bigcode", {"c_attn", "c_proj", "c_fc"}),
-        ("gpt_neox", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
-        ("mamba", {"in_proj", "x_proj", "dt_proj", "out_proj"}),
-    ],
-)
-def test_all_linear_means_every_linear_layer_but_the_head(
-    architecture: str, names: set[str], load_tiny: Callable[..., SharedModel]
-) -> None:
-    assert {site.rsplit(".", 1)[-1] for site in load_tiny(architecture).sites} == names
-
-
-def test_targets_are_ends_of_paths(tiny_model: Callable[[str], Path]) -> None:
-    lora = LoraSettings(targets=("q_proj", "layers.1.mlp.up_proj"))
-    model = load_shared_model(ModelSettings(path=str(tiny_model("llama")), lora=lora))
-    assert model.sites == {
-        "model.layers.0.self_attn.q_proj": (64, 64),
-        "model.layers.1.self_attn.q_proj": (64, 64),
-        "model.layers.1.mlp.up_proj": (64, 96),
-    }
-
-
 def test_a_new_adapter_changes_nothing(load_tiny: Callable[..., SharedModel]) -> None:
     model = load_tiny("llama")
     arrays = initial_arrays(model.sites, 4, mx.random.key(0))
     assert len(arrays) == 28
-    assert mx.array_equal(hidden(model, one_adapter(arrays, 2.0)), hidden(model, None)).item()
+    adapter = make_adapter(arrays, version=0, rank=4, alpha=8.0)
+    assert mx.array_equal(hidden(model, view_of(adapter, model)), hidden(model, None)).item()
 
 
 def test_initial_arrays_follow_from_the_key(load_tiny: Callable[..., SharedModel]) -> None:
@@ -81,14 +64,14 @@ def test_initial_arrays_follow_from_the_key(load_tiny: Callable[..., SharedModel
 
 def test_a_site_computes_what_mlx_lm_computes(load_tiny: Callable[..., SharedModel]) -> None:
     model = load_tiny("llama")
-    view = random_view(model, 1)
+    adapter = random_adapter(model, 1)
     site = "model.layers.0.mlp.up_proj"
     module = dict(model.base.named_modules())[site]
     assert isinstance(module, LoraLinear)
     theirs = LoRALinear.from_base(module.linear, r=4, scale=2.0)
-    theirs.lora_a, theirs.lora_b = view.a_IR[site], view.b_RO[site] / 2.0
+    theirs.lora_a, theirs.lora_b = adapter.arrays[f"{site}.lora_a"], adapter.arrays[f"{site}.lora_b"]
     x = mx.random.normal((2, 5, 64), key=mx.random.key(2))
-    with model.binding.applied(view):
+    with model.binding.applied(view_of(adapter, model)):
         ours = module(x)
     assert mx.allclose(ours, theirs(x), atol=1e-5).item()
     assert mx.array_equal(module(x), module.linear(x)).item()

@@ -59,10 +59,20 @@ def test_a_run_leaves_its_numbers_samples_curves_checkpoints_and_adapters(train:
     assert (trained.version, trained.parent, trained.step) == (3, 2, 3)
 
 
-def test_every_step_is_exactly_on_policy(train: Train, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"rank": 16},
+        {"rank": 2},
+        {"rank": 3, "dora": True},
+        {"rank": 8, "rslora": True, "ranks": {"q_proj": 1, "up_proj": 24}, "layers": 1},
+    ],
+    ids=str,
+)
+def test_every_step_is_exactly_on_policy(lora: dict[str, object], train: Train, tmp_path: Path) -> None:
     if not load_blas(DeviceSettings()).strict:
         pytest.skip("only MKL in strict mode promises equal bits")
-    train(trainer={"steps": 3})
+    train(trainer={"steps": 3}, model={"lora": lora}, learner={"learning_rate": 0.003})
     for row in rows_of(tmp_path / "run"):
         assert row["parity/tokens"] > 0
         assert (row["parity/bit_equal_fraction"], row["parity/max_abs"]) == (1.0, 0.0)

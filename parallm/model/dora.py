@@ -1,0 +1,60 @@
+"""DoRA: the length of each output's weights is trained apart from their direction.
+
+An output is m (W x + scale B A x) / ||W + scale B A||. The norm, over the inputs, counts as a constant in the gradient
+(section 4.3 of the paper), so it is computed once per version and never in a forward.
+
+https://arxiv.org/abs/2402.09353. Axes: O outputs, I inputs, R rank.
+"""
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from parallm.model.adapter import Adapter
+from parallm.model.lora import LoraLinear, Scaling
+from parallm.model.shared_model import SharedModel
+
+
+def scaling_of(adapter: Adapter, model: SharedModel) -> Scaling:
+    """What a view of `adapter` on this base needs beside the arrays. Evaluated; a pass over the weights for DoRA."""
+    scales = adapter.scales
+    if not adapter.is_dora:
+        return Scaling(scales, {})
+    layers = _layers(model.base)
+    norms = {
+        site: _norms(layers[site], adapter.arrays[f"{site}.lora_a"], adapter.arrays[f"{site}.lora_b"] * scales[site])
+        for site in adapter.targets
+    }
+    mx.eval(norms)
+    return Scaling(scales, norms)
+
+
+def initial_magnitudes(model: SharedModel) -> dict[str, mx.array]:
+    """`{site}.m`, the lengths of the base's own weights: with a product of zero nothing is stretched. Evaluated."""
+    magnitudes = {f"{site}.m": mx.linalg.norm(_weight(layer), axis=1) for site, layer in _layers(model.base).items()}
+    mx.eval(magnitudes)
+    return magnitudes
+
+
+def _layers(base: nn.Module) -> Mapping[str, nn.Module]:
+    return {module.site: module.linear for module in base.modules() if isinstance(module, LoraLinear)}
+
+
+def _norms(layer: nn.Module, a_IR: mx.array, scaled_b_RO: mx.array) -> mx.array:
+    return mx.linalg.norm(_weight(layer) + (a_IR @ scaled_b_RO).T, axis=1)
+
+
+def _weight(layer: nn.Module) -> mx.array:
+    """(O, I) in float32."""
+    if not isinstance(layer, nn.QuantizedLinear):
+        return layer.weight.astype(mx.float32)
+    whole = mx.dequantize(
+        layer.weight,
+        layer.scales,
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    )
+    return whole.astype(mx.float32)

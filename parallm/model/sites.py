@@ -1,0 +1,86 @@
+"""Which linear layers of a base become LoRA sites, and of which rank."""
+
+from collections.abc import Iterable, Mapping
+
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from parallm.errors import AdapterError
+from parallm.model.lora import Binding, LoraLinear
+from parallm.model.settings import LoraSettings
+
+
+def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> dict[str, tuple[int, int]]:
+    """Wrap the linear layers of `base` that `settings` chooses. Returns site -> (inputs, outputs).
+
+    Raises AdapterError naming the targets that no linear layer of the model has, or the layers that it does not have.
+    """
+    layer_of = {id(module): index for index, layer in enumerate(base.layers) for module in layer.modules()}
+    linears = {
+        name: module
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear | nn.QuantizedLinear) and id(module) in layer_of  # neither embedding nor head
+    }
+    layers = _layers(settings.layers, len(base.layers))
+    targeted = _targeted(linears, settings.targets)
+    chosen = [name for name in targeted if layer_of[id(linears[name])] in layers]
+    if not chosen:
+        raise AdapterError(
+            f"model.lora.targets={settings.targets} and model.lora.layers={settings.layers} have no layer in common; "
+            f"targets are, for example, {targeted[0]}"
+        )
+    wrapped = [(name, LoraLinear(linears[name], name, binding)) for name in chosen]
+    base.update_modules(tree_unflatten(wrapped))
+    return {name: _linear_shape(linears[name]) for name in chosen}
+
+
+def site_ranks(sites: Iterable[str], settings: LoraSettings) -> dict[str, int]:
+    """The sites whose rank is not `settings.rank`. Raises AdapterError for a name in `ranks` that fits no site."""
+    fitting = {site: [name for name in settings.ranks if _is_end(name, site)] for site in sites}
+    used = {name for names in fitting.values() for name in names}
+    if unused := sorted(settings.ranks.keys() - used):
+        known = sorted({site.rsplit(".", 1)[-1] for site in fitting})
+        raise AdapterError(f"model.lora.ranks: {unused} are no targets of this run; choices: {known}")
+    ranks = {site: settings.ranks[max(names, key=len)] for site, names in fitting.items() if names}
+    return {site: rank for site, rank in ranks.items() if rank != settings.rank}
+
+
+def _layers(wanted: int | tuple[int, ...] | str, num_layers: int) -> set[int]:
+    if isinstance(wanted, int):
+        chosen = set(range(num_layers - wanted, num_layers))
+    elif isinstance(wanted, str) and wanted != "all":
+        first, last = map(int, wanted.split("-"))
+        chosen = set(range(first, last + 1))
+    else:
+        chosen = set(range(num_layers)) if wanted == "all" else {int(index) for index in wanted}
+    if not chosen or not chosen <= set(range(num_layers)):
+        raise AdapterError(
+            f"model.lora.layers={wanted}: the model has {num_layers} layers, 0 to {num_layers - 1}; give all, the "
+            "number of last layers, a list, or a range such as 8-15"
+        )
+    return chosen
+
+
+def _targeted(linears: Mapping[str, nn.Module], targets: str | tuple[str, ...]) -> list[str]:
+    if targets == "all-linear":
+        return sorted(linears)
+    wanted = (targets,) if isinstance(targets, str) else targets
+    chosen = [name for name in linears if any(_is_end(w, name) for w in wanted)]
+    missing = [w for w in wanted if not any(_is_end(w, name) for name in chosen)]
+    if missing or not chosen:
+        known = sorted({name.rsplit(".", 1)[-1] for name in linears})
+        raise AdapterError(
+            f"model.lora.targets: the model has no linear layer {missing}; choices: all-linear or of {known}"
+        )
+    return sorted(chosen)
+
+
+def _is_end(name: str, path: str) -> bool:
+    return path == name or path.endswith(f".{name}")
+
+
+def _linear_shape(linear: nn.Module) -> tuple[int, int]:
+    outputs, inputs = linear.weight.shape
+    if isinstance(linear, nn.QuantizedLinear):
+        inputs = inputs * 32 // linear.bits
+    return inputs, outputs
