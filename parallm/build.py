@@ -28,18 +28,14 @@ from parallm.learner.learner import Learner
 from parallm.metrics.display import Display, make_display
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.run_header import RunHeader
-from parallm.model.adapter import Adapter, AdapterTable, make_adapter
+from parallm.model.adapter import Adapter, AdapterTable
 from parallm.model.adapter_files import read_adapter, write_mlx, write_peft
-from parallm.model.dora import initial_magnitudes
 from parallm.model.load import load_shared_model
-from parallm.model.lora import initial_arrays
-from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
-from parallm.model.sites import site_ranks
+from parallm.model.starting_adapter import starting_adapter
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.problem_stream import ProblemStream
-from parallm.seeds import mix
 from parallm.server.app import create_app
 from parallm.server.listen import HttpServer, bind
 from parallm.trainer.trainer import BEST, Parts, Trainer
@@ -155,7 +151,7 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
     model = await _on_device(device, partial(load_shared_model, config.model))
     lanes = await _on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
     adapters = AdapterTable()
-    start = await _on_device(device, partial(_starting_adapter, config.model, model, config.seed))
+    start = await _on_device(device, partial(starting_adapter, config.model, model, config.seed))
     if config.model.adapter is not None:
         await _on_device(device, partial(adapters.publish, start))
     core = await _on_device(
@@ -244,26 +240,6 @@ def _best_adapter(checkpoint: Path) -> Adapter | None:
         return None
 
 
-def _starting_adapter(settings: ModelSettings, model: SharedModel, seed: int) -> Adapter:
-    if settings.adapter is not None:
-        found = read_adapter(Path(settings.adapter), model.sites, rank=settings.lora.rank, name=POLICY)
-        return found if found.version > 0 else dataclasses.replace(found, version=1)
-    lora = settings.lora
-    ranks = site_ranks(model.sites, lora)
-    arrays = initial_arrays(model.sites, lora.rank, mx.random.key(mix(seed, 0)), ranks=ranks)
-    if lora.dora:
-        arrays |= initial_magnitudes(model)
-    return make_adapter(
-        arrays,
-        version=0,
-        rank=lora.rank,
-        alpha=lora.alpha,
-        ranks=ranks,
-        rslora=lora.rslora,
-        dropout=lora.dropout,
-    )
-
-
 def _fingerprint(house: House) -> Fingerprint:
     return Fingerprint(
         model=house.model.name,
@@ -272,6 +248,9 @@ def _fingerprint(house: House) -> Fingerprint:
         rank=house.start.rank,
         alpha=house.start.alpha,
         targets=house.start.targets,
+        ranks=dict(house.start.ranks),
+        rslora=house.start.rslora,
+        dora=house.start.is_dora,
     )
 
 

@@ -46,6 +46,13 @@ def test_nested_keys_and_lists_are_read() -> None:
     assert (lora.rank, lora.targets) == (8, ("q_proj", "v_proj"))
 
 
+def test_ranks_by_name_and_layers_are_read() -> None:
+    lora = config_of("model.lora.ranks.q_proj=8", "+model.lora.ranks.v_proj=2", "model.lora.layers=8-15").model.lora
+    assert (lora.ranks, lora.layers) == ({"q_proj": 8, "v_proj": 2}, "8-15")
+    lora = config_of("model.lora.ranks={q_proj: 4}", "model.lora.layers=[0,3]").model.lora
+    assert (lora.ranks, lora.layers) == ({"q_proj": 4}, (0, 3))
+
+
 def test_each_environment_has_its_own_keys() -> None:
     assert config_of("environment.levels=[1]").environment == ArithmeticSettings(levels=(1,))
     assert config_of("environment=gsm8k", "environment.limit=16").environment == Gsm8kSettings(limit=16)

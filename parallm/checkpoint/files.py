@@ -14,7 +14,7 @@ from typing import Any
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.checkpoint.trajectory_lines import groups_from_lines, groups_to_lines
 from parallm.errors import AdapterError, CheckpointError
-from parallm.model.adapter_files import read_adapter, read_arrays, write_arrays, write_mlx
+from parallm.model.adapter_files import read_adapter, read_arrays, write_arrays, write_exactly
 
 ADAPTER = "adapter"
 OPTIMIZER = "optimizer.safetensors"
@@ -29,7 +29,8 @@ def write_checkpoint(state: TrainingState, folder: Path) -> None:
 
     Raises OSError if the disk does not take them, TypeError or ValueError if `state.counters` is not JSON.
     """
-    write_mlx(state.adapter, folder / ADAPTER, num_layers=state.fingerprint.num_layers)
+    base, num_layers = state.fingerprint.model, state.fingerprint.num_layers
+    write_exactly(state.adapter, folder / ADAPTER, num_layers=num_layers, base_name=base)
     write_arrays(folder / OPTIMIZER, state.optimizer, {"format": "mlx"})
     (folder / STATE).write_text(_state_text(state))
     (folder / TRAJECTORIES).write_text(groups_to_lines(state.groups))

@@ -1,7 +1,7 @@
 """What a training run needs to go on as if it had never stopped."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +22,10 @@ class Fingerprint:
     rank: int
     alpha: float
     targets: tuple[str, ...]
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """Sites of another rank."""
+    rslora: bool = False
+    dora: bool = False
 
     def check_fits(self, saved: "Fingerprint", where: str) -> None:
         """Raise CheckpointError, naming the first difference and the way out, unless `saved` can go on in this run."""
@@ -31,16 +35,28 @@ class Fingerprint:
                 f"{where} was trained on the base {saved.model} (sha256 {saved.model_sha256[:12]}), this run loads "
                 f"{self.model} (sha256 {self.model_sha256[:12]}); set model.path to that base, or {way_out}"
             )
-        for name, ours, theirs in (("rank", self.rank, saved.rank), ("alpha", self.alpha, saved.alpha)):
+        for name in ("rank", "alpha", "rslora", "dora"):
+            ours, theirs = getattr(self, name), getattr(saved, name)
             if ours != theirs:
                 raise CheckpointError(
-                    f"{where} has LoRA {name} {theirs}, this run {ours}; set model.lora.{name}={theirs}, or {way_out}"
+                    f"{where} has LoRA {name} {theirs}, this run {ours}; set model.lora.{name}={str(theirs).lower()}, "
+                    f"or {way_out}"
                 )
         if differing := sorted(set(saved.targets) ^ set(self.targets)):
             raise CheckpointError(
                 f"{where} adapts {len(saved.targets)} layers, this run {len(self.targets)}; {differing[0]} is only "
-                f"in one of them; set model.lora.targets as in that run, or {way_out}"
+                f"in one of them; set model.lora.targets and model.lora.layers as in that run, or {way_out}"
             )
+        self._check_ranks(saved, where, way_out)
+
+    def _check_ranks(self, saved: "Fingerprint", where: str, way_out: str) -> None:
+        for site in sorted(saved.ranks.keys() | self.ranks.keys()):
+            ours, theirs = self.ranks.get(site, self.rank), saved.ranks.get(site, saved.rank)
+            if ours != theirs:
+                raise CheckpointError(
+                    f"{where} has rank {theirs} at {site}, this run {ours}; set model.lora.ranks as in that run, or "
+                    f"{way_out}"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

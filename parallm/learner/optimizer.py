@@ -1,7 +1,7 @@
 """AdamW over an adapter's arrays, its learning-rate schedule, and gradient clipping."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -15,30 +15,35 @@ Arrays = dict[str, mx.array]
 
 
 class AdapterOptimizer:
-    """Owner of the moments. AdamW (https://arxiv.org/abs/1711.05101) with bias correction, which MLX leaves off."""
+    """Owner of the moments. AdamW (https://arxiv.org/abs/1711.05101) with bias correction, which MLX leaves off.
+
+    LoRA's B has a learning rate of its own, as in LoRA+ (https://arxiv.org/abs/2402.12354).
+    """
 
     def __init__(self, settings: LearnerSettings, total_steps: int, arrays: Arrays) -> None:
         self._settings = settings
         self._total_steps = total_steps
-        self._adamw = mlx.optimizers.AdamW(
-            learning_rate=settings.learning_rate,
-            betas=list(settings.betas),
-            eps=settings.epsilon,
-            weight_decay=settings.weight_decay,
-            bias_correction=True,
-        )
-        self._adamw.init(arrays)
+        of_b = tuple(name for name in arrays if name.endswith(".lora_b"))
+        self._names = of_b, tuple(name for name in arrays if not name.endswith(".lora_b"))
+        self._adamws = _adamw(settings), _adamw(settings)
+        for adamw, names in zip(self._adamws, self._names, strict=True):
+            adamw.init({name: arrays[name] for name in names})
 
     def apply(self, arrays: Arrays, gradients: Arrays, step: int) -> Arrays:
         """New arrays, evaluated; the old ones stay as they are. `step` counts from 0 and sets the learning rate."""
-        self._adamw.learning_rate = learning_rate(self._settings, step, self._total_steps)
-        updated: Arrays = self._adamw.apply_gradients(gradients, arrays)
-        mx.eval(updated, self._adamw.state)
+        rate = learning_rate(self._settings, step, self._total_steps)
+        updated: Arrays = {}
+        for adamw, names, ratio in zip(self._adamws, self._names, (self._settings.lora_plus_ratio, 1), strict=True):
+            adamw.learning_rate = rate * ratio
+            chosen = {name: gradients[name] for name in names}
+            updated |= adamw.apply_gradients(chosen, {name: arrays[name] for name in names})
+        mx.eval(updated, [adamw.state for adamw in self._adamws])
         return updated
 
     def state(self) -> Arrays:
-        """Everything that the next step depends on, by flat names."""
-        return dict(tree_flatten(self._adamw.state))
+        """Everything that the next step depends on, by flat names. Both groups count the same steps."""
+        of_b, others = (dict(tree_flatten(adamw.state)) for adamw in self._adamws)
+        return of_b | others
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
         """Go on from what `state` has returned. Raises CheckpointError unless it is of the same arrays."""
@@ -46,15 +51,31 @@ class AdapterOptimizer:
             raise CheckpointError(
                 f"the optimizer's state does not fit the adapter: {differing[0]} is only in one of them"
             )
-        # not tree_unflatten: an adapter's names hold dots themselves, and MLX starts moments that it does not find anew
-        nested: dict[str, Any] = {}
-        for key, array in state.items():
-            name, _, moment = key.rpartition(".")
-            if name:
-                nested.setdefault(name, {})[moment] = array
-            else:
-                nested[key] = array
-        self._adamw.state = nested
+        for adamw, names in zip(self._adamws, self._names, strict=True):
+            adamw.state = _nested(state, names)
+
+
+def _adamw(settings: LearnerSettings) -> mlx.optimizers.AdamW:
+    return mlx.optimizers.AdamW(
+        learning_rate=settings.learning_rate,
+        betas=list(settings.betas),
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        bias_correction=True,
+    )
+
+
+def _nested(state: Mapping[str, mx.array], names: Collection[str]) -> dict[str, Any]:
+    """What MLX wants: scalars, and the moments of each of `names`."""
+    # not tree_unflatten: an adapter's names hold dots themselves, and MLX starts moments that it does not find anew
+    nested: dict[str, Any] = {}
+    for key, array in state.items():
+        name, _, moment = key.rpartition(".")
+        if not name:
+            nested[key] = array
+        elif name in names:
+            nested.setdefault(name, {})[moment] = array
+    return nested
 
 
 def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> float:

@@ -12,6 +12,8 @@ class LearnerSettings:
     preset: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
     """Advantage, clipping and aggregation by their published names; see learner/objective.py."""
     learning_rate: float = Field(default=5e-5, ge=0)
+    lora_plus_ratio: float = Field(default=1.0, gt=0)
+    """LoRA+: the learning rate of LoRA's B over that of everything else; its paper suggests 16."""
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: int = Field(default=5, ge=0)
     betas: tuple[float, float] = (0.9, 0.95)

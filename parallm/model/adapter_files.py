@@ -1,14 +1,13 @@
-"""Adapters on disk, in mlx-lm's and in PEFT's LoRA format, both written and read.
+"""Adapters on disk, in mlx-lm's and in PEFT's format, LoRA and DoRA, both written and read.
 
-Not read, and refused by name: DoRA, full fine-tunes, ranks that differ between sites, adapted embeddings or experts,
-and pickled PyTorch files.
+Not read, and refused by name: full fine-tunes, adapted embeddings or experts, and pickled PyTorch files.
 """
 
 import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,26 +15,36 @@ import mlx.core as mx
 
 from parallm.errors import AdapterError
 from parallm.model.adapter import Adapter, make_adapter
+from parallm.model.adapter_arrays import arrays_sha256
+from parallm.model.adapter_configs import evened, mlx_config, peft_config
+from parallm.model.site_names import from_pattern
 from parallm.types import POLICY
 
 CONFIG = "adapter_config.json"
 MLX_WEIGHTS = "adapters.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"
-PEFT_TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<site>.+)\.lora_(?P<part>[AB])(?:\.default)?\.weight")
-LAYER_SITE = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<name>.+)")
+PEFT_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<site>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight|"
+    r"magnitude_vector(?:\.default)?(?:\.weight)?)"
+)
+PEFT_REFUSED = ("modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices")
 
 
 def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
     """Write what `mlx_lm.load(..., adapter_path=folder)` reads; `num_layers` is the depth of the base.
 
+    The format has one rank and one scale: smaller ranks are padded with zeros, and other scales multiplied into B.
     Raises OSError if the disk does not take it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lora = {"rank": adapter.rank, "scale": adapter.alpha / adapter.rank, "dropout": adapter.dropout}
-    keys = _mlx_keys(adapter.targets, num_layers)
-    config = {"fine_tune_type": "lora", "num_layers": num_layers, "lora_parameters": {**lora, "keys": keys}}
+    config, arrays = mlx_config(adapter, num_layers), adapter.arrays
+    metadata = {"format": "mlx"} | _metadata(adapter)
+    if adapter.ranks or adapter.alphas:
+        rank, scale = config["lora_parameters"]["rank"], config["lora_parameters"]["scale"]
+        arrays = evened(adapter, rank, scale)
+        metadata |= {"alpha": repr(scale * rank), "rslora": "", "sha256": arrays_sha256(arrays)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    write_arrays(folder / MLX_WEIGHTS, adapter.arrays, {"format": "mlx"} | _metadata(adapter))
+    write_arrays(folder / MLX_WEIGHTS, arrays, metadata)
 
 
 def write_peft(adapter: Adapter, folder: Path, base_name: str) -> None:
@@ -44,25 +53,22 @@ def write_peft(adapter: Adapter, folder: Path, base_name: str) -> None:
     Raises OSError if the disk does not take it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_name,
-        "r": adapter.rank,
-        "lora_alpha": int(adapter.alpha) if adapter.alpha.is_integer() else adapter.alpha,
-        "lora_dropout": adapter.dropout,
-        "target_modules": list(adapter.targets),
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "inference_mode": True,
-    }
+    (folder / CONFIG).write_text(json.dumps(peft_config(adapter, base_name), indent=2) + "\n")
     tensors: dict[str, mx.array] = {}
     for site in adapter.targets:
         tensors[f"base_model.model.{site}.lora_A.weight"] = adapter.arrays[f"{site}.lora_a"].T
         tensors[f"base_model.model.{site}.lora_B.weight"] = adapter.arrays[f"{site}.lora_b"].T
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if adapter.is_dora:
+            tensors[f"base_model.model.{site}.lora_magnitude_vector"] = adapter.arrays[f"{site}.m"]
     write_arrays(folder / PEFT_WEIGHTS, tensors, {"format": "pt"} | _metadata(adapter))
+
+
+def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name: str) -> None:
+    """Write mlx-lm's format where it can hold the adapter as it is, else PEFT's: it comes back equal to the bit."""
+    if adapter.ranks or adapter.alphas:
+        write_peft(adapter, folder, base_name)
+    else:
+        write_mlx(adapter, folder, num_layers=num_layers)
 
 
 def read_adapter(
@@ -95,6 +101,9 @@ def read_adapter(
             step=int(known.get("step", "0")),
             rank=stored.rank,
             alpha=stored.alpha,
+            ranks=stored.ranks,
+            alphas=stored.alphas,
+            rslora=stored.rslora,
             dropout=stored.dropout,
         )
     except (AdapterError, ValueError) as error:
@@ -130,6 +139,9 @@ class _Stored:
     metadata: dict[str, str]
     rank: int
     alpha: float
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    rslora: bool
     dropout: float
 
 
@@ -143,46 +155,59 @@ def _read_stored(folder: Path) -> _Stored:
             f"{folder} is no adapter: it needs {CONFIG} and {MLX_WEIGHTS} (mlx-lm) or {PEFT_WEIGHTS} (PEFT, saved with "
             f"safe_serialization=True); found: {found}"
         ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _read_mlx(folder: Path, config: Mapping[str, Any]) -> _Stored:
-    if config.get("fine_tune_type", "lora") != "lora":
-        raise AdapterError(f"{folder} holds fine_tune_type {config['fine_tune_type']!r}; only lora can be read")
+    if config.get("fine_tune_type", "lora") not in ("lora", "dora"):
+        raise AdapterError(f"{folder} holds fine_tune_type {config['fine_tune_type']!r}; lora and dora can be read")
     lora = config["lora_parameters"]
     arrays, metadata = read_arrays(folder / MLX_WEIGHTS)
-    alpha = float(lora["scale"]) * int(lora["rank"])
+    _check_magnitudes(folder, arrays, config.get("fine_tune_type") == "dora")
+    rank, rslora = int(lora["rank"]), bool(metadata.get("rslora"))
+    alpha = float(lora["scale"]) * (math.sqrt(rank) if rslora else rank)
     exact = float(metadata.get("alpha", alpha))  # alpha / rank * rank need not be alpha
     return _Stored(
         arrays=arrays,
         metadata=metadata,
-        rank=int(lora["rank"]),
+        rank=rank,
         alpha=exact if math.isclose(exact, alpha) else alpha,
+        rslora=rslora,
         dropout=float(lora.get("dropout", 0.0)),
     )
 
 
 def _read_peft(folder: Path, config: Mapping[str, Any]) -> _Stored:
-    refused = [key for key in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save") if config.get(key)]
+    refused = [key for key in PEFT_REFUSED if config.get(key)]
     if config["peft_type"] != "LORA" or refused:
-        raise AdapterError(f"{folder} holds {config['peft_type']} with {refused}; only plain LORA can be read")
+        raise AdapterError(f"{folder} holds {config['peft_type']} with {refused}; only linear layers can be adapted")
     tensors, metadata = read_arrays(folder / PEFT_WEIGHTS)
     arrays: dict[str, mx.array] = {}
     for name, tensor in tensors.items():
         match = PEFT_TENSOR.fullmatch(name)
         if match is None:
-            raise AdapterError(f"{folder} holds {name}, which is no lora_A or lora_B of a linear layer")
-        arrays[f"{match['site']}.lora_{match['part'].lower()}"] = mx.contiguous(tensor.T)
-    rank = int(config["r"])
-    alpha = float(config["lora_alpha"])
+            raise AdapterError(f"{folder} holds {name}, which is no lora_A, lora_B or magnitude of a linear layer")
+        part = f"lora_{match['part'].lower()}" if match["part"] else "m"
+        arrays[f"{match['site']}.{part}"] = mx.contiguous(tensor.T)
+    _check_magnitudes(folder, arrays, bool(config.get("use_dora")))
+    sites = sorted({name.rpartition(".")[0] for name in arrays})
     return _Stored(
         arrays=arrays,
         metadata=metadata,
-        rank=rank,
-        alpha=alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,  # scaled by alpha / sqrt(rank) there
+        rank=int(config["r"]),
+        alpha=float(config["lora_alpha"]),
+        ranks=from_pattern(config.get("rank_pattern") or {}, sites),
+        alphas=from_pattern(config.get("alpha_pattern") or {}, sites),
+        rslora=bool(config.get("use_rslora")),
         dropout=float(config.get("lora_dropout", 0.0)),
     )
+
+
+def _check_magnitudes(folder: Path, arrays: Mapping[str, mx.array], is_dora: bool) -> None:
+    if is_dora != any(name.endswith(".m") for name in arrays):
+        kind, other = ("DoRA", "no magnitudes") if is_dora else ("LoRA", "magnitudes of DoRA")
+        raise AdapterError(f"{folder / CONFIG} says that it is {kind}, and its weights hold {other}")
 
 
 def _check_sites(folder: Path, stored: _Stored, sites: Mapping[str, tuple[int, int]]) -> None:
@@ -194,24 +219,13 @@ def _check_sites(folder: Path, stored: _Stored, sites: Mapping[str, tuple[int, i
                 f"the adapter in {folder} has {name} {shape}, but {site} is no LoRA site here; there are {len(sites)}, "
                 f"such as {min(sites, default='none')}; load the base it was trained on, or widen model.lora.targets"
             )
-        inputs, outputs = sites[site]
-        expected = (inputs, stored.rank) if part == "lora_a" else (stored.rank, outputs)
+        (inputs, outputs), rank = sites[site], stored.ranks.get(site, stored.rank)
+        expected = {"lora_a": (inputs, rank), "lora_b": (rank, outputs), "m": (outputs,)}.get(part, shape)
         if shape != expected:
             raise AdapterError(
                 f"the adapter in {folder} does not fit this base: {name} has shape {shape}, expected {expected}; "
                 "set model.path to the base that it was trained on"
             )
-
-
-def _mlx_keys(targets: tuple[str, ...], num_layers: int) -> list[str]:
-    """Names within a layer where all layers have the same targets, which other MLX programs expect; else full paths."""
-    matches = [LAYER_SITE.fullmatch(site) for site in targets]
-    within = {(match["index"], match["name"]) for match in matches if match}
-    names = sorted({name for _, name in within})
-    stacks = {match["stack"] for match in matches if match}
-    uniform = len(stacks) == 1 and within == {(str(i), name) for i in range(num_layers) for name in names}
-    outside = [site for site, match in zip(targets, matches, strict=True) if not match]
-    return names + outside if uniform else list(targets)
 
 
 def _metadata(adapter: Adapter) -> dict[str, str]:
@@ -221,5 +235,6 @@ def _metadata(adapter: Adapter) -> dict[str, str]:
         "parent": "" if adapter.parent is None else str(adapter.parent),
         "step": str(adapter.step),
         "alpha": repr(adapter.alpha),
+        "rslora": "yes" if adapter.rslora else "",
         "sha256": adapter.sha256,
     }

@@ -1,5 +1,7 @@
 import dataclasses
 import errno
+import hashlib
+import json
 import logging
 import os
 import re
@@ -173,7 +175,13 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_aside(make_state: Make
         ({"model_sha256": "cd" * 32}, r"was trained on the base nano .*set model\.path"),
         ({"rank": 16}, r"LoRA rank 2, this run 16; set model\.lora\.rank=2"),
         ({"alpha": 32.0}, r"LoRA alpha 5\.0, this run 32\.0; set model\.lora\.alpha=5\.0"),
-        ({"targets": ()}, r"adapts 1 layers, this run 0; .*set model\.lora\.targets"),
+        ({"rslora": True}, r"LoRA rslora False, this run True; set model\.lora\.rslora=false"),
+        ({"dora": True}, r"LoRA dora False, this run True; set model\.lora\.dora=false"),
+        (
+            {"ranks": {"model.layers.0.self_attn.q_proj": 8}},
+            r"has rank 2 at .*q_proj, this run 8; set model\.lora\.ranks as in that run",
+        ),
+        ({"targets": ()}, r"adapts 1 layers, this run 0; .*set model\.lora\.targets and model\.lora\.layers"),
     ],
 )
 def test_a_checkpoint_of_another_model_or_adapter_is_refused(
@@ -183,6 +191,22 @@ def test_a_checkpoint_of_another_model_or_adapter_is_refused(
     manager(tmp_path).save(state)
     with pytest.raises(CheckpointError, match=message):
         manager(tmp_path).load("auto", Fingerprint(**(dataclasses.asdict(state.fingerprint) | change)))
+
+
+def test_a_checkpoint_of_before_there_were_forms_fits_plain_lora(make_state: MakeState, tmp_path: Path) -> None:
+    state = make_state(1)
+    path = manager(tmp_path).save(state)
+    values = json.loads((path / "state.json").read_text())
+    for name in ("ranks", "rslora", "dora"):
+        del values["fingerprint"][name]
+    (path / "state.json").write_text(json.dumps(values))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"] = {
+        "bytes": (path / "state.json").stat().st_size,
+        "sha256": hashlib.sha256((path / "state.json").read_bytes()).hexdigest(),
+    }
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert manager(tmp_path).load("auto", state.fingerprint) is not None
 
 
 def test_the_same_base_in_another_place_is_accepted(make_state: MakeState, tmp_path: Path) -> None:

@@ -40,6 +40,20 @@ def test_steps_are_those_of_adamw() -> None:
     assert np.array(arrays[name]) == pytest.approx(expected, abs=1e-6)
 
 
+def test_only_b_takes_the_ratio_of_lora_plus() -> None:
+    arrays, gradients = ({**each, f"{SITE}.m": mx.array([1.0, 2.0])} for each in (ARRAYS, GRADIENTS))
+    plain = AdapterOptimizer(settings(weight_decay=0.1), 10, arrays)
+    faster = AdapterOptimizer(settings(weight_decay=0.1, lora_plus_ratio=16.0), 10, arrays)
+    slow, fast = arrays, arrays
+    for step in range(3):
+        slow, fast = plain.apply(slow, gradients, step), faster.apply(fast, gradients, step)
+        assert slow[f"{SITE}.lora_a"].tolist() == fast[f"{SITE}.lora_a"].tolist()
+        assert slow[f"{SITE}.m"].tolist() == fast[f"{SITE}.m"].tolist()
+    changes = [np.array(each[f"{SITE}.lora_b"] - arrays[f"{SITE}.lora_b"]) for each in (slow, fast)]
+    assert changes[1] == pytest.approx(16 * changes[0], rel=0.01)
+    assert changes[0] == pytest.approx(-3e-3 * np.sign(np.array(gradients[f"{SITE}.lora_b"])), rel=0.05)
+
+
 def test_the_given_arrays_stay_as_they_are() -> None:
     before = {name: array.tolist() for name, array in ARRAYS.items()}
     AdapterOptimizer(settings(), 10, ARRAYS).apply(ARRAYS, GRADIENTS, 0)
@@ -47,11 +61,12 @@ def test_the_given_arrays_stay_as_they_are() -> None:
 
 
 def test_a_restored_optimizer_goes_on_bit_for_bit() -> None:
-    optimizer = AdapterOptimizer(settings(), 10, ARRAYS)
+    chosen = settings(lora_plus_ratio=4.0)
+    optimizer = AdapterOptimizer(chosen, 10, ARRAYS)
     arrays = ARRAYS
     for step in range(3):
         arrays = optimizer.apply(arrays, GRADIENTS, step)
-    restored = AdapterOptimizer(settings(), 10, ARRAYS)
+    restored = AdapterOptimizer(chosen, 10, ARRAYS)
     restored.restore(optimizer.state())
     smaller = {name: gradient * 0.01 for name, gradient in GRADIENTS.items()}
     for step in range(3, 5):

@@ -1,5 +1,8 @@
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,7 +14,7 @@ from mlx_lm.tuner.utils import load_adapters
 
 from parallm.errors import AdapterError
 from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_files import read_adapter, write_mlx, write_peft
+from parallm.model.adapter_files import read_adapter, write_exactly, write_mlx, write_peft
 
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6]]
 LLAMA = {
@@ -31,6 +34,14 @@ LLAMA = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+FORMS: list[dict[str, Any]] = [
+    {"rslora": True},
+    {"dora": True},
+    {"dora": True, "rslora": True, "rank": 5},
+    {"ranks": {"q_proj": 5, "1.mlp.down_proj": 2}},
+    {"ranks": {"q_proj": 5, "1.mlp.down_proj": 2}, "alphas": {"v_proj": 7.5}, "rslora": True},
+    {"ranks": {"q_proj": 5}, "alphas": {"0.mlp.gate_proj": 3.0}, "dora": True},
+]
 ALL = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
 
@@ -47,13 +58,39 @@ def sites_of(model: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (linear.weight.shape[1], linear.weight.shape[0]) for name, linear in linears}
 
 
-def random_adapter(sites: dict[str, tuple[int, int]], *, rank: int = 3, alpha: float = 10.0) -> Adapter:
+def random_adapter(
+    sites: dict[str, tuple[int, int]],
+    *,
+    rank: int = 3,
+    alpha: float = 10.0,
+    ranks: Mapping[str, int] | None = None,
+    alphas: Mapping[str, float] | None = None,
+    rslora: bool = False,
+    dora: bool = False,
+) -> Adapter:
+    """`ranks` and `alphas` are by the ends of paths."""
     mx.random.seed(11)
     arrays = {}
+    site_ranks = {site: value for site in sites for end, value in (ranks or {}).items() if site.endswith(end)}
+    site_alphas = {site: value for site in sites for end, value in (alphas or {}).items() if site.endswith(end)}
     for site, (inputs, outputs) in sites.items():
-        arrays[f"{site}.lora_a"] = mx.random.normal((inputs, rank)) * 0.3
-        arrays[f"{site}.lora_b"] = mx.random.normal((rank, outputs)) * 0.3
-    return make_adapter(arrays, version=12, parent=11, step=12, rank=rank, alpha=alpha, dropout=0.1)
+        columns = site_ranks.get(site, rank)
+        arrays[f"{site}.lora_a"] = mx.random.normal((inputs, columns)) * 0.3
+        arrays[f"{site}.lora_b"] = mx.random.normal((columns, outputs)) * 0.3
+        if dora:
+            arrays[f"{site}.m"] = mx.random.uniform(0.5, 2.0, (outputs,))
+    return make_adapter(
+        arrays,
+        version=12,
+        parent=11,
+        step=12,
+        rank=rank,
+        alpha=alpha,
+        ranks=site_ranks,
+        alphas=site_alphas,
+        rslora=rslora,
+        dropout=0.1,
+    )
 
 
 @pytest.fixture
@@ -67,13 +104,51 @@ def adapter(model: nn.Module) -> Adapter:
 
 
 def logits_by_hand(adapter: Adapter) -> np.ndarray:
+    arrays = {name: np.array(array) for name, array in adapter.arrays.items()}
+    parts = {
+        site: (arrays[f"{site}.lora_a"].T, arrays[f"{site}.lora_b"].T, scale, arrays.get(f"{site}.m"))
+        for site, scale in adapter.scales.items()
+    }
+    return logits_with(parts)
+
+
+def logits_with(parts: Mapping[str, tuple[np.ndarray, np.ndarray, float, np.ndarray | None]]) -> np.ndarray:
+    """Of the base with W + scale B A in place of W, its rows stretched to the magnitudes if there are any."""
     model = tiny_llama()
     weights = dict(tree_flatten(model.parameters()))
-    for site in adapter.targets:
-        product = adapter.arrays[f"{site}.lora_a"] @ adapter.arrays[f"{site}.lora_b"]
-        weights[f"{site}.weight"] += adapter.alpha / adapter.rank * product.T
+    for site, (a, b, scale, magnitude) in parts.items():
+        weight = np.array(weights[f"{site}.weight"]) + scale * b @ a
+        if magnitude is not None:
+            weight *= (magnitude / np.linalg.norm(weight, axis=1))[:, None]
+        weights[f"{site}.weight"] = mx.array(weight)
     model.load_weights(list(weights.items()))
     return np.array(model(mx.array(TOKENS)))
+
+
+def logits_of_peft(folder: Path) -> np.ndarray:
+    """What PEFT makes of a folder: its rules for names, ranks and scales (tuners/lora) in numpy."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = mx.load(str(folder / "adapter_model.safetensors"))
+    assert isinstance(tensors, dict)
+    parts = {}
+    for site in sites_of(tiny_llama()):
+        layer = re.sub(rf".*\.{config['layers_pattern']}\.(\d+)\..*", r"\1", site)
+        chosen = site in config["target_modules"] or any(site.endswith(f".{end}") for end in config["target_modules"])
+        if not chosen or (config["layers_to_transform"] and int(layer) not in config["layers_to_transform"]):
+            continue
+        rank, alpha = config["r"], config["lora_alpha"]
+        for key, value in config["rank_pattern"].items():
+            rank = value if re.match(rf"(.*\.)?({key})$", site) else rank
+        for key, value in config["alpha_pattern"].items():
+            alpha = value if re.match(rf"(.*\.)?({key})$", site) else alpha
+        a, b = (np.array(tensors.pop(f"base_model.model.{site}.lora_{part}.weight")) for part in "AB")
+        assert a.shape[0] == b.shape[1] == rank
+        magnitude = (
+            np.array(tensors.pop(f"base_model.model.{site}.lora_magnitude_vector")) if config["use_dora"] else None
+        )
+        parts[site] = a, b, alpha / rank**0.5 if config["use_rslora"] else alpha / rank, magnitude
+    assert not tensors
+    return logits_with(parts)
 
 
 def logits_of_mlx_lm(folder: Path) -> np.ndarray:
@@ -89,6 +164,82 @@ def test_the_random_adapter_changes_the_logits(model: nn.Module, adapter: Adapte
 def test_mlx_lm_computes_the_same_logits_from_the_written_adapter(adapter: Adapter, tmp_path: Path) -> None:
     write_mlx(adapter, tmp_path, num_layers=2)
     np.testing.assert_allclose(logits_of_mlx_lm(tmp_path), logits_by_hand(adapter), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_mlx_lm_and_peft_compute_the_same_logits_from_every_form(
+    form: dict[str, Any], model: nn.Module, tmp_path: Path
+) -> None:
+    adapter = random_adapter({site: shape for site, shape in sites_of(model).items() if site.endswith(ALL)}, **form)
+    write_mlx(adapter, tmp_path / "mlx", num_layers=2)
+    write_peft(adapter, tmp_path / "peft", "base")
+    expected = logits_by_hand(adapter)
+    assert np.abs(expected - np.array(model(mx.array(TOKENS)))).max() > 0.1
+    np.testing.assert_allclose(logits_of_mlx_lm(tmp_path / "mlx"), expected, rtol=0, atol=2e-5)
+    np.testing.assert_allclose(logits_of_peft(tmp_path / "peft"), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_comes_back_equal_from_peft_and_from_the_exact_format(
+    form: dict[str, Any], adapter: Adapter, model: nn.Module, tmp_path: Path
+) -> None:
+    written = random_adapter({site: sites_of(model)[site] for site in adapter.targets}, **form)
+    write_peft(written, tmp_path / "peft", "base")
+    write_exactly(written, tmp_path / "exact", num_layers=2, base_name="base")
+    for folder in ("peft", "exact"):
+        read = read_adapter(tmp_path / folder, sites_of(model), rank=written.rank)
+        assert (read.sha256, read.scales, read.is_dora) == (written.sha256, written.scales, written.is_dora)
+        assert (read.alpha, read.rslora, read.ranks) == (written.alpha, written.rslora, written.ranks)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_has_the_same_products_when_read_from_mlx_lm_s_format(
+    form: dict[str, Any], adapter: Adapter, model: nn.Module, tmp_path: Path
+) -> None:
+    written = random_adapter({site: sites_of(model)[site] for site in adapter.targets}, **form)
+    write_mlx(written, tmp_path, num_layers=2)
+    read = read_adapter(tmp_path, sites_of(model))
+    np.testing.assert_allclose(logits_by_hand(read), logits_by_hand(written), rtol=0, atol=2e-5)
+
+
+def test_the_last_layers_are_named_by_their_number(model: nn.Module, tmp_path: Path) -> None:
+    chosen = {site: shape for site, shape in sites_of(model).items() if site.startswith("model.layers.1.self_attn")}
+    last = random_adapter(chosen)
+    write_mlx(last, tmp_path, num_layers=2)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["num_layers"], config["lora_parameters"]["keys"][0]) == (1, "self_attn.k_proj")
+    np.testing.assert_allclose(logits_of_mlx_lm(tmp_path), logits_by_hand(last), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "names", "layers"),
+    [("1", ["self_attn.q_proj", "self_attn.v_proj"], [1]), ("", ["self_attn.q_proj", "self_attn.v_proj"], [0, 1])],
+)
+def test_the_peft_config_names_endings_and_layers(
+    model: nn.Module, layer: str, names: list[str], layers: list[int], tmp_path: Path
+) -> None:
+    ends = (f"{layer}.self_attn.q_proj", f"{layer}.self_attn.v_proj")
+    written = random_adapter({site: shape for site, shape in sites_of(model).items() if site.endswith(ends)})
+    write_peft(written, tmp_path, "base")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["target_modules"], config["layers_to_transform"]) == (names, layers)
+    np.testing.assert_allclose(logits_of_peft(tmp_path), logits_by_hand(written), rtol=0, atol=1e-5)
+
+
+def test_layers_with_different_targets_are_named_one_by_one_for_peft(model: nn.Module, tmp_path: Path) -> None:
+    ends = ("0.self_attn.q_proj", "1.self_attn.v_proj", "lm_head")
+    written = random_adapter({site: shape for site, shape in sites_of(model).items() if site.endswith(ends)})
+    write_peft(written, tmp_path, "base")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"] == list(written.targets)
+    np.testing.assert_allclose(logits_of_peft(tmp_path), logits_by_hand(written), rtol=0, atol=1e-5)
+
+
+def test_patterns_are_short_where_all_layers_agree(model: nn.Module, tmp_path: Path) -> None:
+    sites = {site: shape for site, shape in sites_of(model).items() if site.endswith(ALL)}
+    write_peft(random_adapter(sites, ranks={"q_proj": 5, "1.mlp.down_proj": 2}, alphas={"v_proj": 7.5}), tmp_path, "b")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == {"q_proj": 5, "model.layers.1.mlp.down_proj": 2}
+    assert config["alpha_pattern"] == {"v_proj": 7.5}
 
 
 @pytest.mark.parametrize("ending", ["0.self_attn.q_proj", "1.mlp.up_proj", "v_proj", "lm_head"])
@@ -138,10 +289,45 @@ def test_an_adapter_trained_by_mlx_lm_is_read(tmp_path: Path) -> None:
     assert (read.name, read.version, read.parent, read.rank, read.alpha) == ("policy", 0, None, 4, 80.0)
 
 
-def test_rank_stabilised_scaling_of_peft_becomes_plain_alpha(adapter: Adapter, tmp_path: Path) -> None:
+def test_expressions_in_patterns_of_peft_are_understood(adapter: Adapter, tmp_path: Path) -> None:
     write_peft(adapter, tmp_path, "base")
-    change_config(tmp_path, use_rslora=True, lora_alpha=3)
-    assert read_adapter(tmp_path).alpha == pytest.approx(3 * 3**0.5)
+    change_config(tmp_path, alpha_pattern={r"layers\.0\..*proj": 6, "q_proj": 99}, use_rslora=True)
+    scales = read_adapter(tmp_path).scales
+    assert scales["model.layers.0.self_attn.q_proj"] == pytest.approx(6 / 3**0.5)
+    assert scales["model.layers.1.self_attn.q_proj"] == pytest.approx(99 / 3**0.5)
+    assert scales["model.layers.1.mlp.down_proj"] == pytest.approx(10 / 3**0.5)
+
+
+def test_a_pattern_that_is_no_expression_is_refused(adapter: Adapter, tmp_path: Path) -> None:
+    write_peft(adapter, tmp_path, "base")
+    change_config(tmp_path, rank_pattern={"(": 6})
+    with pytest.raises(AdapterError, match="cannot be read"):
+        read_adapter(tmp_path)
+
+
+def test_magnitudes_of_older_and_newer_versions_of_peft_are_read(model: nn.Module, tmp_path: Path) -> None:
+    written = random_adapter({"model.layers.0.mlp.up_proj": (32, 48)}, dora=True)
+    write_peft(written, tmp_path, "base")
+    path = tmp_path / "adapter_model.safetensors"
+    for ending in (".weight", ".default.weight"):
+        tensors = {re.sub("vector.*", f"vector{ending}", name): array for name, array in mx.load(str(path)).items()}
+        mx.save_safetensors(str(path), tensors)
+        assert read_adapter(tmp_path).sha256 == written.sha256
+
+
+@pytest.mark.parametrize(("key", "value"), [("use_dora", True), ("fine_tune_type", "dora")])
+def test_dora_without_magnitudes_is_refused(adapter: Adapter, key: str, value: object, tmp_path: Path) -> None:
+    write(adapter, tmp_path, "peft" if key == "use_dora" else "mlx")
+    change_config(tmp_path, **{key: value})
+    with pytest.raises(AdapterError, match="says that it is DoRA, and its weights hold no magnitudes"):
+        read_adapter(tmp_path)
+
+
+def test_magnitudes_in_a_file_that_is_lora_by_its_config_are_refused(model: nn.Module, tmp_path: Path) -> None:
+    write_mlx(random_adapter({"model.layers.0.mlp.up_proj": (32, 48)}, dora=True), tmp_path, num_layers=2)
+    change_config(tmp_path, fine_tune_type="lora")
+    with pytest.raises(AdapterError, match="says that it is LoRA, and its weights hold magnitudes of DoRA"):
+        read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("write_format", ["mlx", "peft"])
@@ -199,8 +385,8 @@ def test_a_folder_without_an_adapter_says_what_is_needed(tmp_path: Path) -> None
         read_adapter(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("key", ["use_dora", "rank_pattern", "modules_to_save"])
-def test_what_peft_can_do_beyond_plain_lora_is_refused_by_name(adapter: Adapter, key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["lora_bias", "target_parameters", "modules_to_save"])
+def test_what_peft_can_do_beyond_linear_layers_is_refused_by_name(adapter: Adapter, key: str, tmp_path: Path) -> None:
     write_peft(adapter, tmp_path, "base")
     change_config(tmp_path, **{key: {"q_proj": 8}})
     with pytest.raises(AdapterError, match=key):

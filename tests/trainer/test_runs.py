@@ -288,6 +288,50 @@ def test_an_adapter_of_another_rank_is_refused(train: Train, tmp_path: Path) -> 
         train(folder="next", model=model)
 
 
+@pytest.mark.parametrize(
+    ("lora", "way_out"),
+    [
+        ({"dora": True}, r"has dora False, the run True; set model\.lora\.dora=false"),
+        ({"rslora": True}, r"has rslora False, the run True; set model\.lora\.rslora=false"),
+        ({"ranks": {"q_proj": 2}}, r"are not those of model\.lora\.ranks; set 'model\.lora\.ranks=\{\}'"),
+    ],
+)
+def test_an_adapter_of_another_form_is_refused(
+    lora: dict[str, object], way_out: str, train: Train, tmp_path: Path
+) -> None:
+    train(trainer={"steps": 1})
+    model = {"adapter": str(tmp_path / "run" / "adapter"), "lora": {"rank": 4} | lora}
+    with pytest.raises(AdapterError, match=way_out):
+        train(folder="next", model=model)
+
+
+FORMS: list[dict[str, object]] = [
+    {"rank": 4, "dora": True, "layers": 1},
+    {"rank": 4, "ranks": {"q_proj": 2, "down_proj": 12}, "rslora": True, "targets": ["q_proj", "down_proj"]},
+    {"rank": 4, "ranks": {"q_proj": 2}, "dora": True, "rslora": True},
+]
+
+
+@pytest.mark.parametrize("lora", FORMS, ids=str)
+def test_a_run_with_any_form_of_adapter_goes_on_as_if_nothing_had_been(
+    lora: dict[str, object], train: Train, tmp_path: Path
+) -> None:
+    auto = {"resume": "auto", "every": 1}
+    train(trainer={"steps": 1}, model={"lora": lora}, checkpoint=auto)
+    train(trainer={"steps": 3}, model={"lora": lora}, checkpoint=auto)
+    train(folder="whole", trainer={"steps": 3}, model={"lora": lora})
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "whole")
+    assert newest_state(tmp_path / "run").adapter.sha256 == newest_state(tmp_path / "whole").adapter.sha256
+
+
+@pytest.mark.parametrize("lora", FORMS, ids=str)
+def test_a_run_starts_from_a_given_adapter_of_any_form(lora: dict[str, object], train: Train, tmp_path: Path) -> None:
+    train(trainer={"steps": 1}, model={"lora": lora})
+    given = str(tmp_path / "run" / "adapter_peft")
+    assert train(folder="next", trainer={"steps": 1}, model={"adapter": given, "lora": lora}) == 0
+    assert newest_state(tmp_path / "next").adapter.version == 2
+
+
 def test_a_checkpoint_of_another_rank_is_refused_and_nothing_is_lost(train: Train, tmp_path: Path) -> None:
     train(trainer={"steps": 1})
     rows, steps = rows_of(tmp_path / "run"), saved_steps(tmp_path / "run")
