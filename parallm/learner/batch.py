@@ -65,6 +65,10 @@ class Part:
     runs: list[list[Row]]
 
     @property
+    def is_one_row(self) -> bool:
+        return len(self.runs) == 1 and len(self.runs[0]) == 1
+
+    @property
     def size(self) -> int:
         return len(self.prompt) + sum(len(run) * run[0].length for run in self.runs)
 
@@ -166,24 +170,38 @@ def _fill(parts: list[Part], budget: int, lanes: int) -> list[list[Part]]:
 def _pack(parts: list[Part]) -> MicroBatch:
     inputs: list[np.ndarray] = []
     sources: list[np.ndarray] = []
+    segments: list[Segment] = []
     start = 0
     for part in parts:
-        inputs.append(np.asarray(part.prompt, np.int32))
-        last = start + len(part.prompt) - 1
-        start += len(part.prompt)
-        for run in part.runs:
-            inputs_GT, length = _rectangle(run), run[0].length
-            inputs.append(inputs_GT.reshape(-1))
-            for place, row in enumerate(run):
-                first = start + place * length
-                sources += [np.array([last]), np.arange(first, first + row.length)]
-            start += inputs_GT.size
-    segments = tuple(
-        Segment(prompt=len(part.prompt), runs=tuple((len(run), run[0].length) for run in part.runs if run[0].length))
-        for part in parts
-    )
+        more_inputs, more_sources, segment = _one_row(part) if part.is_one_row else _shared_prompt(part)
+        inputs.append(more_inputs)
+        sources.append(start + more_sources)
+        segments.append(segment)
+        start += len(more_inputs)
     rows = [row for part in parts for run in part.runs for row in run]
-    return _micro_batch(rows, np.concatenate(inputs), segments, np.concatenate(sources))
+    return _micro_batch(rows, np.concatenate(inputs), tuple(segments), np.concatenate(sources))
+
+
+def _shared_prompt(part: Part) -> tuple[np.ndarray, np.ndarray, Segment]:
+    """Inputs of a prompt and its runs, and which of them predict the completion tokens."""
+    inputs = [np.asarray(part.prompt, np.int32)]
+    sources: list[np.ndarray] = []
+    start = len(part.prompt)
+    for run in part.runs:
+        inputs_GT, length = _rectangle(run), run[0].length
+        inputs.append(inputs_GT.reshape(-1))
+        for place, row in enumerate(run):
+            first = start + place * length
+            sources += [np.array([len(part.prompt) - 1]), np.arange(first, first + row.length)]
+        start += inputs_GT.size
+    runs = tuple((len(run), run[0].length) for run in part.runs if run[0].length)
+    return np.concatenate(inputs), np.concatenate(sources), Segment(prompt=len(part.prompt), runs=runs)
+
+
+def _one_row(part: Part) -> tuple[np.ndarray, np.ndarray, Segment]:
+    """Nobody shares the prompt: to attention the row is one sequence, which has the faster kernels."""
+    inputs_T = _whole(part.runs[0][0])
+    return inputs_T, np.arange(len(part.prompt) - 1, len(inputs_T)), Segment(prompt=len(inputs_T))
 
 
 def _rectangle(run: list[Row]) -> np.ndarray:
@@ -194,10 +212,13 @@ def _rectangle(run: list[Row]) -> np.ndarray:
     return inputs_GT
 
 
+def _whole(row: Row) -> np.ndarray:
+    return np.asarray((*row.trajectory.prompt_tokens, *row.trajectory.tokens[:-1]), np.int32)
+
+
 def _plain_row(row: Row) -> MicroBatch:
-    prompt = row.trajectory.prompt_tokens
-    inputs_M = np.asarray((*prompt, *row.trajectory.tokens[:-1]), np.int32)
-    return _micro_batch([row], inputs_M, (), np.arange(len(prompt) - 1, len(inputs_M)))
+    inputs_M = _whole(row)
+    return _micro_batch([row], inputs_M, (), np.arange(len(row.trajectory.prompt_tokens) - 1, len(inputs_M)))
 
 
 def _micro_batch(

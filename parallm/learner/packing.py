@@ -101,6 +101,10 @@ class _Rows:
         if window is not None and window < positions:
             distance = mx.arange(positions - length, positions)[:, None] - mx.arange(positions)[None]
             mask = (distance >= 0) & (distance < window)
+        if length < positions and isinstance(mask, str) and mx.default_device() != mx.Device(mx.cpu):
+            # A GPU's fused kernel and its gradient want as many queries as keys; else all scores would be kept
+            padded = mx.pad(self.queries, [(0, 0), (0, 0), (positions - length, 0), (0, 0)])
+            return attention(padded, keys_GHLD, values_GHLD, scale=scale, mask=mask, sinks=sinks)[:, :, -length:]
         return attention(self.queries, keys_GHLD, values_GHLD, scale=scale, mask=mask, sinks=sinks)
 
 

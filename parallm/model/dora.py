@@ -19,15 +19,17 @@ from parallm.model.shared_model import SharedModel
 def scaling_of(adapter: Adapter, model: SharedModel) -> Scaling:
     """What a view of `adapter` on this base needs beside the arrays. Evaluated; a pass over the weights for DoRA."""
     scales = adapter.scales
+    # No activation has to be widened beside a bfloat16 base; float16 has too small a range for the factors
+    dtype = mx.bfloat16 if model.dtype == mx.bfloat16 else mx.float32
     if not adapter.is_dora:
-        return Scaling(scales, {})
+        return Scaling(scales, {}, dtype)
     layers = _layers(model.base)
     norms = {
         site: _norms(layers[site], adapter.arrays[f"{site}.lora_a"], adapter.arrays[f"{site}.lora_b"] * scales[site])
         for site in adapter.targets
     }
     mx.eval(norms)
-    return Scaling(scales, norms)
+    return Scaling(scales, norms, dtype)
 
 
 def initial_magnitudes(model: SharedModel) -> dict[str, mx.array]:

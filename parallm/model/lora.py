@@ -28,6 +28,8 @@ class Scaling:
     """Factor of each site's product."""
     norms_O: Mapping[str, mx.array]
     """Length of each output's weights, adapter included, that DoRA divides by; without entries for LoRA."""
+    dtype: mx.Dtype = mx.float32
+    """Of the factors in a forward. The arrays that are trained stay float32."""
 
 
 class View(Protocol):
@@ -51,6 +53,7 @@ class OneAdapter:
     def delta(self, site: str, x: mx.array) -> mx.array | None:
         if site not in self.a_IR:
             return None
+        # .astype: factors in float32 beside a base in float16
         return ((x @ self.a_IR[site]) @ self.b_RO[site]).astype(x.dtype)
 
     def stretch(self, site: str) -> mx.array | None:
@@ -87,7 +90,7 @@ class MixedAdapters:
     def delta(self, site: str, x: mx.array) -> mx.array | None:
         if site not in self.a_SIR:
             return None
-        rows = at_least_rows(x.astype(mx.float32), axis=1)
+        rows = at_least_rows(x.astype(mx.float32), axis=1)  # the only type that a CPU's gather_mm knows
         hidden = mx.gather_mm(rows, self.a_SIR[site], rhs_indices=self.index_B)
         return mx.gather_mm(hidden, self.b_SRO[site], rhs_indices=self.index_B)[:, : x.shape[1]].astype(x.dtype)
 
@@ -164,8 +167,11 @@ def one_adapter(arrays: Mapping[str, mx.array], scaling: Scaling) -> OneAdapter:
     sites = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
     least = LEAST_COLUMNS if mx.default_device() == mx.Device(mx.cpu) else 1
     return OneAdapter(
-        {site: _padded(arrays[f"{site}.lora_a"], 1, least) for site in sites},
-        {site: _padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, least) for site in sites},
+        {site: _padded(arrays[f"{site}.lora_a"], 1, least).astype(scaling.dtype) for site in sites},
+        {
+            site: _padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, least).astype(scaling.dtype)
+            for site in sites
+        },
         {site: arrays[f"{site}.m"] / norm_O - 1 for site, norm_O in scaling.norms_O.items()},
     )
 
@@ -180,8 +186,10 @@ def stack_adapters(adapters: list[OneAdapter | None], sites: Mapping[str, tuple[
         rank = max((adapter.a_IR[site].shape[1] for adapter in present if site in adapter.a_IR), default=0)
         if rank:
             no_a, no_b = mx.zeros((inputs, rank)), mx.zeros((rank, outputs))
-            stacks_a[site] = mx.stack([_padded(a.a_IR.get(site, no_a) if a else no_a, 1, rank) for a in adapters])
-            stacks_b[site] = mx.stack([_padded(a.b_RO.get(site, no_b) if a else no_b, 0, rank) for a in adapters])
+            some_a = [_padded(a.a_IR.get(site, no_a) if a else no_a, 1, rank) for a in adapters]
+            some_b = [_padded(a.b_RO.get(site, no_b) if a else no_b, 0, rank) for a in adapters]
+            stacks_a[site] = mx.stack(some_a).astype(mx.float32)
+            stacks_b[site] = mx.stack(some_b).astype(mx.float32)
         if any(site in adapter.stretch_O for adapter in present):
             none = mx.zeros((outputs,))
             stretches[site] = mx.stack([a.stretch_O.get(site, none) if a else none for a in adapters])

@@ -1,6 +1,6 @@
-"""Seconds and peak memory of an update with PyTorch, transformers and PEFT: bfloat16, SDPA, AdamW, policy-gradient loss.
+"""Seconds and peak memory of an update with PyTorch, transformers and PEFT: bfloat16, SDPA, AdamW.
 
-Logits are computed for completion tokens only, as TRL does.
+A policy-gradient loss; logits are computed for completion tokens only, as TRL does.
 """
 
 import json
