@@ -175,6 +175,8 @@ class UpdateReport:
     """Device seconds inside the update, waiting for the engine excluded."""
     parity: ParityReport
     skipped: str | None = None
+    kl_to_base: float | None = None
+    """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

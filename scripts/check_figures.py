@@ -52,6 +52,8 @@ BARS: Mapping[str, Bar] = {
     "engine.cpu.vs_batchgenerator": Bar(least=1.5, needs_model=True),
     "engine.cpu.vs_stock_mlx_lm": Bar(least=12, needs_model=True),
     "grpo_step.cpu.vs_naive": Bar(least=2, needs_model=True),
+    "oracle.worst_error": Bar(most=1e-6),
+    "oracle.cases": Bar(least=31),
     "publish.p99_ms": Bar(most=10),
     "publish.failed_requests": Bar(most=0),
     "serving.itl_p50_ratio_while_training": Bar(most=2),
@@ -67,7 +69,7 @@ def main() -> int:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=os.environ.get("PARALLM_MODEL"), help="a local folder (PARALLM_MODEL)")
     parser.add_argument("--data", default=os.environ.get("PARALLM_GSM8K"), help="GSM8K as jsonl (PARALLM_GSM8K)")
-    parser.add_argument("--only", nargs="*", help="some of: quickstart gsm8k parity engine learner serving memory")
+    parser.add_argument("--only", nargs="*", help="oracles quickstart gsm8k parity engine learner serving memory")
     parser.add_argument("--quick", action="store_true", help="small sizes: do the scripts run? Bars mean nothing then")
     arguments = parser.parse_args()
     arguments.model = arguments.model and absolute(arguments.model)
@@ -100,6 +102,7 @@ def measurements(arguments: Namespace) -> dict[str, Callable[[], Figures]]:
 
     steps = ["trainer.steps=2", "trainer.evaluate_problems=64"] if arguments.quick else []
     found: dict[str, Callable[[], Figures]] = {
+        "oracles": partial(script, "check_learner.py"),
         "parity": partial(script, "check_parity.py", *with_data, *sized("--tokens=1000", "--rounds=1")),
         "memory": partial(script, "check_memory.py", *with_data),
         "engine": partial(

@@ -114,9 +114,9 @@ def test_a_misspelt_key_stops_the_command_and_leaves_no_run_folder(tmp_path: Pat
 def test_misspelt_parts_and_choices_stop_the_command(tmp_path: Path) -> None:
     parts = call(tmp_path, "lerner.preset=dapo", "sed=3")
     assert [line.split()[1] for line in parts.stderr.splitlines()] == ["lerner:", "sed:"]
-    choice = call(tmp_path, "learner=gppo")
+    choice = call(tmp_path, "server=locale")
     assert (parts.returncode, choice.returncode) == (2, 2)
-    assert "learner: 'gppo' is unknown, did you mean grpo? choices: dapo, dr_grpo, grpo" in choice.stderr
+    assert "server: 'locale' is unknown, did you mean local? choices: local, network, off" in choice.stderr
 
 
 def test_a_recipe_without_its_plus_is_explained(tmp_path: Path) -> None:
@@ -139,5 +139,5 @@ def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(tmp_path: Path) -
 def test_help_lists_recipes_with_their_first_line_and_every_key(tmp_path: Path) -> None:
     text = call(tmp_path, "--help").stdout
     assert "+recipe=gsm8k_grpo           GRPO on grade-school word problems." in text
-    assert "learner=dapo|dr_grpo|grpo" in text
+    assert "server=local|network|off" in text
     assert "max_gradient_norm: 1.0" in text

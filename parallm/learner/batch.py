@@ -7,10 +7,12 @@ Axes: M computed tokens, N completion tokens, in the order of the rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 
-from parallm.learner.objective import Objective, group_advantages, token_weight
+from parallm.learner.advantage import advantages
+from parallm.learner.objective import Objective, token_weight
 from parallm.learner.packing import Segment
 from parallm.types import Trajectory, TrajectoryGroup
 
@@ -29,12 +31,18 @@ class MicroBatch:
     """Which of the M hidden states predicts each completion token, int32."""
     rows_N: np.ndarray
     """The row of each completion token, counted from 0 within the micro-batch, int32."""
+    completions_S: np.ndarray
+    """Which of the step's completions each row is, in the order of the groups, int32."""
     tokens_N: np.ndarray
     behaviour_N: np.ndarray
     """Log-probs that the engine sampled with, float32."""
     advantages_N: np.ndarray
     weights_N: np.ndarray
     temperature_N: np.ndarray
+    base_N: np.ndarray | None = None
+    """Log-probs of the base without an adapter, where the objective needs them (`preparation`)."""
+    entropy_threshold: float | None = None
+    """Tokens of less entropy are not trained on."""
 
     @property
     def num_computed(self) -> int:
@@ -47,6 +55,8 @@ class Row:
     """One trajectory with what the objective needs."""
 
     trajectory: Trajectory
+    completion: int
+    """Its place among the step's completions."""
     advantage: float
     weight: float
     """Of each trained token."""
@@ -97,24 +107,22 @@ def make_micro_batches(
 
 def _rows(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens: int) -> list[list[Row]]:
     """The rows of each group with their advantages and weights."""
-    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    num_tokens = sum(sum(trajectory.loss_mask) for trajectory in trajectories)
+    num_tokens_S = [sum(trajectory.loss_mask) for group in groups for trajectory in group.trajectories]
+    advantages_S = advantages(objective.advantage, [group.rewards for group in groups], num_tokens_S)
+    places = count()
 
-    def row(trajectory: Trajectory, advantage: float) -> Row:
+    def row(trajectory: Trajectory) -> Row:
+        place = next(places)
         weight = token_weight(
             objective,
-            length=sum(trajectory.loss_mask),
-            num_tokens=num_tokens,
-            num_completions=len(trajectories),
+            length=num_tokens_S[place],
+            num_tokens=sum(num_tokens_S),
+            num_completions=len(num_tokens_S),
             max_tokens=max_tokens,
         )
-        return Row(trajectory=trajectory, advantage=float(advantage), weight=weight)
+        return Row(trajectory=trajectory, completion=place, advantage=float(advantages_S[place]), weight=weight)
 
-    found: list[list[Row]] = []
-    for group in groups:
-        advantages_G = group_advantages(group.rewards, objective.divide_by_std)
-        found.append([row(*pair) for pair in zip(group.trajectories, advantages_G, strict=True)])
-    return found
+    return [[row(trajectory) for trajectory in group.trajectories] for group in groups]
 
 
 def _runs(rows: list[Row], budget: int) -> list[list[Row]]:
@@ -231,6 +239,7 @@ def _micro_batch(
         segments=segments,
         sources_N=sources_N.astype(np.int32),
         rows_N=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
+        completions_S=np.asarray([row.completion for row in rows], np.int32),
         tokens_N=np.concatenate([np.asarray(row.trajectory.tokens, np.int32) for row in rows]),
         behaviour_N=np.concatenate([np.asarray(row.trajectory.logprobs, np.float32) for row in rows]),
         advantages_N=np.repeat(np.asarray([row.advantage for row in rows], np.float32), lengths),

@@ -57,13 +57,15 @@ class Head:
         logprobs, entropies = zip(*found, strict=True)
         return Scores(chunks, mx.concatenate(logprobs), mx.concatenate(entropies), kept)
 
-    def pull_back(self, scores: Scores, gradient_N: mx.array) -> mx.array:
-        """Gradient with respect to the hidden states (N, H), given that with respect to each log-prob."""
+    def pull_back(self, scores: Scores, gradient_N: mx.array, entropy_gradient_N: mx.array | None = None) -> mx.array:
+        """Gradient with respect to the hidden states (N, H), given those with respect to log-probs and entropies."""
         found: list[mx.array] = []
         start = 0
         for chunk in scores.chunks:
             end = start + len(chunk.tokens_N)
-            found.append(self._pull_back(chunk, scores.kept or self._softmax(chunk), gradient_N[start:end]))
+            softmax = scores.kept or self._softmax(chunk)
+            entropy_gradient = None if entropy_gradient_N is None else entropy_gradient_N[start:end]
+            found.append(self._pull_back(chunk, softmax, gradient_N[start:end], entropy_gradient))
             start = end
             if scores.kept is None:
                 mx.eval(found[-1])
@@ -72,12 +74,23 @@ class Head:
     def _softmax(self, chunk: Chunk) -> Softmax:
         return softmax_of(self._model.head(chunk.hidden_NH), chunk.temperature_N)
 
-    def _pull_back(self, chunk: Chunk, softmax: Softmax, gradient_N: mx.array) -> mx.array:
-        """A log-softmax's gradient is (chosen - probabilities) / temperature."""
+    def _pull_back(
+        self, chunk: Chunk, softmax: Softmax, gradient_N: mx.array, entropy_gradient_N: mx.array | None
+    ) -> mx.array:
+        """A log-softmax's gradient is (chosen - probabilities) / temperature; see `entropy_gradient` for the other."""
         scale_N = gradient_N / chunk.temperature_N
         gradient_NV = softmax.exponentials_NV * (-scale_N / softmax.sums_N)[:, None]
         gradient_NV = gradient_NV.at[mx.arange(len(scale_N)), chunk.tokens_N].add(scale_N)
+        if entropy_gradient_N is not None:
+            gradient_NV += entropy_gradient(softmax, entropy_gradient_N / chunk.temperature_N)
         _, (gradient_NH,) = mx.vjp(
             lambda hidden: self._model.head(hidden).astype(mx.float32), [chunk.hidden_NH], [gradient_NV]
         )
         return gradient_NH
+
+
+def entropy_gradient(softmax: Softmax, gradient_N: mx.array) -> mx.array:
+    """Gradient of each row's entropy with respect to its scaled logits, -p (log p + entropy), times `gradient_N`."""
+    logprobs_NV = softmax.scaled_NV - softmax.logsumexp_N[:, None]
+    surprise_NV = logprobs_NV + softmax.entropies()[:, None]
+    return -gradient_N[:, None] * softmax.probabilities() * surprise_NV

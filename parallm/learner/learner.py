@@ -10,13 +10,16 @@ import numpy as np
 
 from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch, make_micro_batches
-from parallm.learner.objective import PRESETS, is_clipped, kl_k3
+from parallm.learner.kl import kl_k3
 from parallm.learner.optimizer import AdapterOptimizer, Arrays, gradient_norm, learning_rate, scaled_to_norm
 from parallm.learner.packing import can_pack
 from parallm.learner.policy_gradient import PolicyGradient, TokenStatistics
+from parallm.learner.preparation import prepare
+from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter, next_version
 from parallm.model.dora import scaling_of
+from parallm.model.lora import one_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix
 from parallm.types import ParityReport, TrajectoryGroup, UpdateReport
@@ -28,6 +31,7 @@ class Totals:
 
     loss: float = 0.0
     kl: float = 0.0
+    kl_to_base: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
     difference: float = 0.0
@@ -50,7 +54,7 @@ class Learner:
         seed: int,
     ) -> None:
         self._settings = settings
-        self._objective = PRESETS[settings.preset]
+        self._objective = objective_of(settings)
         self._lanes = lanes
         self._model = model
         self._packs = can_pack(model)
@@ -68,10 +72,18 @@ class Learner:
         A step whose loss or gradient is not finite changes nothing and says so in `skipped`. `max_tokens` is the limit
         of a completion, which Dr. GRPO divides by.
         """
-        seconds, totals = 0.0, Totals()
+        totals = Totals()
         gradients: Arrays = {}
-        batches = self._micro_batches(groups, max_tokens)
         scaling = scaling_of(self.adapter, self._model)
+        prepared = yield from prepare(
+            self._micro_batches(groups, max_tokens),
+            groups,
+            self._objective,
+            self._gradient.score,
+            policy=one_adapter(dict(self.adapter.arrays), scaling),
+            width=self._lanes.width,
+        )
+        batches, seconds = prepared.batches, prepared.seconds
         for start in range(0, len(batches), self._lanes.width):
             began = time.perf_counter()
             chosen = batches[start : start + self._lanes.width]
@@ -117,12 +129,12 @@ class Learner:
         logprobs_N = np.array(found.logprobs_N)
         trained_N = batch.weights_N > 0
         difference_N = np.abs(logprobs_N - batch.behaviour_N)[trained_N]
-        behaviour_N, advantages_N = mx.array(batch.behaviour_N), mx.array(batch.advantages_N)
         totals.loss += float(found.loss.item())
-        totals.kl += float(np.array(kl_k3(found.logprobs_N, behaviour_N))[trained_N].sum())
+        totals.kl += float(np.array(kl_k3(found.logprobs_N, mx.array(batch.behaviour_N)))[trained_N].sum())
+        if batch.base_N is not None:
+            totals.kl_to_base += float(np.array(kl_k3(mx.array(batch.base_N), found.logprobs_N))[trained_N].sum())
         totals.entropy += float(np.array(found.entropies_N)[trained_N].sum())
-        clipped_N = is_clipped(found.logprobs_N, behaviour_N, advantages_N, self._objective)
-        totals.clipped += float(np.array(clipped_N)[trained_N].sum())
+        totals.clipped += float(np.array(found.clipped_N).sum())
         totals.difference += float(difference_N.sum())
         totals.largest = max(totals.largest, float(difference_N.max(initial=0.0)))
         totals.equal += int((difference_N == 0).sum())
@@ -138,6 +150,7 @@ class Learner:
             learning_rate=learning_rate(self._settings, step, self._total_steps),
             clip_fraction=totals.clipped / count,
             kl_to_behaviour=totals.kl / count,
+            kl_to_base=totals.kl_to_base / count if self._objective.needs_base else None,
             entropy=totals.entropy / count,
             num_tokens=totals.tokens,
             seconds=seconds,

@@ -1,21 +1,22 @@
 """Gradient of the objective for some micro-batches, without ever holding the logits of all their tokens.
 
 1. trunk: hidden states of the completion tokens, with the adapter's arrays traced;
-2. head, in chunks: log-probs; 3. the objective's gradient with respect to each log-prob, a number per token;
+2. head, in chunks: log-probs; 3. the objective's gradient with respect to each log-prob and entropy, numbers per token;
 4. head again, in chunks: the gradient with respect to the hidden states; 5. backward through the trunk from there.
 
 Axes: M computed tokens, N completion tokens, H hidden.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch
-from parallm.learner.head import Head
-from parallm.learner.objective import Objective, policy_loss
+from parallm.learner.head import Head, Scores
+from parallm.learner.loss import LossInputs, is_clipped, objective_loss
+from parallm.learner.objective import Objective
 from parallm.learner.optimizer import Arrays
 from parallm.learner.packing import packed_hidden
 from parallm.model.lora import DropoutAdapter, Scaling, View, one_adapter
@@ -29,6 +30,8 @@ class TokenStatistics:
     loss: mx.array
     logprobs_N: mx.array
     entropies_N: mx.array
+    clipped_N: mx.array
+    """True where the policy term bounds or removes the gradient of a trained token."""
 
 
 class PolicyGradient:
@@ -55,12 +58,21 @@ class PolicyGradient:
             found = self._lanes.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
             # d(sum hidden x gradient) / d(arrays) is the chain rule with the head's part already done
             products = self._lanes.run(lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, found, strict=True)))
-            return sum(products[1:], products[0]), [[s.loss, s.logprobs_N, s.entropies_N] for _, s in found]
+            return sum(products[1:], products[0]), [
+                [s.loss, s.logprobs_N, s.entropies_N, s.clipped_N] for _, s in found
+            ]
 
         (_, raw), gradients = mx.value_and_grad(surrogate)(arrays)
         mx.eval(gradients, raw)
-        statistics = [TokenStatistics(loss=loss, logprobs_N=lp, entropies_N=entropy) for loss, lp, entropy in raw]
-        return gradients, statistics
+        names = [field.name for field in fields(TokenStatistics)]
+        return gradients, [TokenStatistics(**dict(zip(names, values, strict=True))) for values in raw]
+
+    def score(self, view: View | None, batches: Sequence[MicroBatch]) -> list[Scores]:
+        """Log-probs and entropies of `batches` (one per lane) under `view`, without gradients. Evaluated."""
+        hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
+        scores = self._lanes.run(lambda pair: self._score(*pair), list(zip(hidden, batches, strict=True)))
+        mx.eval([[one.logprobs_N, one.entropies_N] for one in scores])
+        return scores
 
     def _view(self, arrays: Arrays, scaling: Scaling, key: mx.array) -> View:
         adapter = one_adapter(arrays, scaling)
@@ -69,7 +81,7 @@ class PolicyGradient:
         keys = mx.random.split(key, len(adapter.a_IR))
         return DropoutAdapter(adapter, self._dropout, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
 
-    def _hidden(self, batch: MicroBatch, view: View) -> mx.array:
+    def _hidden(self, batch: MicroBatch, view: View | None) -> mx.array:
         """Hidden states (N, H) that predict the completion tokens."""
         inputs_M = mx.array(batch.inputs_M)
         if batch.segments:
@@ -80,13 +92,33 @@ class PolicyGradient:
 
     def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics]:
         """Gradient of the loss with respect to `hidden_NH`, and the statistics."""
-        scores = self._head.score(hidden_NH, mx.array(batch.tokens_N), mx.array(batch.temperature_N))
-        loss, gradient_N = mx.value_and_grad(policy_loss)(
-            scores.logprobs_N,
-            mx.array(batch.behaviour_N),
-            mx.array(batch.advantages_N),
-            mx.array(batch.weights_N),
-            self._objective,
+        scores = self._score(hidden_NH, batch)
+        inputs = self._inputs(batch, scores)
+        loss, (gradient_N, entropy_gradient_N) = mx.value_and_grad(objective_loss, argnums=(0, 1))(
+            scores.logprobs_N, scores.entropies_N, inputs, self._objective
         )
-        statistics = TokenStatistics(loss=loss, logprobs_N=scores.logprobs_N, entropies_N=scores.entropies_N)
-        return self._head.pull_back(scores, gradient_N), statistics
+        statistics = TokenStatistics(
+            loss=loss,
+            logprobs_N=scores.logprobs_N,
+            entropies_N=scores.entropies_N,
+            clipped_N=is_clipped(scores.logprobs_N, inputs, self._objective),
+        )
+        has_bonus = self._objective.entropy_coefficient > 0
+        return self._head.pull_back(scores, gradient_N, entropy_gradient_N if has_bonus else None), statistics
+
+    def _score(self, hidden_NH: mx.array, batch: MicroBatch) -> Scores:
+        return self._head.score(hidden_NH, mx.array(batch.tokens_N), mx.array(batch.temperature_N))
+
+    def _inputs(self, batch: MicroBatch, scores: Scores) -> LossInputs:
+        # A step has one update, so the learner's policy at its start is the one that has just been scored
+        corrects = self._objective.correction != "none"
+        return LossInputs(
+            behaviour_N=mx.array(batch.behaviour_N),
+            advantages_N=mx.array(batch.advantages_N),
+            weights_N=mx.array(batch.weights_N),
+            rows_N=mx.array(batch.rows_N),
+            num_rows=len(batch.completions_S),
+            old_N=scores.logprobs_N if corrects else None,
+            reference_N=None if batch.base_N is None else mx.array(batch.base_N),
+            entropy_threshold=batch.entropy_threshold,
+        )

@@ -6,11 +6,70 @@ from pydantic import Field
 
 from parallm.settings import settings
 
+Preset = Literal["dapo", "grpo", "bnpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dppo", "sapo"]
+Advantage = Literal["group_mean", "group_std", "batch_std", "rloo", "reinforce_pp", "reinforce_pp_baseline", "max_rl"]
+PolicyTerm = Literal["ppo", "reinforce", "cispo", "dppo_tv", "ipo", "sapo", "vespo"]
+RatioLevel = Literal["token", "sequence", "sequence_sum"]
+Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
+KlEstimator = Literal["k1", "k2", "k3"]
+KlPlacement = Literal["loss", "reward"]
+KlTarget = Literal["base", "behaviour"]
+Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
 
 @settings
 class LearnerSettings:
-    preset: Literal["dapo", "grpo", "dr_grpo"] = "dapo"
-    """Advantage, clipping and aggregation by their published names; see learner/objective.py."""
+    preset: Preset = "dapo"
+    """A loss by its published name, see learner/presets.py. What is None below is as the preset has it."""
+
+    advantage: Advantage | None = None
+    """How rewards become advantages; see learner/advantage.py."""
+    policy: PolicyTerm | None = None
+    """What ratio and advantage add to the loss; see learner/policy_terms.py."""
+    ratio: RatioLevel | None = None
+    """Of each token, or one for a sequence: `sequence` is the geometric mean of its tokens', `sequence_sum` the
+    product."""
+    aggregation: Aggregation | None = None
+    """How tokens are summed up; `constant` divides by completions x rollout.max_tokens."""
+    clip_low: float | None = Field(default=None, ge=0, le=1)
+    """Relative: ppo holds the ratio above 1 - clip_low where the advantage is negative."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """Relative: ppo holds the ratio below 1 + clip_high where the advantage is positive."""
+    dual_clip_ratio_max: float | None = Field(default=None, gt=1)
+    """Absolute: ppo holds the ratio below it where the advantage is negative. No preset has one."""
+    cispo_ratio_max: float | None = Field(default=None, gt=0)
+    """Absolute: cispo weighs a token's gradient by its ratio up to this."""
+    probability_fall_max: float | None = Field(default=None, ge=0, le=1)
+    """Absolute: dppo_tv drops a bad token whose probability fell by more, ipo any token."""
+    probability_rise_max: float | None = Field(default=None, ge=0, le=1)
+    """Absolute: dppo_tv drops a good token whose probability rose by more, ipo any token."""
+    sapo_temperature_positive: float | None = Field(default=None, gt=0)
+    """How fast sapo's gate closes where the advantage is positive."""
+    sapo_temperature_negative: float | None = Field(default=None, gt=0)
+    """The same where it is not."""
+    kl_coefficient: float | None = Field(default=None, ge=0)
+    """0: no KL term, and no forward pass of the base for it."""
+    kl_estimator: KlEstimator | None = None
+    kl_placement: KlPlacement | None = None
+    """Added to each token's loss, or summed over a completion and taken off its reward."""
+    kl_to: KlTarget | None = None
+    """The policy to stay near: the base without an adapter, or the one that sampled."""
+    kl_unbiased: bool | None = None
+    """Multiply the KL in the loss by the ratio, as completions of an older policy need."""
+    entropy_coefficient: float | None = Field(default=None, ge=0)
+    """Bonus per nat of a token's entropy."""
+    top_entropy_fraction: float | None = Field(default=None, gt=0, le=1)
+    """Train only on this share of the step's tokens, those of most entropy. Below 1 it costs one more forward pass."""
+    off_policy_kl_max: float | None = Field(default=None, ge=0)
+    """Drop a bad completion whose mean log-prob has fallen by more since it was sampled. No preset has one."""
+    correction: Correction | None = None
+    """Weigh tokens or sequences by the learner's probability over the sampler's: truncated to the two limits, or
+    dropped outside of them. Ratios are then taken to the learner's own policy at the start of the step."""
+    correction_ratio_min: float | None = Field(default=None, ge=0)
+    """Absolute."""
+    correction_ratio_max: float | None = Field(default=None, gt=0)
+    """Absolute."""
+
     learning_rate: float = Field(default=5e-5, ge=0)
     lora_plus_ratio: float = Field(default=1.0, gt=0)
     """LoRA+: the learning rate of LoRA's B over that of everything else; its paper suggests 16."""

@@ -69,6 +69,7 @@ def update_row(update: UpdateReport | None) -> FlatRow:
         "update/learning_rate": update.learning_rate,
         "update/clip_fraction": update.clip_fraction,
         "update/kl_to_behaviour": update.kl_to_behaviour,
+        **({} if update.kl_to_base is None else {"update/kl_to_base": update.kl_to_base}),
         "update/entropy": update.entropy,
         "update/tokens": update.num_tokens,
         "update/device_seconds": update.seconds,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import get_args
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from parallm.device.lanes import Lanes
 from parallm.learner.learner import Learner
-from parallm.learner.settings import LearnerSettings
+from parallm.learner.settings import LearnerSettings, Preset
 from parallm.model.adapter import Adapter
 from parallm.model.shared_model import SharedModel
 from parallm.types import TrajectoryGroup, UpdateReport
@@ -125,10 +126,11 @@ def test_a_policy_that_gives_the_sampled_log_probs_is_exactly_on_policy(
         ((math.nan, 0.0, 0.5), -6.0, "the loss is nan"),
         ((math.inf, 0.0, 0.5), -6.0, "the loss is nan"),
         ((1.0, 0.0, 0.5), math.nan, "the loss is nan"),
-        ((1.0, 0.0, 0.5), -300.0, "the gradient norm is nan"),  # a ratio too large for float32, clipped in the loss
-        ((0.0, 1.0, 0.5), -300.0, "the loss is nan"),  # the same for a bad completion, with one masked token
+        ((1.0, 0.0, 0.5), -math.inf, "the loss is nan"),  # though the ratio is clipped
+        ((0.0, 1.0, 0.5), -75.0, "the gradient norm is inf"),  # a ratio whose square is too large for float32
+        ((0.0, 1.0, 0.5), -300.0, "the loss is inf"),  # a ratio too large itself, not clipped for a bad completion
     ],
-    ids=["reward nan", "reward inf", "log-prob nan", "gradient nan", "loss inf x 0"],
+    ids=["reward nan", "reward inf", "log-prob nan", "log-prob inf", "gradient inf", "loss inf"],
 )
 def test_what_is_not_finite_changes_nothing_and_the_next_step_goes_on(
     make_learner: MakeLearner,
@@ -154,6 +156,54 @@ def test_what_is_not_finite_changes_nothing_and_the_next_step_goes_on(
     for each in (learner, untroubled):
         assert update(each, groups, step=2).skipped is None
     assert learner.adapter.sha256 == untroubled.adapter.sha256
+
+
+def test_a_ratio_too_large_for_float32_does_no_harm_where_it_is_clipped(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    learner = make_learner()
+    report = update(learner, with_first(groups, logprobs=(-300.0,) * 12))
+    assert report.skipped is None
+    assert math.isfinite(report.gradient_norm)
+
+
+@pytest.mark.parametrize("preset", get_args(Preset))
+def test_every_preset_updates(make_learner: MakeLearner, groups: list[TrajectoryGroup], preset: Preset) -> None:
+    learner = make_learner(preset=preset)
+    report = update(learner, groups)
+    assert (report.skipped, report.kl_to_base) == (None, None)
+    assert report.gradient_norm > 0
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_kl_to_the_base_pulls_the_policy_back(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup], placement: str
+) -> None:
+    def distance(coefficient: float) -> float | None:
+        learner = make_learner(kl_coefficient=coefficient, kl_placement=placement, schedule="constant")
+        return [update(learner, groups, step).kl_to_base for step in range(8)][-1]
+
+    near, far = distance(10.0), distance(1e-9)
+    assert near is not None
+    assert far is not None
+    assert near < far
+    assert distance(0.0) is None
+
+
+def test_an_entropy_bonus_raises_the_entropy(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
+    with_bonus, without = make_learner(entropy_coefficient=10.0), make_learner()
+    for step in range(4):
+        high, low = update(with_bonus, groups, step).entropy, update(without, groups, step).entropy
+    assert high > low
+
+
+def test_an_update_can_be_interrupted_while_the_base_is_scored(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    def units(**values: object) -> int:
+        return len(list(make_learner(micro_batch_tokens=16, **values).update(groups, step=0, max_tokens=40)))
+
+    assert units(kl_coefficient=0.1) - 1 == 2 * (units() - 1)
 
 
 def test_groups_without_signal_change_nothing_not_even_by_momentum(

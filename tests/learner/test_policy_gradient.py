@@ -1,7 +1,7 @@
 """The gradient of micro-batches against plain automatic differentiation of padded rows with all their logits."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from parallm.device.lanes import Lanes
+from parallm.learner.advantage import advantages
 from parallm.learner.batch import make_micro_batches
-from parallm.learner.objective import PRESETS, group_advantages, policy_loss, token_weight
+from parallm.learner.loss import LossInputs, objective_loss
+from parallm.learner.objective import Objective, token_weight
 from parallm.learner.policy_gradient import PolicyGradient
+from parallm.learner.preparation import Prepared, prepare
+from parallm.learner.presets import PRESETS
 from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
 from parallm.model.lora import one_adapter
@@ -21,7 +25,20 @@ from parallm.types import TrajectoryGroup
 Arrays = dict[str, mx.array]
 MakeGroup = Callable[..., TrajectoryGroup]
 MAX_TOKENS = 40
-PRESET = "grpo"
+EVERYTHING = Objective(
+    ratio="sequence",
+    aggregation="seq_mean_token_mean",
+    kl_coefficient=0.1,
+    entropy_coefficient=0.05,
+    top_entropy_fraction=0.7,
+)
+"""Needs whole sequences, the base and a number of the whole step."""
+OBJECTIVES = {
+    **PRESETS,
+    "everything": EVERYTHING,
+    "KL in the reward": Objective(kl_coefficient=0.1, kl_estimator="k1", kl_placement="reward"),
+    "corrected": Objective(correction="sequence_truncate", kl_coefficient=0.1, kl_unbiased=True),
+}
 
 
 @pytest.fixture
@@ -34,13 +51,13 @@ def groups(make_group: MakeGroup) -> list[TrajectoryGroup]:
     ]
 
 
-def plain(model: SharedModel, adapter: Adapter, groups: Sequence[TrajectoryGroup], preset: str) -> tuple[float, Arrays]:
+def plain(
+    model: SharedModel, adapter: Adapter, groups: Sequence[TrajectoryGroup], objective: Objective
+) -> tuple[float, Arrays]:
     """Loss and gradient with every row's prompt, padding and logits in one forward."""
-    objective = PRESETS[preset]
     rows = [one for group in groups for one in group.trajectories]
-    advantages = [a for group in groups for a in group_advantages(group.rewards, objective.divide_by_std)]
-    num_tokens = sum(sum(row.loss_mask) for row in rows)
     length = max(len(row.prompt_tokens) + len(row.tokens) for row in rows)
+    num_tokens_S = [sum(row.loss_mask) for row in rows]
     tokens, behaviour, weights = (np.zeros((len(rows), length), kind) for kind in (np.int32, np.float32, np.float32))
     for index, row in enumerate(rows):
         place = slice(len(row.prompt_tokens), len(row.prompt_tokens) + len(row.tokens))
@@ -48,22 +65,41 @@ def plain(model: SharedModel, adapter: Adapter, groups: Sequence[TrajectoryGroup
         behaviour[index, place] = row.logprobs
         weights[index, place] = np.asarray(row.loss_mask) * token_weight(
             objective,
-            length=sum(row.loss_mask),
-            num_tokens=num_tokens,
+            length=num_tokens_S[index],
+            num_tokens=sum(num_tokens_S),
             num_completions=len(rows),
             max_tokens=MAX_TOKENS,
         )
     temperatures = mx.array([row.temperature for row in rows])[:, None, None]
-    advantages_BT = mx.broadcast_to(mx.array(np.asarray(advantages, np.float32))[:, None], (len(rows), length - 1))
 
-    def loss(arrays: Arrays) -> mx.array:
-        with model.binding.applied(one_adapter(arrays, scaling_of(adapter, model))):
+    def score(arrays: Arrays | None) -> tuple[mx.array, mx.array]:
+        view = None if arrays is None else one_adapter(arrays, scaling_of(adapter, model))
+        with model.binding.applied(view):
             logits_BTV = model.base(mx.array(tokens[:, :-1])).astype(mx.float32) / temperatures
         logprobs_BTV = logits_BTV - mx.logsumexp(logits_BTV, axis=-1, keepdims=True)
         logprobs_BT = mx.take_along_axis(logprobs_BTV, mx.array(tokens[:, 1:])[..., None], axis=-1)[..., 0]
-        return policy_loss(logprobs_BT, mx.array(behaviour[:, 1:]), advantages_BT, mx.array(weights[:, 1:]), objective)
+        return logprobs_BT.reshape(-1), -(mx.exp(logprobs_BTV) * logprobs_BTV).sum(axis=-1).reshape(-1)
 
-    value, gradients = mx.value_and_grad(loss)(dict(adapter.arrays))
+    base_N, weights_N, behaviour_N = score(None)[0], weights[:, 1:].reshape(-1), behaviour[:, 1:].reshape(-1)
+    kl_S = ((behaviour_N - np.array(base_N)) * (weights_N > 0)).reshape(len(rows), -1).sum(axis=1)
+    if objective.kl_placement == "loss":
+        kl_S = kl_S * 0
+    penalty = iter(objective.kl_coefficient * kl_S)
+    rewards = [[reward - next(penalty) for reward in group.rewards] for group in groups]
+    old_N, entropies_N = score(dict(adapter.arrays))
+    inputs = LossInputs(
+        behaviour_N=mx.array(behaviour_N),
+        advantages_N=mx.array(np.repeat(advantages(objective.advantage, rewards, num_tokens_S), length - 1)),
+        weights_N=mx.array(weights_N),
+        rows_N=mx.array(np.repeat(np.arange(len(rows)), length - 1)),
+        num_rows=len(rows),
+        old_N=old_N if objective.correction != "none" else None,
+        reference_N=base_N if objective.kl_to == "base" else None,
+        entropy_threshold=float(np.quantile(np.array(entropies_N)[weights_N > 0], 1 - objective.top_entropy_fraction)),
+    )
+    value, gradients = mx.value_and_grad(lambda arrays: objective_loss(*score(arrays), inputs, objective))(
+        dict(adapter.arrays)
+    )
     mx.eval(value, gradients)
     return float(value.item()), gradients
 
@@ -74,23 +110,41 @@ def chunked(
     adapter: Adapter,
     groups: Sequence[TrajectoryGroup],
     *,
-    preset: str = PRESET,
+    objective: Objective = EVERYTHING,
     budget: int = 2048,
     packs: bool = True,
     chunk_bytes: int = 1 << 20,
 ) -> tuple[float, Arrays]:
     """Loss and gradient as an update computes them."""
-    gradient = PolicyGradient(model, lanes, PRESETS[preset], chunk_bytes=chunk_bytes, dropout=0.0)
-    batches = make_micro_batches(groups, PRESETS[preset], max_tokens=MAX_TOKENS, budget=budget, packs=packs)
+    gradient = PolicyGradient(model, lanes, objective, chunk_bytes=chunk_bytes, dropout=0.0)
+    scaling = scaling_of(adapter, model)
+    batches = finished(
+        prepare(
+            make_micro_batches(groups, objective, max_tokens=MAX_TOKENS, budget=budget, packs=packs),
+            groups,
+            objective,
+            gradient.score,
+            policy=one_adapter(dict(adapter.arrays), scaling),
+            width=lanes.width,
+        )
+    ).batches
     loss, total = 0.0, {name: mx.zeros_like(array) for name, array in adapter.arrays.items()}
     for start in range(0, len(batches), lanes.width):
-        part, statistics = gradient(
-            dict(adapter.arrays), scaling_of(adapter, model), batches[start : start + lanes.width], mx.random.key(0)
-        )
+        chosen = batches[start : start + lanes.width]
+        part, statistics = gradient(dict(adapter.arrays), scaling, chosen, mx.random.key(0))
         total = {name: total[name] + part[name] for name in total}
         loss += sum(float(one.loss.item()) for one in statistics)
     mx.eval(total)
     return loss, total
+
+
+def finished(preparation: Generator[None, None, Prepared]) -> Prepared:
+    while True:
+        try:
+            next(preparation)
+        except StopIteration as stop:
+            found: Prepared = stop.value
+            return found
 
 
 def assert_close(found: tuple[float, Arrays], expected: tuple[float, Arrays]) -> None:
@@ -102,20 +156,22 @@ def assert_close(found: tuple[float, Arrays], expected: tuple[float, Arrays]) ->
         assert difference <= 1e-5 * max(float(mx.linalg.norm(gradient).item()), 1e-2 * largest), name
 
 
-@pytest.mark.parametrize("preset", ["dapo", "grpo", "dr_grpo"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [*(("qwen3", name) for name in OBJECTIVES), *((one, "everything") for one in ("llama", "gemma2", "mixtral"))],
+)
 def test_the_gradient_is_that_of_plain_differentiation(
     load_tiny: Callable[[str], SharedModel],
     lanes: Lanes,
     make_start: Callable[..., Adapter],
     groups: list[TrajectoryGroup],
     architecture: str,
-    preset: str,
+    name: str,
 ) -> None:
     model = load_tiny(architecture)
     adapter = make_start(model)
-    found = chunked(model, lanes, adapter, groups, preset=preset, packs=model.batches_exactly)
-    assert_close(found, plain(model, adapter, groups, preset))
+    found = chunked(model, lanes, adapter, groups, objective=OBJECTIVES[name], packs=model.batches_exactly)
+    assert_close(found, plain(model, adapter, groups, OBJECTIVES[name]))
 
 
 @pytest.mark.parametrize(

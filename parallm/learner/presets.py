@@ -1,0 +1,85 @@
+"""Losses by their published names, and the user's changes to them.
+
+  dapo          mean over all tokens of the step, upper clip wider than the lower    https://arxiv.org/abs/2503.14476
+  grpo          advantages per standard deviation, mean over tokens, then completions  https://arxiv.org/abs/2402.03300
+  bnpo          grpo with the mean over all tokens of the step: TRL's loss of that name, without the beta normalisation
+                of the rewards in the paper                                          https://arxiv.org/abs/2506.02864
+  dr_grpo       neither standard deviation nor length divides                        https://arxiv.org/abs/2503.20783
+  gspo          one ratio per completion, the geometric mean, with a narrow clip     https://arxiv.org/abs/2507.18071
+  cispo         the ratio is a bounded weight, so no token loses its gradient        https://arxiv.org/abs/2506.13585
+  rloo          one ratio per completion, the product; KL, if any, in the reward     https://arxiv.org/abs/2402.14740
+  reinforce_pp  advantages to the group's mean, whitened over the step; KL, if any, k2  https://arxiv.org/abs/2501.03262
+  dppo          tokens dropped by the change of their probability, small KL to the sampler
+                                                                                     https://arxiv.org/abs/2602.04879
+  sapo          a soft gate in place of the clip                                     https://arxiv.org/abs/2511.20347
+
+DAPO's paper divides by the standard deviation too; here it does not, as Dr. GRPO advises. Where published runs have a
+KL term its coefficient is 0 here, as it costs a forward pass of the base: set learner.kl_coefficient. DPPO's costs
+nothing; its two limits and its KL (prime-rl's 1e-3 x log ratio squared) are those of prime-rl.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from parallm.errors import ConfigError
+from parallm.learner.objective import Objective
+from parallm.learner.settings import LearnerSettings
+
+PRESETS: Mapping[str, Objective] = {
+    "dapo": Objective(clip_high=0.28),
+    "grpo": Objective(advantage="group_std", aggregation="seq_mean_token_mean"),
+    "bnpo": Objective(advantage="group_std"),
+    "dr_grpo": Objective(aggregation="constant"),
+    "gspo": Objective(
+        advantage="group_std", ratio="sequence", aggregation="seq_mean_token_mean", clip_low=3e-4, clip_high=4e-4
+    ),
+    "cispo": Objective(advantage="group_std", policy="cispo"),
+    "rloo": Objective(
+        advantage="rloo",
+        ratio="sequence_sum",
+        aggregation="seq_mean_token_mean",
+        kl_estimator="k1",
+        kl_placement="reward",
+    ),
+    "reinforce_pp": Objective(advantage="reinforce_pp_baseline", kl_estimator="k2"),
+    "dppo": Objective(policy="dppo_tv", kl_coefficient=2e-3, kl_estimator="k2", kl_to="behaviour"),
+    "sapo": Objective(advantage="group_std", policy="sapo", aggregation="seq_mean_token_mean"),
+}
+
+
+def objective_of(settings: LearnerSettings) -> Objective:
+    """The preset with the user's changes. Raises ConfigError for choices that contradict each other."""
+    chosen: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(Objective)}
+    objective = replace(
+        PRESETS[settings.preset], **{name: value for name, value in chosen.items() if value is not None}
+    )
+    if found := _contradictions(objective):
+        raise ConfigError("\n".join(found))
+    return objective
+
+
+def _contradictions(objective: Objective) -> list[str]:
+    found: list[str] = []
+    dual, high = objective.dual_clip_ratio_max, 1 + objective.clip_high
+    if dual is not None and dual <= high:
+        found.append(f"learner.dual_clip_ratio_max={dual:g} must be above 1 + learner.clip_high = {high:g}")
+    least, most = objective.correction_ratio_min, objective.correction_ratio_max
+    if least > most:
+        found.append(f"learner.correction_ratio_min={least:g} must not be above learner.correction_ratio_max={most:g}")
+    if objective.policy == "vespo" and objective.correction != "none":
+        found.append(
+            f"learner.policy=vespo weighs sequences by their ratio to the sampler itself: "
+            f"learner.correction={objective.correction} would do so twice, leave it at none"
+        )
+    if objective.advantage == "max_rl" and objective.kl_placement == "reward" and objective.kl_coefficient > 0:
+        found.append(
+            "learner.advantage=max_rl needs rewards of 0 or more, and KL in the reward can take them below; "
+            "choose learner.kl_placement=loss"
+        )
+    if objective.kl_placement == "reward" and objective.kl_to == "behaviour" and objective.kl_coefficient > 0:
+        found.append(
+            "learner.kl_placement=reward with learner.kl_to=behaviour takes nothing off any reward: a policy has no "
+            "distance to itself; choose kl_to=base or kl_placement=loss"
+        )
+    return found
