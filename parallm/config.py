@@ -17,6 +17,7 @@ from parallm.device.settings import DeviceSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
+from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import MetricsSettings
 from parallm.model.settings import ModelSettings
@@ -61,9 +62,11 @@ def to_run_config(composed: DictConfig) -> RunConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     try:
-        return TypeAdapter(RunConfig).validate_python(_without_mandatory(values))
+        config = TypeAdapter(RunConfig).validate_python(_without_mandatory(values))
     except ValidationError as error:
         raise ConfigError(explain_values(error.errors(), known_keys())) from error
+    objective_of(config.learner)  # refuses choices that contradict each other
+    return config
 
 
 def known_keys() -> dict[str, Any]:

@@ -86,6 +86,11 @@ def test_a_wrong_choice_is_named_with_the_choices() -> None:
     assert complaint_about("learner.kl_estimator=k4") == ["learner.kl_estimator: 'k4' must be 'k1', 'k2' or 'k3'"]
 
 
+def test_choices_of_a_loss_that_contradict_each_other_are_named() -> None:
+    (line,) = complaint_about("learner=gspo", "learner.dual_clip_ratio_max=1.0001")
+    assert line == "learner.dual_clip_ratio_max=1.0001 must be above 1 + learner.clip_high = 1.0004"
+
+
 def test_a_value_that_allows_several_types_is_named_once() -> None:
     (line,) = complaint_about("model.lora.targets=3")
     assert line.startswith("model.lora.targets: 3 must be a valid string or ")

@@ -1,21 +1,20 @@
 """Losses by their published names, and the user's changes to them.
 
   dapo          mean over all tokens of the step, upper clip wider than the lower    https://arxiv.org/abs/2503.14476
-  grpo          advantages per standard deviation, mean over tokens, then completions  https://arxiv.org/abs/2402.03300
-  bnpo          grpo with the mean over all tokens of the step: TRL's loss of that name, without the beta normalisation
-                of the rewards in the paper                                          https://arxiv.org/abs/2506.02864
+  grpo          advantages per standard deviation, mean over tokens, then sequences  https://arxiv.org/abs/2402.03300
+  bnpo          grpo with the mean over all tokens: TRL's loss of that name          https://arxiv.org/abs/2506.02864
   dr_grpo       neither standard deviation nor length divides                        https://arxiv.org/abs/2503.20783
   gspo          one ratio per completion, the geometric mean, with a narrow clip     https://arxiv.org/abs/2507.18071
   cispo         the ratio is a bounded weight, so no token loses its gradient        https://arxiv.org/abs/2506.13585
   rloo          one ratio per completion, the product; KL, if any, in the reward     https://arxiv.org/abs/2402.14740
-  reinforce_pp  advantages to the group's mean, whitened over the step; KL, if any, k2  https://arxiv.org/abs/2501.03262
-  dppo          tokens dropped by the change of their probability, small KL to the sampler
-                                                                                     https://arxiv.org/abs/2602.04879
+  reinforce_pp  advantages whitened over the step; KL, if any, is k2                 https://arxiv.org/abs/2501.03262
+  dppo          drops tokens by the change of their probability; KL to the sampler   https://arxiv.org/abs/2602.04879
   sapo          a soft gate in place of the clip                                     https://arxiv.org/abs/2511.20347
 
-DAPO's paper divides by the standard deviation too; here it does not, as Dr. GRPO advises. Where published runs have a
-KL term its coefficient is 0 here, as it costs a forward pass of the base: set learner.kl_coefficient. DPPO's costs
-nothing; its two limits and its KL (prime-rl's 1e-3 x log ratio squared) are those of prime-rl.
+BNPO's paper also normalises rewards by a beta distribution, which neither TRL nor this does. DAPO's paper divides by
+the standard deviation; here it does not, as Dr. GRPO advises. Where published runs have a KL term its coefficient is 0
+here, as it costs a forward pass of the base: set learner.kl_coefficient. DPPO's costs none; its limits and its KL
+(1e-3 x log ratio squared) are those of prime-rl.
 """
 
 from collections.abc import Mapping
