@@ -11,7 +11,9 @@ Split = Literal["train", "test"]
 BASE = "base"
 """The name that requests use for the frozen model without an adapter."""
 POLICY = "policy"
-"""The name of the adapter that the learner trains."""
+"""The name of the adapter that the learner trains, unless it trains several."""
+LATEST = "latest"
+"""Another name of `policy`: its newest version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class GenerationRequest:
     sampling: SamplingParams
     n: int = 1
     model: str = POLICY
-    """`base`, `policy` (its latest version), `policy@12` or an alias such as `best`."""
+    """`base`, `policy` or `poet` (its newest version), `policy@12`, or an alias such as `best` or `poet@best`."""
     traffic: TrafficClass = "serving"
 
 

@@ -11,10 +11,9 @@ import mlx.core as mx
 
 from parallm.errors import AdapterError, UnknownModel
 from parallm.model.adapter_arrays import arrays_sha256, check_arrays
-from parallm.types import BASE, POLICY, AdapterCard
+from parallm.model_names import is_number, of_alias, plain, versioned
+from parallm.types import BASE, LATEST, POLICY, AdapterCard
 
-LATEST = "latest"
-"""Another name of `policy`: its newest version."""
 Key = tuple[str, int]
 Value = TypeVar("Value", int, float)
 
@@ -127,13 +126,17 @@ class AdapterTable:
     A publish must not wait for the device thread's unit of work, and sequences end on the device thread: so a lock
     guards the few pointer moves of each change. Readers need none.
 
-    It keeps the newest `keep` versions that no sequence uses, and every version that is aliased or in use.
+    Of each name it keeps the newest `keep` versions that no sequence uses, and all that are aliased or in use.
+    `policies` are the names that mean the base until their first version is published.
     """
 
-    def __init__(self, keep: int = 8) -> None:
+    def __init__(self, keep: int = 8, policies: tuple[str, ...] = (POLICY,)) -> None:
         if keep < 1:
             raise AdapterError(f"the adapter table keeps {keep} versions; at least 1 is needed to serve")
+        for name in policies:
+            _refuse_name(name, taken={BASE, LATEST})
         self._keep = keep
+        self._policies = policies
         self._view = _View()  # swapped whole, so that other threads never see a half-made change
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
@@ -150,27 +153,26 @@ class AdapterTable:
                     f"{adapter.name} is at version {newest}; publish version {newest + 1} or above, "
                     f"not {adapter.version}"
                 )
-            self._refuse_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
+            _refuse_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
             entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
             newest_versions = self._view.newest | {adapter.name: adapter.version}
             self._swap(replace(self._view, entries=entries, newest=newest_versions))
 
     def resolve(self, model: str) -> Adapter | None:
-        """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias.
+        """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias; see `model_names`.
 
-        Before anything is published `policy` is the base. Raises UnknownModel with the choices.
+        Before its first version a policy is the base. Raises UnknownModel with the choices.
         """
-        view = self._view
-        name, at, number = model.partition("@")
-        if model == BASE or (not at and name in (POLICY, LATEST) and POLICY not in view.newest):
+        view, wanted = self._view, plain(model)
+        key = (wanted, view.newest[wanted]) if wanted in view.newest else view.aliases.get(wanted)
+        if key is not None:
+            return view.entries[key].adapter
+        if wanted == BASE or wanted in self._policies:
             return None
+        name, at, number = wanted.partition("@")
         if at:
             return self._pinned(view, name, number)
-        name = POLICY if name == LATEST else name
-        key = (name, view.newest[name]) if name in view.newest else view.aliases.get(name)
-        if key is None:
-            raise UnknownModel(f"no model {model!r}; there are {view.names()}")
-        return view.entries[key].adapter
+        raise UnknownModel(f"no model {model!r}; there are {self._names(view)}")
 
     def acquire(self, adapter: Adapter | None) -> None:
         """Count one more running sequence for `adapter`, which stays in memory until released. None: the base."""
@@ -179,7 +181,7 @@ class AdapterTable:
                 return
             entry = self._view.entries.get((adapter.name, adapter.version))
             if entry is None:
-                raise UnknownModel(f"{adapter.name}@{adapter.version} was dropped; there are {self._view.names()}")
+                raise UnknownModel(f"{adapter.name}@{adapter.version} was dropped; there are {self._names(self._view)}")
             entry.num_running += 1
 
     def release(self, adapter: Adapter | None) -> None:
@@ -194,16 +196,17 @@ class AdapterTable:
                 self._swap(self._view)
 
     def set_alias(self, alias: str, version: int, *, name: str = POLICY) -> None:
-        """Let `alias` mean `name@version` until it is set again; the version stays in memory.
+        """Let `name@alias` mean `name@version` until it is set again; the version stays in memory.
 
-        Raises UnknownModel if the version is not in memory, AdapterError if the alias cannot be used.
+        `alias` alone is that of `policy`. Raises UnknownModel if the version is not in memory, AdapterError if the
+        alias cannot be used.
         """
         with self._lock:
-            self._refuse_name(alias, taken=set(self._view.newest) | {BASE, POLICY, LATEST})
+            _refuse_name(alias, taken={*self._view.newest, *self._policies, BASE, POLICY, LATEST})
             if (name, version) not in self._view.entries:
                 self._pinned(self._view, name, str(version))
                 raise UnknownModel(f"{name}@{version} is the base; an alias names a published version")
-            self._swap(replace(self._view, aliases=self._view.aliases | {alias: (name, version)}))
+            self._swap(replace(self._view, aliases=self._view.aliases | {of_alias(alias, name): (name, version)}))
 
     def cards(self) -> tuple[AdapterCard, ...]:
         """What is in memory, newest first within a name."""
@@ -212,27 +215,30 @@ class AdapterTable:
         return tuple(view.entries[key].card(view) for key in keys)
 
     def _pinned(self, view: "_View", name: str, number: str) -> Adapter | None:
-        if not number.isascii() or not number.isdigit():
-            raise UnknownModel(f"{number!r} in {name}@{number} is no version; there are {view.names()}")
+        if not is_number(number):
+            raise UnknownModel(f"{number!r} in {name}@{number} is no version; there are {self._names(view)}")
         key = (name, int(number))
         if key in view.entries:
             return view.entries[key].adapter
         if key in self._dropped:
-            raise UnknownModel(f"{name}@{number} was dropped to bound memory; there are {view.names()}")
-        if key == (POLICY, 0):
+            raise UnknownModel(f"{name}@{number} was dropped to bound memory; there are {self._names(view)}")
+        if name in self._policies and int(number) == 0:
             return None
-        raise UnknownModel(f"no version {name}@{number}; there are {view.names()}")
+        raise UnknownModel(f"no version {name}@{number}; there are {self._names(view)}")
 
     def _swap(self, view: "_View") -> None:
         held = set(view.aliases.values()) | {(name, version) for name, version in view.newest.items()}
         idle = sorted((key for key, entry in view.entries.items() if not entry.num_running), key=lambda key: -key[1])
-        dropped = {key for key in idle[self._keep :] if key not in held}
+        of_names = [[key for key in idle if key[0] == name] for name in view.newest]
+        dropped = {key for keys in of_names for key in keys[self._keep :] if key not in held}
         self._dropped |= dropped  # before the swap: a reader of the new view must find the reason
         self._view = replace(view, entries={key: e for key, e in view.entries.items() if key not in dropped})
 
-    def _refuse_name(self, name: str, taken: set[str]) -> None:
-        if not name or "@" in name or name in taken:
-            raise AdapterError(f"{name!r} cannot be a name here: it is empty, holds an @ or is one of {sorted(taken)}")
+    def _names(self, view: "_View") -> str:
+        """Every name that resolves, for messages."""
+        pinned = [versioned(*key) for key in sorted(view.entries)]
+        names = [BASE, *self._policies, *sorted(view.newest), *sorted(view.aliases), *pinned]
+        return ", ".join(dict.fromkeys(names))
 
 
 @dataclass(slots=True)
@@ -270,10 +276,12 @@ class _View:
         latest = (LATEST,) if key == (POLICY, self.newest.get(POLICY)) else ()
         return latest + tuple(sorted(alias for alias, target in self.aliases.items() if target == key))
 
-    def names(self) -> str:
-        """Every name that resolves, for messages."""
-        pinned = [f"{name}@{version}" for name, version in sorted(self.entries)]
-        return ", ".join(dict.fromkeys([BASE, POLICY, *sorted(self.newest), *sorted(self.aliases), *pinned]))
+
+def _refuse_name(name: str, taken: set[str]) -> None:
+    if not name or "@" in name or is_number(name) or name in taken:
+        raise AdapterError(
+            f"{name!r} cannot be a name here: it is empty or a number, holds an @ or is one of {sorted(taken)}"
+        )
 
 
 def _exceptions(values: Mapping[str, Value], usual: Value, targets: tuple[str, ...]) -> Mapping[str, Value]:

@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 
+from parallm.model_names import plain, versioned
 from parallm.server.answer_schemas import ModelEntry, ModelList
 from parallm.server.service import Service
 from parallm.types import BASE, POLICY, AdapterCard
 
 
-def versioned(name: str, version: int) -> str:
-    return f"{name}@{version}"
-
-
-def card_of(name: str, cards: Sequence[AdapterCard]) -> AdapterCard | None:
-    """The card that `name` stands for: an adapter's newest version, an exact version or an alias."""
+def card_of(model: str, cards: Sequence[AdapterCard]) -> AdapterCard | None:
+    """The card that `model` stands for: an adapter's newest version, an exact version or an alias."""
+    name = plain(model)
     newest = max((card for card in cards if card.name == name), key=lambda card: card.version, default=None)
     if newest is not None:
         return newest
@@ -24,17 +22,16 @@ def resolved(name: str, cards: Sequence[AdapterCard]) -> str:
     card = card_of(name, cards)
     if card is not None:
         return versioned(card.name, card.version)
-    return versioned(POLICY, 0) if name == POLICY else name
+    return versioned(POLICY, 0) if plain(name) == POLICY else name
 
 
 def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) -> str:
     """`name@version` for a request for `name` that `version` has answered; there may be newer ones by now."""
     if name == BASE or version is None:
         return name
-    adapter = name.partition("@")[0]
-    if adapter == POLICY or any(card.name == adapter for card in cards):
-        return versioned(adapter, version)
-    return versioned(next((card.name for card in cards if card.version == version), POLICY), version)
+    wanted = plain(name)
+    is_alias = any(wanted in card.aliases for card in cards)
+    return versioned(POLICY if is_alias and "@" not in wanted else wanted.partition("@")[0], version)
 
 
 def model_list(service: Service) -> ModelList:

@@ -1,6 +1,7 @@
 """Adapter versions in one batch: each row gets the numbers of its own version, and keeps it to its end."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -197,3 +198,23 @@ def test_the_norms_of_dora_are_computed_once_for_all_steps_of_a_version(
     while engine.has_work("serving"):
         engine.step("serving")
     assert sorted(computed) == [1, 2]
+
+
+@pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
+def test_equal_versions_of_several_names_share_a_batch_and_stay_apart(
+    model: SharedModel, random_adapter: RandomAdapter, ask: Ask, complete: Complete
+) -> None:
+    table = AdapterTable(policies=("poet", "coder", "idle"))
+    # the same version number under both names, with other arrays
+    for version, form in enumerate(({"rank": 2}, {"rank": 6, "dora": True}), 1):
+        table.publish(replace(random_adapter(model, version, **form, name="poet"), version=version))
+        table.publish(replace(random_adapter(model, version + 10, **form, name="coder"), version=version))
+    table.set_alias("best", 1, name="coder")
+    names = ["poet", "coder", "poet@1", "coder@1", "coder@best", "idle", "base"]
+    requests = [ask(name, PROMPT, 12, model=name) for name in names]
+    together = complete(model, requests, table=table)
+    assert [together[name][0].weight_versions[0].version for name in names] == [2, 2, 1, 1, 1, 0, 0]
+    assert len({together[name][0].tokens for name in names}) == 5
+    assert together["coder@1"][0].tokens == together["coder@best"][0].tokens
+    for request in requests:
+        assert complete(model, [request], table=table) == {request.request_id: together[request.request_id]}

@@ -145,7 +145,7 @@ def test_an_aliased_version_stays_until_the_alias_moves() -> None:
     assert [(card.version, card.aliases) for card in table.cards()] == [(3, ("latest", "best"))]
 
 
-@pytest.mark.parametrize("alias", ["", "base", "policy", "latest", "a@1"])
+@pytest.mark.parametrize("alias", ["", "base", "policy", "latest", "a@1", "12"])
 def test_an_alias_cannot_hide_another_name(alias: str) -> None:
     with pytest.raises(AdapterError, match="cannot be a name here"):
         table_of(1).set_alias(alias, 1)
@@ -161,6 +161,56 @@ def test_an_adapter_of_another_name_has_versions_of_its_own() -> None:
     table = table_of(5)
     table.publish(adapter(1, name="helper"))
     assert [version_of(table, model) for model in ("helper", "helper@1", "policy")] == [1, 1, 5]
+
+
+def table_of_poets() -> AdapterTable:
+    table = AdapterTable(keep=1, policies=("poet", "coder"))
+    for version, name in ((1, "poet"), (2, "poet"), (7, "coder")):
+        table.publish(adapter(version, name=name))
+        table.set_alias("best", version, name=name)
+    return table
+
+
+def test_each_name_has_its_newest_version_and_aliases_of_its_own() -> None:
+    table = table_of_poets()
+    names = ["poet", "poet@latest", "poet@2", "poet@best", "coder", "coder@7", "coder@best", "poet@0", "coder@0"]
+    assert [version_of(table, name) for name in names] == [2, 2, 2, 2, 7, 7, 7, 0, 0]
+    assert [(card.name, card.version, card.aliases) for card in table.cards()] == [
+        ("coder", 7, ("coder@best",)),
+        ("poet", 2, ("poet@best",)),
+    ]
+
+
+@pytest.mark.parametrize("model", ["policy", "latest", "best", "policy@0", "poet@9", "coder@2", "poet@worst", "poet@"])
+def test_what_stands_alone_is_about_policy_and_unknown_without_one(model: str) -> None:
+    with pytest.raises(UnknownModel, match=r"there are base, poet, coder, coder@best, poet@best, coder@7, poet@2"):
+        table_of_poets().resolve(model)
+
+
+def test_the_alias_of_policy_has_a_short_and_a_long_name() -> None:
+    table = table_of(1, 2, 3)
+    table.set_alias("best", 2)
+    assert [version_of(table, name) for name in ("best", "policy@best", "policy@latest")] == [2, 2, 3]
+
+
+def test_every_name_keeps_its_newest_versions() -> None:
+    table = AdapterTable(keep=2)
+    for version in (1, 2, 3):
+        table.publish(adapter(version, name="poet"))
+    for version in (11, 12, 13):
+        table.publish(adapter(version, name="coder"))
+    assert [(card.name, card.version) for card in table.cards()] == [
+        ("coder", 13),
+        ("coder", 12),
+        ("poet", 3),
+        ("poet", 2),
+    ]
+
+
+@pytest.mark.parametrize("name", ["", "base", "latest", "poet@1", "3"])
+def test_a_policy_cannot_have_a_name_that_means_something_else(name: str) -> None:
+    with pytest.raises(AdapterError, match="cannot be a name here"):
+        AdapterTable(policies=(name,))
 
 
 def test_the_base_can_be_acquired_and_released_like_an_adapter() -> None:

@@ -103,3 +103,14 @@ def test_an_answer_names_the_version_that_made_it_and_not_the_newest() -> None:
     assert resolved_to("policy@02", 2, cards) == "policy@2"
     assert resolved_to("policy", 0, ()) == "policy@0"
     assert resolved_to("base", 0, cards) == "base"
+
+
+def test_adapters_of_several_names_are_told_apart() -> None:
+    cards = (card("poet", 2), card("poet", 1, "poet@best"), card("policy", 2, "latest", "best"), card("policy", 1))
+    names = ["poet", "poet@latest", "poet@1", "poet@best", "best", "policy@best", "latest"]
+    expected = ["poet@2", "poet@2", "poet@1", "poet@1", "policy@2", "policy@2", "policy@2"]
+    assert [resolved(name, cards) for name in names] == expected
+    assert [resolved_to(name, int(end[-1]), cards) for name, end in zip(names, expected, strict=True)] == expected
+    assert resolved_to("poet", 1, cards) == "poet@1"
+    assert resolved_to("coder", 0, cards) == "coder@0"
+    assert resolved_to("latest", 0, ()) == "policy@0"
