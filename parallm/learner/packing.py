@@ -19,6 +19,9 @@ from parallm.model.attention import LEAST_ROWS, OwnCache, attention
 from parallm.model.lora import View
 from parallm.model.shared_model import SharedModel
 
+FUSED_LENGTH = 128
+"""MLX's CUDA build differentiates attention without keeping the scores only for multiples of this many queries."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
@@ -101,11 +104,24 @@ class _Rows:
         if window is not None and window < positions:
             distance = mx.arange(positions - length, positions)[:, None] - mx.arange(positions)[None]
             mask = (distance >= 0) & (distance < window)
-        if length < positions and isinstance(mask, str) and mx.default_device() != mx.Device(mx.cpu):
-            # A GPU's fused kernel and its gradient want as many queries as keys; else all scores would be kept
-            padded = mx.pad(self.queries, [(0, 0), (0, 0), (positions - length, 0), (0, 0)])
-            return attention(padded, keys_GHLD, values_GHLD, scale=scale, mask=mask, sinks=sinks)[:, :, -length:]
+        if isinstance(mask, str) and mx.default_device() != mx.Device(mx.cpu):
+            fused = self._squared(keys_GHLD, values_GHLD)
+            found = attention(fused.queries, fused.keys, fused.values, scale=scale, mask=mask, sinks=sinks)
+            return found[:, :, positions - length : positions]
         return attention(self.queries, keys_GHLD, values_GHLD, scale=scale, mask=mask, sinks=sinks)
+
+    def _squared(self, keys_GHLD: mx.array, values_GHLD: mx.array) -> "_Rows":
+        """As many queries as keys, a multiple of FUSED_LENGTH of both, so that a GPU has a fused gradient.
+
+        Queries before the row's own are of no use; keys behind it are seen by no query of the row.
+        """
+        length, positions = self.queries.shape[2], keys_GHLD.shape[2]
+        behind = -positions % FUSED_LENGTH
+        return _Rows(
+            _padded(self.queries, positions - length, behind),
+            _padded(keys_GHLD, 0, behind),
+            _padded(values_GHLD, 0, behind),
+        )
 
 
 def packed_hidden(model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], view: View | None) -> mx.array:
@@ -147,6 +163,10 @@ def _as_rows(flat: mx.array, count: int) -> mx.array:
 def _flat(rows: mx.array) -> mx.array:
     """(G, heads, T, D) -> (G*T, heads, D)."""
     return rows.swapaxes(1, 2).reshape(-1, rows.shape[1], rows.shape[3])
+
+
+def _padded(rows: mx.array, before: int, behind: int) -> mx.array:
+    return mx.pad(rows, [(0, 0), (0, 0), (before, behind), (0, 0)]) if before or behind else rows
 
 
 def _behind(shared_1HPD: mx.array, own_GHTD: mx.array) -> mx.array:

@@ -28,7 +28,8 @@ def main(job: UpdateJob) -> None:
     model.train()
     mx.eval(model.parameters())
     rows, length = job.groups * job.group_size, job.prompt + job.completion
-    tokens = mx.array(np.random.default_rng(0).integers(0, shape.vocabulary, (rows, length), np.int32))
+    # one token more, as mlx-lm pads: then the inputs have the length that its fused attention needs
+    tokens = mx.array(np.random.default_rng(0).integers(0, shape.vocabulary, (rows, length + 1), np.int32))
     lengths = mx.array([[job.prompt, length]] * rows)
     value_and_grad = nn.value_and_grad(model, default_loss)
     state = [model.state, optimizer.state, mx.random.state]
