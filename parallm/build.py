@@ -38,7 +38,9 @@ from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.problem_stream import ProblemStream
 from parallm.server.app import create_app
 from parallm.server.listen import HttpServer, bind
-from parallm.trainer.trainer import BEST, Parts, Trainer
+from parallm.trainer.evaluations import BEST, adapter_to_keep
+from parallm.trainer.parts import Parts
+from parallm.trainer.trainer import Trainer
 from parallm.types import POLICY, Problem, TrainingStatus
 
 Result = TypeVar("Result")
@@ -259,13 +261,13 @@ def _held_out(environment: Environment, count: int) -> Sequence[Problem]:
 
 
 def _write_adapters(config: RunConfig, folder: Path, house: House) -> None:
-    """The newest version in both formats, for use elsewhere. Raises CheckpointError if the disk does not take it."""
-    newest = house.adapters.resolve(POLICY)
-    if newest is None:
+    """The version to keep in both formats, for use elsewhere. Raises CheckpointError if the disk does not take it."""
+    kept = adapter_to_keep(house.adapters, config.trainer.keep_best)
+    if kept is None:
         return
     try:
-        write_mlx(newest, folder / "adapter", num_layers=house.model.num_layers)
-        write_peft(newest, folder / "adapter_peft", config.model.path)
+        write_mlx(kept, folder / "adapter", num_layers=house.model.num_layers)
+        write_peft(kept, folder / "adapter_peft", config.model.path)
     except OSError as error:
         raise CheckpointError(
             f"{folder / 'adapter'} could not be written: {error}; the same adapter is in the last checkpoint"

@@ -12,5 +12,9 @@ class TrainerSettings:
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""
     evaluate_problems: int = Field(default=512, ge=0)
     """How many held-out problems an evaluation uses; 0 turns evaluation off."""
+    patience: int = Field(default=0, ge=0)
+    """Training ends after this many evaluations in a row that were no better than the best before; 0: never."""
+    keep_best: bool = False
+    """Write the best version by evaluation into the run's adapter folders at the end, instead of the newest."""
     keep_serving: bool = False
     """Go on answering HTTP after the last step until Ctrl-C."""

@@ -4,53 +4,23 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from parallm.checkpoint.manager import CheckpointManager
-from parallm.checkpoint.state import Fingerprint, TrainingState
-from parallm.device.thread import DeviceThread
-from parallm.engine.async_engine import AsyncEngine
-from parallm.errors import CheckpointError, ParallmError, TrainingStopped
-from parallm.learner.learner import Learner
-from parallm.metrics.display import Display
-from parallm.metrics.record import RunRecorder
-from parallm.model.adapter import AdapterTable
-from parallm.rollout.collector import Collection, Collector
-from parallm.rollout.evaluation import Evaluator
+from parallm.checkpoint.state import TrainingState
+from parallm.errors import CheckpointError, TrainingStopped
+from parallm.rollout.collector import Collection
 from parallm.rollout.settings import RolloutSettings
+from parallm.trainer.evaluations import Evaluations
+from parallm.trainer.parts import Parts
+from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.step_metrics import step_metrics
-from parallm.types import POLICY, EvaluationReport, TrainingStatus, UpdateReport
+from parallm.types import POLICY, TrainingStatus, UpdateReport
 
 logger = logging.getLogger(__name__)
 
 State = Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "finished", "failed"]
-BEST = "best"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the trainer drives; made by build.py."""
-
-    device: DeviceThread
-    engine: AsyncEngine
-    learner: Learner
-    adapters: AdapterTable
-    collector: Collector
-    evaluator: Evaluator | None
-    checkpoints: CheckpointManager
-    fingerprint: Fingerprint
-    recorder: RunRecorder
-    display: Display
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Mark:
-    """What a finished step has left: a step that fails in its middle must not count in a checkpoint."""
-
-    cursor: int
-    version: int
 
 
 class Trainer:
@@ -64,23 +34,22 @@ class Trainer:
         self._parts = parts
         self._settings = settings
         self._rollout = rollout
-        self._save_every = save_every
+        self._evaluations = Evaluations(parts, settings)
+        self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
         self._stopping = False
         self._step = 0  # finished steps
-        self._saved_step = 0
-        self._mark = self._present_mark()  # where the last finished step has left off
+        self._version = parts.learner.adapter.version  # that the last finished step has left
+        self._cursor = parts.collector.stream.cursor  # likewise: a step that fails in its middle must not count
         self._idle_steps = 0  # in a row without a group with signal
-        self._best: float | None = None
-        self._latest: EvaluationReport | None = None
         self.status = TrainingStatus(state="starting", total_steps=settings.steps)
 
     def resume(self, state: TrainingState) -> None:
         """Go on after `state`; the adapter and the optimizer were restored on the device thread already."""
-        self._step = self._saved_step = state.step
-        self._mark = _Mark(cursor=int(state.counters["cursor"]), version=state.version)
-        self._parts.collector.stream.cursor = self._mark.cursor
+        self._step = self._saver.saved_step = state.step
+        self._version = state.version
+        self._cursor = self._parts.collector.stream.cursor = int(state.counters["cursor"])
         self._idle_steps = int(state.counters["idle_steps"])
-        self._best = state.counters["best"]
+        self._evaluations.resume(dict(state.counters))
 
     def stop(self) -> None:
         """Finish the present step, save, and leave."""
@@ -109,22 +78,17 @@ class Trainer:
             await self._evaluate()
         while not self._is_over():
             await self._one_step()
-            if self._evaluation_is_due():
+            if self._evaluations.is_due(self._step):
                 await self._evaluate()
-            if self._step % self._save_every == 0 and not self._is_over():
-                await self._try_save()
-        if self._saved_step < self._step:
-            await self._save()
+            if self._saver.is_due(self._step) and not self._is_over():
+                self._set("saving")
+                await self._saver.try_save()
+        if self._saver.saved_step < self._step:
+            self._set("saving")
+            await self._saver.save()
 
     def _is_over(self) -> bool:
-        return self._stopping or self._step >= self._settings.steps
-
-    def _evaluation_is_due(self) -> bool:
-        every = self._settings.evaluate_every
-        return self._step >= self._settings.steps or (every > 0 and self._step % every == 0)
-
-    def _present_mark(self) -> "_Mark":
-        return _Mark(cursor=self._parts.collector.stream.cursor, version=self._parts.learner.adapter.version)
+        return self._stopping or self._step >= self._settings.steps or self._evaluations.is_hopeless
 
     async def _one_step(self) -> None:
         began, served = time.perf_counter(), self._served()
@@ -141,9 +105,7 @@ class Trainer:
             total_seconds=time.perf_counter() - began,
             served_tokens=self._served() - served,
         )
-        self._step += 1
-        self._idle_steps = 0 if collection.with_signal else self._idle_steps + 1
-        self._mark = self._present_mark()
+        self._finish_step(collection)
         self._parts.recorder.step(metrics, collection.sampled)
         self._parts.display.step(metrics)
         self.status = replace(self.status, metrics=metrics.to_flat())
@@ -165,45 +127,29 @@ class Trainer:
             logger.warning("step %d changed nothing: %s", self._step + 1, report.skipped)
         return report
 
-    async def _evaluate(self) -> None:
-        if self._parts.evaluator is None:
-            return
-        self._set("evaluating")
-        version = self._parts.learner.adapter.version
-        report = await self._parts.evaluator.evaluate(self._step, version, POLICY)
-        self._latest = report
-        self._parts.recorder.evaluation(report)
-        self._parts.display.evaluation(report)
-        if version > 0 and (self._best is None or report.accuracy > self._best):
-            self._best = report.accuracy
-            self._parts.adapters.set_alias(BEST, version)
+    def _finish_step(self, collection: Collection) -> None:
+        self._step += 1
+        self._version = self._parts.learner.adapter.version
+        self._cursor = self._parts.collector.stream.cursor
+        self._idle_steps = 0 if collection.with_signal else self._idle_steps + 1
 
-    async def _try_save(self) -> None:
-        """A full disk costs a checkpoint, not the run; only at the end there is nothing left to go on with."""
-        try:
-            await self._save()
-        except CheckpointError as error:
-            logger.error("%s; training goes on, the next try is in %d steps", error, self._save_every)
+    async def _evaluate(self) -> None:
+        if self._parts.evaluator is not None:
+            self._set("evaluating")
+        await self._evaluations.evaluate(self._step)
+        if self._evaluations.is_hopeless:
+            self._parts.display.message(
+                f"training ends after step {self._step}: the last {self._settings.patience} evaluations were no better "
+                "than the best before them (trainer.patience)"
+            )
 
     async def _rescue(self) -> None:
-        """Save what the steps before an error have learned, unless the error left a step half done."""
-        if self._saved_step == self._step or self._parts.learner.adapter.version != self._mark.version:
-            return
-        try:
-            await self._save()
-        except ParallmError as error:
-            logger.error("the steps since the last checkpoint are lost: %s", error)
-
-    async def _save(self) -> None:
-        """Save the state after the last finished step. Raises CheckpointError."""
-        self._set("saving")
-        state = self._state()
-        await asyncio.wrap_future(self._parts.device.call(lambda: self._parts.checkpoints.save(state)))
-        self._saved_step = self._step
+        """Save the finished steps, unless the error left a step half done."""
+        if self._saver.saved_step < self._step and self._parts.learner.adapter.version == self._version:
+            self._set("saving")
+            await self._saver.rescue()
 
     def _state(self) -> TrainingState:
-        is_fresh = self._latest is not None and self._latest.step == self._step
-        score = self._latest.accuracy if self._latest is not None and is_fresh else None
         learner = self._parts.learner
         return TrainingState(
             step=self._step,
@@ -211,13 +157,9 @@ class Trainer:
             adapter=learner.adapter,
             optimizer=learner.optimizer_state(),
             schedule_step=self._step,
-            counters={
-                "cursor": self._mark.cursor,
-                "idle_steps": self._idle_steps,
-                "best": self._best,
-            },
+            counters={"cursor": self._cursor, "idle_steps": self._idle_steps} | self._evaluations.counters(),
             groups=(),  # strictly on-policy: what was sampled in a step is trained on in it
-            score=score,
+            score=self._evaluations.score(self._step),
             fingerprint=self._parts.fingerprint,
         )
 

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import TrainingState
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
-from parallm.errors import AdapterError, CheckpointError, ProblemError, TrainingStopped
+from parallm.errors import AdapterError, CheckpointError, ConfigError, ProblemError, TrainingStopped
 from parallm.model.adapter_files import read_adapter
 from parallm.rollout.evaluation import Evaluator
 from parallm.types import EvaluationReport
@@ -359,3 +360,65 @@ def test_dropout_trains_and_gives_the_same_run_twice(train: Train, tmp_path: Pat
     train(folder="again", model=lora, trainer={"steps": 2})
     assert rows_of(tmp_path / "run") == rows_of(tmp_path / "again")
     assert all(row["update/skipped"] is None for row in rows_of(tmp_path / "run"))
+
+
+def accuracies(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+    """Let the evaluations of a run find these accuracies, the first one before the first step."""
+    found = iter(values)
+    evaluate = Evaluator.evaluate
+
+    async def evaluated(self: Evaluator, step: int, version: int, model: str) -> EvaluationReport:
+        return replace(await evaluate(self, step, version, model), accuracy=next(found))
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluated)
+
+
+EVALUATED = {"steps": 9, "evaluate_problems": 4, "evaluate_every": 1}
+
+
+def test_training_ends_when_patience_is_over(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracies(monkeypatch, 0.9, 0.1, 0.3, 0.3, 0.2, 0.8)  # of the base, then of versions 1, 2, ...
+    assert train(trainer=EVALUATED | {"patience": 2}) == 0
+    state = newest_state(tmp_path / "run")
+    assert (state.step, state.counters["best"], state.counters["since_best"]) == (4, 0.3, 2)
+    assert read_adapter(tmp_path / "run" / "adapter").version == 4
+
+
+def test_a_better_evaluation_brings_patience_back(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accuracies(monkeypatch, 0.9, 0.3, 0.2, 0.4, 0.3, 0.2)
+    assert train(trainer=EVALUATED | {"patience": 2}) == 0
+    assert newest_state(tmp_path / "run").step == 5
+
+
+def test_patience_goes_on_where_a_run_was_interrupted(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accuracies(monkeypatch, 0.9, 0.3, 0.2, 0.1)
+    settings = EVALUATED | {"patience": 2}
+    train(trainer=settings | {"steps": 2})
+    train(trainer=settings, checkpoint={"resume": "auto"})
+    assert newest_state(tmp_path / "run").step == 3
+
+
+def test_the_best_version_is_left_behind_if_asked_for(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accuracies(monkeypatch, 0.9, 0.1, 0.3, 0.3, 0.2)
+    assert train(trainer=EVALUATED | {"steps": 4, "keep_best": True}) == 0
+    assert read_adapter(tmp_path / "run" / "adapter").version == 2
+    assert newest_state(tmp_path / "run").version == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"patience": 2}, "this run has none; set trainer.evaluate_problems above 0"),
+        ({"keep_best": True}, "this run has none; set trainer.evaluate_problems above 0"),
+        ({"patience": 2, "evaluate_problems": 4}, "trainer.patience=2 counts evaluations between steps"),
+    ],
+)
+def test_what_needs_evaluations_is_refused_without_them(train: Train, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(trainer=settings)

@@ -1,0 +1,86 @@
+"""When the policy is evaluated, which version is the best so far, and when to give up hope of a better one."""
+
+import logging
+from typing import Any
+
+from parallm.errors import ConfigError, UnknownModel
+from parallm.model.adapter import Adapter, AdapterTable
+from parallm.trainer.parts import Parts
+from parallm.trainer.settings import TrainerSettings
+from parallm.types import POLICY, EvaluationReport
+
+logger = logging.getLogger(__name__)
+
+BEST = "best"
+"""Alias of the version with the highest held-out accuracy, the earliest of equal ones."""
+
+
+class Evaluations:
+    """Runs on the asyncio thread, between two steps."""
+
+    def __init__(self, parts: Parts, settings: TrainerSettings) -> None:
+        """Raises ConfigError if the settings ask for what only evaluations can tell, and there are none."""
+        if parts.evaluator is None and (settings.patience or settings.keep_best):
+            raise ConfigError(
+                "trainer.patience and trainer.keep_best go by evaluations, and this run has none; set "
+                "trainer.evaluate_problems above 0 and use an environment with a test split"
+            )
+        if settings.patience and not settings.evaluate_every:
+            raise ConfigError(
+                f"trainer.patience={settings.patience} counts evaluations between steps; set trainer.evaluate_every "
+                "above 0, or trainer.patience=0"
+            )
+        self._parts = parts
+        self._settings = settings
+        self._best: float | None = None
+        self._since_best = 0  # evaluations in a row that were no better
+        self._latest: EvaluationReport | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether to evaluate after `step` finished steps."""
+        every = self._settings.evaluate_every
+        return step >= self._settings.steps or (every > 0 and step % every == 0)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """True after `trainer.patience` evaluations in a row that were no better than the best before them."""
+        return 0 < self._settings.patience <= self._since_best
+
+    async def evaluate(self, step: int) -> None:
+        """Evaluate the newest version, report it, and let the alias `best` mean it if it is better than all before."""
+        if self._parts.evaluator is None:
+            return
+        version = self._parts.learner.adapter.version
+        report = await self._parts.evaluator.evaluate(step, version, POLICY)
+        self._latest = report
+        self._parts.recorder.evaluation(report)
+        self._parts.display.evaluation(report)
+        if version == 0:
+            return  # the base: neither a version that can be best, nor one that costs patience
+        if self._best is None or report.accuracy > self._best:
+            self._best, self._since_best = report.accuracy, 0
+            self._parts.adapters.set_alias(BEST, version)
+        else:
+            self._since_best += 1
+
+    def score(self, step: int) -> float | None:
+        """Held-out accuracy after `step` finished steps, if it was measured."""
+        return self._latest.accuracy if self._latest is not None and self._latest.step == step else None
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"best": self._best, "since_best": self._since_best}
+
+    def resume(self, counters: dict[str, Any]) -> None:
+        self._best, self._since_best = counters["best"], int(counters.get("since_best", 0))
+
+
+def adapter_to_keep(adapters: AdapterTable, keep_best: bool) -> Adapter | None:
+    """What a run leaves behind: the newest version, or the best by evaluation; None before the first."""
+    if not keep_best:
+        return adapters.resolve(POLICY)
+    try:
+        return adapters.resolve(BEST)
+    except UnknownModel:
+        logger.warning("trainer.keep_best: no version was evaluated, so the newest is kept")
+        return adapters.resolve(POLICY)

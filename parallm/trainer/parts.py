@@ -1,0 +1,30 @@
+"""What the trainer drives; made by build.py."""
+
+from dataclasses import dataclass
+
+from parallm.checkpoint.manager import CheckpointManager
+from parallm.checkpoint.state import Fingerprint
+from parallm.device.thread import DeviceThread
+from parallm.engine.async_engine import AsyncEngine
+from parallm.learner.learner import Learner
+from parallm.metrics.display import Display
+from parallm.metrics.record import RunRecorder
+from parallm.model.adapter import AdapterTable
+from parallm.rollout.collector import Collector
+from parallm.rollout.evaluation import Evaluator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of one training run. What touches arrays is called through `device`."""
+
+    device: DeviceThread
+    engine: AsyncEngine
+    learner: Learner
+    adapters: AdapterTable
+    collector: Collector
+    evaluator: Evaluator | None
+    checkpoints: CheckpointManager
+    fingerprint: Fingerprint
+    recorder: RunRecorder
+    display: Display

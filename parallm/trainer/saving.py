@@ -1,0 +1,53 @@
+"""When and how the trainer saves: a full disk costs a checkpoint, not the run."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from parallm.checkpoint.manager import CheckpointManager
+from parallm.checkpoint.state import TrainingState
+from parallm.device.thread import DeviceThread
+from parallm.errors import CheckpointError, ParallmError
+
+logger = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes what `make_state` returns, on the device thread."""
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        checkpoints: CheckpointManager,
+        make_state: Callable[[], TrainingState],
+        *,
+        every: int,
+    ) -> None:
+        self._device = device
+        self._checkpoints = checkpoints
+        self._make_state = make_state
+        self._every = every
+        self.saved_step = 0  # of the newest checkpoint; written by `save` and by whoever resumes a run
+
+    def is_due(self, step: int) -> bool:
+        return step % self._every == 0
+
+    async def save(self) -> None:
+        """Save the state after the last finished step. Raises CheckpointError."""
+        state = self._make_state()
+        await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
+        self.saved_step = state.step
+
+    async def try_save(self) -> None:
+        """`save` while there are steps to come, which a full disk must not prevent."""
+        try:
+            await self.save()
+        except CheckpointError as error:
+            logger.error("%s; training goes on, the next try is in %d steps", error, self._every)
+
+    async def rescue(self) -> None:
+        """Save what the steps before an error have learned, if the disk takes it."""
+        try:
+            await self.save()
+        except ParallmError as error:
+            logger.error("the steps since the last checkpoint are lost: %s", error)
