@@ -44,6 +44,8 @@ class GenerationRequest:
     model: str = POLICY
     """`base`, `policy` or `poet` (its newest version), `policy@12`, or an alias such as `best` or `poet@best`."""
     traffic: TrafficClass = "serving"
+    switches_in_flight: bool = False
+    """Go on with what `model` means by then from the next token on, instead of the version that it began with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

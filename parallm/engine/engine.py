@@ -90,7 +90,7 @@ class Engine:
             for _ in members:
                 self._adapters.acquire(adapter)
         cache = self.model.make_cache()
-        traffic.prompts.append(Prompt(request=request, adapter=adapter, cache=cache, waiting=members, streams=streams))
+        traffic.prompts.append(Prompt(request=request, cache=cache, waiting=members, streams=streams))
 
     def abort(self, request_id: str) -> None:
         """End all completions of a request before the next unit. Unknown or finished ids are fine."""
@@ -108,6 +108,7 @@ class Engine:
     def step(self, traffic: TrafficClass) -> None:
         """One unit of work for one traffic class."""
         state = self._traffic[traffic]
+        self._switch_versions(state)
         prompts = self._next_prompts(state)
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
         if prompts and (traffic == "rollout" or state.decoded_last or state.num_rows == 0):
@@ -134,6 +135,22 @@ class Engine:
     def num_tokens(self) -> Mapping[TrafficClass, int]:
         return {name: state.num_tokens for name, state in self._traffic.items()}
 
+    def _switch_versions(self, state: Traffic) -> None:
+        """Move what switches in flight to the version that its name means now: rows, and prompts not yet begun.
+
+        A row keeps its keys and values, which the versions before have made.
+        """
+        fresh = [one for prompt in state.prompts if prompt.num_computed == 0 for one in prompt.waiting]
+        rows = [row for shard in state.shards for row in shard.rows]
+        switching = [one for one in (*rows, *fresh) if one.request.switches_in_flight]
+        newest = {name: self._adapters.resolve(name) for name in {one.request.model for one in switching}}
+        for one in switching:
+            adapter = newest[one.request.model]
+            if adapter is not one.adapter:
+                self._adapters.acquire(adapter)
+                self._adapters.release(one.adapter)
+                one.adapter = adapter
+
     def _next_prompts(self, state: Traffic) -> list[Prompt]:
         """Uncomputed prompts to work on now: one per lane, and none beyond the rows that will be free for them."""
         free = self.settings.max_rows - state.num_rows
@@ -153,7 +170,7 @@ class Engine:
     def _compute_chunk(self, prompt: Prompt) -> list[mx.array]:
         tokens = prompt.request.prompt_tokens
         chunk = tokens[prompt.num_computed : prompt.num_computed + self._chunk_size(prompt)]
-        view = self._views.for_rows([prompt.adapter])
+        view = self._views.for_rows([prompt.waiting[0].adapter])
         hidden_1TH = self.model.hidden(mx.array([chunk], mx.int32), prompt.cache, view)
         prompt.num_computed += len(chunk)
         if prompt.num_computed < len(tokens):

@@ -16,10 +16,9 @@ class Prompt:
     """A request on its way to rows: computed in chunks, then forked into one row per completion."""
 
     request: GenerationRequest
-    adapter: Adapter | None
     cache: list[Any]
     waiting: list["Sequence"]
-    """Members that have no row yet."""
+    """Members that have no row yet: all of them until every chunk is computed, with the same version."""
     streams: bool
     num_computed: int = 0
     logits_V: mx.array | None = None
@@ -38,11 +37,14 @@ class Sequence:
     index: int
     seed: int
     adapter: Adapter | None
+    """That the next forward uses; changes only where `request.switches_in_flight`."""
     streams: bool
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
+    """(version, first token that it sampled), in order."""
     _text: GrowingText | None = None
     _num_shown: int = 0
     _stop_at: int | None = None
@@ -61,6 +63,8 @@ class Sequence:
     ) -> None:
         """Take a sampled token; sets `finish_reason` when it ends the sequence."""
         sampling = self.request.sampling
+        if not self.version_starts or self.version_starts[-1][0] != self.version:
+            self.version_starts.append((self.version, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.top_logprobs.append(tuple(tops[: sampling.top_logprobs]))
@@ -119,7 +123,14 @@ class Sequence:
             top_logprobs=tuple(self.top_logprobs),
             text=self._final_text(tokenizer),
             finish_reason=self.finish_reason,
-            weight_versions=(WeightSpan(version=self.version, start=0, end=len(self.tokens)),) if self.tokens else (),
+            weight_versions=self._weight_versions(),
+        )
+
+    def _weight_versions(self) -> tuple[WeightSpan, ...]:
+        ends = [*(start for _, start in self.version_starts[1:]), len(self.tokens)]
+        return tuple(
+            WeightSpan(version=version, start=start, end=end)
+            for (version, start), end in zip(self.version_starts, ends, strict=False)
         )
 
     def _final_text(self, tokenizer: ChatTokenizer) -> str:
