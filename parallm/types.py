@@ -184,6 +184,17 @@ class UpdateReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffPolicyReport:
+    """How old the tokens of a step were when they were trained on."""
+
+    lag_mean: float
+    """Versions between the learner's and the one that sampled a token, over the step's trained tokens."""
+    lag_max: int
+    dropped: int
+    """Groups older than the limit, which were sampled anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
     """Greedy accuracy on held-out problems with a 95% Wilson interval."""
 

@@ -44,6 +44,12 @@ class Job:
     seed: int = 0
     trajectories: str | None = None
     """File of trajectories to read, or to write."""
+    steps: int = 20
+    """Of a training run."""
+    ahead: int = 0
+    """trainer.max_off_policy_steps."""
+    switches: bool = False
+    """rollout.switch_in_flight."""
     samples: bool = False
     """A learner samples for itself, so that a whole step is measured, instead of using the trajectories' tokens."""
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from parallm.types import EvaluationReport, UpdateReport
+from parallm.types import EvaluationReport, OffPolicyReport, UpdateReport
 
 FlatRow: TypeAlias = dict[str, float | int | str | None]
 
@@ -29,11 +29,13 @@ class StepMetrics:
     rollout_tokens: int
     """Tokens sampled for this step, those of dropped groups included."""
     rollout_seconds: float
+    """From the first request to the last score; steps that are sampled ahead overlap with others."""
     update_seconds: float
     """Wall time; `update.seconds` is device time."""
     total_seconds: float
     rollout_tokens_per_second: float
     serving_tokens_per_second: float
+    off_policy: OffPolicyReport = OffPolicyReport(lag_mean=0.0, lag_max=0, dropped=0)
     update: UpdateReport | None = None
     """None if no group had a signal, so that there was nothing to update with."""
 
@@ -49,6 +51,9 @@ class StepMetrics:
             "completion/length_mean": self.completion_length_mean,
             "completion/truncated_fraction": self.truncated_fraction,
             **update_row(self.update),
+            "offpolicy/lag_mean": self.off_policy.lag_mean,
+            "offpolicy/lag_max": self.off_policy.lag_max,
+            "offpolicy/dropped": self.off_policy.dropped,
             "seconds/rollout": self.rollout_seconds,
             "seconds/update": self.update_seconds,
             "seconds/total": self.total_seconds,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from parallm.environment.environment import Environment
 from parallm.errors import ContextTooLong
 from parallm.model.chat import ChatTokenizer
+from parallm.rollout.ledger import Ledger
 from parallm.rollout.problem_stream import ProblemStream
 from parallm.rollout.settings import RolloutSettings
 from parallm.seeds import mix
@@ -36,7 +37,7 @@ class Collection:
 
 
 class Collector:
-    """Samples with the newest policy and scores. Runs on the asyncio thread.
+    """Samples with the newest policy and scores. Runs on the asyncio thread; several steps may be under way at a time.
 
     Every random choice follows from the seed, the step and the place in the step, so a resumed run samples the same.
     """
@@ -53,7 +54,7 @@ class Collector:
         self._generate_all = generate_all
         self._tokenizer = tokenizer
         self._environment = environment
-        self.stream = stream
+        self.ledger = Ledger(stream)
         self._settings = settings
         self._seed = seed
 
@@ -64,17 +65,29 @@ class Collector:
         """
         began = time.perf_counter()
         wanted = self._settings.problems_per_step
-        first = await self._sample(step, 0, wanted, model)
+        first = await self._sample(self._draw(wanted, step), step, 0, model)
         groups = list(first)
         for _ in range(self._settings.refill_rounds):
             missing = wanted - sum(group.has_signal for group in groups)
             if missing <= 0:
                 break
-            groups += await self._sample(step, len(groups), missing, model)
+            groups += await self._sample(self._draw(missing, step), step, len(groups), model)
         return Collection(first=tuple(first), sampled=tuple(groups), seconds=time.perf_counter() - began)
 
-    async def _sample(self, step: int, first_place: int, count: int, model: str) -> list[TrajectoryGroup]:
-        problems = self.stream.take(count)
+    async def again(
+        self, groups: Sequence[TrajectoryGroup], step: int, first_place: int, model: str
+    ) -> list[TrajectoryGroup]:
+        """Sample the problems of `groups` once more, with seeds of the places from `first_place` on."""
+        return await self._sample([group.problem for group in groups], step, first_place, model)
+
+    def _draw(self, count: int, step: int) -> list[Problem]:
+        problems = self.ledger.take(count)
+        self.ledger.claim(step)
+        return problems
+
+    async def _sample(
+        self, problems: Sequence[Problem], step: int, first_place: int, model: str
+    ) -> list[TrajectoryGroup]:
         requests = [self._request(problem, step, first_place + place, model) for place, problem in enumerate(problems)]
         results = await generate_for(problems, requests, self._generate_all)
         return [self._group(*triple) for triple in zip(problems, requests, results, strict=True)]
@@ -92,6 +105,7 @@ class Collector:
             n=self._settings.group_size,
             model=model,
             traffic="rollout",
+            switches_in_flight=self._settings.switch_in_flight,
         )
 
     def _group(self, problem: Problem, request: GenerationRequest, completions: list[Completion]) -> TrajectoryGroup:

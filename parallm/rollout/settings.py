@@ -14,5 +14,8 @@ class RolloutSettings:
     """top_p, top_k and min_p stay off: with them the sampled distribution is not the policy that is trained."""
     refill_rounds: int = Field(default=3, ge=0)
     """How often groups without signal (all rewards equal) are replaced by groups of the next problems."""
+    switch_in_flight: bool = False
+    """Move running completions to a new version from their next token on; else they end on the one they began with.
+    Matters only where trainer.max_off_policy_steps is above 0."""
     max_idle_steps: int = Field(default=50, ge=1)
     """Steps in a row without any group with signal, after which training stops and says so."""

@@ -8,6 +8,9 @@ from parallm.settings import settings
 @settings
 class TrainerSettings:
     steps: int = Field(default=100, ge=1)
+    max_off_policy_steps: int = Field(default=0, ge=0)
+    """How many versions older than the learner's a trained token may be. 0: sample, then train, strictly in turns; with
+    k, the groups of the next k steps are sampled while a step trains."""
     evaluate_every: int = Field(default=20, ge=0)
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""
     evaluate_problems: int = Field(default=512, ge=0)

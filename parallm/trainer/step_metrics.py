@@ -6,13 +6,14 @@ from statistics import fmean, pstdev
 
 from parallm.metrics.step import StepMetrics
 from parallm.rollout.collector import Collection
-from parallm.types import UpdateReport
+from parallm.types import OffPolicyReport, UpdateReport
 
 
 def step_metrics(
     *,
     step: int,
     collection: Collection,
+    off_policy: OffPolicyReport,
     update: UpdateReport | None,
     update_seconds: float,
     total_seconds: float,
@@ -37,6 +38,7 @@ def step_metrics(
         total_seconds=total_seconds,
         rollout_tokens_per_second=collection.num_tokens / max(collection.seconds, 1e-9),
         serving_tokens_per_second=served_tokens / max(total_seconds, 1e-9),
+        off_policy=off_policy,
         update=update,
     )
 

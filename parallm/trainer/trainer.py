@@ -13,10 +13,11 @@ from parallm.rollout.collector import Collection
 from parallm.rollout.settings import RolloutSettings
 from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.parts import Parts
+from parallm.trainer.pipeline import Pipeline
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.step_metrics import step_metrics
-from parallm.types import POLICY, TrainingStatus, UpdateReport
+from parallm.types import TrainingStatus, UpdateReport
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +27,26 @@ State = Literal["serving", "starting", "collecting", "updating", "evaluating", "
 class Trainer:
     """Runs on the asyncio thread; what touches arrays goes to the device thread.
 
-    Loop contract: consumes problems and completions / waits for the engine, then for the update / produces adapter
-    versions, metrics and checkpoints / ends after the last step, when `stop` was called, or with an error.
+    Loop contract: consumes the pipeline's batches / waits for the oldest one, then for the update / produces adapter
+    versions, metrics and checkpoints / ends after the last step, when patience is over, when `stop` was called, or with
+    an error.
     """
 
     def __init__(self, parts: Parts, settings: TrainerSettings, rollout: RolloutSettings, *, save_every: int) -> None:
         self._parts = parts
         self._settings = settings
         self._rollout = rollout
+        self._pipeline = Pipeline(
+            parts.collector,
+            lambda: parts.learner.adapter.version,
+            limit=settings.max_off_policy_steps,
+            num_steps=settings.steps,
+        )
         self._evaluations = Evaluations(parts, settings)
         self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
         self._stopping = False
         self._step = 0  # finished steps
         self._version = parts.learner.adapter.version  # that the last finished step has left
-        self._cursor = parts.collector.stream.cursor  # likewise: a step that fails in its middle must not count
         self._idle_steps = 0  # in a row without a group with signal
         self.status = TrainingStatus(state="starting", total_steps=settings.steps)
 
@@ -47,7 +54,7 @@ class Trainer:
         """Go on after `state`; the adapter and the optimizer were restored on the device thread already."""
         self._step = self._saver.saved_step = state.step
         self._version = state.version
-        self._cursor = self._parts.collector.stream.cursor = int(state.counters["cursor"])
+        self._parts.collector.ledger.restore(state.counters)
         self._idle_steps = int(state.counters["idle_steps"])
         self._evaluations.resume(dict(state.counters))
 
@@ -76,13 +83,16 @@ class Trainer:
     async def _run(self) -> None:
         if self._step == 0:
             await self._evaluate()
-        while not self._is_over():
-            await self._one_step()
-            if self._evaluations.is_due(self._step):
-                await self._evaluate()
-            if self._saver.is_due(self._step) and not self._is_over():
-                self._set("saving")
-                await self._saver.try_save()
+        try:
+            while not self._is_over():
+                await self._one_step()
+                if self._evaluations.is_due(self._step):
+                    await self._evaluate()
+                if self._saver.is_due(self._step) and not self._is_over():
+                    self._set("saving")
+                    await self._saver.try_save()
+        finally:
+            await self._pipeline.close()
         if self._saver.saved_step < self._step:
             self._set("saving")
             await self._saver.save()
@@ -93,13 +103,15 @@ class Trainer:
     async def _one_step(self) -> None:
         began, served = time.perf_counter(), self._served()
         self._set("collecting")
-        collection = await self._parts.collector.collect(self._step, POLICY)
+        batch = await self._pipeline.take(self._step)
+        collection = batch.collection
         self._set("updating")
         update_began = time.perf_counter()
         update = await self._update(collection)
         metrics = step_metrics(
             step=self._step + 1,
             collection=collection,
+            off_policy=batch.off_policy,
             update=update,
             update_seconds=time.perf_counter() - update_began,
             total_seconds=time.perf_counter() - began,
@@ -128,9 +140,9 @@ class Trainer:
         return report
 
     def _finish_step(self, collection: Collection) -> None:
+        self._parts.collector.ledger.settle(self._step)
         self._step += 1
         self._version = self._parts.learner.adapter.version
-        self._cursor = self._parts.collector.stream.cursor
         self._idle_steps = 0 if collection.with_signal else self._idle_steps + 1
 
     async def _evaluate(self) -> None:
@@ -157,8 +169,12 @@ class Trainer:
             adapter=learner.adapter,
             optimizer=learner.optimizer_state(),
             schedule_step=self._step,
-            counters={"cursor": self._cursor, "idle_steps": self._idle_steps} | self._evaluations.counters(),
-            groups=(),  # strictly on-policy: what was sampled in a step is trained on in it
+            counters={
+                "idle_steps": self._idle_steps,
+                **self._parts.collector.ledger.state(),
+                **self._evaluations.counters(),
+            },
+            groups=(),  # what was sampled ahead is sampled again: its problems are the first that are drawn
             score=self._evaluations.score(self._step),
             fingerprint=self._parts.fingerprint,
         )

@@ -1,6 +1,7 @@
 """A tokenizer, an environment and an engine that are small enough to follow by eye."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 
@@ -72,7 +73,7 @@ def engine() -> Recorder:
 def make_collector(engine: Recorder) -> Callable[..., Collector]:
     """A collector over problems whose first `answer` of 4 completions are right; 0 and 4 have no signal."""
 
-    def make(*answers: str, seed: int = 1, cursor: int = 0, **values: int) -> Collector:
+    def make(*answers: str, seed: int = 1, cursor: int = 0, **values: Any) -> Collector:
         problems = problems_with(*answers)
         stream = ProblemStream(problems, seed)
         stream.cursor = cursor

@@ -1,0 +1,76 @@
+"""Collects the groups of coming steps while a step trains, within the limit on the age of what is trained on."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from parallm.rollout.collector import Collection, Collector
+from parallm.trainer.staleness import is_stale, off_policy_report
+from parallm.types import POLICY, OffPolicyReport, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one step trains on."""
+
+    collection: Collection
+    off_policy: OffPolicyReport
+
+
+class Pipeline:
+    """One collection per step, at most `limit` steps ahead of the one that trains. Runs on the asyncio thread.
+
+    A step makes one version at most. So a step whose collection begins once the step `limit` + 1 before it has trained
+    sees no token older than `limit` versions; whatever breaks this is found and sampled anew.
+
+    Loop contract: consumes problems and completions / waits for the oldest collection / produces one batch per step, in
+    the order of the steps / ends with `close`.
+    """
+
+    def __init__(self, collector: Collector, version: Callable[[], int], *, limit: int, num_steps: int) -> None:
+        self._collector = collector
+        self._version = version  # the learner's present one
+        self._limit = limit
+        self._num_steps = num_steps
+        self._tasks: dict[int, asyncio.Task[Collection]] = {}
+
+    async def take(self, step: int) -> Batch:
+        """Wait for the groups of `step`, which trains now, while those of later steps are sampled.
+
+        Raises what collecting them raised.
+        """
+        for coming in range(step, min(step + self._limit + 1, self._num_steps)):
+            if coming not in self._tasks:
+                self._tasks[coming] = asyncio.create_task(self._collector.collect(coming, POLICY))
+        collection = await self._tasks[step]
+        del self._tasks[step]
+        return await self._fresh(step, collection)
+
+    async def close(self) -> None:
+        """Give up what is under way and give its problems back, so that `take` would begin anew."""
+        tasks, self._tasks = self._tasks, {}
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        self._collector.ledger.give_back(tasks)
+
+    async def _fresh(self, step: int, collection: Collection) -> Batch:
+        """The batch without groups that are too old, which are sampled anew with the present version."""
+        version = self._version()
+        stale = [group for group in collection.with_signal if is_stale(group, version, self._limit)]
+        if stale:
+            logger.warning("step %d: %d groups are too old for version %d", step + 1, len(stale), version)
+            anew = await self._collector.again(stale, step, len(collection.sampled), POLICY)
+            collection = _replaced(collection, dict(zip(map(id, stale), anew, strict=True)))
+        return Batch(collection=collection, off_policy=off_policy_report(collection.with_signal, version, len(stale)))
+
+
+def _replaced(collection: Collection, by_identity: dict[int, TrajectoryGroup]) -> Collection:
+    return replace(
+        collection,
+        first=tuple(by_identity.get(id(group), group) for group in collection.first),
+        sampled=tuple(by_identity.get(id(group), group) for group in collection.sampled),
+    )

@@ -1,0 +1,34 @@
+"""How old sampled tokens are: versions between the learner's present one and the one that sampled them."""
+
+from collections.abc import Iterator, Sequence
+
+from parallm.types import OffPolicyReport, TrajectoryGroup
+
+
+def is_stale(group: TrajectoryGroup, version: int, limit: int) -> bool:
+    """Whether a trained token is more than `limit` versions older than `version`, or of a version yet to come.
+
+    The latter is a version that the learner has abandoned. One such token condemns its group: the completions that
+    are left would be compared with others than those they were sampled with, mostly without the longest ones.
+    """
+    return any(not 0 <= lag <= limit for lag, _ in _lags(group, version))
+
+
+def off_policy_report(groups: Sequence[TrajectoryGroup], version: int, dropped: int) -> OffPolicyReport:
+    """What `groups` mean for a learner at `version`."""
+    lags = [pair for group in groups for pair in _lags(group, version)]
+    num_tokens = sum(count for _, count in lags)
+    return OffPolicyReport(
+        lag_mean=sum(lag * count for lag, count in lags) / max(num_tokens, 1),
+        lag_max=max((lag for lag, _ in lags), default=0),
+        dropped=dropped,
+    )
+
+
+def _lags(group: TrajectoryGroup, version: int) -> Iterator[tuple[int, int]]:
+    """(lag, trained tokens) of each span that has any."""
+    for trajectory in group.trajectories:
+        for span in trajectory.weight_versions:
+            count = sum(trajectory.loss_mask[span.start : span.end])
+            if count:
+                yield version - span.version, count

@@ -1,0 +1,79 @@
+"""A training run on ragged lengths: seconds per step, and the age of every token that the learner was given."""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import quantiles
+from typing import Any
+
+from job import Job, read_job
+from pydantic import TypeAdapter
+
+from parallm.build import run_training
+from parallm.config import RunConfig
+from parallm.device.blas import load_blas
+from parallm.learner.learner import Learner
+from parallm.types import TrajectoryGroup, UpdateReport
+
+TEMPERATURE = 2.6
+"""Of the embedded model: half of the completions then have at most 20 tokens, one in a hundred more than 110."""
+WARM_UP = 2
+"""Steps that are left out: the first ones fill the pipeline."""
+
+update = Learner.update
+lags: list[int] = []
+lengths: list[int] = []
+
+
+def watched(
+    self: Learner, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int
+) -> Iterator[UpdateReport | None]:
+    """`Learner.update`, noting versions where they count: independent of what the trainer says about itself."""
+    trajectories = [one for group in groups for one in group.trajectories]
+    lags.extend(self.adapter.version - span.version for one in trajectories for span in one.weight_versions)
+    lengths.extend(len(one.tokens) for one in trajectories)
+    return update(self, groups, step=step, max_tokens=max_tokens)
+
+
+def measure(job: Job) -> dict[str, Any]:
+    Learner.update = watched  # type: ignore[method-assign]
+    config = TypeAdapter(RunConfig).validate_python(
+        {
+            "model": {"path": job.model},
+            "environment": {"name": "custom", "target": "ragged:Ragged"},
+            "rollout": {
+                "problems_per_step": job.prompts,
+                "group_size": job.group_size,
+                "max_tokens": job.max_tokens,
+                "temperature": TEMPERATURE,
+                "switch_in_flight": job.switches,
+            },
+            "engine": {"max_rows": job.rows},
+            "learner": {"learning_rate": 1e-5},
+            "trainer": {"steps": job.steps, "max_off_policy_steps": job.ahead, "evaluate_problems": 0},
+            "checkpoint": {"every": job.steps},
+            "metrics": {"display": "off"},
+            "server": {"enabled": False},
+            "seed": job.seed,
+        }
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run_training(config, Path(folder), load_blas(job.device))
+        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    timed = rows[WARM_UP:]
+    tenths = quantiles(lengths, n=100)
+    return {
+        "seconds_per_step": sum(row["seconds/total"] for row in timed) / len(timed),
+        "update_seconds": sum(row["seconds/update"] for row in timed) / len(timed),
+        "tokens_per_step": sum(row["rollout/tokens"] for row in timed) / len(timed),
+        "max_lag": max(lags),
+        "mean_lag": sum(row["offpolicy/lag_mean"] for row in timed) / len(timed),
+        "dropped": sum(row["offpolicy/dropped"] for row in rows),
+        "lengths": [tenths[49], tenths[89], tenths[98], max(lengths)],
+        "steps": len(rows),
+    }
+
+
+print(json.dumps(measure(read_job(sys.argv[1]))))
