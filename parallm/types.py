@@ -151,12 +151,29 @@ class TrajectoryGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityReport:
-    """How far the learner's log-probs are from those that the engine sampled with, before the update."""
+    """How far the learner's log-probs are from those that the engine sampled with, before the update.
+
+    Only of tokens that the learner's present version sampled over keys and values of its own: for others the two differ
+    by right. NaN where there are none.
+    """
 
     num_tokens: int
     bit_equal_fraction: float
     mean_abs: float
     max_abs: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioReport:
+    """Probability of a token under the learner's present version over that when it was sampled, before the update.
+
+    Of the trained tokens that parity leaves out. NaN where there are none.
+    """
+
+    num_tokens: int
+    mean: float
+    smallest: float
+    largest: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +195,7 @@ class UpdateReport:
     seconds: float
     """Device seconds inside the update, waiting for the engine excluded."""
     parity: ParityReport
+    ratio: RatioReport
     skipped: str | None = None
     kl_to_base: float | None = None
     """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""

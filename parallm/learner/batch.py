@@ -16,6 +16,8 @@ from parallm.learner.objective import Objective, token_weight
 from parallm.learner.packing import Segment
 from parallm.types import Trajectory, TrajectoryGroup
 
+MIXED = -1
+"""Instead of a version, for tokens that several versions have part in."""
 RUN_OVERHEAD = 16  # what starting one more run costs, in tokens that could be computed instead (measured on a CPU)
 
 
@@ -39,6 +41,8 @@ class MicroBatch:
     advantages_N: np.ndarray
     weights_N: np.ndarray
     temperature_N: np.ndarray
+    versions_N: np.ndarray
+    """The version that sampled a token and computed everything before it, int32; MIXED behind a switch of versions."""
     base_N: np.ndarray | None = None
     """Log-probs of the base without an adapter, where the objective needs them (`preparation`)."""
     entropy_threshold: float | None = None
@@ -245,4 +249,14 @@ def _micro_batch(
         advantages_N=np.repeat(np.asarray([row.advantage for row in rows], np.float32), lengths),
         weights_N=np.concatenate(masks),
         temperature_N=np.repeat(np.asarray([row.trajectory.temperature for row in rows], np.float32), lengths),
+        versions_N=np.concatenate([_versions(row.trajectory) for row in rows]),
     )
+
+
+def _versions(trajectory: Trajectory) -> np.ndarray:
+    versions_T = np.full(len(trajectory.tokens), MIXED, np.int32)
+    for span in trajectory.weight_versions:
+        if span.version != trajectory.weight_versions[0].version:
+            break
+        versions_T[span.start : span.end] = span.version
+    return versions_T

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -22,7 +22,7 @@ from parallm.model.dora import scaling_of
 from parallm.model.lora import one_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix
-from parallm.types import ParityReport, TrajectoryGroup, UpdateReport
+from parallm.types import ParityReport, RatioReport, TrajectoryGroup, UpdateReport
 
 
 @dataclass(slots=True)
@@ -37,7 +37,11 @@ class Totals:
     difference: float = 0.0
     largest: float = 0.0
     equal: int = 0
+    comparable: int = 0
+    """Tokens that parity is about."""
     tokens: int = 0
+    ratios: list[np.ndarray] = field(default_factory=list)
+    """Of the tokens that parity leaves out."""
 
 
 class Learner:
@@ -128,7 +132,8 @@ class Learner:
     def _add(self, totals: Totals, batch: MicroBatch, found: TokenStatistics) -> None:
         logprobs_N = np.array(found.logprobs_N)
         trained_N = batch.weights_N > 0
-        difference_N = np.abs(logprobs_N - batch.behaviour_N)[trained_N]
+        comparable_N = trained_N & (batch.versions_N == self.adapter.version)
+        difference_N = np.abs(logprobs_N - batch.behaviour_N)[comparable_N]
         totals.loss += float(found.loss.item())
         totals.kl += float(np.array(kl_k3(found.logprobs_N, mx.array(batch.behaviour_N)))[trained_N].sum())
         if batch.base_N is not None:
@@ -138,6 +143,9 @@ class Learner:
         totals.difference += float(difference_N.sum())
         totals.largest = max(totals.largest, float(difference_N.max(initial=0.0)))
         totals.equal += int((difference_N == 0).sum())
+        totals.comparable += len(difference_N)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite shows in the report
+            totals.ratios.append(np.exp((logprobs_N - batch.behaviour_N)[trained_N & ~comparable_N]))
         totals.tokens += int(trained_N.sum())
 
     def _report(self, totals: Totals, norm: float, step: int, seconds: float, skipped: str | None) -> UpdateReport:
@@ -154,14 +162,30 @@ class Learner:
             entropy=totals.entropy / count,
             num_tokens=totals.tokens,
             seconds=seconds,
-            parity=ParityReport(
-                num_tokens=totals.tokens,
-                bit_equal_fraction=totals.equal / count,
-                mean_abs=totals.difference / count,
-                max_abs=totals.largest,
-            ),
+            parity=_parity(totals),
+            ratio=_ratio(totals),
             skipped=skipped,
         )
+
+
+def _parity(totals: Totals) -> ParityReport:
+    count = totals.comparable
+    return ParityReport(
+        num_tokens=count,
+        bit_equal_fraction=totals.equal / count if count else math.nan,
+        mean_abs=totals.difference / count if count else math.nan,
+        max_abs=totals.largest if count else math.nan,
+    )
+
+
+def _ratio(totals: Totals) -> RatioReport:
+    ratios_N = np.concatenate([*totals.ratios, np.zeros(0, np.float32)])
+    return RatioReport(
+        num_tokens=len(ratios_N),
+        mean=float(ratios_N.mean()) if len(ratios_N) else math.nan,
+        smallest=float(ratios_N.min()) if len(ratios_N) else math.nan,
+        largest=float(ratios_N.max()) if len(ratios_N) else math.nan,
+    )
 
 
 def _reason_to_skip(totals: Totals, norm: float) -> str | None:

@@ -83,6 +83,10 @@ def update_row(update: UpdateReport | None) -> FlatRow:
         "parity/bit_equal_fraction": update.parity.bit_equal_fraction,
         "parity/mean_abs": update.parity.mean_abs,
         "parity/max_abs": update.parity.max_abs,
+        "offpolicy/tokens": update.ratio.num_tokens,
+        "offpolicy/ratio_mean": update.ratio.mean,
+        "offpolicy/ratio_min": update.ratio.smallest,
+        "offpolicy/ratio_max": update.ratio.largest,
     }
 
 

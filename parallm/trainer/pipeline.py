@@ -5,9 +5,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from parallm.model.adapter import LATEST
 from parallm.rollout.collector import Collection, Collector
 from parallm.trainer.staleness import is_stale, off_policy_report
-from parallm.types import POLICY, OffPolicyReport, TrajectoryGroup
+from parallm.types import OffPolicyReport, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Pipeline:
         """
         for coming in range(step, min(step + self._limit + 1, self._num_steps)):
             if coming not in self._tasks:
-                self._tasks[coming] = asyncio.create_task(self._collector.collect(coming, POLICY))
+                self._tasks[coming] = asyncio.create_task(self._collector.collect(coming, LATEST))
         collection = await self._tasks[step]
         del self._tasks[step]
         return await self._fresh(step, collection)
@@ -63,7 +64,7 @@ class Pipeline:
         stale = [group for group in collection.with_signal if is_stale(group, version, self._limit)]
         if stale:
             logger.warning("step %d: %d groups are too old for version %d", step + 1, len(stale), version)
-            anew = await self._collector.again(stale, step, len(collection.sampled), POLICY)
+            anew = await self._collector.again(stale, step, len(collection.sampled), LATEST)
             collection = _replaced(collection, dict(zip(map(id, stale), anew, strict=True)))
         return Batch(collection=collection, off_policy=off_policy_report(collection.with_signal, version, len(stale)))
 

@@ -8,6 +8,7 @@ import pytest
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapter import Adapter, AdapterTable
+from parallm.model.dora import scaling_of
 from parallm.model.logprobs import token_logprobs
 from parallm.model.lora import one_adapter
 from parallm.model.shared_model import SharedModel
@@ -94,7 +95,7 @@ def test_after_a_switch_new_weights_read_the_old_keys_and_values(
     for version, tokens in ((1, sequence[:length]), (2, sequence[length:-1])):
         adapter = table.resolve(f"policy@{version}")
         assert adapter is not None
-        view = one_adapter(adapter.arrays, adapter.alpha / adapter.rank)
+        view = one_adapter(adapter.arrays, scaling_of(adapter, model))
         hidden.append(model.hidden(mx.array([tokens]), cache, view)[0])
     logits_NV = model.head(mx.concatenate(hidden))[len(PROMPT) - 1 :]
     expected = token_logprobs(logits_NV, mx.ones(len(made.tokens)), mx.array(made.tokens))

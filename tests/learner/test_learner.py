@@ -14,7 +14,7 @@ from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings, Preset
 from parallm.model.adapter import Adapter
 from parallm.model.shared_model import SharedModel
-from parallm.types import TrajectoryGroup, UpdateReport
+from parallm.types import TrajectoryGroup, UpdateReport, WeightSpan
 
 MakeGroup = Callable[..., TrajectoryGroup]
 MakeLearner = Callable[..., Learner]
@@ -118,6 +118,39 @@ def test_a_policy_that_gives_the_sampled_log_probs_is_exactly_on_policy(
     report = update(learner, own)
     assert report.parity.bit_equal_fraction == 1.0
     assert (report.parity.max_abs, report.clip_fraction, report.kl_to_behaviour) == (0.0, 0.0, 0.0)
+
+
+def test_parity_is_about_tokens_of_the_present_version_alone_and_ratios_about_the_others(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    learner = make_learner()  # at version 3, as all groups are
+    whole = update(make_learner(), groups)
+    assert (whole.parity.num_tokens, whole.ratio.num_tokens) == (whole.num_tokens, 0)
+    assert math.isnan(whole.ratio.mean)
+    # the first of 12 tokens is of version 3, and what follows was sampled over its keys and values
+    spans = (WeightSpan(version=3, start=0, end=1), WeightSpan(version=2, start=1, end=9))
+    mixed = with_first(groups, weight_versions=(*spans, WeightSpan(version=3, start=9, end=12)))
+    report = update(learner, mixed)
+    assert (report.parity.num_tokens, report.ratio.num_tokens) == (whole.num_tokens - 10, 10)  # one token is masked
+    assert report.ratio.smallest < report.ratio.mean < report.ratio.largest
+    assert 0 < report.parity.mean_abs < report.parity.max_abs
+    assert (report.loss, report.kl_to_behaviour, report.num_tokens) == (
+        whole.loss,
+        whole.kl_to_behaviour,
+        whole.num_tokens,
+    )
+
+
+def test_without_a_token_of_the_present_version_parity_says_nothing(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    learner = make_learner()
+    update(learner, groups, step=0)
+    report = update(learner, groups, step=1)  # the same groups again, a version later
+    assert (report.parity.num_tokens, report.ratio.num_tokens) == (0, report.num_tokens)
+    assert math.isnan(report.parity.bit_equal_fraction)
+    assert math.isnan(report.parity.mean_abs)
+    assert math.isnan(report.parity.max_abs)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallm.metrics.step import StepMetrics
-from parallm.types import EvaluationReport, ParityReport, UpdateReport
+from parallm.types import EvaluationReport, ParityReport, RatioReport, UpdateReport
 
 PARITY = ParityReport(num_tokens=100, bit_equal_fraction=1.0, mean_abs=0.0, max_abs=0.0)
 UPDATE = UpdateReport(
@@ -22,6 +22,7 @@ UPDATE = UpdateReport(
     num_tokens=800,
     seconds=1.5,
     parity=PARITY,
+    ratio=RatioReport(num_tokens=700, mean=1.0, smallest=0.5, largest=1.75),
 )
 STEP = StepMetrics(
     step=1,

@@ -43,6 +43,14 @@ def test_rollouts_use_the_policy_itself_at_the_temperature_of_the_settings(
     assert (request.sampling.top_p, request.sampling.top_k, request.sampling.min_p) == (1.0, 0, 0.0)
 
 
+@pytest.mark.parametrize("switches", [False, True])
+def test_rollouts_follow_new_versions_if_asked_to(
+    make_collector: Callable[..., Collector], engine: Any, switches: bool
+) -> None:
+    collect(make_collector("1", problems_per_step=1, switch_in_flight=switches))
+    assert engine.rounds[0][0].switches_in_flight is switches
+
+
 def test_groups_without_signal_are_replaced(make_collector: Callable[..., Collector], engine: Any) -> None:
     collection = collect(make_collector("0", "4", "1", "2", problems_per_step=4, refill_rounds=1))
     assert [len(requests) for requests in engine.rounds] == [4, 2]
