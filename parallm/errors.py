@@ -9,6 +9,7 @@ ParallmError
   ConfigError (ValueError)        a key, type or recipe that does not exist
   ModelError                      a model folder that cannot be loaded
   AdapterError                    an adapter that does not fit the base
+    AdapterNotFinite              an adapter that holds NaN or infinity
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
   TrainingStopped                 training cannot go on: the message says why
@@ -56,6 +57,10 @@ class ModelError(ParallmError):
 
 class AdapterError(ParallmError):
     """An adapter that does not fit the base model or cannot be read."""
+
+
+class AdapterNotFinite(AdapterError):
+    """An adapter that holds NaN or infinity: nothing could be sampled with it."""
 
 
 class CheckpointError(ParallmError):

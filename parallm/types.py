@@ -1,5 +1,6 @@
 """The nouns that cross borders between parts: frozen, without arrays, without HTTP words."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -7,6 +8,8 @@ from typing import Any, Literal
 TrafficClass = Literal["serving", "rollout"]
 FinishReason = Literal["stop", "length", "abort"]
 Split = Literal["train", "test"]
+FaultKind = Literal["reward", "behaviour", "advantage", "logprob", "loss", "gradient", "weights"]
+"""What was not finite in an update; `behaviour` are the log-probs that the engine sampled with."""
 
 BASE = "base"
 """The name that requests use for the frozen model without an adapter."""
@@ -42,7 +45,7 @@ class GenerationRequest:
     sampling: SamplingParams
     n: int = 1
     model: str = POLICY
-    """`base`, `policy` or `poet` (its newest version), `policy@12`, or an alias such as `best` or `poet@best`."""
+    """`base`, `policy` or `poet` (the version that is served), `policy@12`, or an alias such as `best` or `poet@best`."""
     traffic: TrafficClass = "serving"
     switches_in_flight: bool = False
     """Go on with what `model` means by then from the next token on, instead of the version that it began with."""
@@ -145,8 +148,11 @@ class TrajectoryGroup:
 
     @property
     def has_signal(self) -> bool:
-        """False if all rewards are equal, so that every advantage is zero."""
-        return len(set(self.rewards)) > 1
+        """False if all rewards are equal, so that every advantage is zero.
+
+        Rewards that are not finite count as a signal: the learner must see them, to skip the step and say why.
+        """
+        return len(set(self.rewards)) > 1 or not all(map(math.isfinite, self.rewards))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +183,23 @@ class RatioReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """A trajectory because of which an update changed nothing."""
+
+    problem_id: str
+    group: int
+    """Its group's place among the groups of the update."""
+    index: int
+    """Its place in the group."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What one optimizer step did. `skipped` names the reason if nothing was changed."""
+    """What one optimizer step did. `skipped` names the reason if nothing was changed.
+
+    Numbers that were not computed, because the step was skipped before, are NaN.
+    """
 
     step: int
     version: int
@@ -197,6 +218,10 @@ class UpdateReport:
     parity: ParityReport
     ratio: RatioReport
     skipped: str | None = None
+    fault: FaultKind | None = None
+    """What was not finite; None where nothing was changed because there was nothing to learn."""
+    culprits: tuple[Culprit, ...] = ()
+    """The trajectories to blame for the fault, as far as they are known."""
     kl_to_base: float | None = None
     """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
 
@@ -239,6 +264,8 @@ class AdapterCard:
     sha256: str
     num_running: int
     """Sequences that use this version now."""
+    is_served: bool
+    """Whether the bare name means this version."""
     rslora: bool = False
     is_dora: bool = False
 

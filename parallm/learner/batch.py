@@ -110,7 +110,7 @@ def make_micro_batches(
 
 
 def _rows(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens: int) -> list[list[Row]]:
-    """The rows of each group with their advantages and weights."""
+    """The rows of each group with their advantages and weights; completions without a token have nothing to train."""
     num_tokens_S = [sum(trajectory.loss_mask) for group in groups for trajectory in group.trajectories]
     advantages_S = advantages(objective.advantage, [group.rewards for group in groups], num_tokens_S)
     places = count()
@@ -126,7 +126,9 @@ def _rows(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens: i
         )
         return Row(trajectory=trajectory, completion=place, advantage=float(advantages_S[place]), weight=weight)
 
-    return [[row(trajectory) for trajectory in group.trajectories] for group in groups]
+    found = [[row(trajectory) for trajectory in group.trajectories] for group in groups]
+    with_tokens = [[one for one in rows if one.trajectory.tokens] for rows in found]
+    return [rows for rows in with_tokens if rows]
 
 
 def _runs(rows: list[Row], budget: int) -> list[list[Row]]:

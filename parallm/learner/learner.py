@@ -3,18 +3,20 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
 
 from parallm.device.lanes import Lanes
+from parallm.errors import AdapterNotFinite
 from parallm.learner.batch import MicroBatch, make_micro_batches
+from parallm.learner.faults import Faults
 from parallm.learner.kl import kl_k3
 from parallm.learner.optimizer import AdapterOptimizer, Arrays, gradient_norm, learning_rate, scaled_to_norm
 from parallm.learner.packing import can_pack
 from parallm.learner.policy_gradient import PolicyGradient, TokenStatistics
-from parallm.learner.preparation import prepare
+from parallm.learner.preparation import Prepared, prepare
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter, next_version
@@ -44,6 +46,14 @@ class Totals:
     """Of the tokens that parity leaves out."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodState:
+    """What the newest update that went well started from; arrays are immutable, so keeping it copies nothing."""
+
+    adapter: Adapter
+    optimizer: Arrays
+
+
 class Learner:
     """Turns trajectory groups into the next adapter version. All methods run on the device thread."""
 
@@ -64,8 +74,9 @@ class Learner:
         self._packs = can_pack(model)
         self._total_steps = total_steps
         self._seed = seed
-        self.adapter = start  # the newest version; written only by update and restore
+        self.adapter = start  # the newest version; written only by update, restore and roll_back
         self._optimizer = AdapterOptimizer(settings, total_steps, dict(start.arrays))
+        self._good = GoodState(adapter=start, optimizer=self._optimizer.state())
         self._gradient = PolicyGradient(
             model, lanes, self._objective, chunk_bytes=settings.head_chunk_bytes, dropout=start.dropout
         )
@@ -73,20 +84,22 @@ class Learner:
     def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
         """One optimizer step over `groups`. Yields after each round of micro-batches, the report last.
 
-        A step whose loss or gradient is not finite changes nothing and says so in `skipped`. `max_tokens` is the limit
-        of a completion, which Dr. GRPO divides by.
+        A step in which something is not finite changes nothing, neither weights nor moments, and says in `skipped`,
+        `fault` and `culprits` what it was. `max_tokens` is the limit of a completion, which Dr. GRPO divides by.
         """
-        totals = Totals()
+        totals, faults = Totals(), Faults(groups)
         gradients: Arrays = {}
         scaling = scaling_of(self.adapter, self._model)
-        prepared = yield from prepare(
-            self._micro_batches(groups, max_tokens),
-            groups,
-            self._objective,
-            self._gradient.score,
-            policy=one_adapter(dict(self.adapter.arrays), scaling),
-            width=self._lanes.width,
-        )
+        prepared = Prepared(batches=[])
+        if faults.kind is None:
+            prepared = yield from prepare(
+                self._micro_batches(groups, max_tokens),
+                groups,
+                self._objective,
+                self._gradient.score,
+                policy=one_adapter(dict(self.adapter.arrays), scaling),
+                width=self._lanes.width,
+            )
         batches, seconds = prepared.batches, prepared.seconds
         for start in range(0, len(batches), self._lanes.width):
             began = time.perf_counter()
@@ -94,17 +107,19 @@ class Learner:
             key = mx.random.key(mix(mix(self._seed, step), start))
             more, statistics = self._gradient(dict(self.adapter.arrays), scaling, chosen, key)
             gradients = {name: gradients[name] + g for name, g in more.items()} if gradients else more
-            mx.eval(gradients)
+            norm_of_more = gradient_norm(more)
+            mx.eval(gradients, norm_of_more)
             for batch, found in zip(chosen, statistics, strict=True):
                 self._add(totals, batch, found)
+            faults.look_at(chosen, statistics, float(norm_of_more.item()))
             seconds += time.perf_counter() - began
             yield None
         began = time.perf_counter()
-        norm = float(gradient_norm(gradients).item()) if gradients else 0.0
-        skipped = _reason_to_skip(totals, norm)
+        norm = float(gradient_norm(gradients).item()) if gradients else math.nan
+        skipped = faults.message or _nothing_to_learn(totals, norm)
         if skipped is None:
-            self._step(gradients, norm, step)
-        yield self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped)
+            skipped = self._step(gradients, norm, step, faults)
+        yield self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
 
     def optimizer_state(self) -> Arrays:
         return self._optimizer.state()
@@ -113,6 +128,20 @@ class Learner:
         """Continue from a checkpoint."""
         self.adapter = adapter
         self._optimizer.restore(optimizer_state)
+        self._good = GoodState(adapter=adapter, optimizer=self._optimizer.state())
+
+    def roll_back(self) -> Adapter:
+        """Undo the newest update: weights and moments are again those that it started from, with which it went well.
+
+        The weights come back under a new version number, since numbers only grow; without an update to undo the
+        version stays. Returns the version to publish.
+        """
+        good = self._good
+        if good.adapter is not self.adapter:
+            self.adapter = replace(good.adapter, version=self.adapter.version + 1, parent=good.adapter.version)
+            self._optimizer.restore(good.optimizer)
+            self._good = GoodState(adapter=self.adapter, optimizer=good.optimizer)
+        return self.adapter
 
     def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> list[MicroBatch]:
         return make_micro_batches(
@@ -124,10 +153,19 @@ class Learner:
             packs=self._packs,
         )
 
-    def _step(self, gradients: Arrays, norm: float, step: int) -> None:
+    def _step(self, gradients: Arrays, norm: float, step: int, faults: Faults) -> str | None:
+        """Make the next version. Returns a reason and changes nothing if its weights would not be finite."""
+        before = GoodState(adapter=self.adapter, optimizer=self._optimizer.state())
         clipped = scaled_to_norm(gradients, norm, self._settings.max_gradient_norm)
         arrays = self._optimizer.apply(dict(self.adapter.arrays), clipped, step)
-        self.adapter = next_version(self.adapter, arrays, step + 1)
+        try:
+            self.adapter = next_version(self.adapter, arrays, step + 1)
+        except AdapterNotFinite:
+            self._optimizer.restore(before.optimizer)
+            faults.add("weights")
+            return faults.message
+        self._good = before
+        return None
 
     def _add(self, totals: Totals, batch: MicroBatch, found: TokenStatistics) -> None:
         logprobs_N = np.array(found.logprobs_N)
@@ -148,12 +186,14 @@ class Learner:
             totals.ratios.append(np.exp((logprobs_N - batch.behaviour_N)[trained_N & ~comparable_N]))
         totals.tokens += int(trained_N.sum())
 
-    def _report(self, totals: Totals, norm: float, step: int, seconds: float, skipped: str | None) -> UpdateReport:
-        count = max(1, totals.tokens)
+    def _report(
+        self, totals: Totals, norm: float, step: int, seconds: float, skipped: str | None, faults: Faults
+    ) -> UpdateReport:
+        count = totals.tokens or math.nan
         return UpdateReport(
             step=step,
             version=self.adapter.version,
-            loss=totals.loss,
+            loss=totals.loss if totals.tokens else math.nan,
             gradient_norm=norm,
             learning_rate=learning_rate(self._settings, step, self._total_steps),
             clip_fraction=totals.clipped / count,
@@ -165,6 +205,8 @@ class Learner:
             parity=_parity(totals),
             ratio=_ratio(totals),
             skipped=skipped,
+            fault=faults.kind,
+            culprits=faults.culprits,
         )
 
 
@@ -188,13 +230,9 @@ def _ratio(totals: Totals) -> RatioReport:
     )
 
 
-def _reason_to_skip(totals: Totals, norm: float) -> str | None:
+def _nothing_to_learn(totals: Totals, norm: float) -> str | None:
     if totals.tokens == 0:
         return "no tokens with signal"
-    if not math.isfinite(totals.loss):
-        return f"the loss is {totals.loss}"
-    if not math.isfinite(norm):
-        return f"the gradient norm is {norm}"
     if norm == 0:
         return "the gradient is zero"  # the optimizer would go on with its momentum alone
     return None

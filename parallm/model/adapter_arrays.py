@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import mlx.core as mx
 import numpy as np
 
-from parallm.errors import AdapterError
+from parallm.errors import AdapterError, AdapterNotFinite
 
 
 def check_arrays(targets: tuple[str, ...], arrays: Mapping[str, mx.array], ranks: Mapping[str, int]) -> None:
@@ -35,6 +35,17 @@ def _check_site(site: str, arrays: Mapping[str, mx.array], rank: int) -> None:
     m = arrays.get(f"{site}.m")
     if m is not None and m.shape != b.shape[1:]:
         raise AdapterError(f"{site} has {b.shape[1]} outputs and magnitudes m of shape {m.shape}")
+
+
+def check_finite(arrays: Mapping[str, mx.array]) -> None:
+    """Raise AdapterNotFinite, naming an array, if one holds NaN or infinity; evaluates the arrays.
+
+    Every version passes here when it is made, so none that holds such values is ever trained on or served.
+    """
+    if mx.stack([mx.isfinite(array).all() for array in arrays.values()]).all().item():
+        return
+    broken = next(name for name, array in arrays.items() if not mx.isfinite(array).all().item())
+    raise AdapterNotFinite(f"{broken} holds values that are not finite; take an earlier version of the adapter")
 
 
 def arrays_sha256(arrays: Mapping[str, mx.array]) -> str:

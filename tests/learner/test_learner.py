@@ -153,44 +153,6 @@ def test_without_a_token_of_the_present_version_parity_says_nothing(
     assert math.isnan(report.parity.max_abs)
 
 
-@pytest.mark.parametrize(
-    ("rewards", "logprob", "reason"),
-    [
-        ((math.nan, 0.0, 0.5), -6.0, "the loss is nan"),
-        ((math.inf, 0.0, 0.5), -6.0, "the loss is nan"),
-        ((1.0, 0.0, 0.5), math.nan, "the loss is nan"),
-        ((1.0, 0.0, 0.5), -math.inf, "the loss is nan"),  # though the ratio is clipped
-        ((0.0, 1.0, 0.5), -75.0, "the gradient norm is inf"),  # a ratio whose square is too large for float32
-        ((0.0, 1.0, 0.5), -300.0, "the loss is inf"),  # a ratio too large itself, not clipped for a bad completion
-    ],
-    ids=["reward nan", "reward inf", "log-prob nan", "log-prob inf", "gradient inf", "loss inf"],
-)
-def test_what_is_not_finite_changes_nothing_and_the_next_step_goes_on(
-    make_learner: MakeLearner,
-    groups: list[TrajectoryGroup],
-    rewards: tuple[float, ...],
-    logprob: float,
-    reason: str,
-) -> None:
-    learner, untroubled = make_learner(), make_learner()
-    for each in (learner, untroubled):
-        update(each, groups, step=0)
-    before, moments = learner.adapter, {name: array.tolist() for name, array in learner.optimizer_state().items()}
-    trajectories = groups[0].trajectories
-    paid = [replace(one, reward=reward) for one, reward in zip(trajectories, rewards, strict=True)]
-    broken = with_first(
-        [replace(groups[0], trajectories=tuple(paid)), *groups[1:]], logprobs=(logprob,) * len(paid[0].tokens)
-    )
-    report = update(learner, broken, step=1)
-    assert report.skipped == reason
-    assert report.version == before.version
-    assert learner.adapter is before
-    assert {name: array.tolist() for name, array in learner.optimizer_state().items()} == moments
-    for each in (learner, untroubled):
-        assert update(each, groups, step=2).skipped is None
-    assert learner.adapter.sha256 == untroubled.adapter.sha256
-
-
 def test_a_ratio_too_large_for_float32_does_no_harm_where_it_is_clipped(
     make_learner: MakeLearner, groups: list[TrajectoryGroup]
 ) -> None:
