@@ -213,15 +213,16 @@ async def _make_trainer(
     trainer = Trainer(parts, config.trainer, config.rollout, save_every=config.checkpoint.every)
     state = await _on_device(house.device, partial(checkpoints.load, config.checkpoint.resume, fingerprint))
     if state is not None:
-        await _on_device(house.device, partial(_restore, house, learner, state, checkpoints.best()))
+        await _on_device(house.device, partial(_restore, config, house, learner, state, checkpoints.best()))
         trainer.resume(state)
         display.message(f"resumed after step {state.step}, version {state.version}")
     return trainer
 
 
-def _restore(house: House, learner: Learner, state: TrainingState, best: Path | None) -> None:
+def _restore(config: RunConfig, house: House, learner: Learner, state: TrainingState, best: Path | None) -> None:
     """Bring back the learner, the newest version, and under its alias the best one that is still on disk."""
     learner.restore(state.adapter, dict(state.optimizer))
+    serve = config.trainer.publish_if == "always"  # else the trainer says what clients get
     versions = {state.version: state.adapter}
     best_adapter = _best_adapter(best) if best is not None else None
     if best_adapter is not None and 0 < best_adapter.version <= state.version:
@@ -229,7 +230,7 @@ def _restore(house: House, learner: Learner, state: TrainingState, best: Path | 
     known = max((card.version for card in house.adapters.cards()), default=0)
     for version in sorted(versions):
         if version > known:
-            house.adapters.publish(versions[version])
+            house.adapters.publish(versions[version], serve=serve)
     if best_adapter is not None and best_adapter.version in {card.version for card in house.adapters.cards()}:
         house.adapters.set_alias(BEST, best_adapter.version)
 

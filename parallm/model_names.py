@@ -1,4 +1,5 @@
-"""How requests name adapters: `poet` and `poet@latest` (its newest version), `poet@3`, `poet@best` (an alias).
+"""How requests name adapters: `poet` (the version that is served), `poet@latest` (the newest one, served already or not),
+`poet@3`, `poet@best` (an alias).
 
 What stands alone is about `policy`: `latest`, `best`.
 """
@@ -7,11 +8,15 @@ from parallm.types import LATEST, POLICY
 
 
 def plain(model: str) -> str:
-    """The shortest name for the same: `policy` for `latest`, `best` for `policy@best`, `poet` for `poet@latest`."""
+    """The shortest name for the same: `best` for `policy@best`, `latest` for `policy@latest`."""
     name, at, ending = model.partition("@")
-    if model == LATEST or (at and ending == LATEST):
-        return name if at else POLICY
     return ending if at and name == POLICY and ending and not is_number(ending) else model
+
+
+def latest_of(model: str) -> str | None:
+    """Of which adapter `model`, a plain name, is the newest version: `policy` for `latest`; None for other names."""
+    name, _, ending = model.rpartition("@")
+    return (name or POLICY) if ending == LATEST else None
 
 
 def of_alias(alias: str, name: str) -> str:

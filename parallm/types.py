@@ -16,7 +16,7 @@ BASE = "base"
 POLICY = "policy"
 """The name of the adapter that the learner trains, unless it trains several."""
 LATEST = "latest"
-"""Another name of `policy`: its newest version."""
+"""The newest version of `policy`, whether clients get it as `policy` already or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

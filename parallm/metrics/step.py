@@ -36,6 +36,8 @@ class StepMetrics:
     rollout_tokens_per_second: float
     serving_tokens_per_second: float
     off_policy: OffPolicyReport = OffPolicyReport(lag_mean=0.0, lag_max=0, dropped=0)
+    guard: FlatRow = field(default_factory=dict)
+    """Faults and roll-backs of the run so far, under their flat names."""
     update: UpdateReport | None = None
     """None if no group had a signal, so that there was nothing to update with."""
 
@@ -54,6 +56,7 @@ class StepMetrics:
             "offpolicy/lag_mean": self.off_policy.lag_mean,
             "offpolicy/lag_max": self.off_policy.lag_max,
             "offpolicy/dropped": self.off_policy.dropped,
+            **self.guard,
             "seconds/rollout": self.rollout_seconds,
             "seconds/update": self.update_seconds,
             "seconds/total": self.total_seconds,

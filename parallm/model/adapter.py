@@ -10,8 +10,8 @@ from typing import TypeVar
 import mlx.core as mx
 
 from parallm.errors import AdapterError, UnknownModel
-from parallm.model.adapter_arrays import arrays_sha256, check_arrays
-from parallm.model_names import is_number, of_alias, plain, versioned
+from parallm.model.adapter_arrays import arrays_sha256, check_arrays, check_finite
+from parallm.model_names import is_number, latest_of, of_alias, plain, versioned
 from parallm.types import BASE, LATEST, POLICY, AdapterCard
 
 Key = tuple[str, int]
@@ -80,12 +80,13 @@ def make_adapter(
     """An adapter of `arrays`, which are cast to float32, evaluated and hashed here; float32 arrays are not copied.
 
     `ranks` and `alphas` are those of sites that differ from `rank` and `alpha`. Raises AdapterError if there is no
-    site, if a site lacks an array, or if an array is not of its rank.
+    site, if a site lacks an array, or if an array is not of its rank, AdapterNotFinite if one holds NaN or infinity.
     """
     single = {key: arrays[key].astype(mx.float32) for key in sorted(arrays)}
     targets = tuple(sorted({key.rpartition(".")[0] for key in single}))
     check_arrays(targets, single, {site: ranks.get(site, rank) for site in targets})
     mx.eval(single)
+    check_finite(single)
     return Adapter(
         name=name,
         version=version,
@@ -126,8 +127,9 @@ class AdapterTable:
     A publish must not wait for the device thread's unit of work, and sequences end on the device thread: so a lock
     guards the few pointer moves of each change. Readers need none.
 
-    Of each name it keeps the newest `keep` versions that no sequence uses, and all that are aliased or in use.
-    `policies` are the names that mean the base until their first version is published.
+    A bare name means the version that is served: the newest one, or the one that `promote` has named. Of each name the
+    table keeps the newest `keep` versions that no sequence uses, and all that are served, aliased or in use.
+    `policies` are the names that mean the base until their first version is served.
     """
 
     def __init__(self, keep: int = 8, policies: tuple[str, ...] = (POLICY,)) -> None:
@@ -141,9 +143,10 @@ class AdapterTable:
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
 
-    def publish(self, adapter: Adapter) -> None:
+    def publish(self, adapter: Adapter, *, serve: bool = True) -> None:
         """Make `adapter` the newest version of its name. Moves pointers only; no array is touched.
 
+        Without `serve` the bare name goes on to mean what it meant, and the version waits for `promote`.
         Raises AdapterError, changing nothing, unless its version is above the published one.
         """
         with self._lock:
@@ -156,18 +159,31 @@ class AdapterTable:
             _refuse_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
             entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
             newest_versions = self._view.newest | {adapter.name: adapter.version}
-            self._swap(replace(self._view, entries=entries, newest=newest_versions))
+            served = self._view.served | ({adapter.name: adapter.version} if serve else {})
+            self._swap(replace(self._view, entries=entries, newest=newest_versions, served=served))
+
+    def promote(self, version: int, *, name: str = POLICY) -> None:
+        """Let the bare name mean `version` from now on, be it older or newer. Sequences that run stay on theirs.
+
+        Version 0 of the policy is the base. Raises UnknownModel if the version is not in memory.
+        """
+        with self._lock:
+            self._pinned(self._view, name, str(version))
+            served = {other: number for other, number in self._view.served.items() if other != name}
+            known = (name, version) in self._view.entries
+            self._swap(replace(self._view, served=served | ({name: version} if known else {})))
 
     def resolve(self, model: str) -> Adapter | None:
         """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias; see `model_names`.
 
-        Before its first version a policy is the base. Raises UnknownModel with the choices.
+        Before its first version is served a policy is the base. Raises UnknownModel with the choices.
         """
         view, wanted = self._view, plain(model)
-        key = (wanted, view.newest[wanted]) if wanted in view.newest else view.aliases.get(wanted)
+        name, versions = (latest_of(wanted), view.newest) if latest_of(wanted) else (wanted, view.served)
+        key = (name, versions[name]) if name in versions else view.aliases.get(wanted)
         if key is not None:
             return view.entries[key].adapter
-        if wanted == BASE or wanted in self._policies:
+        if wanted == BASE or name in self._policies:
             return None
         name, at, number = wanted.partition("@")
         if at:
@@ -227,7 +243,7 @@ class AdapterTable:
         raise UnknownModel(f"no version {name}@{number}; there are {self._names(view)}")
 
     def _swap(self, view: "_View") -> None:
-        held = set(view.aliases.values()) | {(name, version) for name, version in view.newest.items()}
+        held = set(view.aliases.values()) | set(view.newest.items()) | set(view.served.items())
         idle = sorted((key for key, entry in view.entries.items() if not entry.num_running), key=lambda key: -key[1])
         of_names = [[key for key in idle if key[0] == name] for name in view.newest]
         dropped = {key for keys in of_names for key in keys[self._keep :] if key not in held}
@@ -237,7 +253,7 @@ class AdapterTable:
     def _names(self, view: "_View") -> str:
         """Every name that resolves, for messages."""
         pinned = [versioned(*key) for key in sorted(view.entries)]
-        names = [BASE, *self._policies, *sorted(view.newest), *sorted(view.aliases), *pinned]
+        names = [BASE, *self._policies, *sorted(view.served), *sorted(view.aliases), *pinned]
         return ", ".join(dict.fromkeys(names))
 
 
@@ -260,6 +276,7 @@ class _Entry:
             aliases=view.aliases_of((adapter.name, adapter.version)),
             sha256=adapter.sha256,
             num_running=self.num_running,
+            is_served=view.served.get(adapter.name) == adapter.version,
         )
 
 
@@ -271,6 +288,8 @@ class _View:
     aliases: dict[str, Key] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)
     """Highest published version by name."""
+    served: dict[str, int] = field(default_factory=dict)
+    """What a bare name means; a name that is not there is the base if it is the policy, else unknown."""
 
     def aliases_of(self, key: Key) -> tuple[str, ...]:
         latest = (LATEST,) if key == (POLICY, self.newest.get(POLICY)) else ()

@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 
-from parallm.model_names import plain, versioned
+from parallm.model_names import latest_of, plain, versioned
 from parallm.server.answer_schemas import ModelEntry, ModelList
 from parallm.server.service import Service
 from parallm.types import BASE, POLICY, AdapterCard
 
 
 def card_of(model: str, cards: Sequence[AdapterCard]) -> AdapterCard | None:
-    """The card that `model` stands for: an adapter's newest version, an exact version or an alias."""
+    """The card that `model` stands for: the version of an adapter that is served, an exact version or an alias."""
     name = plain(model)
-    newest = max((card for card in cards if card.name == name), key=lambda card: card.version, default=None)
-    if newest is not None:
-        return newest
+    if newest_of := latest_of(name):
+        return max((card for card in cards if card.name == newest_of), key=lambda card: card.version, default=None)
+    served = next((card for card in cards if card.name == name and card.is_served), None)
+    if served is not None:
+        return served
     return next((card for card in cards if name in (versioned(card.name, card.version), *card.aliases)), None)
 
 
@@ -22,20 +24,20 @@ def resolved(name: str, cards: Sequence[AdapterCard]) -> str:
     card = card_of(name, cards)
     if card is not None:
         return versioned(card.name, card.version)
-    return versioned(POLICY, 0) if plain(name) == POLICY else name
+    return versioned(POLICY, 0) if (latest_of(plain(name)) or plain(name)) == POLICY else name
 
 
 def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) -> str:
     """`name@version` for a request for `name` that `version` has answered; there may be newer ones by now."""
     if name == BASE or version is None:
         return name
-    wanted = plain(name)
+    wanted = latest_of(plain(name)) or plain(name)
     is_alias = any(wanted in card.aliases for card in cards)
     return versioned(POLICY if is_alias and "@" not in wanted else wanted.partition("@")[0], version)
 
 
 def model_list(service: Service) -> ModelList:
-    """The base, each adapter by name (its newest version), aliases, and every version in memory."""
+    """The base, each adapter by name (the version that is served), aliases, and every version in memory."""
     cards = service.catalog()
     names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases} | {POLICY}
     versions = [versioned(card.name, card.version) for card in cards]

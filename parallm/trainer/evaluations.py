@@ -7,7 +7,7 @@ from parallm.errors import ConfigError, UnknownModel
 from parallm.model.adapter import Adapter, AdapterTable
 from parallm.trainer.parts import Parts
 from parallm.trainer.settings import TrainerSettings
-from parallm.types import POLICY, EvaluationReport
+from parallm.types import LATEST, POLICY, EvaluationReport
 
 logger = logging.getLogger(__name__)
 
@@ -20,9 +20,9 @@ class Evaluations:
 
     def __init__(self, parts: Parts, settings: TrainerSettings) -> None:
         """Raises ConfigError if the settings ask for what only evaluations can tell, and there are none."""
-        if parts.evaluator is None and (settings.patience or settings.keep_best):
+        if parts.evaluator is None and (settings.patience or settings.keep_best or settings.publish_if == "evaluation"):
             raise ConfigError(
-                "trainer.patience and trainer.keep_best go by evaluations, and this run has none; set "
+                "trainer.patience, keep_best and publish_if=evaluation go by evaluations, and this run has none; set "
                 "trainer.evaluate_problems above 0 and use an environment with a test split"
             )
         if settings.patience and not settings.evaluate_every:
@@ -46,22 +46,23 @@ class Evaluations:
         """True after `trainer.patience` evaluations in a row that were no better than the best before them."""
         return 0 < self._settings.patience <= self._since_best
 
-    async def evaluate(self, step: int) -> None:
+    async def evaluate(self, step: int) -> EvaluationReport | None:
         """Evaluate the newest version, report it, and let the alias `best` mean it if it is better than all before."""
         if self._parts.evaluator is None:
-            return
+            return None
         version = self._parts.learner.adapter.version
-        report = await self._parts.evaluator.evaluate(step, version, POLICY)
+        report = await self._parts.evaluator.evaluate(step, version, LATEST)
         self._latest = report
         self._parts.recorder.evaluation(report)
         self._parts.display.evaluation(report)
         if version == 0:
-            return  # the base: neither a version that can be best, nor one that costs patience
+            return report  # the base: neither a version that can be best, nor one that costs patience
         if self._best is None or report.accuracy > self._best:
             self._best, self._since_best = report.accuracy, 0
             self._parts.adapters.set_alias(BEST, version)
         else:
             self._since_best += 1
+        return report
 
     def score(self, step: int) -> float | None:
         """Held-out accuracy after `step` finished steps, if it was measured."""
@@ -76,7 +77,10 @@ class Evaluations:
 
 
 def adapter_to_keep(adapters: AdapterTable, keep_best: bool) -> Adapter | None:
-    """What a run leaves behind: the newest version, or the best by evaluation; None before the first."""
+    """What a run leaves behind: the best version by evaluation, or the one that is served; None before the first.
+
+    That is the newest one unless trainer.publish_if has held it back.
+    """
     if not keep_best:
         return adapters.resolve(POLICY)
     try:

@@ -5,10 +5,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from parallm.model.adapter import LATEST
 from parallm.rollout.collector import Collection, Collector
 from parallm.trainer.staleness import is_stale, off_policy_report
-from parallm.types import OffPolicyReport, TrajectoryGroup
+from parallm.types import LATEST, OffPolicyReport, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,24 @@
 """Settings of the training loop."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from parallm.settings import settings
+
+
+@settings
+class GuardSettings:
+    max_skips: int = Field(default=3, ge=1)
+    """Steps in a row with something that is not finite, after which the last good version comes back."""
+    max_rollbacks: int = Field(default=2, ge=0)
+    """Of a run; where one more would be needed, training stops."""
+    on_divergence: Literal["stop", "warn"] = "stop"
+    """What to do about signs that the policy falls apart; see trainer/divergence.py."""
+    min_entropy: float = Field(default=0.05, ge=0)
+    """Nats a token; counts as low if it is also below a fifth of the entropy at the start."""
+    max_kl: float = Field(default=0.05, gt=0)
+    """Mean k3 a token between the policy that is trained and the one that sampled, for 5 updates in a row."""
 
 
 @settings
@@ -19,5 +35,10 @@ class TrainerSettings:
     """Training ends after this many evaluations in a row that were no better than the best before; 0: never."""
     keep_best: bool = False
     """Write the best version by evaluation into the run's adapter folders at the end, instead of the newest."""
+    publish_if: Literal["always", "evaluation"] = "always"
+    """When `policy` moves to a new version: after each update, or when an evaluation has found it good enough."""
+    publish_margin: float = Field(default=0.02, ge=0, le=1)
+    """With publish_if=evaluation: how far below the best held-out accuracy so far a version may be."""
+    guard: GuardSettings = GuardSettings()
     keep_serving: bool = False
     """Go on answering HTTP after the last step until Ctrl-C."""

@@ -11,9 +11,12 @@ from parallm.checkpoint.state import TrainingState
 from parallm.errors import CheckpointError, TrainingStopped
 from parallm.rollout.collector import Collection
 from parallm.rollout.settings import RolloutSettings
-from parallm.trainer.evaluations import Evaluations
+from parallm.trainer.evaluations import BEST, Evaluations
+from parallm.trainer.guard import Guard
 from parallm.trainer.parts import Parts
 from parallm.trainer.pipeline import Pipeline
+from parallm.trainer.publication import Publication
+from parallm.trainer.recovery import Recovery
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.step_metrics import step_metrics
@@ -43,6 +46,9 @@ class Trainer:
             num_steps=settings.steps,
         )
         self._evaluations = Evaluations(parts, settings)
+        self._publication = Publication(parts.adapters, settings)
+        self._guard = Guard(settings.guard, compares=parts.learner.adapter.dropout == 0)
+        self._recovery = Recovery(parts, self._guard, self._publication)
         self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
         self._stopping = False
         self._step = 0  # finished steps
@@ -57,6 +63,9 @@ class Trainer:
         self._parts.collector.ledger.restore(state.counters)
         self._idle_steps = int(state.counters["idle_steps"])
         self._evaluations.resume(dict(state.counters))
+        if "guard" in state.counters:  # checkpoints from before there was one lack both
+            self._publication.resume(state.counters["publication"], BEST)
+            self._guard.resume(state.counters["guard"])
 
     def stop(self) -> None:
         """Finish the present step, save, and leave."""
@@ -67,7 +76,7 @@ class Trainer:
         return self._stopping
 
     async def run(self) -> None:
-        """Raises TrainingStopped when no problem teaches anything, and whatever a part raises.
+        """Raises TrainingStopped when no problem teaches anything or the guard says so, and whatever a part raises.
 
         The finished steps are saved before.
         """
@@ -117,11 +126,17 @@ class Trainer:
             total_seconds=time.perf_counter() - began,
             served_tokens=self._served() - served,
         )
+        verdict = await self._recovery.after(metrics, collection)
+        if verdict.action == "roll_back":
+            await self._pipeline.close()  # what the version that was undone has sampled ahead
+        metrics = replace(metrics, guard=self._guard.row())
         self._finish_step(collection)
         self._parts.recorder.step(metrics, collection.sampled)
         self._parts.display.step(metrics)
         self.status = replace(self.status, metrics=metrics.to_flat())
         self._check_signal(collection)
+        if verdict.action == "stop":
+            raise TrainingStopped(verdict.reason)
 
     async def _update(self, collection: Collection) -> UpdateReport | None:
         """Train on the groups with signal and publish the new version; None if there are none."""
@@ -134,9 +149,7 @@ class Trainer:
         report = await asyncio.wrap_future(self._parts.device.iterate(units))
         assert report is not None, "an update ends with its report"
         if report.skipped is None:
-            self._parts.adapters.publish(self._parts.learner.adapter)
-        else:
-            logger.warning("step %d changed nothing: %s", self._step + 1, report.skipped)
+            self._publication.publish(self._parts.learner.adapter)
         return report
 
     def _finish_step(self, collection: Collection) -> None:
@@ -148,7 +161,9 @@ class Trainer:
     async def _evaluate(self) -> None:
         if self._parts.evaluator is not None:
             self._set("evaluating")
-        await self._evaluations.evaluate(self._step)
+        report = await self._evaluations.evaluate(self._step)
+        if report is not None:
+            self._publication.evaluated(report)
         if self._evaluations.is_hopeless:
             self._parts.display.message(
                 f"training ends after step {self._step}: the last {self._settings.patience} evaluations were no better "
@@ -171,6 +186,8 @@ class Trainer:
             schedule_step=self._step,
             counters={
                 "idle_steps": self._idle_steps,
+                "publication": self._publication.counters(),
+                "guard": self._guard.counters(),
                 **self._parts.collector.ledger.state(),
                 **self._evaluations.counters(),
             },

@@ -116,6 +116,33 @@ def test_a_version_published_in_mid_flight_leaves_running_rows_on_theirs(
     assert [(card.version, card.num_running) for card in table.cards()] == [(5, 0)]
 
 
+def test_rows_of_a_version_that_is_rolled_back_finish_on_it_and_new_requests_get_the_older_one(
+    model: SharedModel,
+    random_adapter: RandomAdapter,
+    ask: Ask,
+    complete: Complete,
+    make_engine: Callable[..., Engine],
+) -> None:
+    table, events = AdapterTable(keep=1), list[TokenEvent]()
+    table.publish(random_adapter(model, 1))
+    good = complete(model, [ask("after", PROMPT, 12)], table=table)["after"][0]
+    running = table.resolve("policy")
+    table.acquire(running)  # keeps version 1 in memory while version 2 is served
+    table.publish(random_adapter(model, 2))
+    bad = complete(model, [ask("before", PROMPT, 12)], table=table)["before"][0]
+    engine = make_engine(model, events=events, table=table)
+    engine.add(ask("before", PROMPT, 12), False)
+    for _ in range(5):
+        engine.step("serving")
+    table.promote(1)
+    engine.add(ask("after", PROMPT, 12), False)
+    while engine.has_work("serving"):
+        engine.step("serving")
+    made = {event.request_id: event.completion for event in events}
+    assert (made["before"], made["after"]) == (bad, good)
+    assert good.tokens != bad.tokens
+
+
 @pytest.mark.parametrize("end", ["abort", "fail"])
 def test_references_go_back_to_zero_however_a_request_ends(
     end: str, model: SharedModel, table: AdapterTable, ask: Ask, make_engine: Callable[..., Engine]

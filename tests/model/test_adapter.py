@@ -97,6 +97,50 @@ def test_a_duplicate_or_lower_version_is_refused_and_changes_nothing(version: in
     assert version_of(table, "policy") == 2
 
 
+def test_an_older_version_can_be_served_again_and_newer_ones_go_on_from_the_newest() -> None:
+    table = table_of(1, 2, 3)
+    table.promote(1)
+    assert [version_of(table, model) for model in ("policy", "latest", "policy@3")] == [1, 3, 3]
+    assert [card.version for card in table.cards() if card.is_served] == [1]
+    with pytest.raises(AdapterError, match="publish version 4 or above"):
+        table.publish(adapter(2))
+    table.publish(adapter(4))
+    assert version_of(table, "policy") == 4
+
+
+def test_a_version_that_is_not_served_yet_can_be_asked_for_by_number_and_as_latest() -> None:
+    table = AdapterTable()
+    table.publish(adapter(1), serve=False)
+    assert [version_of(table, model) for model in ("policy", "latest", "policy@1")] == [0, 1, 1]
+    table.promote(1)
+    assert version_of(table, "policy") == 1
+    table.promote(0)
+    assert table.resolve("policy") is None
+
+
+def test_the_served_version_stays_in_memory_however_many_newer_ones_there_are() -> None:
+    table = table_of(1, keep=2)
+    for version in range(2, 9):
+        table.publish(adapter(version), serve=False)
+    assert (version_of(table, "policy"), version_of(table, "latest")) == (1, 8)
+    table.promote(8)
+    with pytest.raises(UnknownModel, match="policy@1 was dropped"):
+        table.promote(1)
+    assert version_of(table, "policy") == 8
+
+
+def test_a_sequence_of_a_version_that_is_not_served_any_more_keeps_it_until_it_ends() -> None:
+    table = table_of(1, 2, keep=1)
+    table.publish(adapter(3), serve=False)
+    running = table.resolve("policy")
+    table.acquire(running)
+    table.promote(3)
+    assert [version_of(table, model) for model in ("policy", "policy@2")] == [3, 2]
+    table.release(running)
+    with pytest.raises(UnknownModel, match="policy@2 was dropped"):
+        table.resolve("policy@2")
+
+
 def test_an_unknown_name_lists_what_there_is() -> None:
     with pytest.raises(UnknownModel, match="no model 'gpt-4'; there are base, policy, policy@1, policy@2"):
         table_of(1, 2).resolve("gpt-4")

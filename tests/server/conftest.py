@@ -145,6 +145,7 @@ def card(version: int, *aliases: str) -> AdapterCard:
         aliases=aliases,
         sha256="00",
         num_running=0,
+        is_served="best" not in aliases,
     )
 
 

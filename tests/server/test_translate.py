@@ -84,6 +84,7 @@ def card(name: str, version: int, *aliases: str) -> AdapterCard:
         aliases=aliases,
         sha256="",
         num_running=0,
+        is_served="best" not in aliases,
     )
 
 

@@ -112,7 +112,8 @@ def test_a_reward_that_is_not_finite_skips_its_step_only(
     rows = rows_of(tmp_path / "run")
     assert [row["update/skipped"] is None for row in rows] == [True, False, True]
     assert rows[1]["reward/mean"] is None
-    assert "step 2 changed nothing: the loss is nan" in caplog.text
+    assert "step 2: nothing was changed: a reward is not finite" in caplog.text
+    assert f"(problem arithmetic-train-6, completion 1: reward {reward})" in caplog.text
     first, second, third = (read_adapter(tmp_path / f"run/step_00000{step}/adapter") for step in (1, 2, 3))
     assert first.sha256 == second.sha256 != third.sha256
     assert (second.version, third.version) == (1, 2)

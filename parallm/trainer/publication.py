@@ -1,0 +1,99 @@
+"""Which version clients get as `policy`. Rollouts and evaluations always ask for `latest`, the newest one."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from parallm.errors import UnknownModel
+from parallm.model.adapter import Adapter, AdapterTable
+from parallm.trainer.settings import TrainerSettings
+from parallm.types import LATEST, POLICY, EvaluationReport
+
+logger = logging.getLogger(__name__)
+
+
+class Publication:
+    """With `trainer.publish_if=always` each version is served at once. With `evaluation` it waits for one.
+
+    That a version is finite is checked where it is made, in `make_adapter`. Requests that run finish on the version
+    they began with, whatever happens here.
+    """
+
+    def __init__(self, adapters: AdapterTable, settings: TrainerSettings) -> None:
+        self._adapters = adapters
+        self._waits = settings.publish_if == "evaluation"
+        self._margin = settings.publish_margin
+        self._best: float | None = None
+        started = adapters.resolve(POLICY)
+        self._served = 0 if started is None else started.version  # what clients get; 0 is the base
+
+    def publish(self, adapter: Adapter) -> None:
+        """Give out a version that an update has made."""
+        self._give_out(adapter, serve=not self._waits)
+
+    def evaluated(self, report: EvaluationReport) -> None:
+        """Serve the evaluated version if it is good enough, and say so if it is not."""
+        if self._waits and report.version > 0:
+            self._judge(report)
+        self._best = report.accuracy if self._best is None else max(self._best, report.accuracy)
+
+    def roll_back(self, adapter: Adapter) -> None:
+        """Give out `adapter`, whose weights are the last good ones; clients get it if they got its bad successor."""
+        newest = self._adapters.resolve(LATEST)
+        if adapter.version <= (0 if newest is None else newest.version):
+            return  # there was no update to undo
+        self._give_out(adapter, serve=self._served > (adapter.parent or 0))
+
+    def counters(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"best": self._best, "served": self._served}
+
+    def resume(self, counters: Mapping[str, Any], fallback: str) -> None:
+        """Serve what was served, or `fallback` (an alias) where only newer and better versions were kept on disk."""
+        self._best = counters["best"]
+        if not self._waits:
+            self._served = counters["served"]
+            return
+        if counters["served"] == 0:
+            return
+        try:
+            self._adapters.promote(counters["served"])
+            self._served = counters["served"]
+        except UnknownModel:
+            self._serve_alias(fallback, counters["served"])
+
+    def _give_out(self, adapter: Adapter, *, serve: bool) -> None:
+        self._adapters.publish(adapter, serve=serve)
+        if serve:
+            self._served = adapter.version
+
+    def _serve_alias(self, alias: str, wanted: int) -> None:
+        try:
+            found = self._adapters.resolve(alias)
+        except UnknownModel:
+            found = None
+        if found is not None:
+            self._adapters.promote(found.version)
+            self._served = found.version
+        logger.warning(
+            "version %d, which clients got as policy, was not kept; they get %s until an evaluation finds a newer one "
+            "good enough",
+            wanted,
+            "the base" if found is None else f"version {found.version}",
+        )
+
+    def _judge(self, report: EvaluationReport) -> None:
+        best = report.accuracy if self._best is None else self._best
+        if report.accuracy >= best - self._margin:
+            self._adapters.promote(report.version)
+            self._served = report.version
+            return
+        logger.warning(
+            "version %d is not served: its held-out accuracy is %.1f%%, the best was %.1f%% "
+            "(trainer.publish_margin=%g); policy stays %s",
+            report.version,
+            100 * report.accuracy,
+            100 * best,
+            self._margin,
+            f"version {self._served}" if self._served else "the base",
+        )

@@ -1,0 +1,53 @@
+"""Acts on the guard's verdicts: says what was wrong, keeps the trajectories to blame, rolls back."""
+
+import asyncio
+import logging
+
+from parallm.metrics.step import StepMetrics
+from parallm.rollout.collector import Collection
+from parallm.trainer.fault_files import write_faults
+from parallm.trainer.guard import Guard, Verdict
+from parallm.trainer.parts import Parts
+from parallm.trainer.publication import Publication
+
+logger = logging.getLogger(__name__)
+
+
+class Recovery:
+    """Runs on the asyncio thread, after the update of a step and before the step counts as finished."""
+
+    def __init__(self, parts: Parts, guard: Guard, publication: Publication) -> None:
+        self._parts = parts
+        self._guard = guard
+        self._publication = publication
+
+    async def after(self, metrics: StepMetrics, collection: Collection) -> Verdict:
+        """Judge the step and act on it, but for stopping the run, which is the caller's to do."""
+        verdict = self._guard.judge(metrics, collection.sampled)
+        for text in verdict.warnings:
+            logger.warning("step %d: %s", metrics.step, text)
+        if metrics.update is not None and metrics.update.fault is not None:
+            logger.warning("step %d: %s", metrics.step, verdict.reason)
+            folder = self._parts.recorder.folder
+            file = write_faults(folder, metrics.step, collection.with_signal, metrics.update)
+            if file is not None:
+                logger.warning("step %d: the trajectories to blame are in %s", metrics.step, file)
+        if verdict.action == "roll_back":
+            await self._roll_back(metrics.step)
+        return verdict
+
+    async def _roll_back(self, step: int) -> None:
+        bad = self._parts.learner.adapter
+        good = await asyncio.wrap_future(self._parts.device.call(self._parts.learner.roll_back))
+        if good is bad:
+            logger.warning("step %d: there is no update to undo; training goes on with version %d", step, bad.version)
+            return
+        self._publication.roll_back(good)
+        logger.warning(
+            "step %d: rolled back from version %d to the weights of version %s, which are version %d now; requests "
+            "that run finish on the version they began with",
+            step,
+            bad.version,
+            good.parent,
+            good.version,
+        )
