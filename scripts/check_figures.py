@@ -58,6 +58,8 @@ BARS: Mapping[str, Bar] = {
     "publish.failed_requests": Bar(most=0),
     "serving.itl_p50_ratio_while_training": Bar(most=2),
     "serving.errors_while_training": Bar(most=0),
+    "offpolicy.max_lag": Bar(most=1),
+    "offpolicy.k1_speedup": Bar(least=1.2),
     "memory.learner_over_base": Bar(),  # its bar depends on the model: the script prints it as a figure
 }
 SEEDS = (0, 1, 2)
@@ -69,7 +71,9 @@ def main() -> int:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=os.environ.get("PARALLM_MODEL"), help="a local folder (PARALLM_MODEL)")
     parser.add_argument("--data", default=os.environ.get("PARALLM_GSM8K"), help="GSM8K as jsonl (PARALLM_GSM8K)")
-    parser.add_argument("--only", nargs="*", help="oracles quickstart gsm8k parity engine learner serving memory")
+    parser.add_argument(
+        "--only", nargs="*", help="oracles quickstart gsm8k parity engine learner serving offpolicy memory"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes: do the scripts run? Bars mean nothing then")
     arguments = parser.parse_args()
     arguments.model = arguments.model and absolute(arguments.model)
@@ -118,6 +122,7 @@ def measurements(arguments: Namespace) -> dict[str, Callable[[], Figures]]:
             *sized("--prompts=4", "--max-tokens=32", "--rounds=1", "--repeats=1"),
         ),
         "serving": partial(script, "bench_serving.py", *with_data, *sized("--seconds=5", "--publishes=100")),
+        "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=4", "--rounds=1")),
         "quickstart": partial(quickstart, steps),
     }
     if arguments.model and arguments.data:

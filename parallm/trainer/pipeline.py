@@ -23,8 +23,8 @@ class Batch:
 class Pipeline:
     """One collection per step, at most `limit` steps ahead of the one that trains. Runs on the asyncio thread.
 
-    A step makes one version at most. So a step whose collection begins once the step `limit` + 1 before it has trained
-    sees no token older than `limit` versions; whatever breaks this is found and sampled anew.
+    A step makes one version, but for roll-backs. So a step whose collection begins once the step `limit` + 1 before it
+    has trained sees no token older than `limit` versions; whatever breaks this is found and sampled anew.
 
     Loop contract: consumes problems and completions / waits for the oldest collection / produces one batch per step, in
     the order of the steps / ends with `close`.

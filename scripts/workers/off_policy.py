@@ -3,6 +3,7 @@
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import quantiles
@@ -25,12 +26,15 @@ WARM_UP = 2
 update = Learner.update
 lags: list[int] = []
 lengths: list[int] = []
+cpu_seconds: list[float] = []
+"""Of this process, before each update."""
 
 
 def watched(
     self: Learner, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int
 ) -> Iterator[UpdateReport | None]:
     """`Learner.update`, noting versions where they count: independent of what the trainer says about itself."""
+    cpu_seconds.append(time.process_time())
     trajectories = [one for group in groups for one in group.trajectories]
     lags.extend(self.adapter.version - span.version for one in trajectories for span in one.weight_versions)
     lengths.extend(len(one.tokens) for one in trajectories)
@@ -51,7 +55,7 @@ def measure(job: Job) -> dict[str, Any]:
                 "switch_in_flight": job.switches,
             },
             "engine": {"max_rows": job.rows},
-            "learner": {"learning_rate": 1e-5},
+            "learner": {"learning_rate": 1e-5},  # so that lengths stay as they are
             "trainer": {"steps": job.steps, "max_off_policy_steps": job.ahead, "evaluate_problems": 0},
             "checkpoint": {"every": job.steps},
             "metrics": {"display": "off"},
@@ -63,15 +67,16 @@ def measure(job: Job) -> dict[str, Any]:
         run_training(config, Path(folder), load_blas(job.device))
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     timed = rows[WARM_UP:]
-    tenths = quantiles(lengths, n=100)
+    hundredths = quantiles(lengths, n=100)
     return {
         "seconds_per_step": sum(row["seconds/total"] for row in timed) / len(timed),
+        "cpu_seconds_per_step": (cpu_seconds[-1] - cpu_seconds[WARM_UP]) / (len(cpu_seconds) - 1 - WARM_UP),
         "update_seconds": sum(row["seconds/update"] for row in timed) / len(timed),
         "tokens_per_step": sum(row["rollout/tokens"] for row in timed) / len(timed),
         "max_lag": max(lags),
         "mean_lag": sum(row["offpolicy/lag_mean"] for row in timed) / len(timed),
         "dropped": sum(row["offpolicy/dropped"] for row in rows),
-        "lengths": [tenths[49], tenths[89], tenths[98], max(lengths)],
+        "lengths": [hundredths[49], hundredths[89], hundredths[98], max(lengths)],
         "steps": len(rows),
     }
 
