@@ -17,6 +17,7 @@ from parallm.types import (
     OffPolicyReport,
     ParityReport,
     Problem,
+    RatioReport,
     Trajectory,
     TrajectoryGroup,
     UpdateReport,
@@ -34,6 +35,7 @@ UPDATE = UpdateReport(
     num_tokens=800,
     seconds=1.5,
     parity=ParityReport(num_tokens=800, bit_equal_fraction=1.0, mean_abs=0.0, max_abs=0.0),
+    ratio=RatioReport(num_tokens=0, mean=math.nan, smallest=math.nan, largest=math.nan),
 )
 STEP = StepMetrics(
     step=1,
