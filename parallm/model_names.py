@@ -1,9 +1,10 @@
-"""How requests name adapters: `poet` (the version that is served), `poet@latest` (the newest one, served already or not),
+"""How requests name adapters: `poet` (the version that is served), `poet@latest` (the newest one, served or not yet),
 `poet@3`, `poet@best` (an alias).
 
 What stands alone is about `policy`: `latest`, `best`.
 """
 
+from parallm.errors import AdapterError
 from parallm.types import LATEST, POLICY
 
 
@@ -26,6 +27,14 @@ def of_alias(alias: str, name: str) -> str:
 
 def versioned(name: str, version: int) -> str:
     return f"{name}@{version}"
+
+
+def check_name(name: str, taken: set[str]) -> None:
+    """Raise AdapterError unless an adapter or an alias can be called `name`."""
+    if not name or "@" in name or is_number(name) or name in taken:
+        raise AdapterError(
+            f"{name!r} cannot be a name here: it is empty or a number, holds an @ or is one of {sorted(taken)}"
+        )
 
 
 def is_number(text: str) -> bool:

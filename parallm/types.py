@@ -45,7 +45,7 @@ class GenerationRequest:
     sampling: SamplingParams
     n: int = 1
     model: str = POLICY
-    """`base`, `policy` or `poet` (the version that is served), `policy@12`, or an alias such as `best` or `poet@best`."""
+    """`base`, `policy` (the version that is served), `policy@12`, `latest`, `best`, `poet`; see `model_names`."""
     traffic: TrafficClass = "serving"
     switches_in_flight: bool = False
     """Go on with what `model` means by then from the next token on, instead of the version that it began with."""

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from parallm.errors import AdapterError, UnknownModel
 from parallm.model.adapter_arrays import arrays_sha256, check_arrays, check_finite
-from parallm.model_names import is_number, latest_of, of_alias, plain, versioned
+from parallm.model_names import check_name, is_number, latest_of, of_alias, plain, versioned
 from parallm.types import BASE, LATEST, POLICY, AdapterCard
 
 Key = tuple[str, int]
@@ -136,7 +136,7 @@ class AdapterTable:
         if keep < 1:
             raise AdapterError(f"the adapter table keeps {keep} versions; at least 1 is needed to serve")
         for name in policies:
-            _refuse_name(name, taken={BASE, LATEST})
+            check_name(name, taken={BASE, LATEST})
         self._keep = keep
         self._policies = policies
         self._view = _View()  # swapped whole, so that other threads never see a half-made change
@@ -156,7 +156,7 @@ class AdapterTable:
                     f"{adapter.name} is at version {newest}; publish version {newest + 1} or above, "
                     f"not {adapter.version}"
                 )
-            _refuse_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
+            check_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
             entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
             newest_versions = self._view.newest | {adapter.name: adapter.version}
             served = self._view.served | ({adapter.name: adapter.version} if serve else {})
@@ -169,9 +169,10 @@ class AdapterTable:
         """
         with self._lock:
             self._pinned(self._view, name, str(version))
-            served = {other: number for other, number in self._view.served.items() if other != name}
-            known = (name, version) in self._view.entries
-            self._swap(replace(self._view, served=served | ({name: version} if known else {})))
+            served = {**self._view.served, name: version}
+            if (name, version) not in self._view.entries:
+                del served[name]
+            self._swap(replace(self._view, served=served))
 
     def resolve(self, model: str) -> Adapter | None:
         """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias; see `model_names`.
@@ -185,9 +186,8 @@ class AdapterTable:
             return view.entries[key].adapter
         if wanted == BASE or name in self._policies:
             return None
-        name, at, number = wanted.partition("@")
-        if at:
-            return self._pinned(view, name, number)
+        if "@" in wanted:
+            return self._pinned(view, *wanted.split("@", 1))
         raise UnknownModel(f"no model {model!r}; there are {self._names(view)}")
 
     def acquire(self, adapter: Adapter | None) -> None:
@@ -218,7 +218,7 @@ class AdapterTable:
         alias cannot be used.
         """
         with self._lock:
-            _refuse_name(alias, taken={*self._view.newest, *self._policies, BASE, POLICY, LATEST})
+            check_name(alias, taken={*self._view.newest, *self._policies, BASE, POLICY, LATEST})
             if (name, version) not in self._view.entries:
                 self._pinned(self._view, name, str(version))
                 raise UnknownModel(f"{name}@{version} is the base; an alias names a published version")
@@ -294,13 +294,6 @@ class _View:
     def aliases_of(self, key: Key) -> tuple[str, ...]:
         latest = (LATEST,) if key == (POLICY, self.newest.get(POLICY)) else ()
         return latest + tuple(sorted(alias for alias, target in self.aliases.items() if target == key))
-
-
-def _refuse_name(name: str, taken: set[str]) -> None:
-    if not name or "@" in name or is_number(name) or name in taken:
-        raise AdapterError(
-            f"{name!r} cannot be a name here: it is empty or a number, holds an @ or is one of {sorted(taken)}"
-        )
 
 
 def _exceptions(values: Mapping[str, Value], usual: Value, targets: tuple[str, ...]) -> Mapping[str, Value]:

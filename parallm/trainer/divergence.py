@@ -75,8 +75,7 @@ class Divergence:
         update = metrics.update
         if update is not None and update.skipped is None:
             signs += self._signs_of_update(update)
-            is_fresh = metrics.off_policy.lag_max == 0  # older samples differ by what was learned since
-            signs.append(self._parity(update) if self._compares and is_fresh else None)
+            signs.append(self._parity(update) if self._compares else None)
         return [sign for sign in signs if sign is not None]
 
     def counters(self) -> dict[str, Any]:
@@ -136,10 +135,12 @@ class Divergence:
         ]
 
     def _parity(self, update: UpdateReport) -> Sign | None:
-        mean, k3 = update.parity.mean_abs, update.kl_to_behaviour
+        parity, k3 = update.parity, update.kl_to_behaviour
+        mean = parity.mean_abs if parity.num_tokens else 0.0
+        is_fresh = parity.num_tokens == update.num_tokens  # older samples differ by what was learned since
         return self._sign(
             "parity",
-            mean > PARITY_WARNS or k3 > PARITY_K3_WARNS,
+            mean > PARITY_WARNS or (is_fresh and k3 > PARITY_K3_WARNS),
             lambda: (
                 f"log-probs of engine and learner differ by {mean:.3g} on average (k3 {k3:.3g}): they should "
                 f"compute the same; above {PARITY_STOPS:g} training stops. Try model.dtype=float32"

@@ -14,7 +14,6 @@ from parallm.trainer.settings import GuardSettings
 from parallm.types import (
     FaultKind,
     Message,
-    OffPolicyReport,
     ParityReport,
     Problem,
     RatioReport,
@@ -191,6 +190,8 @@ def test_a_kl_above_its_limit_stops_after_five_updates_in_a_row() -> None:
 
 
 def test_log_probs_that_differ_are_said_once_and_stop_when_they_differ_too_much() -> None:
+    (by_k3,) = judged(make_guard(), [step(kl_to_behaviour=0.002)])
+    assert len(by_k3.warnings) == 1
     guard = make_guard()
     verdicts = judged(guard, [step(parity=0.006)] * 3)
     assert [len(verdict.warnings) for verdict in verdicts] == [1, 0, 0]
@@ -207,7 +208,8 @@ def test_log_probs_are_compared_where_engine_and_learner_compute_the_same(compar
 
 
 def test_log_probs_of_older_versions_are_not_compared() -> None:
-    old = replace(step(parity=0.06), off_policy=OffPolicyReport(lag_mean=0.5, lag_max=1, dropped=0))
+    nothing = ParityReport(num_tokens=0, bit_equal_fraction=math.nan, mean_abs=math.nan, max_abs=math.nan)
+    old = replace(STEP, update=replace(UPDATE, parity=nothing, kl_to_behaviour=0.02))
     assert judged(make_guard(), [old] * 9) == [Verdict(action="go_on")] * 9
 
 
