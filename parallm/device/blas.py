@@ -14,7 +14,6 @@ import ctypes
 import ctypes.util
 import logging
 import os
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,8 +49,6 @@ class BlasReport:
     """The library that was loaded; None where MLX uses what it came with."""
     strict: bool
     """MKL confirms the flag of its strict mode. Whether log-probs are equal bit for bit is measured in each step."""
-    has_compiler: bool
-    """Whether g++ is there. Without it MLX on a Linux CPU runs compiled functions operation by operation."""
     message: str
 
 
@@ -178,5 +175,4 @@ def _report(
     path: Path | None = None,
     strict: bool = False,
 ) -> BlasReport:
-    has_compiler = shutil.which("g++") is not None
-    return BlasReport(name=name, path=path, strict=strict, has_compiler=has_compiler, message=message)
+    return BlasReport(name=name, path=path, strict=strict, message=message)
