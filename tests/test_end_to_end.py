@@ -254,11 +254,12 @@ def test_serving_without_a_learner_answers_until_interrupted(start: Start) -> No
 
 
 def one_line(command: Command, code: int) -> str:
-    """The one line that a mistake leaves on standard error."""
+    """The one line that a mistake leaves on standard error, and nowhere else."""
     assert command.end() == code, command.output()
     assert "Traceback" not in command.output()
     (line,) = command.err.read_text().splitlines()
     assert line.startswith("parallm: ")
+    assert line.removeprefix("parallm: ") not in command.out.read_text()
     return line
 
 

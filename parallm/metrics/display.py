@@ -22,7 +22,7 @@ class Display(Protocol):
     def evaluation(self, report: EvaluationReport) -> None: ...
 
     def phase(self, status: TrainingStatus) -> None:
-        """Say what the trainer does now; cheap enough to call often."""
+        """Say what the trainer does now; cheap enough to call often. Why a run failed is for the command to say."""
 
     def message(self, text: str) -> None:
         """Show a text that stays."""

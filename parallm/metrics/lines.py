@@ -35,9 +35,9 @@ class LinesDisplay:
         self._write(evaluation_line(report))
 
     def phase(self, status: TrainingStatus) -> None:
-        """Say what a step line cannot say; the other states come too often for a log."""
+        """Say what a step line cannot say, but not why a run failed: the command does, as its last line."""
         self._time_left.phase(status)
-        if status.message:
+        if status.message and status.state != "failed":
             self.message(status.message)
 
     def message(self, text: str) -> None:

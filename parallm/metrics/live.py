@@ -115,5 +115,6 @@ class LiveDisplay:
         fraction = status.metrics.get("step/fraction")
         bar = ProgressBar(total=1, completed=fraction, width=bar_width) if isinstance(fraction, int | float) else ""
         self._spinner.update(text=Text(status.state))
-        grid.add_row(self._spinner, bar, Text(status.message))
+        # the command says why a run failed, as its last line
+        grid.add_row(self._spinner, bar, Text(status.message if status.state != "failed" else ""))
         return grid

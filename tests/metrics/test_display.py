@@ -93,6 +93,15 @@ def test_warnings_go_through_the_display_while_it_runs(choice: str, terminal: Te
     assert "hidden" not in terminal.getvalue()
 
 
+@pytest.mark.parametrize("choice", ["live", "lines"])
+def test_why_a_run_failed_is_left_to_the_command_to_say(choice: str, terminal: Terminal) -> None:
+    display = LiveDisplay(terminal) if choice == "live" else LinesDisplay(terminal)
+    display.start(HEADER)
+    display.phase(TrainingStatus(state="failed", message="nothing teaches anything"))
+    display.close()
+    assert "nothing teaches anything" not in terminal.getvalue()
+
+
 @pytest.mark.parametrize("width", ["12", "30", "60", "200"])
 def test_live_shows_a_run_at_any_width(
     width: str,
