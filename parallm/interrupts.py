@@ -5,13 +5,16 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = "\x1b[?25h"
+
+Result = TypeVar("Result")
 
 
 def stop_on_signals(stop: Callable[[], None], what: str) -> None:
@@ -34,6 +37,18 @@ async def until_signal() -> None:
     over = asyncio.Event()
     stop_on_signals(over.set, "finishing the answers under way, then leaving")
     await over.wait()
+
+
+async def unless(over: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """The result of `work`, or None if `over` is set before it is there: `work` is then cancelled and has ended."""
+    task, waiter = asyncio.ensure_future(work), asyncio.ensure_future(over.wait())
+    try:
+        await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        waiter.cancel()
+        await asyncio.wait((task, waiter))
 
 
 def _leave_now(_: int, __: object) -> None:

@@ -1,9 +1,11 @@
 """When the policy is evaluated, which version is the best so far, and when to give up hope of a better one."""
 
+import asyncio
 import logging
 from typing import Any
 
 from parallm.errors import ConfigError, UnknownModel
+from parallm.interrupts import unless
 from parallm.model.adapter import Adapter, AdapterTable
 from parallm.trainer.parts import Parts
 from parallm.trainer.settings import TrainerSettings
@@ -46,12 +48,18 @@ class Evaluations:
         """True after `trainer.patience` evaluations in a row that were no better than the best before them."""
         return 0 < self._settings.patience <= self._since_best
 
-    async def evaluate(self, step: int) -> EvaluationReport | None:
-        """Evaluate the newest version, report it, and let the alias `best` mean it if it is better than all before."""
+    async def evaluate(self, step: int, stopped: asyncio.Event) -> EvaluationReport | None:
+        """Evaluate the newest version, report it, and let the alias `best` mean it if it is better than all before.
+
+        Without an evaluator, or when `stopped` is set before the end, there is no report.
+        """
         if self._parts.evaluator is None:
             return None
         version = self._parts.learner.adapter.version
-        report = await self._parts.evaluator.evaluate(step, version, LATEST)
+        report = await unless(stopped, self._parts.evaluator.evaluate(step, version, LATEST))
+        if report is None:
+            logger.warning("the evaluation after step %d was dropped, since the run is to stop", step)
+            return None
         self._latest = report
         self._parts.recorder.evaluation(report)
         self._parts.display.evaluation(report)

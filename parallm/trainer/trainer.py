@@ -50,7 +50,7 @@ class Trainer:
         self._guard = Guard(settings.guard, compares=parts.learner.adapter.dropout == 0)
         self._recovery = Recovery(parts, self._guard, self._publication)
         self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
-        self._stopping = False
+        self._stopping = asyncio.Event()
         self._step = 0  # finished steps
         self._version = parts.learner.adapter.version  # that the last finished step has left
         self._idle_steps = 0  # in a row without a group with signal
@@ -68,12 +68,12 @@ class Trainer:
             self._guard.resume(state.counters["guard"])
 
     def stop(self) -> None:
-        """Finish the present step, save, and leave."""
-        self._stopping = True
+        """Finish the present step, or drop the present evaluation; save, and leave."""
+        self._stopping.set()
 
     @property
     def was_stopped(self) -> bool:
-        return self._stopping
+        return self._stopping.is_set()
 
     async def run(self) -> None:
         """Raises TrainingStopped when no problem teaches anything or the guard says so, and whatever a part raises.
@@ -107,7 +107,7 @@ class Trainer:
             await self._saver.save()
 
     def _is_over(self) -> bool:
-        return self._stopping or self._step >= self._settings.steps or self._evaluations.is_hopeless
+        return self.was_stopped or self._step >= self._settings.steps or self._evaluations.is_hopeless
 
     async def _one_step(self) -> None:
         began, served = time.perf_counter(), self._served()
@@ -161,7 +161,7 @@ class Trainer:
     async def _evaluate(self) -> None:
         if self._parts.evaluator is not None:
             self._set("evaluating")
-        report = await self._evaluations.evaluate(self._step)
+        report = await self._evaluations.evaluate(self._step, self._stopping)
         if report is not None:
             self._publication.evaluated(report)
         if self._evaluations.is_hopeless:

@@ -245,13 +245,14 @@ def test_an_interrupt_before_the_first_step_trains_nothing(
     assert saved_steps(tmp_path / "run") == []
 
 
-def test_an_interrupt_during_an_evaluation_saves_the_steps_before(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupt_drops_the_evaluation_and_saves_the_steps_before(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     interrupt_evaluation(1, monkeypatch)
     settings = {"steps": 9, "evaluate_problems": 4, "evaluate_every": 1}
     assert train(trainer=settings, checkpoint={"every": 100}) == 0
-    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0, 1]
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0]
+    assert "the evaluation after step 1 was dropped" in caplog.text
     assert saved_steps(tmp_path / "run") == [1]
 
 
