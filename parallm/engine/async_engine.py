@@ -1,10 +1,11 @@
 """The engine as asyncio code sees it: the only hop between the asyncio thread and the device thread."""
 
 import asyncio
+import itertools
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallm.device.thread import DeviceThread
 from parallm.engine.engine import Engine
@@ -31,7 +32,9 @@ class AsyncEngine:
         self._device = device
         self._loop = loop
         self._engine: Engine | None = None
-        self._channels: dict[str, asyncio.Queue[Delivery]] = {}
+        self._names: set[str] = set()  # request ids in use
+        self._count = itertools.count()
+        self._channels: dict[str, asyncio.Queue[Delivery]] = {}  # by the id that the engine knows
 
     def attach(self, engine: Engine) -> None:
         """Start to serve; before this every request is refused."""
@@ -88,27 +91,31 @@ class AsyncEngine:
         self, requests: Sequence[GenerationRequest], *, streams: bool
     ) -> AsyncGenerator[TokenEvent, None]:
         engine = self._attached()
-        names = [request.request_id for request in requests]
+        names = {request.request_id for request in requests}
         for request in requests:
             _validate(request, engine)
-        if len(set(names)) < len(names) or any(name in self._channels for name in names):
-            raise InvalidRequest(f"of the request ids {names[:8]} one is in use", "request_id")
+        if len(names) < len(requests) or names & self._names:
+            raise InvalidRequest(f"of the request ids {sorted(names)[:8]} one is in use", "request_id")
+        # The engine gets ids that no request had before: an event of an aborted request may still be on its way here
+        own = {f"{request.request_id}/{next(self._count)}": request for request in requests}
         channel: asyncio.Queue[Delivery] = asyncio.Queue()
-        self._channels |= dict.fromkeys(names, channel)
+        self._names |= names
+        self._channels |= dict.fromkeys(own, channel)
         unfinished = sum(request.n for request in requests)
         try:
-            await asyncio.wrap_future(self._device.call(lambda: _add_all(engine, requests, streams)))
+            await asyncio.wrap_future(self._device.call(lambda: _add_all(engine, own, streams)))
             while unfinished:
                 event = await channel.get()
                 if isinstance(event, Exception):
                     raise event
                 unfinished -= event.completion is not None
-                yield event
+                yield _named(event, own[event.request_id].request_id)
         finally:
-            for name in names:
+            self._names -= names
+            for name in own:
                 del self._channels[name]
             if unfinished and self._device.is_alive:
-                self._device.call(lambda: _abort_all(engine, names))
+                self._device.call(lambda: engine.abort(*own))
 
     def _hop(self, deliveries: Sequence[tuple[str, Delivery]]) -> None:
         with suppress(RuntimeError):  # the loop has closed: nobody waits for these any more
@@ -125,14 +132,14 @@ class AsyncEngine:
         return self._engine
 
 
-def _add_all(engine: Engine, requests: Sequence[GenerationRequest], streams: bool) -> None:
-    for request in requests:
-        engine.add(request, streams)
+def _add_all(engine: Engine, requests: Mapping[str, GenerationRequest], streams: bool) -> None:
+    for request_id, request in requests.items():
+        engine.add(replace(request, request_id=request_id), streams)
 
 
-def _abort_all(engine: Engine, request_ids: Sequence[str]) -> None:
-    for request_id in request_ids:
-        engine.abort(request_id)
+def _named(event: TokenEvent, request_id: str) -> TokenEvent:
+    made = event.completion
+    return replace(event, request_id=request_id, completion=made and replace(made, request_id=request_id))
 
 
 def _validate(request: GenerationRequest, engine: Engine) -> None:

@@ -92,14 +92,15 @@ class Engine:
         cache = self.model.make_cache()
         traffic.prompts.append(Prompt(request=request, cache=cache, waiting=members, streams=streams))
 
-    def abort(self, request_id: str) -> None:
-        """End all completions of a request before the next unit. Unknown or finished ids are fine."""
+    def abort(self, *request_ids: str) -> None:
+        """End all completions of these requests before the next unit. Unknown or finished ids are fine."""
+        doomed = frozenset(request_ids)
         for traffic in self._traffic.values():
-            for prompt in [prompt for prompt in traffic.prompts if prompt.request.request_id == request_id]:
+            for prompt in [prompt for prompt in traffic.prompts if prompt.request.request_id in doomed]:
                 traffic.prompts.remove(prompt)
                 self._end(prompt.waiting)
             for shard in traffic.shards:
-                self._drop_rows(shard, [row.request.request_id == request_id for row in shard.rows])
+                self._drop_rows(shard, [row.request.request_id in doomed for row in shard.rows])
 
     def has_work(self, traffic: TrafficClass) -> bool:
         state = self._traffic[traffic]

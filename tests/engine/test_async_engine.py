@@ -1,5 +1,6 @@
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -171,6 +172,23 @@ def test_a_name_in_use_is_refused_and_its_owner_goes_on(with_engine: Callable[..
             with pytest.raises(InvalidRequest, match="in use"):
                 await engine.generate_all([ask(name, PROMPT, 5) for name in names])
         assert len([event async for event in stream]) == 59
+
+    with_engine(work)
+
+
+def test_events_of_an_aborted_request_never_reach_the_next_of_its_name(
+    with_engine: Callable[..., None], ask: Ask
+) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        (alone,) = await engine.generate(ask("a", PROMPT[::-1], 9))
+        stream = engine.stream(ask("a", PROMPT, 400))
+        await anext(stream)
+        time.sleep(0.05)  # the device goes on while the loop stands: its events wait on the way here
+        await stream.aclose()
+        events = [event async for event in engine.stream(ask("a", PROMPT[::-1], 9))]
+        assert sum((event.tokens for event in events), ()) == alone.tokens
+        assert {event.request_id for event in events} == {"a"}
+        assert events[-1].completion == alone
 
     with_engine(work)
 
