@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.environment.environment import Environment, build_environment
-from parallm.errors import AdapterError, CheckpointError, ProblemError
+from parallm.errors import AdapterError, CheckpointError
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.learner import Learner
 from parallm.metrics.display import Display, make_display
@@ -36,12 +36,13 @@ from parallm.model.starting_adapter import starting_adapter
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.splits import Splits, read_splits
 from parallm.server.app import create_app
 from parallm.server.listen import HttpServer, bind
 from parallm.trainer.evaluations import BEST, adapter_to_keep
 from parallm.trainer.parts import Parts
 from parallm.trainer.trainer import Trainer
-from parallm.types import POLICY, Problem, TrainingStatus
+from parallm.types import POLICY, TrainingStatus
 
 Result = TypeVar("Result")
 
@@ -72,9 +73,12 @@ def run_serving(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
 
 async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
+    environment = build_environment(config.environment)
+    splits = read_splits(
+        environment, config.trainer.evaluate_problems
+    )  # first, since a large model takes minutes to load
     display = make_display(config.metrics.display, sys.stdout)
     recorder = RunRecorder(folder, config.metrics, dataclasses.asdict(config))
-    environment = build_environment(config.environment)
     trainer: Trainer | None = None
 
     def status() -> TrainingStatus:
@@ -83,7 +87,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     async def work(house: House, server: HttpServer | None) -> None:
         nonlocal trainer
         display.start(_header(config, folder, blas, server))
-        trainer = await _make_trainer(config, folder, house, environment, recorder, display)
+        trainer = await _make_trainer(config, folder, house, environment, splits, recorder, display)
         stop_on_signals(trainer.stop, "finishing this step, then saving and leaving")
         try:
             await trainer.run()
@@ -164,11 +168,14 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
 
 
 async def _make_trainer(
-    config: RunConfig, folder: Path, house: House, environment: Environment, recorder: RunRecorder, display: Display
+    config: RunConfig,
+    folder: Path,
+    house: House,
+    environment: Environment,
+    splits: Splits,
+    recorder: RunRecorder,
+    display: Display,
 ) -> Trainer:
-    train, test = environment.problems("train"), _held_out(environment, config.trainer.evaluate_problems)
-    if not train:
-        raise ProblemError(f"environment={config.environment.name}: the train split has no problems")
     learner = await _on_device(
         house.device,
         partial(
@@ -187,7 +194,7 @@ async def _make_trainer(
         house.engine.generate_all,
         house.model.tokenizer,
         environment,
-        ProblemStream(train, config.seed),
+        ProblemStream(splits.train, config.seed),
         config.rollout,
         config.seed,
     )
@@ -195,7 +202,7 @@ async def _make_trainer(
         generate_all=house.engine.generate_all,
         tokenizer=house.model.tokenizer,
         environment=environment,
-        problems=test,
+        problems=splits.test,
         max_tokens=config.rollout.max_tokens,
     )
     parts = Parts(
@@ -204,7 +211,7 @@ async def _make_trainer(
         learner=learner,
         adapters=house.adapters,
         collector=collector,
-        evaluator=evaluator if test else None,
+        evaluator=evaluator if splits.test else None,
         checkpoints=checkpoints,
         fingerprint=fingerprint,
         recorder=recorder,
@@ -255,10 +262,6 @@ def _fingerprint(house: House) -> Fingerprint:
         rslora=house.start.rslora,
         dora=house.start.is_dora,
     )
-
-
-def _held_out(environment: Environment, count: int) -> Sequence[Problem]:
-    return environment.problems("test")[:count] if count else ()
 
 
 def _write_adapters(config: RunConfig, folder: Path, house: House) -> None:

@@ -275,6 +275,13 @@ def test_a_finished_run_has_nothing_left_to_do(train: Train, tmp_path: Path) -> 
     assert rows_of(tmp_path / "run")[:2] == before
 
 
+def test_problems_are_read_before_the_model_is_loaded(train: Train, parity: Any) -> None:
+    environment = parity()
+    environment.problems = lambda _: []
+    with pytest.raises(ProblemError, match="train split has no problems"):
+        train(environment, model={"path": "/nowhere"})
+
+
 def test_a_run_starts_from_a_given_adapter(train: Train, tmp_path: Path) -> None:
     train(trainer={"steps": 2})
     given = str(tmp_path / "run" / "adapter")
