@@ -4,6 +4,7 @@ import importlib
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ from parallm.errors import ConfigError, ParallmError
 Run = Callable[[RunConfig, Path, BlasReport], int]
 """Runs to the end in the given folder and returns an exit code."""
 
+ROOM_TO_START = 65_536
+"""Bytes of the log and the configuration, with some to spare."""
 SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
 logger = logging.getLogger(__name__)
@@ -42,9 +45,13 @@ logger = logging.getLogger(__name__)
 def run_command(config_name: str, run: Run) -> int:
     """Compose conf/`config_name`.yaml with the command line; run it, or each job of a sweep. Returns the worst code."""
     codes = [SUCCESS]
+    is_in_job = False
 
     def job(composed: DictConfig) -> None:
+        nonlocal is_in_job
+        is_in_job = True
         codes.append(_run_job(composed, run))
+        is_in_job = False
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would else print and exit for
@@ -57,6 +64,10 @@ def run_command(config_name: str, run: Run) -> int:
         if wants_traceback:
             raise
         return _complain(explain_composition(error, sys.argv[1:], known_keys()), WRONG_CONFIG)
+    except OSError as error:
+        if is_in_job:
+            raise
+        return _complain(_folder_trouble(Path(error.filename or RUNS_FOLDER), error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     return max(codes)
@@ -79,6 +90,10 @@ def _run_job(composed: DictConfig, run: Run) -> int:
         sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
     try:
         config = to_run_config(composed)
+        try:
+            _try_to_write(folder)
+        except OSError as error:
+            return _complain(_folder_trouble(folder, error), FAILED)
         with _logging_to(folder / "run.log"):
             blas = load_blas(config.device)
             logger.info(blas.message)
@@ -108,6 +123,22 @@ def _complain(message: str, code: int) -> int:
     for line in message.splitlines():
         sys.stderr.write(f"parallm: {line}\n")
     return code
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raises OSError if the folder does not take what every run writes: its log, its configuration."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(ROOM_TO_START))
+        file.flush()
+
+
+def _folder_trouble(folder: Path, error: OSError) -> str:
+    nearest = next((path for path in (folder, *folder.parents) if path.exists()), folder)
+    reason = f"{nearest} is a file" if nearest.is_file() else error.strerror
+    return (
+        f"the run folder {folder} cannot be written: {reason}; make room for it, start in another folder, or name one "
+        "with hydra.run.dir=FOLDER"
+    )
 
 
 def _remove_if_empty(folder: Path) -> None:

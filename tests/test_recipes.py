@@ -128,6 +128,25 @@ def test_an_error_of_the_run_is_one_line_and_code_1(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (1, "parallm: no such model\n")
 
 
+def test_a_file_where_the_runs_should_go_is_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    result = call(tmp_path, "name=mine")
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("parallm: the run folder checkpoints/mine/")
+    assert "cannot be written: checkpoints is a file; make room for it, start in another folder" in line
+
+
+def test_a_disk_that_takes_no_file_stops_the_run_before_it_starts(tmp_path: Path) -> None:
+    limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", sys.executable, "-c", PROBE, "name=mine"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(limited, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (1, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"parallm: the run folder {tmp_path}/checkpoints/mine/")
+    assert not any((tmp_path / "checkpoints").iterdir())
+
+
 def test_a_sweep_runs_every_combination_in_a_folder_of_its_own(tmp_path: Path) -> None:
     result = call(tmp_path, "-m", "learner.learning_rate=0.1,0.2", "name=mine")
     lines = [line.split() for line in result.stdout.splitlines() if line.startswith("mine ")]
