@@ -23,7 +23,7 @@ class LoraSettings:
     """Train the length of each output's weights apart from their direction."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     targets: str | tuple[str, ...] = "all-linear"
-    """`all-linear`, or names of linear layers, e.g. [q_proj, v_proj]."""
+    """`all-linear` (all but embedding, head, routers and experts), or names of linear layers, e.g. [q_proj, v_proj]."""
     layers: int | tuple[int, ...] | LayerRange = "all"
     """Which layers of the model have targets: `all`, a number (the last so many), a list, or a range such as 8-15."""
 

@@ -4,10 +4,14 @@ from collections.abc import Iterable, Mapping
 
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from parallm.errors import AdapterError
 from parallm.model.lora import Binding, LoraLinear
 from parallm.model.settings import LoraSettings
+
+ROUTERS = {"gate", "router"}
+"""How mlx-lm's models call what chooses experts; `gate_proj` and `shared_expert_gate` are other layers."""
 
 
 def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> dict[str, tuple[int, int]]:
@@ -22,7 +26,11 @@ def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> 
         if isinstance(module, nn.Linear | nn.QuantizedLinear) and id(module) in layer_of  # neither embedding nor head
     }
     layers = _layers(settings.layers, len(base.layers))
-    targeted = _targeted(linears, settings.targets)
+    if settings.targets == "all-linear":
+        # as PEFT's all-linear with transformers 5; beside frozen experts an adapted router could only reshuffle them
+        targeted = sorted(linears.keys() - _routers(base, linears))
+    else:
+        targeted = _named(linears, settings.targets)
     chosen = [name for name in targeted if layer_of[id(linears[name])] in layers]
     if not chosen:
         raise AdapterError(
@@ -61,9 +69,17 @@ def _layers(wanted: int | tuple[int, ...] | str, num_layers: int) -> set[int]:
     return chosen
 
 
-def _targeted(linears: Mapping[str, nn.Module], targets: str | tuple[str, ...]) -> list[str]:
-    if targets == "all-linear":
-        return sorted(linears)
+def _routers(base: nn.Module, linears: Mapping[str, nn.Module]) -> set[str]:
+    with_experts = {
+        id(module)
+        for layer in base.layers
+        if any(isinstance(module, SwitchLinear | QuantizedSwitchLinear) for module in layer.modules())
+        for module in layer.modules()
+    }
+    return {name for name, linear in linears.items() if ROUTERS & set(name.split(".")) and id(linear) in with_experts}
+
+
+def _named(linears: Mapping[str, nn.Module], targets: str | tuple[str, ...]) -> list[str]:
     wanted = (targets,) if isinstance(targets, str) else targets
     chosen = [name for name in linears if any(_is_end(w, name) for w in wanted)]
     missing = [w for w in wanted if not any(_is_end(w, name) for name in chosen)]

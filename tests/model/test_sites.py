@@ -33,6 +33,7 @@ def sites_of(tiny_model: Callable[[str], Path]) -> Callable[..., dict[str, tuple
         ("gpt2", {"c_attn", "c_proj", "c_fc"}),
         ("gpt_bigcode", {"c_attn", "c_proj", "c_fc"}),
         ("gpt_neox", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
+        ("mixtral", {"q_proj", "k_proj", "v_proj", "o_proj"}),  # neither its router, `gate`, nor its experts
         ("mamba", {"in_proj", "x_proj", "dt_proj", "out_proj"}),
     ],
 )
@@ -40,6 +41,11 @@ def test_all_linear_means_every_linear_layer_but_the_head(
     architecture: str, names: set[str], load_tiny: Callable[..., SharedModel]
 ) -> None:
     assert {site.rsplit(".", 1)[-1] for site in load_tiny(architecture).sites} == names
+
+
+def test_a_router_is_adapted_where_it_is_named(tiny_model: Callable[[str], Path]) -> None:
+    settings = ModelSettings(path=str(tiny_model("mixtral")), lora=LoraSettings(targets=("gate",)))
+    assert set(load_shared_model(settings).sites.values()) == {(64, 4)}
 
 
 def test_targets_are_ends_of_paths(sites_of: Callable[..., dict[str, tuple[int, int]]]) -> None:
