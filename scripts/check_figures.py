@@ -1,4 +1,6 @@
-"""Every figure with a bar, measured and shown beside it. Ends with 1 if one falls short.
+"""Every figure, measured and shown beside its bar in one table. Ends with 1 if one falls short or is missing.
+
+A script that crashes costs its own figures only. With --only, figures of other measurements may be missing.
 
 Bars that are about a model of some size need --model (or PARALLM_MODEL) and --data (or PARALLM_GSM8K); without them
 these are measured on the nano model where that is possible, and not judged.
@@ -9,9 +11,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,14 +26,23 @@ Figures = dict[str, float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """`least` or `most` is the bar; with `needs_model` it holds for --model only."""
+    """`least` or `most` is the bar; neither: the figure is only shown. With `needs_model` it holds for --model only."""
 
     least: float | None = None
     most: float | None = None
+    most_figure: str | None = None
+    """The figure that holds `most`, where it depends on the model."""
     needs_model: bool = False
 
     def is_met(self, value: float) -> bool:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    def with_bounds(self, figures: Figures) -> "Bar":
+        return self if self.most_figure is None else replace(self, most=figures.get(self.most_figure))
+
+    @property
+    def is_bar(self) -> bool:
+        return self != Bar()
 
     def text(self) -> str:
         parts = [f">= {self.least:g}"] if self.least is not None else []
@@ -41,8 +53,10 @@ BARS: Mapping[str, Bar] = {
     "quickstart.accuracy_before": Bar(most=0.45),
     "quickstart.accuracy_after": Bar(least=0.85),
     "quickstart.train_seconds": Bar(most=480),
+    "quickstart.peak_memory_gb": Bar(),
     "quickstart.control_change": Bar(least=-0.05, most=0.05),
     "gsm8k.peak_memory_gb": Bar(most=4.295, needs_model=True),
+    "gsm8k.reward_first": Bar(),
     "gsm8k.reward_last": Bar(least=0.5, needs_model=True),
     "gsm8k.reward_rise": Bar(least=0.2, needs_model=True),
     "parity.bit_equal_fraction": Bar(least=1.0),
@@ -51,6 +65,7 @@ BARS: Mapping[str, Bar] = {
     "parity.strict_speed_ratio": Bar(least=0.9, needs_model=True),
     "engine.cpu.vs_batchgenerator": Bar(least=1.5, needs_model=True),
     "engine.cpu.vs_stock_mlx_lm": Bar(least=12, needs_model=True),
+    "learner.cpu.vs_mlx_lm_lora": Bar(),
     "grpo_step.cpu.vs_naive": Bar(least=2, needs_model=True),
     "oracle.worst_error": Bar(most=1e-6),
     "oracle.cases": Bar(least=31),
@@ -60,11 +75,12 @@ BARS: Mapping[str, Bar] = {
     "serving.errors_while_training": Bar(most=0),
     "offpolicy.max_lag": Bar(most=1),
     "offpolicy.k1_speedup": Bar(least=1.2),
-    "memory.learner_over_base": Bar(),  # its bar depends on the model: the script prints it as a figure
+    "memory.learner_over_base": Bar(most_figure="memory.learner_over_base_bar"),
 }
+BAD = ("FALLS SHORT", "NOT MEASURED")
 SEEDS = (0, 1, 2)
 NOT_EXACT = ("parity.bit_equal_fraction", "parity.strict_speed_ratio")
-"""Figures that only MKL's strict mode has; elsewhere the bounds on differences hold alone."""
+"""Figures of MKL's strict mode (`parity.strict` is 1); elsewhere the bounds on differences hold alone."""
 
 
 def main() -> int:
@@ -80,16 +96,19 @@ def main() -> int:
     arguments.data = arguments.data and absolute(arguments.data)
     figures: Figures = {}
     failures: list[str] = []
-    for name, measure in measurements(arguments).items():
+    chosen = measurements(arguments)
+    if unknown := set(arguments.only or ()) - chosen.keys():
+        parser.error(f"--only: {', '.join(sorted(unknown))}; choices here: {', '.join(chosen)}")
+    for name, measure in chosen.items():
         if arguments.only and name not in arguments.only:
             continue
         print(f"== {name}", flush=True)
         try:
             figures |= measure()
-        except (subprocess.CalledProcessError, OSError, ValueError) as error:
-            print(f"{name} could not be measured: {error}", file=sys.stderr)
+        except Exception:  # noqa: BLE001  # whatever it was, the others are measured and the table is printed
+            traceback.print_exc()
             failures.append(name)
-    short = judge(figures, has_model=bool(arguments.model and arguments.data))
+    short = judge(figures, has_model=bool(arguments.model and arguments.data), is_whole=not arguments.only)
     print_figures(figures)
     for name in failures:
         print(f"not measured: {name}", file=sys.stderr)
@@ -132,9 +151,7 @@ def measurements(arguments: Namespace) -> dict[str, Callable[[], Figures]]:
 
 def script(name: str, *options: str) -> Figures:
     """Run a measuring script, show what it prints, and return its figures."""
-    output = shown([sys.executable, str(SCRIPTS / name), *options])
-    figures = last_json(output)["figures"]
-    assert isinstance(figures, dict)
+    figures: Figures = last_json(shown([sys.executable, str(SCRIPTS / name), *options]))["figures"]
     return figures
 
 
@@ -204,26 +221,29 @@ def number(figures: Figures, name: str) -> float:
     return value
 
 
-def judge(figures: Figures, *, has_model: bool) -> list[str]:
-    """Print figures beside their bars; return the names of those that fall short."""
-    short: list[str] = []
+def judge(figures: Figures, *, has_model: bool, is_whole: bool) -> list[str]:
+    """Print all figures beside their bars; return those that fall short. If `is_whole`, none may be missing."""
     rows: list[tuple[str, str, str, str]] = [("figure", "value", "bar", "")]
-    is_exact = figures.get("parity.strict") == 1
+    short: list[str] = []
     for name in sorted(figures.keys() | BARS.keys()):
-        value, bar = figures.get(name), BARS.get(name, Bar())
-        if name == "memory.learner_over_base":
-            bar = Bar(most=figures.get("memory.learner_over_base_bar"))
-        verdict = ""
-        if value is None:
-            verdict = "not measured" if bar.text() else ""
-        elif bar.text():
-            is_judged = (has_model or not bar.needs_model) and (is_exact or name not in NOT_EXACT)
-            verdict = ("ok" if bar.is_met(value) else "FALLS SHORT") if is_judged else "not judged here"
-        if verdict == "FALLS SHORT":
+        value, bar = figures.get(name), BARS.get(name, Bar()).with_bounds(figures)
+        holds = (has_model or not bar.needs_model) and (figures.get("parity.strict", 1) == 1 or name not in NOT_EXACT)
+        verdict = _verdict(value, bar, is_asked=holds and (is_whole or value is not None))
+        if verdict in BAD:
             short.append(name)
         rows.append((name, "-" if value is None else f"{value:.4g}", bar.text(), verdict))
     print_table("Figures", rows)
     return short
+
+
+def _verdict(value: float | None, bar: Bar, *, is_asked: bool) -> str:
+    if not bar.is_bar:
+        return ""
+    if not is_asked:
+        return "not judged here"
+    if value is None or not bar.text():
+        return "NOT MEASURED"
+    return "ok" if bar.is_met(value) else "FALLS SHORT"
 
 
 if __name__ == "__main__":
