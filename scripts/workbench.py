@@ -24,6 +24,7 @@ from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.rollout.trajectory import trajectory_of
 from parallm.types import (
     BASE,
     POLICY,
@@ -31,7 +32,6 @@ from parallm.types import (
     GenerationRequest,
     Problem,
     SamplingParams,
-    Trajectory,
     TrajectoryGroup,
     UpdateReport,
 )
@@ -126,21 +126,10 @@ def scored_at_random(
 ) -> TrajectoryGroup:
     """A group with signal: half of its completions, chosen at random, get reward 1."""
     winners = set(generator.sample(range(len(completions)), len(completions) // 2))
+    name = request.request_id
     trajectories = tuple(
-        Trajectory(
-            problem_id=request.request_id,
-            prompt_tokens=request.prompt_tokens,
-            tokens=completion.tokens,
-            loss_mask=(True,) * len(completion.tokens),
-            logprobs=completion.logprobs,
-            temperature=request.sampling.temperature,
-            weight_versions=completion.weight_versions,
-            reward_parts={},
-            reward=float(place in winners),
-            text=completion.text,
-            finish_reason=completion.finish_reason,
-        )
+        trajectory_of(request, completion, problem_id=name, reward=float(place in winners), parts={})
         for place, completion in enumerate(completions)
     )
-    problem = Problem(problem_id=request.request_id, messages=(), answer="")
+    problem = Problem(problem_id=name, messages=(), answer="")
     return TrajectoryGroup(problem=problem, trajectories=trajectories)

@@ -10,6 +10,7 @@ from parallm.model.chat import ChatTokenizer
 from parallm.rollout.ledger import Ledger
 from parallm.rollout.problem_stream import ProblemStream
 from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.trajectory import trajectory_of
 from parallm.seeds import mix
 from parallm.types import Completion, GenerationRequest, Problem, SamplingParams, Trajectory, TrajectoryGroup
 
@@ -116,19 +117,8 @@ class Collector:
     def _trajectory(self, problem: Problem, request: GenerationRequest, completion: Completion) -> Trajectory:
         parts = dict(self._environment.score(problem, completion.text))
         weights = self._environment.weights
-        return Trajectory(
-            problem_id=problem.problem_id,
-            prompt_tokens=request.prompt_tokens,
-            tokens=completion.tokens,
-            loss_mask=(True,) * len(completion.tokens),
-            logprobs=completion.logprobs,
-            temperature=request.sampling.temperature,
-            weight_versions=completion.weight_versions,
-            reward_parts=parts,
-            reward=sum(weights.get(name, 0.0) * value for name, value in parts.items()),
-            text=completion.text,
-            finish_reason=completion.finish_reason,
-        )
+        reward = sum(weights.get(name, 0.0) * value for name, value in parts.items())
+        return trajectory_of(request, completion, problem_id=problem.problem_id, reward=reward, parts=parts)
 
 
 async def generate_for(
