@@ -39,6 +39,7 @@ from parallm.rollout.problem_stream import ProblemStream
 from parallm.rollout.splits import Splits, read_splits
 from parallm.server.app import create_app
 from parallm.server.listen import HttpServer, bind
+from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import BEST, adapter_to_keep
 from parallm.trainer.parts import Parts
 from parallm.trainer.trainer import Trainer
@@ -204,6 +205,7 @@ async def _make_trainer(
         environment=environment,
         problems=splits.test,
         max_tokens=config.rollout.max_tokens,
+        samples=evaluation_samples(config.trainer, config.seed),
     )
     parts = Parts(
         device=house.device,

@@ -79,6 +79,8 @@ def _explain_value(error: ErrorDetails, path: tuple[str, ...], known: KnownKeys)
     if error["type"] == "union_tag_invalid":
         tag, tags = error["ctx"]["tag"], error["ctx"]["expected_tags"].replace("'", "").split(", ")
         return f"name '{tag}' is unknown{_choices(tag, tags)}"
+    if error["type"] == "value_error" and isinstance(error["input"], Mapping):
+        return error["msg"].removeprefix("Value error, ")  # about several keys of a part, which it names
     return f"{error['input']!r} {re.sub(r'^(Input|String|Value error,) (should )?', 'must ', error['msg'])}"
 
 

@@ -226,6 +226,15 @@ class UpdateReport:
     """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over problems with its 95% interval; the bounds are NaN where the problems are too few to tell."""
+
+    mean: float
+    low: float
+    high: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyReport:
     """How old the tokens of a step were when they were trained on."""
@@ -239,15 +248,24 @@ class OffPolicyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """Greedy accuracy on held-out problems with a 95% Wilson interval."""
+    """What a version does on held-out problems: greedily, and if asked for in several samples of each problem."""
 
     step: int
     version: int
     num_problems: int
     accuracy: float
+    """Of one greedy completion a problem, with its 95% interval from `low` to `high`."""
     low: float
     high: float
-    reward_parts: Mapping[str, float]
+    reward: Estimate
+    """Of the greedy completions, as `reward_parts`."""
+    reward_parts: Mapping[str, Estimate]
+    pass_at: Mapping[int, Estimate] = field(default_factory=dict)
+    """By k: the chance that one of k samples is right; without entries where nothing was sampled."""
+    num_samples: int = 0
+    """Of each problem."""
+    temperature: float = 0.0
+    """Of the samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

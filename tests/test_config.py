@@ -91,6 +91,11 @@ def test_choices_of_a_loss_that_contradict_each_other_are_named() -> None:
     assert line == "learner.dual_clip_ratio_max=1.0001 must be above 1 + learner.clip_high = 1.0004"
 
 
+def test_more_k_than_samples_are_refused() -> None:
+    (line,) = complaint_about("trainer.evaluate_samples=4", "trainer.evaluate_k=[1,8]")
+    assert line.startswith("trainer: evaluate_k=[1, 8] needs as many samples as its largest number; raise evaluate_")
+
+
 def test_a_value_that_allows_several_types_is_named_once() -> None:
     (line,) = complaint_about("model.lora.targets=3")
     assert line.startswith("model.lora.targets: 3 must be a valid string or ")

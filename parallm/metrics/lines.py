@@ -91,10 +91,13 @@ def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None
 def evaluation_line(report: EvaluationReport) -> str:
     """Return one evaluation in one line."""
     text = accuracy(report.accuracy, report.low, report.high)
-    parts = "".join(f", {name} {percent(value)}" for name, value in report.reward_parts.items())
+    passed = "".join(
+        f", pass@{k} {accuracy(estimate.mean, estimate.low, estimate.high)}" for k, estimate in report.pass_at.items()
+    )
+    parts = "".join(f", {name} {percent(estimate.mean)}" for name, estimate in report.reward_parts.items())
     return (
         f"evaluation at step {report.step}: held-out accuracy {text}, "
-        f"{report.num_problems} problems, version {report.version}{parts}"
+        f"{report.num_problems} problems, version {report.version}{passed}, reward {number(report.reward.mean)}{parts}"
     )
 
 

@@ -94,13 +94,20 @@ def update_row(update: UpdateReport | None) -> FlatRow:
 
 
 def evaluation_row(report: EvaluationReport) -> FlatRow:
-    """Return the flat names of an evaluation on held-out problems."""
-    return {
+    """Return the flat names of an evaluation on held-out problems; each mean has a `_low` and a `_high`."""
+    means = {"heldout/reward": report.reward}
+    means |= {f"heldout/pass@{k}": estimate for k, estimate in report.pass_at.items()}
+    means |= {f"heldout_part/{name}": estimate for name, estimate in report.reward_parts.items()}
+    row: FlatRow = {
         "step": report.step,
         "heldout/accuracy": report.accuracy,
         "heldout/low": report.low,
         "heldout/high": report.high,
         "heldout/problems": report.num_problems,
         "heldout/version": report.version,
-        **{f"heldout_part/{name}": value for name, value in report.reward_parts.items()},
     }
+    for name, estimate in means.items():
+        row |= {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    if report.num_samples:
+        row |= {"heldout/samples": report.num_samples, "heldout/temperature": report.temperature}
+    return row

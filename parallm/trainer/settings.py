@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt, model_validator
 
 from parallm.settings import settings
 
@@ -40,5 +40,20 @@ class TrainerSettings:
     publish_margin: float = Field(default=0.02, ge=0, le=1)
     """With publish_if=evaluation: how far below the best held-out accuracy so far a version may be."""
     guard: GuardSettings = GuardSettings()
+    evaluate_samples: int = Field(default=0, ge=0)
+    """Samples of each held-out problem for pass@k, beside the greedy completion; 0: none."""
+    evaluate_temperature: float = Field(default=1.0, gt=0)
+    """Of these samples."""
+    evaluate_k: tuple[PositiveInt, ...] = ()
+    """For which k; without any, 1 and `evaluate_samples`."""
     keep_serving: bool = False
     """Go on answering HTTP after the last step until Ctrl-C."""
+
+    @model_validator(mode="after")
+    def _enough_samples(self) -> "TrainerSettings":
+        if self.evaluate_samples and max(self.evaluate_k, default=1) > self.evaluate_samples:
+            raise ValueError(
+                f"evaluate_k={list(self.evaluate_k)} needs as many samples as its largest number; "
+                f"raise evaluate_samples={self.evaluate_samples} or leave the number out"
+            )
+        return self

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallm.metrics.step import StepMetrics
-from parallm.types import EvaluationReport, ParityReport, RatioReport, UpdateReport
+from parallm.types import Estimate, EvaluationReport, ParityReport, RatioReport, UpdateReport
 
 PARITY = ParityReport(num_tokens=100, bit_equal_fraction=1.0, mean_abs=0.0, max_abs=0.0)
 UPDATE = UpdateReport(
@@ -42,7 +42,14 @@ STEP = StepMetrics(
     update=UPDATE,
 )
 EVALUATION = EvaluationReport(
-    step=0, version=0, num_problems=512, accuracy=0.31, low=0.27, high=0.35, reward_parts={"correct": 0.31}
+    step=0,
+    version=0,
+    num_problems=512,
+    accuracy=0.31,
+    low=0.27,
+    high=0.35,
+    reward=Estimate(0.5, 0.45, 0.55),
+    reward_parts={"correct": Estimate(0.31, 0.27, 0.35)},
 )
 
 

@@ -12,7 +12,7 @@ from parallm.metrics.live import LiveDisplay
 from parallm.metrics.live_table import fitting_columns
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
-from parallm.types import EvaluationReport, TrainingStatus
+from parallm.types import Estimate, EvaluationReport, TrainingStatus
 
 HEADER = RunHeader(
     name="quickstart",
@@ -135,3 +135,10 @@ def test_narrow_terminals_keep_the_most_wanted_columns() -> None:
     assert [column.title for column in fitting_columns(20)] == ["step", "reward"]
     assert [column.title for column in fitting_columns(1)] == ["step"]
     assert len(fitting_columns(200)) == 12
+
+
+def test_an_evaluation_with_samples_says_pass_at_k(evaluation: Callable[..., EvaluationReport]) -> None:
+    stream = io.StringIO()
+    pass_at = {4: Estimate(0.8, 0.7, 0.9)}
+    make_display("lines", stream).evaluation(evaluation(3, pass_at=pass_at, num_samples=4))
+    assert "version 3, pass@4 80.0% (70.0% to 90.0%), reward 0.500, correct 31.0%" in stream.getvalue()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from parallm.metrics.step import StepMetrics, evaluation_row
-from parallm.types import EvaluationReport, OffPolicyReport
+from parallm.types import Estimate, EvaluationReport, OffPolicyReport
 
 
 def test_a_step_has_one_flat_name_per_number(step: Callable[..., StepMetrics]) -> None:
@@ -34,3 +34,13 @@ def test_an_evaluation_keeps_its_interval(evaluation: Callable[..., EvaluationRe
     row = evaluation_row(evaluation(20))
     assert row["step"] == 20
     assert (row["heldout/low"], row["heldout/accuracy"], row["heldout/high"]) == (0.27, 0.31, 0.35)
+    assert (row["heldout/reward"], row["heldout/reward_high"]) == (0.5, 0.55)
+    assert (row["heldout_part/correct_low"], row["heldout_part/correct"]) == (0.27, 0.31)
+    assert "heldout/samples" not in row
+
+
+def test_an_evaluation_with_samples_has_a_row_entry_for_each_k(evaluation: Callable[..., EvaluationReport]) -> None:
+    pass_at = {1: Estimate(0.3, 0.2, 0.4), 8: Estimate(0.8, 0.7, 0.9)}
+    row = evaluation_row(evaluation(20, pass_at=pass_at, num_samples=8, temperature=0.7))
+    assert (row["heldout/pass@8_low"], row["heldout/pass@8"], row["heldout/pass@8_high"]) == (0.7, 0.8, 0.9)
+    assert (row["heldout/samples"], row["heldout/temperature"]) == (8, 0.7)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from parallm.errors import ContextTooLong
-from parallm.rollout.evaluation import Evaluator, wilson_interval
+from parallm.rollout.evaluation import Evaluator, Samples
 from parallm.types import Completion, EvaluationReport, GenerationRequest, Message, Problem, Split
 
 
@@ -32,7 +32,7 @@ class Letters:
 
 
 class Silent:
-    """Answers every request with one empty completion."""
+    """Answers every request without tokens; the text of a completion is its index."""
 
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
@@ -43,20 +43,21 @@ class Silent:
             [
                 Completion(
                     request_id=request.request_id,
-                    index=0,
+                    index=index,
                     tokens=(),
                     logprobs=(),
                     top_logprobs=(),
-                    text="",
+                    text=str(index),
                     finish_reason="stop",
                     weight_versions=(),
                 )
+                for index in range(request.n)
             ]
             for request in requests
         ]
 
 
-def evaluator_of(environment: Graded, generate_all: Any) -> Evaluator:
+def evaluator_of(environment: Graded, generate_all: Any, samples: Samples | None = None) -> Evaluator:
     problems = environment.problems("test")
     return Evaluator(
         generate_all=generate_all,
@@ -64,6 +65,7 @@ def evaluator_of(environment: Graded, generate_all: Any) -> Evaluator:
         environment=environment,
         problems=problems,
         max_tokens=9,
+        samples=samples,
     )
 
 
@@ -71,26 +73,12 @@ def evaluate(environment: Graded) -> EvaluationReport:
     return asyncio.run(evaluator_of(environment, Silent().generate_all).evaluate(5, 4, "policy"))
 
 
-@pytest.mark.parametrize(
-    ("successes", "trials", "low", "high"),
-    [
-        (0, 10, 0.0, 0.2775327998628892),
-        (10, 10, 0.7224672001371107, 1.0),
-        (5, 10, 0.23659309051256395, 0.7634069094874361),
-        (1, 1, 0.2065493143772375, 1.0),
-        (450, 512, 0.8477906572251377, 0.9043784314848653),
-    ],
-)
-def test_the_interval_is_wilsons(successes: int, trials: int, low: float, high: float) -> None:
-    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-6)
-
-
 def test_a_problem_counts_as_solved_if_its_correct_part_is_one() -> None:
     report = evaluate(
         Graded(a={"correct": 1, "format": 0}, b={"correct": 0, "format": 1}, c={"correct": 1, "format": 1})
     )
     assert (report.num_problems, report.accuracy) == (3, 2 / 3)
-    assert report.reward_parts == {"correct": 2 / 3, "format": 2 / 3}
+    assert {name: part.mean for name, part in report.reward_parts.items()} == {"correct": 2 / 3, "format": 2 / 3}
     assert (report.step, report.version) == (5, 4)
 
 
@@ -115,3 +103,52 @@ def test_a_held_out_prompt_longer_than_the_context_is_named() -> None:
     evaluator = evaluator_of(Graded(a={}, long={}, bc={}), refuse)
     with pytest.raises(ContextTooLong, match="problem long: too long"):
         asyncio.run(evaluator.evaluate(0, 0, "policy"))
+
+
+class Counted(Graded):
+    """Of the samples of a problem, the first `correct` are right."""
+
+    def score(self, problem: Problem, text: str) -> Mapping[str, float]:
+        return {"correct": float(int(text) < self._parts[problem.problem_id]["correct"])}
+
+
+SAMPLES = Samples(count=4, temperature=0.7, ks=(1, 2, 4), seed=3)
+
+
+def test_samples_of_each_problem_give_pass_at_k() -> None:
+    environment = Counted(never={"correct": 0}, once={"correct": 1}, always={"correct": 4})
+    evaluator = evaluator_of(environment, Silent().generate_all, SAMPLES)
+    report = asyncio.run(evaluator.evaluate(5, 4, "policy"))
+    assert report.accuracy == pytest.approx(2 / 3)  # the greedy completion has index 0
+    assert {k: estimate.mean for k, estimate in report.pass_at.items()} == pytest.approx(
+        {1: (0 + 1 / 4 + 1) / 3, 2: (0 + 1 / 2 + 1) / 3, 4: 2 / 3}
+    )
+    assert (report.num_samples, report.temperature) == (4, 0.7)
+
+
+def test_every_evaluation_samples_with_the_same_seeds_one_for_each_problem() -> None:
+    silent = Silent()
+    evaluator = evaluator_of(Counted(a={"correct": 1}, b={"correct": 1}), silent.generate_all, SAMPLES)
+    for step in (1, 2):
+        asyncio.run(evaluator.evaluate(step, step, f"policy@{step}"))
+    sampled = [request for request in silent.requests if request.n == 4]
+    assert [request.sampling.temperature for request in sampled] == [0.7] * 4
+    seeds = [request.sampling.seed for request in sampled]
+    assert seeds[:2] == seeds[2:]
+    assert len(set(seeds)) == 2
+
+
+def test_the_names_of_one_evaluations_requests_differ() -> None:
+    silent = Silent()
+    one = Samples(count=1, temperature=1.0, ks=(1,), seed=0)
+    evaluator = evaluator_of(Counted(a={"correct": 1}, b={"correct": 1}), silent.generate_all, one)
+    asyncio.run(evaluator.evaluate(1, 1, "policy"))
+    assert len({request.request_id for request in silent.requests}) == 4
+
+
+def test_rewards_have_intervals() -> None:
+    environment = Graded(a={"correct": 1}, b={"correct": 0}, c={"correct": 1}, d={"correct": 0})
+    environment.weights = {"correct": 2.0}
+    reward = evaluate(environment).reward
+    # the standard deviation of 2, 0, 2, 0 is 1.1547, and 1.96 * 1.1547 / 2 = 1.1316
+    assert (reward.mean, reward.low, reward.high) == pytest.approx((1.0, -0.1316, 2.1316), abs=1e-4)

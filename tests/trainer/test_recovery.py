@@ -15,7 +15,7 @@ from parallm.learner.policy_gradient import PolicyGradient
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.rollout.evaluation import Evaluator
-from parallm.types import EvaluationReport
+from parallm.types import Estimate, EvaluationReport
 
 Train = Callable[..., int]
 PLAIN = {"refill_rounds": 0}  # 2 problems x 4 completions: step N scores completions 8 N - 7 to 8 N
@@ -135,7 +135,14 @@ def accuracies(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
         assert model == "latest"
         accuracy = next(left)
         return EvaluationReport(
-            step=step, version=version, num_problems=4, accuracy=accuracy, low=0.0, high=1.0, reward_parts={}
+            step=step,
+            version=version,
+            num_problems=4,
+            accuracy=accuracy,
+            low=0.0,
+            high=1.0,
+            reward=Estimate(0.0, 0.0, 0.0),
+            reward_parts={},
         )
 
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)

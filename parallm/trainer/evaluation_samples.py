@@ -1,0 +1,16 @@
+"""TrainerSettings -> what an evaluator samples."""
+
+from parallm.rollout.evaluation import Samples
+from parallm.trainer.settings import TrainerSettings
+
+
+def evaluation_samples(settings: TrainerSettings, seed: int) -> Samples | None:
+    """None where nothing is to be sampled."""
+    if not settings.evaluate_samples:
+        return None
+    return Samples(
+        count=settings.evaluate_samples,
+        temperature=settings.evaluate_temperature,
+        ks=settings.evaluate_k or tuple(sorted({1, settings.evaluate_samples})),
+        seed=seed,
+    )
