@@ -102,7 +102,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
             await until_signal()
 
     try:
-        return await _with_house(config, blas, status, work)
+        return await with_house(config, blas, status, work)
     finally:
         display.close()
 
@@ -115,12 +115,12 @@ async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         await until_signal()
 
     try:
-        return await _with_house(config, blas, lambda: TrainingStatus(state="serving"), work)
+        return await with_house(config, blas, lambda: TrainingStatus(state="serving"), work)
     finally:
         display.close()
 
 
-async def _with_house(
+async def with_house(
     config: RunConfig,
     blas: BlasReport,
     status: Callable[[], TrainingStatus],

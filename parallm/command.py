@@ -1,14 +1,15 @@
-"""What both commands share: compose, check, load the BLAS, run, and turn errors into one line and an exit code."""
+"""What all commands share: compose, check, load the BLAS, run, and turn errors into one line and an exit code."""
 
 import importlib
 import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Protocol, TextIO, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -19,20 +20,30 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallm.config import (
     RUNS_FOLDER,
-    RunConfig,
     known_keys,
     recipe_files,
     register_defaults,
     register_recipes,
     run_folder,
     shipped,
-    to_run_config,
+    to_config,
 )
 from parallm.config_errors import explain_composition
 from parallm.device.blas import BlasReport, load_blas
+from parallm.device.settings import DeviceSettings
 from parallm.errors import ConfigError, ParallmError
 
-Run = Callable[[RunConfig, Path, BlasReport], int]
+
+class CommandConfig(Protocol):
+    """What every command's configuration has."""
+
+    @property
+    def device(self) -> DeviceSettings:
+        """Must be followed before MLX is loaded."""
+
+
+Config = TypeVar("Config", bound=CommandConfig)
+Run = Callable[[Config, Path, BlasReport], int]
 """Runs to the end in the given folder and returns an exit code."""
 
 ROOM_TO_START = 65_536
@@ -42,7 +53,7 @@ SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 logger = logging.getLogger(__name__)
 
 
-def run_command(config_name: str, run: Run) -> int:
+def run_command(config_name: str, kind: type[Config], run: Run[Config]) -> int:
     """Compose conf/`config_name`.yaml with the command line; run it, or each job of a sweep. Returns the worst code."""
     codes = [SUCCESS]
     is_in_job = False
@@ -50,20 +61,20 @@ def run_command(config_name: str, run: Run) -> int:
     def job(composed: DictConfig) -> None:
         nonlocal is_in_job
         is_in_job = True
-        codes.append(_run_job(composed, run))
+        codes.append(_run_job(composed, kind, run))
         is_in_job = False
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would else print and exit for
     try:
-        _register()
+        _register(kind)
         hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=config_name)(job)()
     except ConfigError as error:
         return _complain(str(error), WRONG_CONFIG)
     except (HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
             raise
-        return _complain(explain_composition(error, sys.argv[1:], known_keys()), WRONG_CONFIG)
+        return _complain(explain_composition(error, sys.argv[1:], known_keys(kind)), WRONG_CONFIG)
     except OSError as error:
         if is_in_job:
             raise
@@ -73,10 +84,10 @@ def run_command(config_name: str, run: Run) -> int:
     return max(codes)
 
 
-def _register() -> None:
+def _register(kind: type) -> None:
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
-    OmegaConf.register_new_resolver("parallm_help", help_text, replace=True)
-    register_defaults()
+    OmegaConf.register_new_resolver("parallm_help", partial(help_text, known_keys(kind)), replace=True)
+    register_defaults(kind)
     register_recipes(*_recipe_folders())
 
 
@@ -84,12 +95,12 @@ def _recipe_folders() -> tuple[Path, Path]:
     return shipped("recipes"), Path("recipes")  # the package's, then those of the current folder
 
 
-def _run_job(composed: DictConfig, run: Run) -> int:
+def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config]) -> int:
     folder = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
     try:
-        config = to_run_config(composed)
+        config = to_config(composed, kind)
         try:
             _try_to_write(folder)
         except OSError as error:
@@ -179,18 +190,16 @@ class _Terminal(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
-def help_text(program: str) -> str:
-    """The answer to --help; Hydra appends nothing to it."""
-    recipes = [f"  +recipe={name:20} {_first_comment(path)}" for name, path in recipe_files(*_recipe_folders()).items()]
+def help_text(known: Mapping[str, Any], program: str) -> str:
+    """The answer to --help of a command with these keys; Hydra appends nothing to it."""
     groups = [
         f"  {folder.name}={'|'.join(sorted(path.stem for path in folder.glob('*.yaml')))}"
-        for folder in sorted(path for path in shipped("conf").iterdir() if path.is_dir())
+        for folder in sorted(path for path in shipped("conf").iterdir() if path.is_dir() and path.name in known)
     ]
     return "\n".join(
         [
-            f"{program} [+recipe=NAME] [group=choice ...] [key=value ...]",
-            "\nRecipes (yours in ./recipes too):",
-            *recipes,
+            f"{program} {'[+recipe=NAME] ' if 'learner' in known else ''}[group=choice ...] [key=value ...]",
+            *(_recipe_lines() if "learner" in known else []),
             "\nGroups (conf/):",
             *groups,
             "\nKeys of this run, each overridden as part.key=value:",
@@ -198,6 +207,11 @@ def help_text(program: str) -> str:
             "-m part.key=a,b runs every combination; --cfg job prints only the configuration.\n",
         ]
     )
+
+
+def _recipe_lines() -> list[str]:
+    recipes = [f"  +recipe={name:20} {_first_comment(path)}" for name, path in recipe_files(*_recipe_folders()).items()]
+    return ["\nRecipes (yours in ./recipes too):", *recipes]
 
 
 def _first_comment(path: Path) -> str:

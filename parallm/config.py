@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 from hydra.core.config_store import ConfigStore
@@ -52,40 +52,80 @@ class RunConfig:
     metrics: MetricsSettings = MetricsSettings()
 
 
+@settings
+class EvaluateConfig(RunConfig):
+    """What `parallm.evaluate` compares, and how: `trainer.evaluate_*` for the problems and samples."""
+
+    adapters: tuple[str, ...] = ()
+    """More adapters beside `model.adapter`; each a folder of an adapter, a checkpoint or a run, of which the best
+    version counts, or FOLDER@VERSION, FOLDER@newest, FOLDER@all."""
+    base: bool = True
+    """Evaluate the model without an adapter too, and the differences to it."""
+
+
+@settings
+class QuantizeSettings:
+    bits: Literal[2, 3, 4, 5, 6, 8] | None = None
+    """Bits of a weight in the fused model; without them it is not quantized, whatever its base is."""
+    group_size: Literal[32, 64, 128] = 64
+    """Weights that share a scale."""
+
+
+@settings
+class ExportConfig:
+    """What `parallm.export` writes, and from what: `model.path` and `model.adapter`."""
+
+    name: str = Field(default="export", pattern=NAME_PATTERN)
+    model: ModelSettings = ModelSettings()
+    """`model.dtype=auto` keeps the type that the base is stored in."""
+    formats: tuple[Literal["mlx", "peft", "fused"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
+    """`mlx` and `peft`: the adapter as mlx-lm and PEFT read it; `fused`: a whole model with the adapter merged in."""
+    output: str | None = None
+    """A folder that does not exist yet; none: below checkpoints/export."""
+    quantize: QuantizeSettings = QuantizeSettings()
+    device: DeviceSettings = DeviceSettings()
+
+
 ENVIRONMENTS: tuple[type, ...] = get_args(get_args(EnvironmentSettings)[0])
+Config = TypeVar("Config")
 
 
-def to_run_config(composed: DictConfig) -> RunConfig:
+def to_config(composed: DictConfig, kind: type[Config]) -> Config:
     """Check everything at once. Raises ConfigError with one line per unknown key, wrong value or missing value."""
     try:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
     try:
-        config = TypeAdapter(RunConfig).validate_python(_without_mandatory(values))
+        config = TypeAdapter(kind).validate_python(_without_mandatory(values))
     except ValidationError as error:
-        raise ConfigError(explain_values(error.errors(), known_keys())) from error
-    objective_of(config.learner)  # refuses choices that contradict each other
+        raise ConfigError(explain_values(error.errors(), known_keys(kind))) from error
+    if isinstance(config, RunConfig):
+        objective_of(config.learner)  # refuses choices that contradict each other
     return config
 
 
-def known_keys() -> dict[str, Any]:
-    """Every key of a run with its default; below `environment`, one level with the name of each environment."""
-    environments = {keys["name"]: keys for keys in map(_defaults, ENVIRONMENTS)}
-    return _defaults(RunConfig) | {"environment": environments}
+def known_keys(kind: type = RunConfig) -> dict[str, Any]:
+    """Every key of a command with its default; below `environment`, one level with the name of each environment."""
+    keys = _defaults(kind)
+    return keys | ({"environment": _environments()} if "environment" in keys else {})
 
 
-def register_defaults() -> None:
+def register_defaults(kind: type = RunConfig) -> None:
     """Make every key known to Hydra, so that it can be shown and overridden though no YAML names it."""
-    known = known_keys()
-    for name, keys in known["environment"].items():
+    for name, keys in _environments().items():
         ConfigStore.instance().store(name=f"{name}_defaults", node=OmegaConf.create(keys))
-    run_defaults = OmegaConf.create(known | {"environment": {}})
-    for part in run_defaults:
-        if OmegaConf.is_config(run_defaults[part]):
-            # Hydra would stop at the first unknown key; let it pass here, so that to_run_config names all of them
-            OmegaConf.set_struct(run_defaults[part], False)
-    ConfigStore.instance().store(name="run_defaults", node=run_defaults)
+    known = known_keys(kind)
+    defaults = OmegaConf.create(known | ({"environment": {}} if "environment" in known else {}))
+    for part in defaults:
+        if OmegaConf.is_config(defaults[part]):
+            # Hydra would stop at the first unknown key; let it pass here, so that to_config names all of them
+            OmegaConf.set_struct(defaults[part], False)
+    ConfigStore.instance().store(name="run_defaults", node=defaults)
+
+
+def _environments() -> dict[str, Any]:
+    return {keys["name"]: keys for keys in map(_defaults, ENVIRONMENTS)}
 
 
 def shipped(folder: str) -> Path:

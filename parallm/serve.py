@@ -9,7 +9,7 @@ from parallm.device.blas import BlasReport
 
 
 def main() -> None:
-    sys.exit(run_command("serve", run))
+    sys.exit(run_command("serve", RunConfig, run))
 
 
 def run(config: RunConfig, folder: Path, blas: BlasReport) -> int:

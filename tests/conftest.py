@@ -115,6 +115,12 @@ def load_tiny(tiny_model: Callable[[str], Path]) -> Callable[..., SharedModel]:
 
 
 @pytest.fixture(scope="session")
+def nano() -> SharedModel:
+    """The embedded model as the engine gets it."""
+    return load_shared_model(ModelSettings())
+
+
+@pytest.fixture(scope="session")
 def lanes() -> Lanes:
     """The lanes of the thread that runs the tests."""
     return Lanes(partial(set_blas_threads, BLAS))

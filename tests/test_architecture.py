@@ -27,7 +27,8 @@ LAYERS: tuple[set[str], ...] = (
     {"config_errors"},
     {"config"},
     {"build", "command"},
-    {"train", "serve"},
+    {"build_evaluation", "build_export"},
+    {"train", "serve", "evaluate", "export"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 
@@ -80,5 +81,6 @@ def test_groups_fields_and_parts_have_the_same_names() -> None:
 
 
 def test_composing_a_run_loads_no_mlx() -> None:
-    script = "import sys, parallm.train, parallm.serve; sys.exit('mlx.core' in sys.modules)"
+    commands = "parallm.train, parallm.serve, parallm.evaluate, parallm.export"
+    script = f"import sys, {commands}; sys.exit('mlx.core' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from parallm.config import RunConfig, known_keys, register_defaults, run_folder, shipped, to_run_config
+from parallm.config import RunConfig, known_keys, register_defaults, run_folder, shipped, to_config
 from parallm.config_errors import explain_values
 from parallm.environment.settings import ArithmeticSettings, CustomSettings, Gsm8kSettings
 from parallm.errors import ConfigError
@@ -15,7 +15,7 @@ from parallm.errors import ConfigError
 def config_of(*overrides: str, name: str = "train") -> RunConfig:
     register_defaults()
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        return to_run_config(compose(name, list(overrides)))
+        return to_config(compose(name, list(overrides)), RunConfig)
 
 
 def complaint_about(*overrides: str) -> list[str]:
@@ -120,7 +120,7 @@ def test_a_name_cannot_leave_the_folder_of_runs() -> None:
 
 def test_an_unknown_key_at_the_top_of_a_recipe_is_named() -> None:
     with pytest.raises(ConfigError, match=r"lerner: unknown key, did you mean learner\?"):
-        to_run_config(OmegaConf.create({"lerner": {"preset": "dapo"}}))
+        to_config(OmegaConf.create({"lerner": {"preset": "dapo"}}), RunConfig)
 
 
 def test_known_keys_hold_every_environment_by_name() -> None:

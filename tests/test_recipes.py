@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from parallm.config import RunConfig, recipe_files, register_defaults, register_recipes, shipped, to_run_config
+from parallm.config import RunConfig, recipe_files, register_defaults, register_recipes, shipped, to_config
 from parallm.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -18,6 +18,7 @@ RECIPES = recipe_files(shipped("recipes"))
 PROBE = """
 import sys
 from parallm.command import run_command
+from parallm.config import RunConfig
 from parallm.errors import ModelError
 
 def run(config, folder, blas):
@@ -26,7 +27,7 @@ def run(config, folder, blas):
     print(config.name, config.seed, config.learner.learning_rate, config.model.path, folder)
     return config.seed
 
-sys.exit(run_command("train", run))
+sys.exit(run_command("train", RunConfig, run))
 """
 
 
@@ -40,7 +41,7 @@ def recipe(name: str) -> RunConfig:
     register_defaults()
     register_recipes(shipped("recipes"))
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        return to_run_config(compose("train", [f"+recipe={name}"]))
+        return to_config(compose("train", [f"+recipe={name}"]), RunConfig)
 
 
 @pytest.mark.parametrize("name", RECIPES)

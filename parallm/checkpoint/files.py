@@ -72,6 +72,15 @@ def read_score(folder: Path) -> float | None:
     return score if isinstance(score, float) else None
 
 
+def read_version(folder: Path) -> int | None:
+    """The adapter version of a checkpoint without reading or verifying the rest; None if it is damaged."""
+    try:
+        version = json.loads((folder / STATE).read_text())["version"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return version if isinstance(version, int) else None
+
+
 def needed_bytes(state: TrainingState) -> int:
     """About how much disk `write_checkpoint` takes."""
     arrays = [*state.adapter.arrays.values(), *state.optimizer.values()]

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
@@ -75,12 +76,11 @@ class CheckpointManager:
 
     def checkpoints(self) -> tuple[Path, ...]:
         """The folders of whole saves, oldest first; not verified."""
-        return _step_folders(self._folder)
+        return step_folders(self._folder)
 
     def best(self) -> Path | None:
         """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
-        scores = [(score, path) for path in self.checkpoints() if (score := read_score(path)) is not None]
-        return max(scores, key=lambda pair: (pair[0], _step(pair[1])))[1] if scores else None
+        return best_of(self.checkpoints())
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         replaced = self._folder / f"{REPLACED}{final.name}"
@@ -115,7 +115,7 @@ class CheckpointManager:
     def _named(self, path: Path) -> tuple[Path, TrainingState]:
         if (path / MANIFEST).is_file():
             return path, read_checkpoint(path)
-        choices = [str(choice) for choice in (*_step_folders(path), *self.checkpoints())]
+        choices = [str(choice) for choice in (*step_folders(path), *self.checkpoints())]
         raise CheckpointError(
             f"checkpoint.resume={path} is no checkpoint: it has no {MANIFEST}; "
             f"there are {', '.join(choices) or 'none in that folder or this run'}"
@@ -160,7 +160,14 @@ class CheckpointManager:
                 logger.info("removed %s, left by a process that ended while saving", path)
 
 
-def _step_folders(folder: Path) -> tuple[Path, ...]:
+def best_of(checkpoints: Iterable[Path]) -> Path | None:
+    """The one with the highest evaluation, the newest of equals; None if none was evaluated."""
+    scores = [(score, path) for path in checkpoints if (score := read_score(path)) is not None]
+    return max(scores, key=lambda pair: (pair[0], _step(pair[1])))[1] if scores else None
+
+
+def step_folders(folder: Path) -> tuple[Path, ...]:
+    """The checkpoints of a run's folder, oldest first; not verified."""
     if not folder.is_dir():
         return ()
     return tuple(sorted((path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)), key=_step))

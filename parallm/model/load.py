@@ -40,7 +40,7 @@ def load_shared_model(settings: ModelSettings) -> SharedModel:
     Raises ModelError naming the path and the way out, AdapterError for targets that the model does not have.
     """
     folder = find_folder(settings.path)
-    base, config = _load_base(folder, settings.path)
+    base, config = load_base(folder, settings.path)
     return share_model(base, config, _load_tokenizer(folder, config), settings)
 
 
@@ -98,7 +98,8 @@ def find_folder(path: str) -> Path:
         ) from error
 
 
-def _load_base(folder: Path, path: str) -> tuple[nn.Module, dict[str, Any]]:
+def load_base(folder: Path, path: str) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's model with arrays that are read when they are needed, and its config. Raises ModelError."""
     _check_complete(folder, path)
     try:
         return load_model(folder, lazy=True)

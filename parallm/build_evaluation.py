@@ -1,0 +1,135 @@
+"""EvaluateConfig -> a comparison of adapters and base: the wiring of `parallm.evaluate`."""
+
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallm.build import House, with_house
+from parallm.checkpoint.chosen_adapter import find_adapters
+from parallm.config import EvaluateConfig
+from parallm.device.blas import BlasReport
+from parallm.environment.environment import Environment, build_environment
+from parallm.errors import CheckpointError, ConfigError, ProblemError
+from parallm.metrics.comparison import Compared, comparison_report, print_comparison
+from parallm.metrics.json_lines import to_json, write_whole
+from parallm.metrics.lines import evaluation_line
+from parallm.metrics.machine import describe_commit, describe_machine
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_files import read_adapter
+from parallm.rollout.estimates import mean_difference
+from parallm.rollout.evaluation import Evaluator, Outcomes
+from parallm.server.listen import HttpServer
+from parallm.trainer.evaluation_samples import evaluation_samples
+from parallm.types import BASE, Problem, TrainingStatus
+
+REPORT = "evaluation.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One model to evaluate."""
+
+    name: str
+    """For people: the adapter's folder, or `base`."""
+    model: str
+    """What requests call it."""
+    version: int = 0
+    step: int = 0
+
+
+def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> int:
+    """Evaluate, print the table and write evaluation.json. Returns the exit code; raises ParallmError."""
+    named = (config.model.adapter, *config.adapters) if config.model.adapter is not None else config.adapters
+    adapters = [found for where in named for found in find_adapters(where)]
+    if not adapters and not config.base:
+        raise ConfigError("base=false leaves nothing to evaluate; name an adapter with model.adapter=FOLDER")
+    environment = build_environment(config.environment)
+    problems = _held_out(config, environment)
+
+    async def work(house: House, _: HttpServer | None) -> None:
+        candidates = [Candidate(name=BASE, model=BASE)] if config.base else []
+        for path in dict.fromkeys(adapters):
+            candidates.append(await _published(house, path, f"candidate-{len(candidates)}"))
+        evaluator = Evaluator(
+            generate_all=house.engine.generate_all,
+            tokenizer=house.model.tokenizer,
+            environment=environment,
+            problems=problems,
+            max_tokens=config.rollout.max_tokens,
+            samples=evaluation_samples(config.trainer, config.seed),
+        )
+        compared = await _compare(evaluator, candidates)
+        print_comparison(compared, sys.stdout)
+        _write(config, folder / REPORT, compared)
+
+    # the adapters are read by themselves: each may have a rank and targets of its own
+    without = dataclasses.replace(config, model=dataclasses.replace(config.model, adapter=None))
+    return asyncio.run(with_house(without, blas, lambda: TrainingStatus(state="evaluating"), work))
+
+
+def _held_out(config: EvaluateConfig, environment: Environment) -> Sequence[Problem]:
+    problems = environment.problems("test")[: config.trainer.evaluate_problems]
+    if not config.trainer.evaluate_problems:
+        raise ConfigError("trainer.evaluate_problems=0 leaves nothing to evaluate on; 512 is the default")
+    if not problems:
+        raise ProblemError(f"environment={config.environment.name}: the test split has no problems")
+    return problems
+
+
+async def _published(house: House, folder: Path, name: str) -> Candidate:
+    """Read an adapter and make it a model of the engine. Raises AdapterError if it does not fit the base."""
+
+    def publish() -> Adapter:
+        adapter = read_adapter(folder, house.model.sites, name=name)
+        house.adapters.publish(adapter)
+        return adapter
+
+    adapter = await asyncio.wrap_future(house.device.call(publish))
+    shown = folder.parent if folder.name == "adapter" else folder
+    return Candidate(name=str(shown), model=name, version=adapter.version, step=adapter.step)
+
+
+async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Compared]:
+    compared: list[Compared] = []
+    first: Outcomes | None = None
+    for candidate in candidates:
+        began = time.perf_counter()
+        outcomes = await evaluator.outcomes(candidate.model)
+        report = evaluator.report(outcomes, candidate.step, candidate.version)
+        sys.stderr.write(f"{candidate.name}: {evaluation_line(report)}\n")
+        compared.append(
+            Compared(
+                name=candidate.name,
+                report=report,
+                difference=None if first is None else mean_difference(_correct(outcomes), _correct(first)),
+                seconds=time.perf_counter() - began,
+            )
+        )
+        first = first or outcomes
+    return compared
+
+
+def _correct(outcomes: Outcomes) -> list[float]:
+    return [float(one.is_correct) for one in outcomes.greedy]
+
+
+def _write(config: EvaluateConfig, path: Path, compared: Sequence[Compared]) -> None:
+    settings = {
+        "base_model": config.model.path,
+        "environment": dataclasses.asdict(config.environment),
+        "max_tokens": config.rollout.max_tokens,
+        "seed": config.seed,
+        "machine": describe_machine(),
+        "commit": describe_commit(),
+    }
+    try:
+        write_whole(path, to_json(comparison_report(compared, settings), indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written: {error}; the table above holds the same numbers"
+        ) from error
+    sys.stdout.write(f"report: {path}\n")

@@ -1,0 +1,23 @@
+"""`python -m parallm.evaluate`: adapters and the base side by side on held-out problems."""
+
+import sys
+from pathlib import Path
+
+from parallm.command import run_command
+from parallm.config import EvaluateConfig
+from parallm.device.blas import BlasReport
+
+
+def main() -> None:
+    sys.exit(run_command("evaluate", EvaluateConfig, run))
+
+
+def run(config: EvaluateConfig, folder: Path, blas: BlasReport) -> int:
+    # not at the top: it loads MLX, which takes whatever BLAS the process has by then
+    from parallm.build_evaluation import run_evaluation  # noqa: PLC0415
+
+    return run_evaluation(config, folder, blas)
+
+
+if __name__ == "__main__":
+    main()
