@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from parallm.checkpoint.manager import CheckpointManager
-from parallm.checkpoint.state import Fingerprint, TrainingState
+from parallm.checkpoint.state import Fingerprint
 from parallm.config import RunConfig
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
@@ -22,14 +22,15 @@ from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.environment.environment import Environment, build_environment
-from parallm.errors import AdapterError, CheckpointError
+from parallm.errors import CheckpointError
 from parallm.interrupts import stop_on_signals, until_signal
+from parallm.learner.demonstrations import read_demonstrations
 from parallm.learner.learner import Learner
 from parallm.metrics.display import Display, make_display
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.run_header import RunHeader
 from parallm.model.adapter import Adapter, AdapterTable
-from parallm.model.adapter_files import read_adapter, write_mlx, write_peft
+from parallm.model.adapter_files import write_mlx, write_peft
 from parallm.model.load import load_shared_model
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
@@ -40,10 +41,12 @@ from parallm.rollout.splits import Splits, read_splits
 from parallm.server.app import create_app
 from parallm.server.listen import HttpServer, bind
 from parallm.trainer.evaluation_samples import evaluation_samples
-from parallm.trainer.evaluations import BEST, adapter_to_keep
+from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.parts import Parts
+from parallm.trainer.restoring import restore
+from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
-from parallm.types import POLICY, TrainingStatus
+from parallm.types import Problem, TrainingStatus
 
 Result = TypeVar("Result")
 
@@ -75,12 +78,12 @@ def run_serving(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
 async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     environment = build_environment(config.environment)
-    splits = read_splits(
-        environment, config.trainer.evaluate_problems
-    )  # first, since a large model takes minutes to load
+    # first, since a large model takes minutes to load
+    splits = read_splits(environment, config.trainer.evaluate_problems)
     display = make_display(config.metrics.display, sys.stdout)
     recorder = RunRecorder(folder, config.metrics, dataclasses.asdict(config))
-    trainer: Trainer | None = None
+    demonstrations = read_demonstrations(config.learner)
+    trainer: Trainer | SupervisedTrainer | None = None
 
     def status() -> TrainingStatus:
         return trainer.status if trainer else TrainingStatus(state="starting", total_steps=config.trainer.steps)
@@ -88,7 +91,9 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     async def work(house: House, server: HttpServer | None) -> None:
         nonlocal trainer
         display.start(_header(config, folder, blas, server))
-        trainer = await _make_trainer(config, folder, house, environment, splits, recorder, display)
+        parts = await _make_parts(config, folder, house, environment, splits, recorder, display)
+        trainer = _make_trainer(config, house, parts, demonstrations)
+        await _resume(config, house, parts, trainer)
         stop_on_signals(trainer.stop, "finishing this step, then saving and leaving")
         try:
             await trainer.run()
@@ -168,7 +173,7 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
     return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
 
 
-async def _make_trainer(
+async def _make_parts(
     config: RunConfig,
     folder: Path,
     house: House,
@@ -176,7 +181,7 @@ async def _make_trainer(
     splits: Splits,
     recorder: RunRecorder,
     display: Display,
-) -> Trainer:
+) -> Parts:
     learner = await _on_device(
         house.device,
         partial(
@@ -207,7 +212,7 @@ async def _make_trainer(
         max_tokens=config.rollout.max_tokens,
         samples=evaluation_samples(config.trainer, config.seed),
     )
-    parts = Parts(
+    return Parts(
         device=house.device,
         engine=house.engine,
         learner=learner,
@@ -219,37 +224,24 @@ async def _make_trainer(
         recorder=recorder,
         display=display,
     )
-    trainer = Trainer(parts, config.trainer, config.rollout, save_every=config.checkpoint.every)
-    state = await _on_device(house.device, partial(checkpoints.load, config.checkpoint.resume, fingerprint))
+
+
+def _make_trainer(
+    config: RunConfig, house: House, parts: Parts, demonstrations: Sequence[Problem] | None
+) -> Trainer | SupervisedTrainer:
+    if demonstrations is None:
+        return Trainer(parts, config.trainer, config.rollout, save_every=config.checkpoint.every)
+    given = tokenized(demonstrations, house.model, per_step=config.rollout.problems_per_step, seed=config.seed)
+    return SupervisedTrainer(parts, given, config.trainer, save_every=config.checkpoint.every)
+
+
+async def _resume(config: RunConfig, house: House, parts: Parts, trainer: Trainer | SupervisedTrainer) -> None:
+    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
+    state = await _on_device(house.device, load)
     if state is not None:
-        await _on_device(house.device, partial(_restore, config, house, learner, state, checkpoints.best()))
+        await _on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
         trainer.resume(state)
-        display.message(f"resumed after step {state.step}, version {state.version}")
-    return trainer
-
-
-def _restore(config: RunConfig, house: House, learner: Learner, state: TrainingState, best: Path | None) -> None:
-    """Bring back the learner, the newest version, and under its alias the best one that is still on disk."""
-    learner.restore(state.adapter, dict(state.optimizer))
-    serve = config.trainer.publish_if == "always"  # else the trainer says what clients get
-    versions = {state.version: state.adapter}
-    best_adapter = _best_adapter(best) if best is not None else None
-    if best_adapter is not None and 0 < best_adapter.version <= state.version:
-        versions.setdefault(best_adapter.version, best_adapter)
-    known = max((card.version for card in house.adapters.cards()), default=0)
-    for version in sorted(versions):
-        if version > known:
-            house.adapters.publish(versions[version], serve=serve)
-    if best_adapter is not None and best_adapter.version in {card.version for card in house.adapters.cards()}:
-        house.adapters.set_alias(BEST, best_adapter.version)
-
-
-def _best_adapter(checkpoint: Path) -> Adapter | None:
-    try:
-        return read_adapter(checkpoint / "adapter", name=POLICY)
-    except AdapterError as error:
-        logger.warning("the alias %s is not restored: %s", BEST, error)
-        return None
+        parts.display.message(f"resumed after step {state.step}, version {state.version}")
 
 
 def _fingerprint(house: House) -> Fingerprint:

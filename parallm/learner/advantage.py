@@ -7,6 +7,7 @@
   reinforce_pp           r, whitened over the tokens of the step                 https://arxiv.org/abs/2501.03262
   reinforce_pp_baseline  r - mean of its group, then whitened in the same way
   max_rl                 (r - mean) / mean of its group, for rewards of 0 and 1  https://arxiv.org/abs/2602.02710
+  reward                 r itself: completions to imitate, which have nothing to be compared with
 
 Standard deviations divide by one less than the count, those of whitening by the count.
 Axes: S completions of the step in the order of their groups, G completions of a group.
@@ -51,6 +52,8 @@ def _of_group(kind: Advantage, rewards_G: np.ndarray) -> np.ndarray:
     """(G,), before what needs the whole step."""
     if not np.isfinite(rewards_G).all():
         return np.full(len(rewards_G), np.nan)
+    if kind == "reward":
+        return rewards_G
     centred_G = rewards_G - rewards_G.mean()
     if kind == "group_std":
         return centred_G / (_std(rewards_G) + STANDARD_DEVIATION_EPSILON)

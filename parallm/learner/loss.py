@@ -120,6 +120,8 @@ def _policy_term(tokens: _Tokens, log_ratio_N: mx.array, objective: Objective) -
             return policy_terms.ppo(log_ratio_N, advantages_N, _ppo_bounds(tokens, objective))
         case "reinforce":
             return policy_terms.reinforce(log_ratio_N, advantages_N)
+        case "likelihood":
+            return policy_terms.likelihood(logprobs_N, advantages_N)
         case "cispo":
             return policy_terms.cispo(logprobs_N, log_ratio_N, advantages_N, objective.cispo_ratio_max)
         case "dppo_tv" | "ipo":

@@ -38,6 +38,11 @@ def reinforce(log_ratio_N: mx.array, advantages_N: mx.array) -> mx.array:
     return -mx.exp(log_ratio_N) * advantages_N
 
 
+def likelihood(logprobs_N: mx.array, advantages_N: mx.array) -> mx.array:
+    """Log-prob x advantage, whoever wrote the tokens: supervised training where all advantages are 1."""
+    return -logprobs_N * advantages_N
+
+
 def cispo(logprobs_N: mx.array, log_ratio_N: mx.array, advantages_N: mx.array, ratio_max: float) -> mx.array:
     """Every token has a gradient, weighted by its ratio up to `ratio_max`: https://arxiv.org/abs/2506.13585"""
     ratio_N = mx.exp(mx.minimum(log_ratio_N, math.log(ratio_max)))

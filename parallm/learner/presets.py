@@ -10,6 +10,7 @@
   reinforce_pp  advantages whitened over the step; KL, if any, is k2                 https://arxiv.org/abs/2501.03262
   dppo          drops tokens by the change of their probability; KL to the sampler   https://arxiv.org/abs/2602.04879
   sapo          a soft gate in place of the clip                                     https://arxiv.org/abs/2511.20347
+  sft           the mean negative log-likelihood of completions that are given, not sampled
 
 BNPO's paper also normalises rewards by a beta distribution, which neither TRL nor this does. DAPO's paper divides by
 the standard deviation; here it does not, as Dr. GRPO advises. Where published runs have a KL term its coefficient is 0
@@ -44,6 +45,7 @@ PRESETS: Mapping[str, Objective] = {
     "reinforce_pp": Objective(advantage="reinforce_pp_baseline", kl_estimator="k2"),
     "dppo": Objective(policy="dppo_tv", kl_coefficient=2e-3, kl_estimator="k2", kl_to="behaviour"),
     "sapo": Objective(advantage="group_std", policy="sapo", aggregation="seq_mean_token_mean"),
+    "sft": Objective(advantage="reward", policy="likelihood"),
 }
 
 

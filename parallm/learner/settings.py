@@ -6,9 +6,11 @@ from pydantic import Field
 
 from parallm.settings import settings
 
-Preset = Literal["dapo", "grpo", "bnpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dppo", "sapo"]
-Advantage = Literal["group_mean", "group_std", "batch_std", "rloo", "reinforce_pp", "reinforce_pp_baseline", "max_rl"]
-PolicyTerm = Literal["ppo", "reinforce", "cispo", "dppo_tv", "ipo", "sapo", "vespo"]
+Preset = Literal["dapo", "grpo", "bnpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "dppo", "sapo", "sft"]
+Advantage = Literal[
+    "group_mean", "group_std", "batch_std", "rloo", "reinforce_pp", "reinforce_pp_baseline", "max_rl", "reward"
+]
+PolicyTerm = Literal["ppo", "reinforce", "cispo", "dppo_tv", "ipo", "sapo", "vespo", "likelihood"]
 RatioLevel = Literal["token", "sequence", "sequence_sum"]
 Aggregation = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -21,6 +23,11 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 class LearnerSettings:
     preset: Preset = "dapo"
     """A loss by its published name, see learner/presets.py. What is None below is as the preset has it."""
+    data: str | None = None
+    """For learner=sft: a jsonl file with lines of prompt or messages, and completion; or the folder of a run, whose
+    samples.jsonl counts."""
+    data_reward_min: float = 1.0
+    """Lines of `data` with a lower reward are left out; those without one count."""
 
     advantage: Advantage | None = None
     """How rewards become advantages; see learner/advantage.py."""

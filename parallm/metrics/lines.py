@@ -64,28 +64,39 @@ class LinesDisplay:
 def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None) -> str:
     """Return one step in one line, about 150 characters."""
     update = metrics.update
-    parts = [
-        f"step {metrics.step}/{total_steps}" if total_steps else f"step {metrics.step}",
-        f"reward {number(metrics.reward_mean)}",
-        f"signal {metrics.groups_with_signal}/{metrics.groups_sampled}",
-        f"length {metrics.completion_length_mean:.0f}",
-    ]
+    parts = [f"step {metrics.step}/{total_steps}" if total_steps else f"step {metrics.step}"]
+    parts += _of_training(metrics) if metrics.is_supervised else _of_samples(metrics)
     if update is not None:
         parts += [
-            f"kl {number(update.kl_to_behaviour)}",
             f"entropy {number(update.entropy)}",
             f"gradient {number(update.gradient_norm)}",
             f"version {update.version}",
         ]
     if update is None or update.skipped is not None:
         parts.append(f"no update: {'no group had a signal' if update is None else update.skipped}")
+    if not metrics.is_supervised:
+        parts.append(f"rollout {number(metrics.rollout_tokens_per_second)} tok/s")
     parts += [
-        f"rollout {number(metrics.rollout_tokens_per_second)} tok/s",
         f"serving {number(metrics.serving_tokens_per_second)} tok/s",
         duration(metrics.total_seconds),
         f"{duration(seconds_left)} left",
     ]
     return "  ".join(parts)
+
+
+def _of_samples(metrics: StepMetrics) -> list[str]:
+    kl = [] if metrics.update is None else [f"kl {number(metrics.update.kl_to_behaviour)}"]
+    return [
+        f"reward {number(metrics.reward_mean)}",
+        f"signal {metrics.groups_with_signal}/{metrics.groups_sampled}",
+        f"length {metrics.completion_length_mean:.0f}",
+        *kl,
+    ]
+
+
+def _of_training(metrics: StepMetrics) -> list[str]:
+    loss = [] if metrics.update is None else [f"loss {number(metrics.update.loss)}"]
+    return [*loss, f"length {metrics.completion_length_mean:.0f}"]
 
 
 def evaluation_line(report: EvaluationReport) -> str:

@@ -7,6 +7,7 @@ from typing import TypeAlias
 from parallm.types import EvaluationReport, OffPolicyReport, UpdateReport
 
 FlatRow: TypeAlias = dict[str, float | int | str | None]
+OF_SAMPLES = ("update/clip_fraction", "update/kl_to_behaviour", "seconds/rollout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +39,17 @@ class StepMetrics:
     off_policy: OffPolicyReport = OffPolicyReport(lag_mean=0.0, lag_max=0, dropped=0)
     guard: FlatRow = field(default_factory=dict)
     """Faults and roll-backs of the run so far, under their flat names."""
+    is_supervised: bool = False
+    """Trained on given completions: there are no rewards, and nothing was sampled."""
     update: UpdateReport | None = None
     """None if no group had a signal, so that there was nothing to update with."""
 
     def to_flat(self) -> FlatRow:
         """Return one number per name; the order of the names is fixed and numbers may be NaN."""
+        row = self._all_names()
+        return {name: row[name] for name in row if _is_supervised(name)} if self.is_supervised else row
+
+    def _all_names(self) -> FlatRow:
         return {
             "step": self.step,
             "reward/mean": self.reward_mean,
@@ -64,6 +71,12 @@ class StepMetrics:
             "rollout/tokens_per_second": self.rollout_tokens_per_second,
             "serving/tokens_per_second": self.serving_tokens_per_second,
         }
+
+
+def _is_supervised(name: str) -> bool:
+    """Whether the name means something where nothing was sampled."""
+    part = name.partition("/")[0]
+    return part in ("step", "update", "seconds", "serving") and name not in OF_SAMPLES
 
 
 def update_row(update: UpdateReport | None) -> FlatRow:

@@ -47,8 +47,7 @@ class RunSummary:
             ("held-out accuracy before", accuracy_text(self.before)),
             ("held-out accuracy after", accuracy_text(self.after)),
             ("best version", MISSING if best is None else f"{best['heldout/version']} ({percent(accuracy_of(best))})"),
-            ("reward, first step", number(self.reward_first)),
-            (f"reward, last {min(NUM_LAST, len(self.steps))} steps", number(self.reward_last)),
+            *self._progress(),
             ("training time", f"{duration(self.train_seconds)} in {len(self.steps)} steps"),
             ("rollout tokens/s", number(self.rollout_tokens_per_second)),
             ("peak memory", memory),
@@ -108,6 +107,15 @@ class RunSummary:
         ]
         total = sum(tokens for _, tokens in known)
         return sum(fraction * tokens for fraction, tokens in known) / total if total else None
+
+    def _progress(self) -> list[tuple[str, str]]:
+        """Reward at the beginning and at the end; of a supervised run, which has none, the loss."""
+        is_supervised = bool(self.steps) and "reward/mean" not in self.steps[0]
+        name, column_name = ("loss", "update/loss") if is_supervised else ("reward", "reward/mean")
+        first = column(self.steps[:1], column_name)[0] if self.steps else None
+        last = mean(column(self.steps[-NUM_LAST:], column_name))
+        num_last = min(NUM_LAST, len(self.steps))
+        return [(f"{name}, first step", number(first)), (f"{name}, last {num_last} steps", number(last))]
 
     def _parity_text(self) -> str:
         fraction = self.bit_equal_fraction

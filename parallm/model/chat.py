@@ -42,6 +42,29 @@ class ChatTokenizer:
         """Text of `tokens` without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
+        """Token ids of `answer` as the template writes it behind the generation prompt, with the token that ends it.
+
+        Without a template, or where it changes what stands before the answer, the text itself and the end token.
+        Raises InvalidRequest where the template refuses the messages.
+        """
+        prompt, whole = (self._rendered(messages, answer=text) for text in (None, answer))
+        text = whole[len(prompt) :] if whole.startswith(prompt) else answer
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
+        return tuple(tokens[: ends[0] + 1]) if ends else (*tokens, self._tokenizer.eos_token_id)
+
+    def _rendered(self, messages: Sequence[Message], answer: str | None) -> str:
+        if not self.has_chat_template:
+            return "" if answer is None else answer
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
+        try:
+            rendered = self._tokenizer.apply_chat_template(turns, add_generation_prompt=answer is None, tokenize=False)
+        except Exception as error:  # templates are user-supplied programs: whatever they raise is about the messages
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
+        return str(rendered)
+
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens shown."""
         return str(self._tokenizer.decode([token]))

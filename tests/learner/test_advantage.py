@@ -9,7 +9,7 @@ from parallm.errors import TrainingStopped
 from parallm.learner.advantage import advantages
 from parallm.learner.settings import Advantage
 
-KINDS: tuple[Advantage, ...] = get_args(Advantage)
+KINDS: tuple[Advantage, ...] = tuple(kind for kind in get_args(Advantage) if kind != "reward")  # those that compare
 OF_A_GROUP: tuple[Advantage, ...] = ("group_mean", "group_std", "rloo", "max_rl")
 
 
@@ -25,6 +25,11 @@ def test_advantages_are_relative_to_the_group() -> None:
 
 def test_rloo_compares_with_the_others() -> None:
     assert one_group("rloo", 1, 0, 0, 0) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_the_reward_itself_is_compared_with_nothing() -> None:
+    assert one_group("reward", 1, 0, -2) == [1, 0, -2]
+    assert one_group("reward", 1) == [1]
 
 
 def test_max_rl_divides_by_the_share_that_is_solved() -> None:

@@ -95,7 +95,7 @@ def test_what_is_masked_cannot_reach_the_loss(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("name", EVERYTHING)
+@pytest.mark.parametrize("name", sorted(EVERYTHING.keys() - {"sft", "likelihood"}))  # nobody has sampled
 def test_a_log_prob_that_is_not_finite_cannot_hide_behind_a_clip(name: str, wrong: float) -> None:
     new_N, entropies_N, inputs = tokens(3)
     broken_N = mx.where(mx.arange(sum(LENGTHS)) == 6, wrong, inputs.behaviour_N)

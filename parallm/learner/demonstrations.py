@@ -1,0 +1,118 @@
+"""Completions to imitate: lines of jsonl -> what the learner trains on.
+
+A line is {"prompt": "...", "completion": "..."} or {"messages": [{"role": ..., "content": ...}], "completion": "..."}.
+A line with a `reward` (as the samples of a run have) counts from `learner.data_reward_min` on, and one with a
+`finish_reason` only if the completion has ended by itself.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from parallm.errors import ConfigError, ProblemError
+from parallm.learner.presets import objective_of
+from parallm.learner.settings import LearnerSettings
+from parallm.model.chat import ChatTokenizer
+from parallm.types import Message, Problem, Trajectory, TrajectoryGroup
+
+SAMPLES = "samples.jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+def read_demonstrations(settings: LearnerSettings) -> list[Problem] | None:
+    """The demonstrations of a supervised run, whose `answer` is the completion; None for any other run.
+
+    Raises ConfigError where the learner and its data do not go together, ProblemError for data that cannot be used.
+    """
+    is_supervised = objective_of(settings).policy == "likelihood"
+    if not is_supervised and settings.data is None:
+        return None
+    if not is_supervised:
+        raise ConfigError(f"learner.data={settings.data} is for learner=sft; learner={settings.preset} samples its own")
+    if settings.data is None:
+        raise ConfigError(
+            "learner.data: must be given; name a jsonl file with lines of prompt and completion, or the folder of a run"
+        )
+    path = Path(settings.data).expanduser()
+    return _read(path / SAMPLES if path.is_dir() else path, settings.data_reward_min)
+
+
+def to_group(demonstration: Problem, tokenizer: ChatTokenizer, max_context: int) -> TrajectoryGroup:
+    """A demonstration as a group of one. Raises ProblemError if it is longer than the context."""
+    prompt = tokenizer.encode_chat(demonstration.messages)
+    tokens = tokenizer.encode_answer(demonstration.messages, demonstration.answer)
+    if len(prompt) + len(tokens) > max_context:
+        raise ProblemError(
+            f"learner.data: {demonstration.problem_id} has {len(prompt)} + {len(tokens)} tokens, the context of the "
+            f"model is {max_context}; shorten it or leave it out"
+        )
+    trajectory = Trajectory(
+        problem_id=demonstration.problem_id,
+        prompt_tokens=prompt,
+        tokens=tokens,
+        loss_mask=(True,) * len(tokens),
+        logprobs=(0.0,) * len(tokens),
+        temperature=1.0,
+        weight_versions=(),  # no version has sampled it
+        reward_parts={},
+        reward=1.0,
+        text=demonstration.answer,
+        finish_reason="stop",
+    )
+    return TrajectoryGroup(problem=demonstration, trajectories=(trajectory,))
+
+
+def _read(path: Path, reward_min: float) -> list[Problem]:
+    try:
+        lines = [line for line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line[1].strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProblemError(f"learner.data: {path} cannot be read: {error}") from error
+    rows = [(number, _row(path, number, line)) for number, line in lines]
+    accepted = [(number, row) for number, row in rows if _is_accepted(row, reward_min)]
+    if not accepted:
+        rewards = [row["reward"] for _, row in rows if isinstance(row.get("reward"), int | float)]
+        raise ProblemError(
+            f"learner.data: none of the {len(rows)} lines of {path} counts; the largest reward is "
+            f"{max(rewards, default=None)}, learner.data_reward_min={reward_min:g}"
+        )
+    logger.info("%s: %d of %d completions count", path, len(accepted), len(rows))
+    return [_demonstration(path, number, row) for number, row in accepted]
+
+
+def _row(path: Path, number: int, line: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ProblemError(f"learner.data: line {number} of {path} is no JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ProblemError(f"learner.data: line {number} of {path} is no object with prompt and completion")
+    return row
+
+
+def _is_accepted(row: Mapping[str, Any], reward_min: float) -> bool:
+    if "reward" in row and not (isinstance(row["reward"], int | float) and row["reward"] >= reward_min):
+        return False
+    return bool(row.get("finish_reason", "stop") == "stop")
+
+
+def _demonstration(path: Path, number: int, row: Mapping[str, Any]) -> Problem:
+    completion = row.get("completion")
+    if not isinstance(completion, str) or not completion:
+        raise ProblemError(f"learner.data: line {number} of {path} has no text under completion; it has {sorted(row)}")
+    return Problem(problem_id=f"line {number}", messages=_messages(path, number, row), answer=completion)
+
+
+def _messages(path: Path, number: int, row: Mapping[str, Any]) -> tuple[Message, ...]:
+    turns = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
+    try:
+        messages = tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
+    except (TypeError, KeyError):
+        messages = ()
+    if not messages or not all(isinstance(one.content, str) and isinstance(one.role, str) for one in messages):
+        raise ProblemError(
+            f"learner.data: line {number} of {path} has neither a text under prompt nor messages of role and content"
+        )
+    return messages

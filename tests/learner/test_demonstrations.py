@@ -1,0 +1,132 @@
+"""Lines of jsonl and the samples of a run as something to imitate."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from parallm.device.lanes import Lanes
+from parallm.errors import ConfigError, ProblemError
+from parallm.learner.demonstrations import read_demonstrations, to_group
+from parallm.learner.learner import Learner
+from parallm.learner.settings import LearnerSettings
+from parallm.model.adapter import make_adapter
+from parallm.model.lora import initial_arrays
+from parallm.model.shared_model import SharedModel
+from parallm.types import Message, Problem, UpdateReport
+
+QUESTION = (Message(role="user", content="Tom has 3 pens and gets 4 more. How many pens does Tom have now?"),)
+ANSWER = "3 + 4 = 7\n#### 7"
+
+
+def write_lines(path: Path, *rows: Mapping[str, Any] | str) -> Path:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def read(path: Path, **settings: Any) -> list[Problem]:
+    found = read_demonstrations(LearnerSettings(preset="sft", data=str(path), **settings))
+    assert found is not None
+    return found
+
+
+def test_a_prompt_is_what_the_user_says(tmp_path: Path) -> None:
+    (one,) = read(write_lines(tmp_path / "data.jsonl", {"prompt": "1 + 1?", "completion": "2"}))
+    assert (one.problem_id, one.messages, one.answer) == ("line 1", (Message(role="user", content="1 + 1?"),), "2")
+
+
+def test_messages_are_taken_as_they_are(tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1?"}]
+    (one,) = read(write_lines(tmp_path / "data.jsonl", "", {"messages": turns, "completion": "2"}))
+    assert one.problem_id == "line 2"
+    assert [message.role for message in one.messages] == ["system", "user"]
+
+
+def test_of_a_run_the_samples_count_that_were_rewarded_and_ended_by_themselves(tmp_path: Path) -> None:
+    sample = {"prompt": "1 + 1?", "completion": "2", "reward": 1.0, "finish_reason": "stop"}
+    write_lines(
+        tmp_path / "samples.jsonl",
+        sample,
+        sample | {"reward": 0.5},
+        sample | {"finish_reason": "length"},
+        sample | {"reward": None},
+    )
+    assert [one.problem_id for one in read(tmp_path)] == ["line 1"]
+    assert [one.problem_id for one in read(tmp_path, data_reward_min=0.5)] == ["line 1", "line 2"]
+
+
+def test_a_run_without_accepted_samples_says_which_reward_was_the_largest(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "samples.jsonl", {"prompt": "?", "completion": "!", "reward": 0.25})
+    with pytest.raises(ProblemError, match=r"the largest reward is 0\.25, learner\.data_reward_min=1"):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "line 1 of .* is no JSON"),
+        ("[1]", "line 1 of .* is no object"),
+        ({"prompt": "?"}, r"has no text under completion; it has \['prompt'\]"),
+        ({"completion": "!"}, "has neither a text under prompt nor messages"),
+        ({"messages": [{"role": "user"}], "completion": "!"}, "has neither a text under prompt nor messages"),
+        ({"messages": [], "completion": "!"}, "has neither a text under prompt nor messages"),
+    ],
+)
+def test_a_broken_line_is_named(line: Mapping[str, Any] | str, complaint: str, tmp_path: Path) -> None:
+    with pytest.raises(ProblemError, match=complaint):
+        read(write_lines(tmp_path / "data.jsonl", line))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ProblemError, match=r"learner\.data: .*nothing\.jsonl cannot be read"):
+        read(tmp_path / "nothing.jsonl")
+
+
+def test_learner_and_data_must_go_together() -> None:
+    assert read_demonstrations(LearnerSettings()) is None
+    with pytest.raises(ConfigError, match=r"learner\.data: must be given"):
+        read_demonstrations(LearnerSettings(preset="sft"))
+    with pytest.raises(ConfigError, match=r"learner\.data=x is for learner=sft; learner=dapo samples its own"):
+        read_demonstrations(LearnerSettings(data="x"))
+
+
+def test_a_completion_follows_the_prompt_as_the_model_itself_would_write_it(nano: SharedModel) -> None:
+    (one,) = to_group(Problem(problem_id="a", messages=QUESTION, answer=ANSWER), nano.tokenizer, 512).trajectories
+    assert one.prompt_tokens == nano.tokenizer.encode_chat(QUESTION)
+    assert nano.tokenizer.decode(one.tokens) == ANSWER
+    assert [token for token in one.tokens if token in nano.tokenizer.eos_token_ids] == [one.tokens[-1]]
+    assert one.loss_mask == (True,) * len(one.tokens)
+
+
+def test_a_demonstration_longer_than_the_context_is_named(nano: SharedModel) -> None:
+    with pytest.raises(ProblemError, match=r"line 3 has \d+ \+ \d+ tokens, the context of the model is 20"):
+        to_group(Problem(problem_id="line 3", messages=QUESTION, answer=ANSWER), nano.tokenizer, 20)
+
+
+def update(learner: Learner, problems: list[Problem], model: SharedModel, step: int) -> UpdateReport:
+    groups = [to_group(problem, model.tokenizer, 512) for problem in problems]
+    (*_, report) = learner.update(groups, step=step, max_tokens=1)
+    assert report is not None
+    return report
+
+
+def test_the_loss_is_the_mean_negative_log_likelihood_and_falls(nano: SharedModel, lanes: Lanes) -> None:
+    texts = (ANSWER, "#### 9")
+    problems = [Problem(problem_id=text, messages=QUESTION, answer=text) for text in texts]
+    start = make_adapter(initial_arrays(nano.sites, 4, mx.random.key(0)), version=0, rank=4, alpha=8.0)
+    settings = LearnerSettings(preset="sft", learning_rate=5e-3, warmup_steps=0)
+    learner = Learner(nano, lanes, settings, start=start, total_steps=5, seed=0)
+    reports = [update(learner, problems, nano, step) for step in range(5)]
+    logprobs: list[float] = []
+    for problem in problems:
+        (one,) = to_group(problem, nano.tokenizer, 512).trajectories
+        row = mx.array([*one.prompt_tokens, *one.tokens])
+        logits = nano.base(row[None, :-1])[0].astype(mx.float32)
+        every = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        first = len(one.prompt_tokens) - 1
+        logprobs += [every[first + place, token].item() for place, token in enumerate(one.tokens)]
+    assert reports[0].loss == pytest.approx(-sum(logprobs) / len(logprobs), abs=1e-5)
+    assert reports[-1].loss < 0.7 * reports[0].loss

@@ -1,0 +1,67 @@
+"""Whole supervised runs: they learn, save, resume, and leave what a run leaves."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallm.environment.arithmetic import Arithmetic
+from parallm.environment.settings import ArithmeticSettings
+from parallm.errors import ConfigError, TrainingStopped
+from parallm.model.adapter_files import read_adapter
+
+Train = Callable[..., int]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    """Every answer is the bare number, which the nano model never says by itself."""
+    problems = Arithmetic(ArithmeticSettings(num_train=12, num_test=4)).problems("train")
+    rows = [{"prompt": one.messages[0].content, "completion": f"#### {one.answer}"} for one in problems]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(tmp_path / "data.jsonl")
+
+
+def learner(data: str, **changes: Any) -> dict[str, Any]:
+    return {"preset": "sft", "data": data, "learning_rate": 5e-3, "warmup_steps": 0} | changes
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if "seconds" not in name} for row in rows]
+
+
+def test_a_supervised_run_learns_and_leaves_versions_metrics_and_evaluations(
+    train: Train, data: str, tmp_path: Path
+) -> None:
+    trainer = {"steps": 6, "evaluate_problems": 4, "evaluate_every": 3}
+    assert train(learner=learner(data), trainer=trainer, rollout={"problems_per_step": 4}) == 0
+    rows = rows_of(tmp_path / "run")
+    assert rows[-1]["update/loss"] < 0.7 * rows[0]["update/loss"]
+    assert [row["update/version"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert not any(name.startswith(("reward", "groups", "parity", "offpolicy", "rollout")) for name in rows[0])
+    evaluations = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in evaluations] == [0, 3, 6]
+    assert read_adapter(tmp_path / "run" / "adapter").version == 6
+
+
+def test_a_resumed_run_is_the_same_run(train: Train, data: str, tmp_path: Path) -> None:
+    settings = {"learner": learner(data), "rollout": {"problems_per_step": 5}}
+    train(folder="whole", trainer={"steps": 4}, **settings)
+    train(folder="parts", trainer={"steps": 2}, **settings)
+    train(folder="parts", trainer={"steps": 4}, checkpoint={"resume": "auto"}, **settings)
+    assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
+    hashes = {read_adapter(tmp_path / folder / "adapter").sha256 for folder in ("whole", "parts")}
+    assert len(hashes) == 1
+
+
+def test_a_learning_rate_that_breaks_the_weights_stops_the_run(train: Train, data: str) -> None:
+    with pytest.raises(TrainingStopped, match="3 steps in a row changed nothing, the last one because"):
+        train(learner=learner(data, learning_rate=1e30), trainer={"steps": 9})
+
+
+def test_a_run_without_data_is_refused_before_the_model_loads(train: Train) -> None:
+    with pytest.raises(ConfigError, match=r"learner\.data: must be given"):
+        train(learner={"preset": "sft"}, model={"path": "/nothing"})
