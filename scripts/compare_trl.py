@@ -5,7 +5,7 @@ side with its own learner. Ours is `python -m parallm.train +recipe=arithmetic_g
 in an environment of its own and reads its settings from the config.yaml of our run.
 
 - Samples are all completions drawn in training: those of groups that refilling replaces, too. Both sides are evaluated
-  greedily every few steps on the same problems; the first evaluation that reaches the target counts.
+  greedily after each step on the same problems; the first evaluation that reaches the target counts.
 - Order: TRL's own shuffling is off, and its data set is what our problem stream gives. Refilling takes problems from
   the same stream, so our step k is further along in it than TRL's.
 - Seeds: the same numbers, but not the same random numbers: LoRA's A and the samples are drawn by MLX and by torch.
@@ -37,6 +37,7 @@ REQUIREMENTS = (f"trl=={TRL}", "peft==0.21.2", "transformers==5.23.0", "pydantic
 """Pydantic is what our environments' settings need."""
 NANO = Path(parallm.__file__).parent / "model" / "nano"
 TARGET = 0.8
+OURS, PEER = "parallm", "TRL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +82,9 @@ class Pair:
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="how many (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=100, help="at most, of each side (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=24, help="at most, of each side (default: %(default)s)")
     parser.add_argument(
-        "--evaluate-every", type=int, default=2, help="steps between evaluations (default: %(default)s)"
+        "--evaluate-every", type=int, default=1, help="steps between evaluations (default: %(default)s)"
     )
     parser.add_argument("--problems", type=int, default=512, help="of an evaluation (default: %(default)s)")
     parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, help="where TRL is installed")
@@ -91,7 +92,7 @@ def main() -> None:
     python = torch_python(arguments.peers, "trl", TORCH, REQUIREMENTS)
     pairs = [compare(seed, arguments, python) for seed in range(arguments.seeds)]
     header = ("seed", "", "before", "best", "steps to 80%", "samples to 80%", "seconds to 80%", "seconds a step")
-    rows = [row(pair.seed, who, run) for pair in pairs for who, run in (("parallm", pair.ours), ("TRL", pair.trl))]
+    rows = [row(pair.seed, who, run) for pair in pairs for who, run in ((OURS, pair.ours), (PEER, pair.trl))]
     print_table(f"Learning to {TARGET:.0%}: ours and TRL {TRL} (torch {TORCH}, CPU)", [header, *rows])
     print_figures(figures_of(pairs))
 
@@ -101,12 +102,15 @@ def compare(seed: int, arguments: Namespace, python: str) -> Pair:
         run = Path(folder) / "run"
         ours = train_ours(seed, arguments, run)
         config = yaml.safe_load((run / "config.yaml").read_text())
+    show(seed, OURS, ours)
     trl = train_trl(config, python)
-    pair = Pair(seed=seed, ours=ours, trl=trl)
-    for who, one in (("parallm", ours), ("TRL", trl)):
-        curve = "  ".join(f"{step}: {accuracy:.3f}" for step, accuracy in one.accuracies)
-        print(f"seed {seed}, {who}: {sum(one.sampled)} samples; accuracy after step {curve}", file=sys.stderr)
-    return pair
+    show(seed, PEER, trl)
+    return Pair(seed=seed, ours=ours, trl=trl)
+
+
+def show(seed: int, who: str, run: Run) -> None:
+    curve = "  ".join(f"{step}: {accuracy:.3f}" for step, accuracy in run.accuracies)
+    print(f"seed {seed}, {who}: {sum(run.sampled)} samples; accuracy after step {curve}", file=sys.stderr)
 
 
 def train_ours(seed: int, arguments: Namespace, folder: Path) -> Run:
