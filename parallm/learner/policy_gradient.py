@@ -8,7 +8,7 @@ Axes: M computed tokens, N completion tokens, H hidden.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import mlx.core as mx
 
@@ -75,9 +75,9 @@ class PolicyGradient:
         return scores
 
     def _view(self, arrays: Arrays, scaling: Scaling, key: mx.array) -> View:
-        adapter = one_adapter(arrays, scaling)
         if self._dropout == 0:
-            return adapter
+            return one_adapter(arrays, scaling)
+        adapter = one_adapter(arrays, replace(scaling, joined=()))  # each site drops other inputs
         keys = mx.random.split(key, len(adapter.a_IR))
         return DropoutAdapter(adapter, self._dropout, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
 

@@ -22,14 +22,14 @@ def scaling_of(adapter: Adapter, model: SharedModel) -> Scaling:
     # No activation has to be widened beside a bfloat16 base; float16 has too small a range for the factors
     dtype = mx.bfloat16 if model.dtype == mx.bfloat16 else mx.float32
     if not adapter.is_dora:
-        return Scaling(scales, {}, dtype)
+        return Scaling(scales, {}, dtype, model.joined)
     layers = _layers(model.base)
     norms = {
         site: _norms(layers[site], adapter.arrays[f"{site}.lora_a"], adapter.arrays[f"{site}.lora_b"] * scales[site])
         for site in adapter.targets
     }
     mx.eval(norms)
-    return Scaling(scales, norms, dtype)
+    return Scaling(scales, norms, dtype, model.joined)
 
 
 def initial_magnitudes(model: SharedModel) -> dict[str, mx.array]:

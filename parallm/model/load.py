@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from parallm.model.chat import ChatTokenizer
 from parallm.model.lora import Binding
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch, find_trunk
-from parallm.model.sites import install_sites
+from parallm.model.sites import InputRecorder, install_sites
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +72,10 @@ def share_model(
         max_context=_max_context(text_config),
         trunk_owner=owner,
         trunk_name=name,
+        joined=(),
         batches_exactly=can_batch(base, model_type),
     )
-    return _checked_split(model, model_type)
+    return _with_joined(_checked_split(model, model_type))
 
 
 def find_folder(path: str) -> Path:
@@ -131,6 +133,13 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> ChatTokenizer:
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {_reason(error)}") from error
 
 
+def _with_joined(model: SharedModel) -> SharedModel:
+    """`model` with the groups of sites that a forward calls with one input; nothing is computed for it."""
+    recorder = InputRecorder()
+    model.hidden(mx.array([[0, 1, 2, 3]]), model.make_cache(), recorder)
+    return replace(model, joined=recorder.groups())
+
+
 def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
     """`model`, or the same without its split where trunk + head is not the whole forward to the bit."""
     tokens = mx.array([[0, 1, 2, 3]])
@@ -138,8 +147,7 @@ def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
     if model.trunk_owner is not None and _splits_exactly(model, tokens, whole):
         return model
     logger.warning("%s: the head cannot be separated; log-probs will need whole logits", model_type)
-    fields = {name: getattr(model, name) for name in model.__dataclass_fields__}
-    return SharedModel(**(fields | {"trunk_owner": None, "trunk_name": ""}))
+    return replace(model, trunk_owner=None, trunk_name="")
 
 
 def _splits_exactly(model: SharedModel, tokens_1T: mx.array, whole_TV: mx.array) -> bool:

@@ -8,9 +8,10 @@ adapters.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Protocol
 
@@ -30,6 +31,8 @@ class Scaling:
     """Length of each output's weights, adapter included, that DoRA divides by; without entries for LoRA."""
     dtype: mx.Dtype = mx.float32
     """Of the factors in a forward. The arrays that are trained stay float32."""
+    joined: Sequence[tuple[str, ...]] = ()
+    """Sites that get the same input, such as queries, keys and values."""
 
 
 class View(Protocol):
@@ -49,15 +52,39 @@ class OneAdapter:
     a_IR: Mapping[str, mx.array]
     b_RO: Mapping[str, mx.array]
     stretch_O: Mapping[str, mx.array]
+    joined: Mapping[str, "JoinedSites"] = field(default_factory=dict)
 
     def delta(self, site: str, x: mx.array) -> mx.array | None:
         if site not in self.a_IR:
             return None
+        if site in self.joined:
+            return (self.joined[site].product(site, x) @ self.b_RO[site]).astype(x.dtype)
         # .astype: factors in float32 beside a base in float16
         return ((x @ self.a_IR[site]) @ self.b_RO[site]).astype(x.dtype)
 
     def stretch(self, site: str) -> mx.array | None:
         return self.stretch_O.get(site)
+
+
+class JoinedSites:
+    """Sites that are called with the same input, one after the other: one product with all their A serves them."""
+
+    def __init__(self, a_IR: Mapping[str, mx.array]) -> None:
+        self.sites = tuple(a_IR)
+        self._a_IK = mx.concatenate(list(a_IR.values()), axis=1)
+        self._cuts = list(accumulate(a.shape[1] for a in a_IR.values()))[:-1]
+        self._x: mx.array | None = None  # the input that the parts are of; nothing is kept when all are fetched
+        self._parts: dict[str, mx.array] = {}
+
+    def product(self, site: str, x: mx.array) -> mx.array:
+        """`x` (B, T, I) times A of `site`, (B, T, R)."""
+        if self._x is not x or site not in self._parts:
+            self._x = x
+            self._parts = dict(zip(self.sites, mx.split(x @ self._a_IK, self._cuts, axis=-1), strict=True))
+        part = self._parts.pop(site)
+        if not self._parts:
+            self._x = None
+        return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +193,23 @@ def one_adapter(arrays: Mapping[str, mx.array], scaling: Scaling) -> OneAdapter:
     """
     sites = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
     least = LEAST_COLUMNS if mx.default_device() == mx.Device(mx.cpu) else 1
+    a_IR = {site: _padded(arrays[f"{site}.lora_a"], 1, least).astype(scaling.dtype) for site in sites}
+    joined = [JoinedSites({site: a_IR[site] for site in group}) for group in _present(scaling.joined, a_IR)]
     return OneAdapter(
-        {site: _padded(arrays[f"{site}.lora_a"], 1, least).astype(scaling.dtype) for site in sites},
+        a_IR,
         {
             site: _padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, least).astype(scaling.dtype)
             for site in sites
         },
         {site: arrays[f"{site}.m"] / norm_O - 1 for site, norm_O in scaling.norms_O.items()},
+        {site: group for group in joined for site in group.sites},
     )
+
+
+def _present(groups: Sequence[tuple[str, ...]], a_IR: Mapping[str, mx.array]) -> list[list[str]]:
+    """The groups without sites that the adapter lacks; a group of one is none."""
+    found = [[site for site in group if site in a_IR] for group in groups]
+    return [group for group in found if len(group) > 1]
 
 
 def stack_adapters(adapters: list[OneAdapter | None], sites: Mapping[str, tuple[int, int]]) -> MixedAdapters:

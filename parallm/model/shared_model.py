@@ -42,6 +42,8 @@ class SharedModel:
     trunk_owner: nn.Module | None
     """The module whose attribute `trunk_name` maps tokens to hidden states; None: the model cannot be split."""
     trunk_name: str
+    joined: tuple[tuple[str, ...], ...]
+    """Sites that are called with the same input."""
     batches_exactly: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""
 

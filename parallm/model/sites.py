@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
@@ -51,6 +52,27 @@ def site_ranks(sites: Iterable[str], settings: LoraSettings) -> dict[str, int]:
         raise AdapterError(f"model.lora.ranks: {unused} are no targets of this run; choices: {known}")
     ranks = {site: settings.ranks[max(names, key=len)] for site, names in fitting.items() if names}
     return {site: rank for site, rank in ranks.items() if rank != settings.rank}
+
+
+class InputRecorder:
+    """A view that changes nothing and notes which sites are called with the same input, one after the other."""
+
+    def __init__(self) -> None:
+        self._x: mx.array | None = None
+        self._groups: list[list[str]] = []
+
+    def delta(self, site: str, x: mx.array) -> None:
+        if x is not self._x:
+            self._groups.append([])
+        self._x = x
+        self._groups[-1].append(site)
+
+    def stretch(self, site: str) -> None:
+        return None
+
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Of two sites or more."""
+        return tuple(tuple(group) for group in self._groups if len(group) > 1)
 
 
 def _layers(wanted: int | tuple[int, ...] | str, num_layers: int) -> set[int]:

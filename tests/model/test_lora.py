@@ -117,3 +117,16 @@ def test_an_error_inside_a_forward_takes_the_view_away_again(load_tiny: Callable
     with pytest.raises(RuntimeError, match="broken"), model.binding.applied(random_view(model, 1)):
         raise RuntimeError("broken")
     assert model.binding.view is None
+
+
+def test_sites_with_one_input_are_found_and_share_a_product(load_tiny: Callable[..., SharedModel]) -> None:
+    model = load_tiny("llama")
+    attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
+    assert model.joined[:2] == (
+        (f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+        (f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+    )
+    joined = random_view(model, 1)
+    apart = replace(joined, joined={})
+    assert joined.joined.keys() == {site for group in model.joined for site in group}
+    assert mx.allclose(hidden(model, joined), hidden(model, apart), atol=1e-6).item()
