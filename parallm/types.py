@@ -148,10 +148,7 @@ class TrajectoryGroup:
 
     @property
     def has_signal(self) -> bool:
-        """False if all rewards are equal, so that every advantage is zero.
-
-        Rewards that are not finite count as a signal: the learner must see them, to skip the step and say why.
-        """
+        """False if all rewards are equal and finite: the learner must see what is not, to skip the step and say why."""
         return len(set(self.rewards)) > 1 or not all(map(math.isfinite, self.rewards))
 
 
