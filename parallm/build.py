@@ -21,7 +21,7 @@ from parallm.device.lanes import Lanes
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
-from parallm.environment.environment import Environment, build_environment
+from parallm.environment.environment import AnyEnvironment, build_environment, connect
 from parallm.errors import CheckpointError
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.demonstrations import read_demonstrations
@@ -36,7 +36,8 @@ from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.judge import Judge
+from parallm.rollout.problem_stream import make_stream
 from parallm.rollout.splits import Splits, read_splits
 from parallm.server.app import create_app
 from parallm.server.listen import HttpServer, bind
@@ -177,11 +178,12 @@ async def _make_parts(
     config: RunConfig,
     folder: Path,
     house: House,
-    environment: Environment,
+    environment: AnyEnvironment,
     splits: Splits,
     recorder: RunRecorder,
     display: Display,
 ) -> Parts:
+    connect(environment, Judge(house.engine.generate_all, house.model.tokenizer))
     learner = await _on_device(
         house.device,
         partial(
@@ -200,7 +202,7 @@ async def _make_parts(
         house.engine.generate_all,
         house.model.tokenizer,
         environment,
-        ProblemStream(splits.train, config.seed),
+        make_stream(environment, splits.train, config.seed),
         config.rollout,
         config.seed,
     )
@@ -211,6 +213,7 @@ async def _make_parts(
         problems=splits.test,
         max_tokens=config.rollout.max_tokens,
         samples=evaluation_samples(config.trainer, config.seed),
+        rollout=config.rollout,
     )
     return Parts(
         device=house.device,

@@ -12,7 +12,7 @@ from parallm.build import House, with_house
 from parallm.checkpoint.chosen_adapter import find_adapters
 from parallm.config import EvaluateConfig
 from parallm.device.blas import BlasReport
-from parallm.environment.environment import Environment, build_environment
+from parallm.environment.environment import AnyEnvironment, build_environment, connect
 from parallm.errors import CheckpointError, ConfigError, ProblemError
 from parallm.metrics.comparison import Compared, comparison_report, print_comparison
 from parallm.metrics.json_lines import to_json, write_whole
@@ -22,6 +22,7 @@ from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.rollout.estimates import mean_difference
 from parallm.rollout.evaluation import Evaluator, Outcomes
+from parallm.rollout.judge import Judge
 from parallm.server.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.types import BASE, Problem, TrainingStatus
@@ -54,6 +55,7 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
         candidates = [Candidate(name=BASE, model=BASE)] if config.base else []
         for path in dict.fromkeys(adapters):
             candidates.append(await _published(house, path, f"candidate-{len(candidates)}"))
+        connect(environment, Judge(house.engine.generate_all, house.model.tokenizer))
         evaluator = Evaluator(
             generate_all=house.engine.generate_all,
             tokenizer=house.model.tokenizer,
@@ -61,6 +63,7 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
             problems=problems,
             max_tokens=config.rollout.max_tokens,
             samples=evaluation_samples(config.trainer, config.seed),
+            rollout=config.rollout,
         )
         compared = await _compare(evaluator, candidates)
         print_comparison(compared, sys.stdout)
@@ -71,7 +74,7 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
     return asyncio.run(with_house(without, blas, lambda: TrainingStatus(state="evaluating"), work))
 
 
-def _held_out(config: EvaluateConfig, environment: Environment) -> Sequence[Problem]:
+def _held_out(config: EvaluateConfig, environment: AnyEnvironment) -> Sequence[Problem]:
     problems = environment.problems("test")[: config.trainer.evaluate_problems]
     if not config.trainer.evaluate_problems:
         raise ConfigError("trainer.evaluate_problems=0 leaves nothing to evaluate on; 512 is the default")

@@ -69,6 +69,11 @@ def _is_tagged(choices: Mapping[str, Any]) -> bool:
 
 
 def _explain_value(error: ErrorDetails, path: tuple[str, ...], known: KnownKeys) -> str:
+    deeper = ".".join(map(str, error["loc"][len(path) :]))  # below a key that holds whatever a user puts there
+    if error["type"] in UNKNOWN_KEY and deeper:
+        return f"{deeper}: unknown key"
+    if error["type"] in MISSING and deeper:
+        return f"{deeper} must be given"
     if error["type"] in UNKNOWN_KEY:
         siblings = known
         for part in path[:-1]:

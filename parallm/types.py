@@ -115,17 +115,19 @@ class Problem:
     messages: tuple[Message, ...]
     answer: str
     level: int = 0
+    environment: str = ""
+    """Which of several mixed environments it belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One scored completion, as the learner trains on it: the sampled token ids, never re-tokenised text."""
+    """One scored episode, as the learner trains on it: sampled token ids and, between turns, those of replies."""
 
     problem_id: str
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    """True where the policy sampled the token."""
+    """True where the policy sampled the token and learns from it; the log-prob of other tokens may be 0."""
     logprobs: tuple[float, ...]
     temperature: float
     weight_versions: tuple[WeightSpan, ...]
@@ -136,11 +138,26 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultyEpisode:
+    """A completion that its environment has failed to score or to reply to; it is never trained on."""
+
+    kind: str
+    """`score` or `reply`, and `raised`, `timed_out`, `not_finite` or `malformed`, as `score_raised`; or `no_tokens`."""
+    detail: str
+    text: str
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
     """All trajectories of one problem; advantages are relative to this group."""
 
     problem: Problem
     trajectories: tuple[Trajectory, ...]
+    faulty: tuple[FaultyEpisode, ...] = ()
+    """Completions of the same problem without a reward."""
+    solve_rate: float | None = None
+    """Share of right ones among the scored completions; None where none was scored."""
 
     @property
     def rewards(self) -> tuple[float, ...]:

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 
-from parallm.environment.environment import Environment, build_environment
+from parallm.environment.arithmetic import Arithmetic
+from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.settings import ArithmeticSettings, Gsm8kSettings
 from parallm.types import Problem
 
 
-def make_environment(data: str | None, limit: int) -> Environment:
+def make_environment(data: str | None, limit: int) -> Arithmetic | Gsm8k:
     """The environment whose train split is the `limit` problems of a measurement."""
     if data is None:
-        return build_environment(ArithmeticSettings(num_train=limit))
-    return build_environment(Gsm8kSettings(path=data, limit=limit))
+        return Arithmetic(ArithmeticSettings(num_train=limit))
+    return Gsm8k(Gsm8kSettings(path=data, limit=limit))
 
 
 def load_problems(data: str | None, limit: int) -> Sequence[Problem]:

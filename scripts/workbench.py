@@ -24,6 +24,7 @@ from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.rollout.episode import Episode
 from parallm.rollout.trajectory import trajectory_of
 from parallm.types import (
     BASE,
@@ -126,10 +127,11 @@ def scored_at_random(
 ) -> TrajectoryGroup:
     """A group with signal: half of its completions, chosen at random, get reward 1."""
     winners = set(generator.sample(range(len(completions)), len(completions) // 2))
-    name = request.request_id
-    trajectories = tuple(
-        trajectory_of(request, completion, problem_id=name, reward=float(place in winners), parts={})
-        for place, completion in enumerate(completions)
-    )
-    problem = Problem(problem_id=name, messages=(), answer="")
-    return TrajectoryGroup(problem=problem, trajectories=trajectories)
+    problem = Problem(problem_id=request.request_id, messages=(), answer="")
+    trajectories = []
+    for place, completion in enumerate(completions):
+        episode = Episode(problem=problem, request=request, index=place)
+        episode.take(completion, completion.text)
+        mask, reward = tuple(episode.is_sampled), float(place in winners)
+        trajectories.append(trajectory_of(episode, reward=reward, parts={}, loss_mask=mask))
+    return TrajectoryGroup(problem=problem, trajectories=tuple(trajectories))

@@ -8,7 +8,14 @@ from omegaconf import OmegaConf
 
 from parallm.config import RunConfig, known_keys, register_defaults, run_folder, shipped, to_config
 from parallm.config_errors import explain_values
-from parallm.environment.settings import ArithmeticSettings, CustomSettings, Gsm8kSettings
+from parallm.environment.settings import (
+    ArithmeticSettings,
+    CalculatorSettings,
+    CustomSettings,
+    Gsm8kSettings,
+    MixedPart,
+    MixedSettings,
+)
 from parallm.errors import ConfigError
 
 
@@ -63,6 +70,30 @@ def test_an_own_environment_takes_any_options() -> None:
     assert config.environment == CustomSettings(target="mine:Maze", options={"width": 3})
 
 
+def test_mixed_environments_have_names_weights_and_settings_of_their_own() -> None:
+    easy = "easy:{weight:3,environment:{name:arithmetic,levels:[1]}}"
+    config = config_of("environment=mixed", f"environment.parts={{{easy},tool:{{environment:{{name:calculator}}}}}}")
+    assert config.environment == MixedSettings(
+        parts={
+            "easy": MixedPart(weight=3, environment=ArithmeticSettings(levels=(1,))),
+            "tool": MixedPart(weight=1, environment=CalculatorSettings()),
+        }
+    )
+
+
+def test_a_mistake_inside_a_part_of_a_mixture_is_named_with_its_place() -> None:
+    (line,) = complaint_about("environment=mixed", "environment.parts={a:{environment:{name:arithmetic,level:[1]}}}")
+    assert line == "environment.parts: a.environment.arithmetic.level: unknown key"
+    (line,) = complaint_about("environment=mixed", "environment.parts={a:{weight:1}}")
+    assert line == "environment.parts: a.environment must be given"
+
+
+def test_limits_that_exclude_each_other_are_named_alone() -> None:
+    assert complaint_about("rollout.curriculum.low=0.95") == ["rollout.curriculum: low=0.95 must be below high=0.9"]
+    (line,) = complaint_about("rollout.overlong_buffer=300")
+    assert line == "rollout: overlong_buffer=300 must be at most max_tokens=256"
+
+
 def test_an_unknown_key_is_named_with_the_nearest_and_all_choices() -> None:
     (line,) = complaint_about("server.prt=1")
     assert line.startswith("server.prt: unknown key, did you mean port? choices: enabled, host, port, ")
@@ -103,7 +134,7 @@ def test_a_value_that_allows_several_types_is_named_once() -> None:
 
 def test_an_unknown_environment_is_named_with_the_choices() -> None:
     (line,) = complaint_about("environment.name=gsm")
-    assert line == "environment: name 'gsm' is unknown, did you mean gsm8k? choices: arithmetic, gsm8k, custom"
+    assert line.startswith("environment: name 'gsm' is unknown, did you mean gsm8k? choices: arithmetic, gsm8k,")
 
 
 def test_a_value_that_must_be_given_is_named() -> None:
@@ -124,7 +155,7 @@ def test_an_unknown_key_at_the_top_of_a_recipe_is_named() -> None:
 
 
 def test_known_keys_hold_every_environment_by_name() -> None:
-    assert set(known_keys()["environment"]) == {"arithmetic", "gsm8k", "custom"}
+    assert set(known_keys()["environment"]) == {"arithmetic", "gsm8k", "custom", "calculator", "mixed"}
 
 
 def test_nothing_wrong_needs_no_explanation() -> None:

@@ -1,88 +1,138 @@
-"""What an environment is, and the one place where settings become one. Single turn: one prompt, one scored answer."""
+"""What an environment is, several of them as one, and the one place where settings become one."""
 
-import importlib
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, Protocol
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from parallm.environment.arithmetic import Arithmetic
+from parallm.environment.calculator import Calculator
+from parallm.environment.custom import make_custom
 from parallm.environment.gsm8k import Gsm8k
-from parallm.environment.settings import ArithmeticSettings, CustomSettings, EnvironmentSettings, Gsm8kSettings
-from parallm.errors import ConfigError
-from parallm.types import Problem, Split
+from parallm.environment.settings import (
+    ArithmeticSettings,
+    CalculatorSettings,
+    CustomSettings,
+    EnvironmentSettings,
+    Gsm8kSettings,
+    MixedSettings,
+)
+from parallm.types import BASE, Message, Problem, Split
 
-MEMBERS = ("problems", "score", "weights")
+Parts: TypeAlias = Mapping[str, float]
+"""Reward parts by name; reward = sum of weight * part."""
 
 
-class Environment(Protocol):
-    """Problems to solve and a judge of their answers. Both methods give the same result for the same arguments."""
+class Problems(Protocol):
+    """What every environment has."""
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Weight of each reward part: reward = sum of weight * part. A part that is missing here is only logged."""
+        """Weight of each reward part. A part that is missing here is only logged."""
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Return all problems of `split`, in a fixed order. Raises ProblemError if they cannot be read."""
 
-    def score(self, problem: Problem, text: str) -> Mapping[str, float]:
-        """Return the reward parts of the completion `text`; any text must be survived, the empty one too."""
+
+class Environment(Problems, Protocol):
+    """Problems to solve and a judge of their answers. Both methods give the same result for the same arguments.
+
+    `score` is called in a thread of its own, or may be `async`; what it raises costs one completion, not the run.
+    """
+
+    def score(self, problem: Problem, text: str) -> Parts | Awaitable[Parts]:
+        """Return the reward parts of the completion `text`; any text should be survived, the empty one too."""
 
 
-def build_environment(settings: EnvironmentSettings) -> Environment:
+@runtime_checkable
+class MultiTurnEnvironment(Problems, Protocol):
+    """An environment that answers the model before it scores. An attribute `stop` may hold strings that end a turn."""
+
+    def reply(
+        self, problem: Problem, turns: Sequence[Message]
+    ) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
+        """Return what to say to the model's newest turn, the last of `turns`; None ends the episode.
+
+        `turns` is everything after the problem's own messages. One message of the role `assistant` goes on in the
+        model's own text; messages of other roles open a turn of their own, as the model's chat template writes them.
+        """
+
+    def score(self, problem: Problem, turns: Sequence[Message]) -> Parts | Awaitable[Parts]:
+        """Return the reward parts of a whole episode."""
+
+
+AnyEnvironment: TypeAlias = Environment | MultiTurnEnvironment
+
+
+class Ask(Protocol):
+    """Puts a question to the model that is being served: a judge that costs no second copy of the weights."""
+
+    async def __call__(self, messages: Sequence[Message], *, model: str = BASE, max_tokens: int = 64) -> str:
+        """Return the greedy answer of `model`: the frozen base, `policy`, or a version of it."""
+
+
+@runtime_checkable
+class AskingEnvironment(Protocol):
+    """An environment whose methods put questions to the served model."""
+
+    def connect(self, ask: Ask) -> None:
+        """Keep `ask` for later; called once, before the first episode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixed:
+    """Several environments as one. Each problem remembers its own, whose weights, replies and scores count for it."""
+
+    environments: Mapping[str, AnyEnvironment]
+    shares: Mapping[str, float]
+    """How often each is drawn, in proportion to the others."""
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Of all environments; where two give one part different weights, a problem still counts its own."""
+        return {name: weight for one in self.environments.values() for name, weight in one.weights.items()}
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """All problems, in such an order that any number of the first ones is mixed by the shares."""
+        placed = [
+            ((place + 0.5) / self.shares[name], replace(one, problem_id=f"{name}/{one.problem_id}", environment=name))
+            for name, environment in self.environments.items()
+            for place, one in enumerate(environment.problems(split))
+        ]
+        return [problem for _, problem in sorted(placed, key=lambda pair: pair[0])]
+
+    def score(self, problem: Problem, text: str) -> Parts | Awaitable[Parts]:
+        environment = self.environments[problem.environment]
+        if isinstance(environment, MultiTurnEnvironment):
+            return environment.score(problem, [Message(role="assistant", content=text)])
+        return environment.score(problem, text)
+
+
+def environment_of(environment: AnyEnvironment, problem: Problem) -> AnyEnvironment:
+    """The one environment that `problem` comes from."""
+    return environment.environments[problem.environment] if isinstance(environment, Mixed) else environment
+
+
+def connect(environment: AnyEnvironment, ask: Ask) -> None:
+    """Hand `ask` to every environment that wants it."""
+    for one in environment.environments.values() if isinstance(environment, Mixed) else (environment,):
+        if isinstance(one, AskingEnvironment):
+            one.connect(ask)
+
+
+def build_environment(settings: EnvironmentSettings) -> AnyEnvironment:
     """Make the environment that `settings` chooses. Raises ConfigError or ProblemError."""
     match settings:
         case ArithmeticSettings():
             return Arithmetic(settings)
+        case CalculatorSettings():
+            return Calculator(settings)
         case Gsm8kSettings():
             return Gsm8k(settings)
         case CustomSettings():
-            return build_custom(settings)
-
-
-def build_custom(settings: CustomSettings) -> Environment:
-    """Import `module:Class` and call it with the options. Raises ConfigError, saying which of the steps failed."""
-    target = settings.target
-    module_name, colon, class_name = target.partition(":")
-    if not (module_name and colon and class_name):
-        raise ConfigError(f"environment.target={target!r} must have the form package.module:Class")
-    module = import_module(module_name, target)
-    maker = getattr(module, class_name, None)
-    if not callable(maker):
-        classes = sorted(name for name, value in vars(module).items() if inspect.isclass(value))
-        raise ConfigError(f"environment.target={target!r}: {module_name} has no class {class_name}, it has {classes}")
-    made = call_with_options(maker, settings.options, target)
-    missing = [member for member in MEMBERS if not hasattr(made, member)]
-    if missing:
-        raise ConfigError(
-            f"environment.target={target!r} lacks {', '.join(missing)}; parallm/environment/README.md shows an example"
-        )
-    environment: Environment = made
-    return environment
-
-
-def import_module(name: str, target: str) -> ModuleType:
-    """Import `name`; an import that fails inside the module is told apart from a module that is not there."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
-            raise ConfigError(
-                f"environment.target={target!r}: there is no module {error.name}; start `python -m parallm.train` "
-                "in the folder that holds it, or add that folder to PYTHONPATH"
-            ) from error
-        raise ConfigError(f"environment.target={target!r}: {name} needs a missing module: {error}") from error
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"environment.target={target!r} cannot be imported: {error}") from error
-
-
-def call_with_options(maker: Callable[..., Any], options: Mapping[str, Any], target: str) -> Any:
-    """Call `maker(**options)`; raises ConfigError naming the signature if the options do not fit it."""
-    signature = inspect.signature(maker)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise ConfigError(
-            f"environment.options={dict(options)} do not fit {target}{signature}: {error}; change environment.options"
-        ) from error
-    return maker(**options)
+            environment: AnyEnvironment = make_custom(settings)
+            return environment
+        case MixedSettings():
+            return Mixed(
+                environments={name: build_environment(part.environment) for name, part in settings.parts.items()},
+                shares={name: part.weight for name, part in settings.parts.items()},
+            )

@@ -38,4 +38,30 @@ class CustomSettings:
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-EnvironmentSettings = Annotated[ArithmeticSettings | Gsm8kSettings | CustomSettings, Field(discriminator="name")]
+@settings
+class CalculatorSettings:
+    name: Literal["calculator"] = "calculator"
+    problems: ArithmeticSettings = ArithmeticSettings()
+    """The word problems to solve with the calculator."""
+
+
+@settings
+class MixedPart:
+    weight: float = Field(default=1.0, gt=0)
+    """How often it is drawn, in proportion to the other parts."""
+    environment: Annotated[
+        ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings, Field(discriminator="name")
+    ]
+
+
+@settings
+class MixedSettings:
+    name: Literal["mixed"] = "mixed"
+    parts: dict[str, MixedPart] = Field(min_length=1)
+    """Environments by a name of your choice, under which their problems and metrics appear."""
+
+
+EnvironmentSettings = Annotated[
+    ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings | MixedSettings,
+    Field(discriminator="name"),
+]

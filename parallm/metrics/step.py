@@ -21,6 +21,12 @@ class StepMetrics:
     """Over all completions of the step, groups without signal included."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Mean of each named part."""
+    environments: Mapping[str, float] = field(default_factory=dict)
+    """`NAME/reward` and so on, where several environments are mixed."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Completions that could not be scored, by kind of fault; they are in none of the other numbers."""
+    problems_skipped: int = 0
+    """Problems that the curriculum has passed over."""
     groups_sampled: int
     groups_with_signal: int
     completion_length_mean: float
@@ -55,6 +61,10 @@ class StepMetrics:
             "reward/mean": self.reward_mean,
             "reward/std": self.reward_std,
             **{f"reward_part/{name}": value for name, value in self.reward_parts.items()},
+            **{f"environment/{name}": value for name, value in self.environments.items()},
+            "faults/total": sum(self.faults.values()),
+            **{f"faults/{kind}": number for kind, number in self.faults.items()},
+            "problems/skipped": self.problems_skipped,
             "groups/sampled": self.groups_sampled,
             "groups/with_signal": self.groups_with_signal,
             "completion/length_mean": self.completion_length_mean,

@@ -23,20 +23,28 @@ class ChatTokenizer:
         """Token ids of plain text, with the special tokens that the tokenizer adds by itself."""
         return tuple(self._tokenizer.encode(text))
 
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        """Token ids of text that follows other text: nothing is added to it."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the chat template with the generation prompt.
 
         A model without a template gets the messages' contents joined by newlines. Raises InvalidRequest where the
         template refuses the messages.
         """
+        text = self.render_chat(messages)
+        return self.encode_more(text) if self.has_chat_template else self.encode(text)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The text that `encode_chat` encodes. Raises InvalidRequest where the template refuses the messages."""
         if not self.has_chat_template:
-            return self.encode("\n".join(message.content for message in messages) + "\n")
+            return "\n".join(message.content for message in messages) + "\n"
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            text = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            return str(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
         except Exception as error:  # templates are user-supplied programs: whatever they raise is about the messages
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens` without special tokens."""

@@ -1,32 +1,36 @@
 """Problems -> requests -> scored groups of trajectories: one step's worth at a time."""
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from parallm.environment.environment import Environment
-from parallm.errors import ContextTooLong
+from parallm.environment.environment import AnyEnvironment
 from parallm.model.chat import ChatTokenizer
+from parallm.rollout.curriculum import Curriculum
 from parallm.rollout.ledger import Ledger
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.problem_stream import Stream
+from parallm.rollout.scoring import log_faults
 from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.shaping import loss_mask, shape
+from parallm.rollout.stage import GenerateAll, ScoredEpisode, Stage
 from parallm.rollout.trajectory import trajectory_of
 from parallm.seeds import mix
-from parallm.types import Completion, GenerationRequest, Problem, SamplingParams, Trajectory, TrajectoryGroup
-
-GenerateAll = Callable[[Sequence[GenerationRequest]], Awaitable[list[list[Completion]]]]
-"""`AsyncEngine.generate_all`, or anything like it."""
+from parallm.types import FaultyEpisode, GenerationRequest, Problem, SamplingParams, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collection:
-    """What one step has sampled."""
+    """What one step has sampled. Completions that could not be scored are not in the groups."""
 
     first: tuple[TrajectoryGroup, ...]
     """Groups of the first draw, with signal or without: rewards of these are an unbiased picture of the policy."""
     sampled: tuple[TrajectoryGroup, ...]
     """All groups, replacements included."""
     seconds: float
+    problems_skipped: int = 0
+    """Draws that the curriculum left out."""
 
     @property
     def with_signal(self) -> tuple[TrajectoryGroup, ...]:
@@ -34,7 +38,14 @@ class Collection:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(one.tokens) for group in self.sampled for one in group.trajectories)
+        """Tokens of completions, those of replies and of faulty ones included."""
+        scored = sum(len(one.tokens) for group in self.sampled for one in group.trajectories)
+        return scored + sum(len(one.tokens) for group in self.sampled for one in group.faulty)
+
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """How often each kind of fault has happened."""
+        return dict(sorted(Counter(one.kind for group in self.sampled for one in group.faulty).items()))
 
 
 class Collector:
@@ -47,15 +58,21 @@ class Collector:
         self,
         generate_all: GenerateAll,
         tokenizer: ChatTokenizer,
-        environment: Environment,
-        stream: ProblemStream,
+        environment: AnyEnvironment,
+        stream: Stream,
         settings: RolloutSettings,
         seed: int,
     ) -> None:
-        self._generate_all = generate_all
         self._tokenizer = tokenizer
-        self._environment = environment
+        self._stage = Stage(
+            generate_all,
+            tokenizer,
+            environment,
+            max_turns=settings.max_turns,
+            score_seconds=settings.score_seconds,
+        )
         self.ledger = Ledger(stream)
+        self.curriculum = Curriculum(self.ledger, settings.curriculum, seed)
         self._settings = settings
         self._seed = seed
 
@@ -63,17 +80,26 @@ class Collector:
         """Sample `problems_per_step` groups; replace those without signal up to `refill_rounds` times.
 
         Groups without signal (all rewards equal) teach nothing: https://arxiv.org/abs/2503.14476, dynamic sampling.
+        Raises what generating raises; an environment's faults are counted and logged.
         """
         began = time.perf_counter()
         wanted = self._settings.problems_per_step
-        first = await self._sample(self._draw(wanted, step), step, 0, model)
+        problems, skipped = self._draw(wanted, step)
+        first = await self._sample(problems, step, 0, model)
         groups = list(first)
         for _ in range(self._settings.refill_rounds):
             missing = wanted - sum(group.has_signal for group in groups)
             if missing <= 0:
                 break
-            groups += await self._sample(self._draw(missing, step), step, len(groups), model)
-        return Collection(first=tuple(first), sampled=tuple(groups), seconds=time.perf_counter() - began)
+            problems, more = self._draw(missing, step)
+            skipped += more
+            groups += await self._sample(problems, step, len(groups), model)
+        return Collection(
+            first=tuple(first),
+            sampled=tuple(groups),
+            seconds=time.perf_counter() - began,
+            problems_skipped=skipped,
+        )
 
     async def again(
         self, groups: Sequence[TrajectoryGroup], step: int, first_place: int, model: str
@@ -81,17 +107,21 @@ class Collector:
         """Sample the problems of `groups` once more, with seeds of the places from `first_place` on."""
         return await self._sample([group.problem for group in groups], step, first_place, model)
 
-    def _draw(self, count: int, step: int) -> list[Problem]:
-        problems = self.ledger.take(count)
+    def _draw(self, count: int, step: int) -> tuple[list[Problem], int]:
+        """Problems for `step`, and how many others the curriculum has passed over for them."""
+        before = self.curriculum.num_skipped
+        problems = self.curriculum.take(count)
         self.ledger.claim(step)
-        return problems
+        return problems, self.curriculum.num_skipped - before
 
     async def _sample(
         self, problems: Sequence[Problem], step: int, first_place: int, model: str
     ) -> list[TrajectoryGroup]:
         requests = [self._request(problem, step, first_place + place, model) for place, problem in enumerate(problems)]
-        results = await generate_for(problems, requests, self._generate_all)
-        return [self._group(*triple) for triple in zip(problems, requests, results, strict=True)]
+        rows = await self._stage.play(problems, requests)
+        groups = [self._group(*pair) for pair in zip(problems, rows, strict=True)]
+        log_faults(f"step {step + 1}", [(group.problem, fault) for group in groups for fault in group.faulty])
+        return groups
 
     def _request(self, problem: Problem, step: int, place: int, model: str) -> GenerationRequest:
         sampling = SamplingParams(
@@ -109,24 +139,28 @@ class Collector:
             switches_in_flight=self._settings.switch_in_flight,
         )
 
-    def _group(self, problem: Problem, request: GenerationRequest, completions: list[Completion]) -> TrajectoryGroup:
+    def _group(self, problem: Problem, row: Sequence[ScoredEpisode]) -> TrajectoryGroup:
+        faults = [fault_of(scored) for scored in row]
+        pairs = zip(row, faults, strict=True)
         return TrajectoryGroup(
-            problem=problem, trajectories=tuple(self._trajectory(problem, request, one) for one in completions)
+            problem=problem,
+            trajectories=tuple(self._trajectory(scored) for scored, fault in pairs if fault is None),
+            faulty=tuple(fault for fault in faults if fault is not None),
+            solve_rate=solve_rate(row),
         )
 
-    def _trajectory(self, problem: Problem, request: GenerationRequest, completion: Completion) -> Trajectory:
-        parts = dict(self._environment.score(problem, completion.text))
-        weights = self._environment.weights
-        reward = sum(weights.get(name, 0.0) * value for name, value in parts.items())
-        return trajectory_of(request, completion, problem_id=problem.problem_id, reward=reward, parts=parts)
+    def _trajectory(self, scored: ScoredEpisode) -> Trajectory:
+        shaped, mask = shape(scored, self._settings), loss_mask(scored, self._settings)
+        return trajectory_of(scored.episode, reward=shaped.reward, parts=shaped.parts, loss_mask=mask)
 
 
-async def generate_for(
-    problems: Sequence[Problem], requests: Sequence[GenerationRequest], generate_all: GenerateAll
-) -> list[list[Completion]]:
-    """`generate_all` of one request per problem. Raises ContextTooLong with the name of the longest problem."""
-    try:
-        return await generate_all(requests)
-    except ContextTooLong as error:
-        longest = max(range(len(requests)), key=lambda place: len(requests[place].prompt_tokens))
-        raise ContextTooLong(f"problem {problems[longest].problem_id}: {error}", error.parameter) from error
+def fault_of(scored: ScoredEpisode) -> FaultyEpisode | None:
+    """Why an episode cannot be trained on: its score's fault, or that nothing was sampled."""
+    if scored.score.fault is None and not scored.episode.tokens:
+        return FaultyEpisode(kind="no_tokens", detail="the engine has sampled nothing", text="", tokens=())
+    return scored.score.fault
+
+
+def solve_rate(row: Sequence[ScoredEpisode]) -> float | None:
+    right = [scored.score.is_correct for scored in row if scored.score.fault is None]
+    return fmean(right) if right else None

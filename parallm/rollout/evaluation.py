@@ -3,14 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parallm.environment.environment import Environment
+from parallm.environment.environment import AnyEnvironment
 from parallm.model.chat import ChatTokenizer
-from parallm.rollout.collector import GenerateAll, generate_for
 from parallm.rollout.estimates import mean_estimate, pass_at, wilson_interval
+from parallm.rollout.scoring import Score, log_faults
+from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.stage import GenerateAll, Stage
 from parallm.seeds import mix
 from parallm.types import EvaluationReport, GenerationRequest, Problem, SamplingParams
 
-CORRECT = "correct"
 EVALUATION = -1  # where a training step mixes its number into the seed
 
 
@@ -48,15 +49,18 @@ class Outcomes:
 class Evaluator:
     """Answers each problem once at temperature 0, and samples it where asked to.
 
-    A completion counts as right if its part `correct` is 1.
+    A completion counts as right if its part `correct` is 1. One that cannot be scored counts as wrong, its reward and
+    parts as 0.
     """
 
     generate_all: GenerateAll
     tokenizer: ChatTokenizer
-    environment: Environment
+    environment: AnyEnvironment
     problems: Sequence[Problem]
     max_tokens: int
     samples: Samples | None = None
+    rollout: RolloutSettings = RolloutSettings()
+    """For the number of turns and the time limit of a score."""
 
     async def evaluate(self, step: int, version: int, model: str) -> EvaluationReport:
         """What `model` does on the problems."""
@@ -97,14 +101,19 @@ class Evaluator:
     async def _scored(self, requests: Sequence[GenerationRequest]) -> list[list[Outcome]]:
         """The outcomes of each request, whose problems come round as often as needed."""
         problems = [self.problems[place % len(self.problems)] for place in range(len(requests))]
-        results = await generate_for(problems, requests, self.generate_all)
-        pairs = zip(problems, results, strict=True)
-        return [[self._outcome(problem, one.text) for one in completions] for problem, completions in pairs]
-
-    def _outcome(self, problem: Problem, text: str) -> Outcome:
-        parts, weights = self.environment.score(problem, text), self.environment.weights
-        reward = sum(weights.get(name, 0.0) * value for name, value in parts.items())
-        return Outcome(is_correct=_is_correct(parts), reward=reward, parts=parts)
+        stage = Stage(
+            self.generate_all,
+            self.tokenizer,
+            self.environment,
+            max_turns=self.rollout.max_turns,
+            score_seconds=self.rollout.score_seconds,
+        )
+        rows = [[scored.score for scored in row] for row in await stage.play(problems, requests)]
+        log_faults(
+            "evaluation",
+            [(problem, one.fault) for problem, row in zip(problems, rows, strict=True) for one in row if one.fault],
+        )
+        return [[outcome_of(one) for one in row] for row in rows]
 
     def _sampled(self, place: int, model: str, samples: Samples) -> GenerationRequest:
         seed = mix(mix(samples.seed, EVALUATION), place)
@@ -123,6 +132,7 @@ class Evaluator:
         )
 
 
-def _is_correct(score: Mapping[str, float]) -> bool:
-    """Environments without a part `correct` count a completion as right if all parts are 1."""
-    return bool(score[CORRECT] == 1) if CORRECT in score else all(value == 1 for value in score.values())
+def outcome_of(score: Score) -> Outcome:
+    return Outcome(
+        is_correct=score.is_correct, reward=0.0 if score.fault is not None else score.reward, parts=score.parts
+    )

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.problem_stream import Stream
 from parallm.types import Problem
 
 
 class Ledger:
     """A stream of problems with its account. Draws are places in the stream: a place always means the same problem."""
 
-    def __init__(self, stream: ProblemStream) -> None:
+    def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._cursor = stream.cursor  # the first place that was never drawn
         self._again: deque[int] = deque()  # places that were drawn in vain and come first
@@ -24,6 +24,11 @@ class Ledger:
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems. `claim` them for a step before anything else draws."""
         return [self._next() for _ in range(count)]
+
+    @property
+    def newest_place(self) -> int:
+        """Of what was drawn last and not claimed yet."""
+        return self._unclaimed[-1]
 
     def claim(self, step: int) -> None:
         """Book what was drawn since the last claim on `step`."""

@@ -1,8 +1,29 @@
-"""Settings of rollouts: how many completions of how many problems make one step."""
+"""Settings of rollouts: how many completions of how many problems make one step, and what they are paid for."""
 
-from pydantic import Field
+from typing import Literal
+
+from pydantic import Field, model_validator
 
 from parallm.settings import settings
+
+
+@settings
+class CurriculumSettings:
+    by: Literal["off", "problem", "level"] = "off"
+    """Whose solve rate decides how often a problem is drawn: its own, or that of its level."""
+    window: int = Field(default=16, ge=1)
+    """The solve rate is the mean of that many last groups."""
+    low: float = Field(default=0.1, ge=0, le=1)
+    high: float = Field(default=0.9, ge=0, le=1)
+    """Problems whose solve rate is below `low` or above `high` are drawn less often."""
+    keep: float = Field(default=0.25, ge=0.01, le=1)
+    """How much less: the share of their draws that still counts, so that their rate is seen to change."""
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> "CurriculumSettings":
+        if self.low >= self.high:
+            raise ValueError(f"low={self.low} must be below high={self.high}")
+        return self
 
 
 @settings
@@ -10,6 +31,9 @@ class RolloutSettings:
     problems_per_step: int = Field(default=16, ge=1)
     group_size: int = Field(default=8, ge=2)
     max_tokens: int = Field(default=256, ge=1)
+    """Of a whole episode: all turns of the model and the replies between them."""
+    max_turns: int = Field(default=8, ge=1)
+    """How often the model speaks in an episode with an environment that replies."""
     temperature: float = Field(default=1.0, gt=0)
     """top_p, top_k and min_p stay off: with them the sampled distribution is not the policy that is trained."""
     refill_rounds: int = Field(default=3, ge=0)
@@ -19,3 +43,19 @@ class RolloutSettings:
     Matters only where trainer.max_off_policy_steps is above 0."""
     max_idle_steps: int = Field(default=50, ge=1)
     """Steps in a row without any group with signal, after which training stops and says so."""
+    score_seconds: float = Field(default=30.0, gt=0)
+    """Longest time of one call of an environment's `score` or `reply`; the completion is left out of training then."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Over the last so many tokens before `max_tokens`, the reward falls in a line by `overlong_weight`; 0 is off."""
+    overlong_weight: float = Field(default=1.0, ge=0)
+    length_weight: float = Field(default=0.0, ge=0)
+    """What a right answer of `max_tokens` tokens pays for its length; shorter ones pay in proportion."""
+    mask_truncated: bool = False
+    """Whether completions that end at `max_tokens` are left out of the gradient."""
+    curriculum: CurriculumSettings = CurriculumSettings()
+
+    @model_validator(mode="after")
+    def _buffer_fits(self) -> "RolloutSettings":
+        if self.overlong_buffer > self.max_tokens:
+            raise ValueError(f"overlong_buffer={self.overlong_buffer} must be at most max_tokens={self.max_tokens}")
+        return self

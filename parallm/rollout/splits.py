@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallm.environment.environment import Environment
+from parallm.environment.environment import AnyEnvironment
 from parallm.errors import ProblemError
 from parallm.types import Problem
 
@@ -15,7 +15,7 @@ class Splits:
     """Held out; empty where nothing is evaluated."""
 
 
-def read_splits(environment: Environment, num_test: int) -> Splits:
+def read_splits(environment: AnyEnvironment, num_test: int) -> Splits:
     """All training problems and the first `num_test` held-out ones; with 0 the test split is not asked for.
 
     Raises ProblemError if there is nothing to train on, and what reading raises.

@@ -1,29 +1,25 @@
-"""A scored completion as the learner trains on it."""
+"""An episode with its reward, as the learner trains on it."""
 
 from collections.abc import Mapping
 
-from parallm.types import Completion, GenerationRequest, Trajectory
+from parallm.rollout.episode import Episode
+from parallm.types import Trajectory
 
 
 def trajectory_of(
-    request: GenerationRequest,
-    completion: Completion,
-    *,
-    problem_id: str,
-    reward: float,
-    parts: Mapping[str, float],
+    episode: Episode, *, reward: float, parts: Mapping[str, float], loss_mask: tuple[bool, ...]
 ) -> Trajectory:
-    """All tokens are trained on: each was sampled."""
+    """The very tokens and log-probs of the episode; `loss_mask` says which of them are trained on."""
     return Trajectory(
-        problem_id=problem_id,
-        prompt_tokens=request.prompt_tokens,
-        tokens=completion.tokens,
-        loss_mask=(True,) * len(completion.tokens),
-        logprobs=completion.logprobs,
-        temperature=request.sampling.temperature,
-        weight_versions=completion.weight_versions,
+        problem_id=episode.problem.problem_id,
+        prompt_tokens=episode.request.prompt_tokens,
+        tokens=tuple(episode.tokens),
+        loss_mask=loss_mask,
+        logprobs=tuple(episode.logprobs),
+        temperature=episode.request.sampling.temperature,
+        weight_versions=tuple(episode.weight_versions),
         reward_parts=parts,
         reward=reward,
-        text=completion.text,
-        finish_reason=completion.finish_reason,
+        text=episode.text,
+        finish_reason=episode.finish_reason,
     )

@@ -6,7 +6,7 @@ from statistics import fmean, pstdev
 
 from parallm.metrics.step import StepMetrics
 from parallm.rollout.collector import Collection
-from parallm.types import OffPolicyReport, UpdateReport
+from parallm.types import OffPolicyReport, Trajectory, TrajectoryGroup, UpdateReport
 
 
 def step_metrics(
@@ -26,12 +26,15 @@ def step_metrics(
     return StepMetrics(
         step=step,
         reward_mean=_mean(rewards),
-        reward_std=pstdev(rewards) if all(map(math.isfinite, rewards)) else math.nan,
+        reward_std=pstdev(rewards) if rewards and all(map(math.isfinite, rewards)) else math.nan,
         reward_parts={name: _mean([one.reward_parts.get(name, 0.0) for one in trajectories]) for name in names},
         groups_sampled=len(collection.sampled),
         groups_with_signal=len(collection.with_signal),
-        completion_length_mean=fmean(len(one.tokens) for one in trajectories),
-        truncated_fraction=fmean(one.finish_reason == "length" for one in trajectories),
+        environments=environment_metrics(collection.first),
+        faults=collection.faults,
+        problems_skipped=collection.problems_skipped,
+        completion_length_mean=_mean([len(one.tokens) for one in trajectories]),
+        truncated_fraction=_mean([one.finish_reason == "length" for one in trajectories]),
         rollout_tokens=collection.num_tokens,
         rollout_seconds=collection.seconds,
         update_seconds=update_seconds,
@@ -43,6 +46,22 @@ def step_metrics(
     )
 
 
+def environment_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
+    """For each of several mixed environments its mean reward and parts, and its share of the completions."""
+    own: dict[str, list[Trajectory]] = {}
+    for group in groups:
+        own.setdefault(group.problem.environment, []).extend(group.trajectories)
+    total = sum(map(len, own.values()))
+    row: dict[str, float] = {}
+    for environment in sorted(own.keys() - {""}):
+        found = own[environment]
+        row[f"{environment}/share"] = len(found) / max(1, total)
+        row[f"{environment}/reward"] = _mean([one.reward for one in found])
+        for part in sorted({part for one in found for part in one.reward_parts}):
+            row[f"{environment}/{part}"] = _mean([one.reward_parts.get(part, 0.0) for one in found])
+    return row
+
+
 def _mean(values: Sequence[float]) -> float:
-    """NaN where a score is not finite: `statistics` raises for some of these."""
-    return fmean(values) if all(map(math.isfinite, values)) else math.nan
+    """NaN of nothing, and where a score is not finite: `statistics` raises for some of these."""
+    return fmean(values) if values and all(map(math.isfinite, values)) else math.nan

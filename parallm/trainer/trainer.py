@@ -61,6 +61,7 @@ class Trainer:
         self._step = self._saver.saved_step = state.step
         self._version = state.version
         self._parts.collector.ledger.restore(state.counters)
+        self._parts.collector.curriculum.restore(state.counters)
         self._idle_steps = int(state.counters["idle_steps"])
         self._evaluations.resume(dict(state.counters))
         if "guard" in state.counters:  # checkpoints from before there was one lack both
@@ -154,6 +155,7 @@ class Trainer:
 
     def _finish_step(self, collection: Collection) -> None:
         self._parts.collector.ledger.settle(self._step)
+        self._parts.collector.curriculum.learn(collection.sampled)
         self._step += 1
         self._version = self._parts.learner.adapter.version
         self._idle_steps = 0 if collection.with_signal else self._idle_steps + 1
@@ -189,6 +191,7 @@ class Trainer:
                 "publication": self._publication.counters(),
                 "guard": self._guard.counters(),
                 **self._parts.collector.ledger.state(),
+                **self._parts.collector.curriculum.state(),
                 **self._evaluations.counters(),
             },
             groups=(),  # what was sampled ahead is sampled again: its problems are the first that are drawn
@@ -201,8 +204,9 @@ class Trainer:
             rewards = sorted({reward for group in collection.sampled for reward in group.rewards})
             raise TrainingStopped(
                 f"in {self._idle_steps} steps every completion of a problem got the same reward (the last ones: "
-                f"{rewards[:5]}), so there is nothing to learn from; choose problems that the model solves sometimes, "
-                "raise rollout.group_size or rollout.temperature, or check the environment's score"
+                f"{rewards[:5]}; faults: {dict(collection.faults)}), so there is nothing to learn from; choose "
+                "problems that the model solves sometimes, raise rollout.group_size or rollout.temperature, or check "
+                "the environment's score"
             )
 
     def _served(self) -> int:

@@ -1,18 +1,21 @@
-"""Settings become environments, and the example of the README works."""
+"""Settings become environments, and the examples of the README work."""
 
+import asyncio
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from parallm.environment.arithmetic import Arithmetic
-from parallm.environment.environment import build_environment
+from parallm.environment.environment import MultiTurnEnvironment, build_environment, connect
 from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.settings import ArithmeticSettings, CustomSettings, Gsm8kSettings
 from parallm.errors import ConfigError
+from parallm.types import Message
 
 README = Path(__file__).parents[2] / "parallm" / "environment" / "README.md"
 
@@ -32,17 +35,56 @@ def test_settings_choose_the_environment(tmp_path: Path) -> None:
     assert isinstance(build_environment(Gsm8kSettings(path=str(tmp_path))), Gsm8k)
 
 
-def test_the_example_of_the_readme_is_short_and_works(folder: Path) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert code.count("\n") < 40
-    (folder / "own_reverse.py").write_text(code, encoding="utf-8")
-    environment = build_environment(CustomSettings(target="own_reverse:Reverse", options={"num_test": 3}))
+@pytest.fixture
+def example(folder: Path) -> Callable[..., Any]:
+    """The environment of an example in the README, made by its class name: `example("Reverse", num_test=3)`."""
+
+    def make(name: str, **options: Any) -> Any:
+        codes = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+        (code,) = (code for code in codes if f"class {name}:" in code)
+        assert code.count("\n") < 40
+        module = f"own_{name.lower()}"
+        (folder / f"{module}.py").write_text(code, encoding="utf-8")
+        return build_environment(CustomSettings(target=f"{module}:{name}", options=options))
+
+    return make
+
+
+def test_the_example_of_one_turn_works(example: Callable[..., Any]) -> None:
+    environment = example("Reverse", num_test=3)
     test, train = environment.problems("test"), environment.problems("train")
     assert (len(test), len(train)) == (3, 7)
     assert not {problem.problem_id for problem in test} & {problem.problem_id for problem in train}
     assert environment.score(test[0], " elppa\n") == {"correct": 1.0, "length": 1.0}
     assert environment.score(test[0], "apple") == {"correct": 0.0, "length": 1.0}
     assert set(environment.weights) == {"correct", "length"}
+
+
+def test_the_example_with_a_judge_works(example: Callable[..., Any]) -> None:
+    async def ask(messages: Sequence[Message], *, model: str = "base", max_tokens: int = 64) -> str:
+        assert model == "base"
+        return " Yes, it is." if "Good morning" in messages[-1].content else "No."
+
+    environment = example("Polite")
+    connect(environment, ask)
+    (problem, *_) = environment.problems("train")
+    assert asyncio.run(environment.score(problem, "Good morning!")) == {"polite": 1.0, "short": 1.0}
+    assert asyncio.run(environment.score(problem, "x" * 300)) == {"polite": 0.0, "short": 0.0}
+
+
+def test_the_example_of_several_turns_works(example: Callable[..., Any]) -> None:
+    def said(*texts: str) -> list[Message]:
+        return [Message(role="user" if place % 2 else "assistant", content=text) for place, text in enumerate(texts)]
+
+    environment = example("Guess")
+    assert isinstance(environment, MultiTurnEnvironment)
+    problem = next(one for one in environment.problems("train") if one.answer == "37")
+    assert environment.reply(problem, said("50")) == [Message(role="user", content="lower")]
+    assert environment.reply(problem, said("50", "lower", "20")) == [Message(role="user", content="higher")]
+    assert environment.reply(problem, said("no idea")) == [Message(role="user", content="a number, please")]
+    assert environment.reply(problem, said("50", "lower", "37")) is None
+    assert environment.score(problem, said("50", "lower", "37")) == {"correct": 1.0, "guesses": 2.0}
+    assert environment.score(problem, said("")) == {"correct": 0.0, "guesses": 1.0}
 
 
 @pytest.mark.parametrize("target", ["own_module", "own_module:", ":Own", ""])

@@ -1,6 +1,11 @@
 import time
 
-from parallm.rollout.problem_stream import ProblemStream
+import pytest
+
+from parallm.environment.environment import Mixed, build_environment
+from parallm.environment.settings import ArithmeticSettings, MixedPart, MixedSettings
+from parallm.errors import ConfigError, ProblemError
+from parallm.rollout.problem_stream import ProblemStream, Stream, make_stream
 from parallm.types import Message, Problem
 
 
@@ -54,3 +59,59 @@ def test_a_problem_of_a_large_split_costs_no_time() -> None:
     began = time.perf_counter()
     stream.take(200)
     assert time.perf_counter() - began < 1.0  # the event loop waits meanwhile: one shuffle per epoch, not per problem
+
+
+def mixture(**shares: float) -> Mixed:
+    parts = {
+        name: MixedPart(weight=share, environment=ArithmeticSettings(num_train=40, num_test=4))
+        for name, share in shares.items()
+    }
+    made = build_environment(MixedSettings(parts=parts))
+    assert isinstance(made, Mixed)
+    return made
+
+
+def mixed_stream(seed: int = 0, **shares: float) -> Stream:
+    environment = mixture(**shares)
+    return make_stream(environment, environment.problems("train"), seed)
+
+
+def test_environments_are_drawn_by_their_weights_in_every_stretch() -> None:
+    stream = mixed_stream(a=3, b=1)
+    for _ in range(70):
+        names = [problem.environment for problem in stream.take(16)]
+        assert (names.count("a"), names.count("b")) == (12, 4)
+
+
+def test_each_environment_of_a_mixture_goes_through_epochs_of_its_own() -> None:
+    drawn = mixed_stream(a=3, b=1).take(320)
+    for name, epochs in (("a", 6), ("b", 2)):
+        own = [problem.problem_id for problem in drawn if problem.environment == name]
+        assert len(own) == 40 * epochs
+        assert all(len(set(own[start : start + 40])) == 40 for start in range(0, len(own), 40))
+
+
+def test_a_mixture_goes_on_from_a_saved_cursor() -> None:
+    whole = mixed_stream(a=2, b=1, c=0.7)
+    whole.take(2345)
+    resumed = mixed_stream(a=2, b=1, c=0.7)
+    resumed.cursor = whole.cursor
+    assert resumed.cursor == 2345
+    assert resumed.take(50) == whole.take(50)
+
+
+def test_the_order_of_a_mixture_follows_from_the_seed() -> None:
+    assert mixed_stream(1, a=1, b=1).take(90) == mixed_stream(1, a=1, b=1).take(90)
+    assert mixed_stream(1, a=1, b=1).take(90) != mixed_stream(2, a=1, b=1).take(90)
+
+
+def test_a_part_that_would_never_be_drawn_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"environment\.parts\.b\.weight is less than one draw in 1000"):
+        mixed_stream(a=5000, b=1)
+
+
+def test_a_part_without_problems_is_refused() -> None:
+    environment = mixture(a=1, b=1)
+    problems = [problem for problem in environment.problems("train") if problem.environment == "a"]
+    with pytest.raises(ProblemError, match=r"environment\.parts\.b: the train split has no problems"):
+        make_stream(environment, problems, 0)

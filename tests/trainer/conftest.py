@@ -1,6 +1,7 @@
 """Whole runs of the embedded model in this process: seconds long, with environments that make trouble when told to."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from parallm.config import RunConfig
 from parallm.device.blas import load_blas
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
+from parallm.errors import ProblemError
+from parallm.rollout.stage import ScoredEpisode, Stage
 from parallm.types import Problem, Split
 
 TINY: Mapping[str, Mapping[str, Any]] = {
@@ -81,6 +84,22 @@ def calling() -> type[Calling]:
 @pytest.fixture
 def constant() -> type[Constant]:
     return Constant
+
+
+@pytest.fixture
+def fail_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets the given round of sampling, counted from 1, end with a ProblemError: its problems are drawn by then."""
+    play, numbers = Stage.play, count(1)
+
+    def fail_once(chosen: int) -> None:
+        async def fail(stage: Stage, *arguments: Any) -> list[list[ScoredEpisode]]:
+            if next(numbers) == chosen:
+                raise ProblemError("cannot be played")
+            return await play(stage, *arguments)
+
+        monkeypatch.setattr(Stage, "play", fail)
+
+    return fail_once
 
 
 @pytest.fixture

@@ -107,14 +107,12 @@ def test_an_interrupted_run_ahead_loses_and_repeats_no_problem(train: Train, cal
 
 
 def test_a_run_ahead_goes_on_after_an_error_without_losing_a_problem(
-    train: Train, calling: Any, tmp_path: Path
+    train: Train, fail_in_round: Callable[[int], None], tmp_path: Path
 ) -> None:
-    def fail() -> float:
-        raise ProblemError("cannot be scored")
-
+    fail_in_round(4)
     rare = {"every": 100, "resume": "auto"}
     with pytest.raises(ProblemError):
-        train(calling(fail, 30), trainer=AHEAD, checkpoint=rare)
+        train(trainer=AHEAD, checkpoint=rare)
     assert newest_state(tmp_path / "run").step == len(rows_of(tmp_path / "run")) > 0
     train(trainer=AHEAD, checkpoint=rare)
     assert_every_problem_once(tmp_path / "run")

@@ -15,10 +15,26 @@ from parallm.learner.policy_gradient import PolicyGradient
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.rollout.evaluation import Evaluator
+from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.shaping import Shaped, shape
+from parallm.rollout.stage import ScoredEpisode
 from parallm.types import Estimate, EvaluationReport
 
 Train = Callable[..., int]
 PLAIN = {"refill_rounds": 0}  # 2 problems x 4 completions: step N scores completions 8 N - 7 to 8 N
+
+
+NAN_LATER, INF_LATER = -1e6, -2e6
+"""Scores that become rewards that are not finite behind the check of scores, which would leave out the completion."""
+
+
+@pytest.fixture(autouse=True)
+def broken_shaping(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(scored: ScoredEpisode, settings: RolloutSettings) -> Shaped:
+        value = {NAN_LATER: math.nan, INF_LATER: math.inf}.get(scored.score.reward)
+        return shape(scored, settings) if value is None else Shaped(parts={"even": value}, reward=value)
+
+    monkeypatch.setattr("parallm.rollout.collector.shape", broken)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -32,7 +48,7 @@ def adapter_after(folder: Path, step: int) -> Adapter:
 def test_after_three_faults_in_a_row_the_newest_update_is_undone_and_training_goes_on(
     train: Train, calling: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    faults = calling(lambda: math.nan, 17, 25, 33)  # in steps 3, 4 and 5
+    faults = calling(lambda: NAN_LATER, 17, 25, 33)  # in steps 3, 4 and 5
     assert train(faults, rollout=PLAIN, trainer={"steps": 7}, checkpoint={"keep": 9}) == 0
     folder = tmp_path / "run"
     assert [row["guard/skipped"] for row in rows_of(folder)] == [0, 0, 1, 2, 3, 3, 3]
@@ -48,7 +64,7 @@ def test_after_three_faults_in_a_row_the_newest_update_is_undone_and_training_go
 def test_after_a_roll_back_nothing_is_trained_that_the_undone_version_has_sampled_ahead(
     train: Train, calling: Any, tmp_path: Path
 ) -> None:
-    faults = calling(lambda: math.nan, *range(17, 49))  # at least in steps 3, 4 and 5
+    faults = calling(lambda: NAN_LATER, *range(17, 49))  # at least in steps 3, 4 and 5
     assert train(faults, rollout=PLAIN, trainer={"steps": 8, "max_off_policy_steps": 2}) == 0
     rows = rows_of(tmp_path / "run")
     undone = next(row["step"] for row in rows if row["guard/rollbacks"] == 1)
@@ -60,7 +76,7 @@ def test_after_a_roll_back_nothing_is_trained_that_the_undone_version_has_sample
 
 def test_faults_that_roll_backs_do_not_cure_stop_the_run(train: Train, calling: Any, tmp_path: Path) -> None:
     with pytest.raises(TrainingStopped, match=r"3 steps in a row changed nothing.*2 roll-backs have not helped"):
-        train(calling(lambda: math.nan, *range(1, 999)), rollout=PLAIN, trainer={"steps": 20})
+        train(calling(lambda: NAN_LATER, *range(1, 999)), rollout=PLAIN, trainer={"steps": 20})
     rows = rows_of(tmp_path / "run")
     assert [row["guard/rollbacks"] for row in rows] == [0, 0, 1, 1, 1, 2, 2, 2, 2]
     assert (tmp_path / "run" / "step_000009").is_dir()
@@ -69,7 +85,7 @@ def test_faults_that_roll_backs_do_not_cure_stop_the_run(train: Train, calling: 
 def test_the_trajectories_to_blame_are_kept_with_everything_that_is_known_of_them(
     train: Train, calling: Any, tmp_path: Path
 ) -> None:
-    train(calling(lambda: math.inf, 10, 14), rollout=PLAIN, trainer={"steps": 2})
+    train(calling(lambda: INF_LATER, 10, 14), rollout=PLAIN, trainer={"steps": 2})
     folder = tmp_path / "run" / "faults"
     assert [file.name for file in folder.iterdir()] == ["step_2.jsonl"]
     rows = [json.loads(line) for line in (folder / "step_2.jsonl").read_text().splitlines()]

@@ -104,25 +104,55 @@ def test_without_a_learning_rate_nothing_changes(train: Train, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
-def test_a_reward_that_is_not_finite_skips_its_step_only(
+def test_a_reward_that_is_not_finite_costs_one_completion(
     train: Train, calling: Any, tmp_path: Path, reward: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rollout = {"refill_rounds": 0}
-    assert train(calling(lambda: reward, 10), rollout=rollout, trainer={"steps": 3}, checkpoint={"keep": 9}) == 0
+    assert train(calling(lambda: reward, 10), rollout={"refill_rounds": 0}, trainer={"steps": 3}) == 0
     rows = rows_of(tmp_path / "run")
-    assert [row["update/skipped"] is None for row in rows] == [True, False, True]
-    assert rows[1]["reward/mean"] is None
-    assert "step 2: nothing was changed: a reward is not finite" in caplog.text
-    assert f"(problem arithmetic-train-6, completion 1: reward {reward})" in caplog.text
-    first, second, third = (read_adapter(tmp_path / f"run/step_00000{step}/adapter") for step in (1, 2, 3))
-    assert first.sha256 == second.sha256 != third.sha256
-    assert (second.version, third.version) == (1, 2)
+    assert [row["faults/total"] for row in rows] == [0, 1, 0]
+    assert rows[1]["faults/score_not_finite"] == 1
+    assert all(math.isfinite(row["reward/mean"]) for row in rows)
+    assert [row["update/skipped"] for row in rows] == [None, None, None]
+    assert f"step 2, score_not_finite: the part 'even' is {reward}; problem arithmetic-train-" in caplog.text
 
 
-def test_infinite_rewards_of_both_signs_do_not_end_the_run(train: Train, calling: Any, tmp_path: Path) -> None:
-    signs = iter([math.inf, -math.inf])
-    assert train(calling(lambda: next(signs), 1, 2), trainer={"steps": 2}) == 0
-    assert rows_of(tmp_path / "run")[0]["update/skipped"] is not None
+def raising(error: BaseException) -> Callable[[], float]:
+    def fail() -> float:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [ValueError("no number"), ProblemError("no answer"), SystemExit(3)])
+def test_a_score_that_raises_costs_one_completion(
+    train: Train, calling: Any, tmp_path: Path, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train(calling(raising(error), 2), rollout={"refill_rounds": 0}, trainer={"steps": 1}) == 0
+    (row,) = rows_of(tmp_path / "run")
+    assert (row["faults/score_raised"], row["update/skipped"]) == (1, None)
+    assert f"step 1, score_raised: {error!r}; problem" in caplog.text
+    assert len(rows_of(tmp_path / "run", "samples.jsonl")) == 7
+
+
+def test_a_score_that_hangs_costs_one_completion(train: Train, calling: Any, tmp_path: Path) -> None:
+    def hang() -> float:
+        while True:
+            pass
+
+    rollout = {"refill_rounds": 0, "score_seconds": 0.3}
+    assert train(calling(hang, 2, 3), rollout=rollout, trainer={"steps": 2}) == 0
+    first, second = rows_of(tmp_path / "run")
+    assert (first["faults/score_timed_out"], first["update/skipped"]) == (2, None)
+    assert second["faults/total"] == 0
+
+
+def test_when_no_completion_can_be_scored_training_stops_and_names_the_faults(
+    train: Train, calling: Any, tmp_path: Path
+) -> None:
+    rollout = {"max_idle_steps": 2, "refill_rounds": 0}
+    with pytest.raises(TrainingStopped, match=r"faults: \{'score_raised': 8\}"):
+        train(calling(raising(ValueError("broken")), *range(1, 99)), rollout=rollout)
+    assert [row["reward/mean"] for row in rows_of(tmp_path / "run")] == [None, None]
 
 
 def test_when_nothing_teaches_anything_training_stops_and_says_so(train: Train, constant: Any, tmp_path: Path) -> None:
@@ -149,20 +179,13 @@ def test_a_step_with_signal_starts_the_count_of_idle_steps_anew(train: Train, ca
     assert newest_state(tmp_path / "run").counters["idle_steps"] == 2
 
 
-def fail_once(error: Exception) -> Callable[[], float]:
-    def fail() -> float:
-        raise error
-
-    return fail
-
-
 def test_steps_before_an_error_are_saved_and_the_run_goes_on_from_there(
-    train: Train, calling: Any, tmp_path: Path
+    train: Train, fail_in_round: Callable[[int], None], tmp_path: Path
 ) -> None:
+    fail_in_round(4)
     rare = {"every": 100, "resume": "auto"}
-    with pytest.raises(ProblemError, match="cannot be scored"):
-        # in the middle of step 3, whose problems are taken from the stream already
-        train(calling(fail_once(ProblemError("cannot be scored")), 30), checkpoint=rare, trainer={"steps": 4})
+    with pytest.raises(ProblemError, match="cannot be played"):
+        train(checkpoint=rare, trainer={"steps": 4})
     assert saved_steps(tmp_path / "run") == [len(rows_of(tmp_path / "run"))]
     assert train(checkpoint=rare, trainer={"steps": 4}) == 0
     assert train(folder="whole", trainer={"steps": 4}) == 0

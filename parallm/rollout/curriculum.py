@@ -1,0 +1,74 @@
+"""Fewer draws for problems that the policy nearly always or nearly never solves: their groups teach little."""
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from parallm.rollout.ledger import Ledger
+from parallm.rollout.settings import CurriculumSettings
+from parallm.seeds import mix
+from parallm.types import Problem, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+
+
+class Curriculum:
+    """Keeps solve rates and draws problems by them.
+
+    What it draws follows from the seed, the ledger's places and the rates. `state` is all there is to save.
+    """
+
+    def __init__(self, ledger: Ledger, settings: CurriculumSettings, seed: int) -> None:
+        self._ledger = ledger
+        self._settings = settings
+        self._seed = seed
+        self._rates: dict[str, deque[float]] = {}
+        self.num_skipped = 0  # problems that were drawn and passed over, since the start of this process
+
+    def take(self, count: int) -> list[Problem]:
+        """The next `count` problems, from the ledger; what is passed over for them is drawn from it too."""
+        if self._settings.by == "off":
+            return self._ledger.take(count)
+        return [self._next() for _ in range(count)]
+
+    def learn(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Take over the solve rates of a finished step: of steps that begin anew, nothing may be left."""
+        for group in groups:
+            if self._settings.by != "off" and group.solve_rate is not None:
+                window = self._settings.window
+                self._rates.setdefault(self._key(group.problem), deque(maxlen=window)).append(group.solve_rate)
+
+    def rate(self, problem: Problem) -> float | None:
+        """The solve rate that decides about `problem`; None while nothing is known."""
+        rates = self._rates.get(self._key(problem))
+        return fmean(rates) if rates else None
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint, as JSON."""
+        rates = {key: list(rates) for key, rates in self._rates.items()}
+        return {"curriculum": {"by": self._settings.by, "rates": rates}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on as `state` says, where it says anything; rates of a curriculum by something else are of no use."""
+        saved = state.get("curriculum", {"by": self._settings.by, "rates": {}})
+        if saved["by"] != self._settings.by:
+            logger.warning("rollout.curriculum.by was %s and is %s: it starts anew", saved["by"], self._settings.by)
+            return
+        window = self._settings.window
+        self._rates = {key: deque(rates, maxlen=window) for key, rates in saved["rates"].items()}
+
+    def _next(self) -> Problem:
+        while True:  # ends, since each round keeps its problem with a probability of at least `keep`
+            (problem,) = self._ledger.take(1)
+            dice = mix(self._seed, self._ledger.newest_place) / 2**64
+            rate = self.rate(problem)
+            if rate is None or self._settings.low <= rate <= self._settings.high or dice < self._settings.keep:
+                return problem
+            self.num_skipped += 1
+
+    def _key(self, problem: Problem) -> str:
+        if self._settings.by == "problem":
+            return problem.problem_id
+        return f"{problem.environment}/{problem.level}"

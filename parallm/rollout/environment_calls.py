@@ -1,0 +1,128 @@
+"""Calls into an environment, which is anybody's program: off the event loop, and within a time limit."""
+
+import asyncio
+import ctypes
+import inspect
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFault:
+    """What an environment's method did instead of answering; `kind` is a name to count it under."""
+
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call has returned, or its fault."""
+
+    value: Any = None
+    fault: EnvironmentFault | None = None
+
+
+class TimeIsUp(BaseException):
+    """Raised inside a method that takes too long; no `except Exception` of its own holds it up."""
+
+
+class EnvironmentCalls:
+    """Makes one call after the other in a thread, so that HTTP is answered meanwhile; awaitables run side by side.
+
+    A thread cannot be killed. One that is over its time gets an exception at its next Python instruction; one that
+    waits outside of Python is left behind.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._turn = asyncio.Lock()
+
+    async def call_all(self, functions: Sequence[Callable[[], object]]) -> list[Outcome]:
+        """What each of `functions` returns, awaited where it is awaitable; `raised` and `timed_out` are faults."""
+        outcomes: list[Outcome] = []
+        async with self._turn:
+            while len(outcomes) < len(functions):
+                outcomes += await self._in_one_thread(functions[len(outcomes) :])
+        return list(await asyncio.gather(*map(self._awaited, outcomes)))
+
+    async def _in_one_thread(self, functions: Sequence[Callable[[], object]]) -> list[Outcome]:
+        """Outcomes of all `functions`, or of those up to the first one that takes too long."""
+        work = _Work(functions, asyncio.get_running_loop())
+        # a daemon: one that hangs must not hold up the end of the process
+        thread = threading.Thread(target=work.run, name="environment", daemon=True)
+        thread.start()
+        try:
+            while not work.ended.done():
+                place, began = work.under_way
+                seconds_left = began + self._seconds - time.monotonic()
+                if seconds_left <= 0:
+                    return [*work.outcomes[:place], self._late()]
+                await asyncio.wait({work.ended}, timeout=seconds_left)
+            return work.outcomes
+        finally:
+            if not work.ended.done():
+                interrupt(thread)
+
+    async def _awaited(self, outcome: Outcome) -> Outcome:
+        if not inspect.isawaitable(outcome.value):
+            return outcome
+        task = asyncio.ensure_future(settle(outcome.value))
+        try:
+            # not asyncio.wait_for, whose TimeoutError looks like one that the environment raises
+            done, _ = await asyncio.wait({task}, timeout=self._seconds)
+            return task.result() if done else self._late()
+        finally:
+            task.cancel()
+
+    def _late(self) -> Outcome:
+        detail = f"no answer within {self._seconds:g} s; rollout.score_seconds is the limit"
+        return Outcome(fault=EnvironmentFault("timed_out", detail))
+
+
+class _Work:
+    """Functions that one thread calls. The event loop reads `under_way` and `outcomes` meanwhile."""
+
+    def __init__(self, functions: Sequence[Callable[[], object]], loop: asyncio.AbstractEventLoop) -> None:
+        self._functions = functions
+        self._loop = loop
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self.outcomes: list[Outcome] = []
+        self.under_way = (0, time.monotonic())  # which function, and since when
+
+    def run(self) -> None:
+        with suppress(TimeIsUp, RuntimeError):  # nobody waits any more: the time is up, or the loop has closed
+            for place, function in enumerate(self._functions):
+                self.under_way = (place, time.monotonic())
+                self.outcomes.append(attempt(function))
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+def attempt(function: Callable[[], object]) -> Outcome:
+    try:
+        return Outcome(value=function())
+    except TimeIsUp:
+        raise
+    except BaseException as error:  # noqa: BLE001  sys.exit() in a score must not end the run either
+        return Outcome(fault=EnvironmentFault("raised", repr(error)))
+
+
+async def settle(awaitable: Any) -> Outcome:
+    try:
+        return Outcome(value=await awaitable)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  an environment may raise anything
+        return Outcome(fault=EnvironmentFault("raised", repr(error)))
+
+
+def interrupt(thread: threading.Thread) -> None:
+    """Raise TimeIsUp in `thread` as soon as it runs Python code."""
+    if thread.is_alive() and thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeIsUp))

@@ -1,0 +1,62 @@
+"""What the model and the environment have said to one problem so far, token by token."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from parallm.rollout.environment_calls import EnvironmentFault
+from parallm.types import Completion, FinishReason, GenerationRequest, Message, Problem, WeightSpan
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Episode:
+    """One completion, or several with replies between them. Grows by `take` and `append_reply`, and never changes else.
+
+    `tokens` is everything after the prompt. Sampled tokens are trained on; those of replies are not.
+    """
+
+    problem: Problem
+    request: GenerationRequest
+    """The first one; its `max_tokens` is the limit of all tokens together."""
+    index: int
+    """Which of the request's `n`."""
+    tokens: list[int] = field(default_factory=list)
+    is_sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: list[WeightSpan] = field(default_factory=list)
+    turns: list[Message] = field(default_factory=list)
+    num_newest: int = 0
+    """Tokens of the newest turn of the model."""
+    text: str = ""
+    finish_reason: FinishReason = "stop"
+    is_over: bool = False
+    fault: EnvironmentFault | None = None
+
+    @property
+    def num_left(self) -> int:
+        return self.request.sampling.max_tokens - len(self.tokens)
+
+    def take(self, completion: Completion, said: str) -> None:
+        """Append what the model sampled, whose text is `said`."""
+        start = len(self.tokens)
+        self.tokens += completion.tokens
+        self.is_sampled += [True] * len(completion.tokens)
+        self.logprobs += completion.logprobs
+        for span in completion.weight_versions:
+            self.weight_versions.append(
+                WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
+            )
+        self.num_newest = len(completion.tokens)
+        self.turns.append(Message(role="assistant", content=said))
+        self.text += said
+        self.finish_reason = completion.finish_reason
+        self.is_over = completion.finish_reason != "stop"
+
+    def append_reply(self, reply: Sequence[Message], tokens: Sequence[int]) -> None:
+        """Append what the environment said. Without room for one more sampled token the episode ends before it."""
+        if len(tokens) >= self.num_left:
+            self.finish_reason, self.is_over = "length", True
+            return
+        self.tokens += tokens
+        self.is_sampled += [False] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.turns += reply

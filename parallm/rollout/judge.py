@@ -1,0 +1,29 @@
+"""The served model as a judge of completions: questions of an environment go to the engine like any other traffic."""
+
+from collections.abc import Sequence
+from itertools import count
+
+from parallm.model.chat import ChatTokenizer
+from parallm.rollout.stage import GenerateAll
+from parallm.types import BASE, GenerationRequest, Message, SamplingParams
+
+
+class Judge:
+    """The `Ask` that environments are connected to. Greedy, so the same question gets the same answer."""
+
+    def __init__(self, generate_all: GenerateAll, tokenizer: ChatTokenizer) -> None:
+        self._generate_all = generate_all
+        self._tokenizer = tokenizer
+        self._numbers = count()
+
+    async def __call__(self, messages: Sequence[Message], *, model: str = BASE, max_tokens: int = 64) -> str:
+        """Raises what generating raises."""
+        request = GenerationRequest(
+            request_id=f"judge-{next(self._numbers)}",
+            prompt_tokens=self._tokenizer.encode_chat(messages),
+            sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            model=model,
+            traffic="rollout",
+        )
+        ((completion,),) = await self._generate_all([request])
+        return completion.text

@@ -1,0 +1,91 @@
+"""Episodes -> reward parts. Whatever an environment does instead of scoring costs one episode, and is counted."""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from parallm.environment.environment import AnyEnvironment, MultiTurnEnvironment, environment_of
+from parallm.rollout.environment_calls import EnvironmentFault, Outcome
+from parallm.rollout.episode import Episode
+from parallm.types import FaultyEpisode, Problem
+
+logger = logging.getLogger(__name__)
+
+CORRECT = "correct"
+NUM_SHOWN = 3
+MAX_LETTERS = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """Of one episode. With a fault there are no parts, and the reward is NaN."""
+
+    parts: Mapping[str, float]
+    reward: float
+    fault: FaultyEpisode | None = None
+
+    @property
+    def is_correct(self) -> bool:
+        """The part `correct` is 1; where an environment has none, all its parts are."""
+        if self.fault is not None:
+            return False
+        return self.parts[CORRECT] == 1 if CORRECT in self.parts else all(part == 1 for part in self.parts.values())
+
+
+def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], object]:
+    """The call that scores `episode`: with its turns where there may be several, else with its text."""
+    own = environment_of(environment, episode.problem)
+    if isinstance(own, MultiTurnEnvironment):
+        return partial(own.score, episode.problem, tuple(episode.turns))
+    return partial(own.score, episode.problem, episode.text)
+
+
+def to_score(environment: AnyEnvironment, episode: Episode, outcome: Outcome) -> Score:
+    """Parts and reward of what `score_call` has returned, or the fault that leaves the episode without them."""
+    own = environment_of(environment, episode.problem)
+    parts: dict[str, float] = {}
+    fault = episode.fault or outcome.fault or read_parts(outcome.value, parts)
+    reward = sum(own.weights.get(name, 0.0) * value for name, value in parts.items())
+    if fault is None and not math.isfinite(reward):
+        fault = EnvironmentFault("not_finite", f"the parts {parts} add up to {reward}")
+    if fault is None:
+        return Score(parts=parts, reward=reward)
+    named = FaultyEpisode(
+        kind=f"{'reply' if episode.fault else 'score'}_{fault.kind}",
+        detail=fault.detail,
+        text=episode.text,
+        tokens=tuple(episode.tokens),
+    )
+    return Score(parts={}, reward=math.nan, fault=named)
+
+
+def read_parts(value: object, parts: dict[str, float]) -> EnvironmentFault | None:
+    """Put the parts that `score` has returned into `parts`, as floats; the fault where one is no finite number."""
+    if not isinstance(value, Mapping):
+        return EnvironmentFault("malformed", f"score returned {value!r:.80}, not a mapping of names to numbers")
+    for name, part in value.items():
+        try:
+            number = None if isinstance(part, str) else float(part)
+        except (TypeError, ValueError, OverflowError):
+            number = None
+        if number is None:
+            return EnvironmentFault("malformed", f"the part {name!r} is {part!r:.80}, not a number")
+        if not math.isfinite(number):
+            return EnvironmentFault("not_finite", f"the part {name!r} is {number}")
+        parts[str(name)] = number
+    return None
+
+
+def log_faults(when: str, faults: Iterable[tuple[Problem, FaultyEpisode]]) -> None:
+    """Name the faults in the log, the first ones of each kind with their texts; `when` is such as `step 3`."""
+    kinds: dict[str, list[tuple[Problem, FaultyEpisode]]] = {}
+    for problem, fault in faults:
+        kinds.setdefault(fault.kind, []).append((problem, fault))
+    for kind, found in kinds.items():
+        for problem, fault in found[:NUM_SHOWN]:
+            text = fault.text if len(fault.text) <= MAX_LETTERS else fault.text[:MAX_LETTERS] + " ..."
+            logger.warning("%s, %s: %s; problem %s, text %r", when, kind, fault.detail, problem.problem_id, text)
+        if len(found) > NUM_SHOWN:
+            logger.warning("%s, %s: %d more completions", when, kind, len(found) - NUM_SHOWN)

@@ -1,0 +1,176 @@
+"""Problems -> scored episodes: generation, the environment's replies between turns, and its scores at the end."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from parallm.environment.environment import AnyEnvironment, MultiTurnEnvironment, environment_of
+from parallm.errors import ContextTooLong
+from parallm.model.chat import ChatTokenizer
+from parallm.model.turns import ASSISTANT, reply_tokens
+from parallm.rollout.environment_calls import EnvironmentCalls, EnvironmentFault, Outcome
+from parallm.rollout.episode import Episode
+from parallm.rollout.scoring import Score, score_call, to_score
+from parallm.seeds import mix
+from parallm.types import Completion, GenerationRequest, Message, Problem
+
+GenerateAll = Callable[[Sequence[GenerationRequest]], Awaitable[list[list[Completion]]]]
+"""`AsyncEngine.generate_all`, or anything like it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredEpisode:
+    episode: Episode
+    score: Score
+
+
+class Stage:
+    """Plays and scores all episodes of some problems, turn by turn, each turn of all of them at one moment.
+
+    Runs on the asyncio thread.
+    """
+
+    def __init__(
+        self,
+        generate_all: GenerateAll,
+        tokenizer: ChatTokenizer,
+        environment: AnyEnvironment,
+        *,
+        max_turns: int,
+        score_seconds: float,
+    ) -> None:
+        self._generate_all = generate_all
+        self._tokenizer = tokenizer
+        self._environment = environment
+        self._max_turns = max_turns
+        self._calls = EnvironmentCalls(score_seconds)
+
+    async def play(
+        self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]
+    ) -> list[list[ScoredEpisode]]:
+        """For each problem the episodes of its request, by index. Raises what generating raises.
+
+        A later turn's request goes on from the very tokens of the earlier ones.
+        """
+        first = [self._stopping(*pair) for pair in zip(problems, requests, strict=True)]
+        results = await generate_for(problems, first, self._generate_all)
+        rows = [self._begin(*triple) for triple in zip(problems, requests, results, strict=True)]
+        await self._go_on([episode for row in rows for episode in row])
+        return await self._score(rows)
+
+    async def _go_on(self, episodes: list[Episode]) -> None:
+        """All turns after the first one."""
+        for turn in range(1, self._max_turns):
+            episodes = [episode for episode in episodes if not episode.is_over]
+            await self._reply(episodes)
+            episodes = [episode for episode in episodes if not episode.is_over]
+            if not episodes:
+                return
+            problems = [episode.problem for episode in episodes]
+            requests = [self._next_request(episode, turn) for episode in episodes]
+            results = await generate_for(problems, requests, self._generate_all)
+            for episode, (completion,) in zip(episodes, results, strict=True):
+                self._take(episode, completion)
+
+    async def _score(self, rows: list[list[Episode]]) -> list[list[ScoredEpisode]]:
+        whole = [episode for row in rows for episode in row if episode.fault is None]
+        outcomes = iter(await self._calls.call_all([score_call(self._environment, episode) for episode in whole]))
+        return [
+            [
+                ScoredEpisode(
+                    episode=episode,
+                    score=to_score(self._environment, episode, next(outcomes) if episode.fault is None else Outcome()),
+                )
+                for episode in row
+            ]
+            for row in rows
+        ]
+
+    def _begin(self, problem: Problem, request: GenerationRequest, completions: Sequence[Completion]) -> list[Episode]:
+        episodes = []
+        for completion in completions:
+            episode = Episode(problem=problem, request=request, index=completion.index)
+            self._take(episode, completion)
+            episodes.append(episode)
+        return episodes
+
+    def _take(self, episode: Episode, completion: Completion) -> None:
+        if self._multi_turn(episode.problem) is None:
+            episode.take(completion, completion.text)
+            episode.is_over = True
+        else:
+            # a completion's own text ends before a stop string, which the environment must see
+            episode.take(completion, self._tokenizer.decode(completion.tokens))
+            episode.text = self._tokenizer.decode(episode.tokens)
+
+    async def _reply(self, episodes: list[Episode]) -> None:
+        """Append what the environment says to each of `episodes`, or end it."""
+        outcomes = await self._calls.call_all([self._reply_call(episode) for episode in episodes])
+        for episode, outcome in zip(episodes, outcomes, strict=True):
+            fault = outcome.fault or fault_of_reply(outcome.value)
+            if fault is not None or outcome.value is None:
+                episode.fault, episode.is_over = fault, True
+            else:
+                self._append_reply(episode, outcome.value)
+
+    def _reply_call(self, episode: Episode) -> Callable[[], object]:
+        environment = self._multi_turn(episode.problem)
+        assert environment is not None, "other episodes are over after their first turn"
+        return partial(environment.reply, episode.problem, tuple(episode.turns))
+
+    def _append_reply(self, episode: Episode, reply: Sequence[Message]) -> None:
+        newest = episode.tokens[len(episode.tokens) - episode.num_newest :]
+        messages = (*episode.problem.messages, *episode.turns)
+        episode.append_reply(reply, reply_tokens(self._tokenizer, messages, newest, reply))
+        episode.text = self._tokenizer.decode(episode.tokens)
+
+    def _next_request(self, episode: Episode, turn: int) -> GenerationRequest:
+        first = episode.request
+        seed = first.sampling.seed
+        sampling = replace(
+            first.sampling,
+            max_tokens=episode.num_left,
+            seed=None if seed is None else mix(mix(seed, episode.index), turn),
+        )
+        request = replace(
+            first,
+            request_id=f"{first.request_id}-{episode.index}-{turn}",
+            prompt_tokens=(*first.prompt_tokens, *episode.tokens),
+            sampling=sampling,
+            n=1,
+        )
+        # nobody answers the last turn, so nothing is left to stop for
+        return request if turn == self._max_turns - 1 else self._stopping(episode.problem, request)
+
+    def _stopping(self, problem: Problem, request: GenerationRequest) -> GenerationRequest:
+        environment = self._multi_turn(problem)
+        stop = tuple(getattr(environment, "stop", ()))
+        if not stop or self._max_turns == 1:
+            return request
+        return replace(request, sampling=replace(request.sampling, stop=stop))
+
+    def _multi_turn(self, problem: Problem) -> MultiTurnEnvironment | None:
+        environment = environment_of(self._environment, problem)
+        return environment if isinstance(environment, MultiTurnEnvironment) else None
+
+
+def fault_of_reply(value: object) -> EnvironmentFault | None:
+    """Anything but None, one assistant message, or messages of other roles is `malformed`."""
+    messages = list(value) if isinstance(value, Sequence) else []
+    fits = messages and all(isinstance(message, Message) for message in messages)
+    if value is None or (fits and (len(messages) == 1 or all(one.role != ASSISTANT for one in messages))):
+        return None
+    return EnvironmentFault(
+        "malformed", f"reply returned {value!r:.80}, not None, one assistant message, or messages of other roles"
+    )
+
+
+async def generate_for(
+    problems: Sequence[Problem], requests: Sequence[GenerationRequest], generate_all: GenerateAll
+) -> list[list[Completion]]:
+    """`generate_all` of one request per problem. Raises ContextTooLong with the name of the longest problem."""
+    try:
+        return await generate_all(requests)
+    except ContextTooLong as error:
+        longest = max(range(len(requests)), key=lambda place: len(requests[place].prompt_tokens))
+        raise ContextTooLong(f"problem {problems[longest].problem_id}: {error}", error.parameter) from error

@@ -1,0 +1,99 @@
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from parallm.rollout.environment_calls import EnvironmentCalls, EnvironmentFault, Outcome
+
+
+def call_all(*functions: Callable[[], object], seconds: float = 5.0) -> list[Outcome]:
+    return asyncio.run(EnvironmentCalls(seconds).call_all(functions))
+
+
+def kinds(outcomes: list[Outcome]) -> list[object]:
+    return [outcome.fault.kind if outcome.fault else outcome.value for outcome in outcomes]
+
+
+def fail(error: BaseException) -> Callable[[], object]:
+    def function() -> object:
+        raise error
+
+    return function
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def test_calls_are_made_in_order_in_one_thread_that_is_not_the_event_loop() -> None:
+    threads: list[int] = []
+
+    def number() -> int:
+        threads.append(threading.get_ident())
+        return len(threads)
+
+    outcomes = call_all(*[number] * 5)
+    assert [outcome.value for outcome in outcomes] == [1, 2, 3, 4, 5]
+    assert len(set(threads)) == 1
+    assert threads[0] != threading.get_ident()
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("x"), SystemExit(1), KeyboardInterrupt(), StopIteration(), TimeoutError()]
+)
+def test_what_a_call_raises_is_a_fault_of_it_alone(error: BaseException) -> None:
+    outcomes = call_all(lambda: 1, fail(error), lambda: 3)
+    assert kinds(outcomes) == [1, "raised", 3]
+    assert outcomes[1].fault == EnvironmentFault("raised", repr(error))
+
+
+def test_a_call_that_never_ends_is_a_fault_of_it_alone_and_its_thread_ends() -> None:
+    before = threading.active_count()
+    assert kinds(call_all(lambda: 1, spin, lambda: 3, spin, seconds=0.2)) == [1, "timed_out", 3, "timed_out"]
+    end = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_a_call_that_waits_is_left_behind() -> None:
+    began = time.monotonic()
+    assert kinds(call_all(lambda: time.sleep(2), lambda: 3, seconds=0.1)) == ["timed_out", 3]
+    assert time.monotonic() - began < 1.5
+
+
+def test_the_limit_is_for_each_call_and_not_for_all() -> None:
+    assert kinds(call_all(*[lambda: time.sleep(0.1)] * 6, seconds=0.4)) == [None] * 6
+
+
+def test_the_event_loop_goes_on_during_calls() -> None:
+    async def main() -> int:
+        ticks = 0
+        work = asyncio.ensure_future(EnvironmentCalls(5).call_all([lambda: time.sleep(0.3)]))
+        while not work.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(main()) > 10
+
+
+def test_async_calls_wait_side_by_side_and_each_has_the_limit() -> None:
+    async def slow(seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    async def broken() -> float:
+        raise ValueError("x")
+
+    began = time.monotonic()
+    outcomes = call_all(*[lambda: slow(0.2)] * 10, broken, lambda: slow(60), seconds=0.5)
+    assert kinds(outcomes) == [0.2] * 10 + ["raised", "timed_out"]
+    assert time.monotonic() - began < 1.5
+
+
+def test_no_calls_have_no_outcomes() -> None:
+    assert call_all() == []

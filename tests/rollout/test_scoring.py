@@ -1,0 +1,136 @@
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parallm.rollout.collector import Collection, Collector
+from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.scoring import log_faults
+from parallm.rollout.settings import RolloutSettings
+from parallm.types import Completion, FaultyEpisode, GenerationRequest, Message, Problem, Split
+
+PROBLEMS = [
+    Problem(problem_id=f"p{place}", messages=(Message(role="user", content="?"),), answer="") for place in range(2)
+]
+
+
+class Scoring:
+    """Scores a completion, whose text is its index, with what the given function says."""
+
+    weights: Mapping[str, float] = {"right": 2.0, "huge": 1e300}
+
+    def __init__(self, answer: Callable[[int], object]) -> None:
+        self._answer = answer
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return PROBLEMS
+
+    def score(self, problem: Problem, text: str) -> Any:
+        return self._answer(int(text))
+
+
+def collect(engine: Any, answer: Callable[[int], object], **values: Any) -> Collection:
+    class Letters:
+        def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+            return (5,)
+
+    settings = RolloutSettings(problems_per_step=2, group_size=4, refill_rounds=0, **values)
+    # the fake has just the method that is used
+    collector = Collector(engine.generate_all, Letters(), Scoring(answer), ProblemStream(PROBLEMS, 0), settings, 0)  # type: ignore[arg-type]
+    return asyncio.run(collector.collect(2, "policy"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "detail"),
+    [
+        ({"right": math.nan}, "score_not_finite", "the part 'right' is nan"),
+        ({"seen": -math.inf, "right": 1}, "score_not_finite", "the part 'seen' is -inf"),
+        ({"huge": 1e300}, "score_not_finite", "the parts {'huge': 1e+300} add up to inf"),
+        ({"right": "1"}, "score_malformed", "the part 'right' is '1', not a number"),
+        ({"right": np.ones(2)}, "score_malformed", "the part 'right' is array([1., 1.]), not a number"),
+        ({"right": 10**400}, "score_malformed", "the part 'right' is 1000"),
+        (1.0, "score_malformed", "score returned 1.0, not a mapping of names to numbers"),
+        (None, "score_malformed", "score returned None, not a mapping"),
+    ],
+)
+def test_a_completion_without_a_finite_reward_is_left_out_of_its_group(
+    engine: Any, wrong: object, kind: str, detail: str
+) -> None:
+    collection = collect(engine, lambda index: wrong if index == 1 else {"right": index == 2})
+    assert [group.rewards for group in collection.sampled] == [(0.0, 2.0, 0.0)] * 2
+    assert [one.text for one in collection.sampled[0].trajectories] == ["0", "2", "3"]
+    assert collection.faults == {kind: 2}
+    (fault,) = collection.sampled[0].faulty
+    assert (fault.text, fault.tokens) == ("1", (7, 1))
+    assert fault.detail.startswith(detail)
+    assert collection.num_tokens == 16
+
+
+def test_numbers_of_numpy_and_truth_values_are_parts(engine: Any) -> None:
+    collection = collect(engine, lambda index: {"right": np.float32(index), "seen": index > 1})
+    assert collection.sampled[0].rewards == (0.0, 2.0, 4.0, 6.0)
+    assert collection.sampled[0].trajectories[2].reward_parts == {"right": 2.0, "seen": 1.0}
+
+
+def test_a_score_may_be_async(engine: Any) -> None:
+    async def judged(index: int) -> Mapping[str, float]:
+        await asyncio.sleep(0.01)
+        return {"right": index / 0} if index == 3 else {"right": index}
+
+    collection = collect(engine, judged)
+    assert collection.sampled[1].rewards == (0.0, 2.0, 4.0)
+    assert collection.faults == {"score_raised": 2}
+
+
+def test_a_group_without_any_reward_has_no_signal_and_no_trajectories(engine: Any) -> None:
+    collection = collect(engine, lambda index: None)
+    assert [group.trajectories for group in collection.sampled] == [(), ()]
+    assert collection.with_signal == ()
+    assert collection.faults == {"score_malformed": 8}
+
+
+def test_completions_without_tokens_are_left_out(engine: Any) -> None:
+    async def generate_all(requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        rows = await engine.generate_all(requests)
+        return [[replace(row[0], tokens=(), logprobs=(), weight_versions=()), *row[1:]] for row in rows]
+
+    collection = collect(SimpleNamespace(generate_all=generate_all), lambda index: {"right": index})
+    assert collection.sampled[0].rewards == (2.0, 4.0, 6.0)
+    assert collection.faults == {"no_tokens": 2}
+
+
+def test_a_score_over_its_time_is_a_fault(engine: Any) -> None:
+    def hang(index: int) -> Mapping[str, float]:
+        while index == 2:
+            pass
+        return {"right": index}
+
+    collection = collect(engine, hang, score_seconds=0.2)
+    assert collection.sampled[0].rewards == (0.0, 2.0, 6.0)
+    assert collection.faults == {"score_timed_out": 2}
+
+
+def test_faults_are_named_in_the_log_with_their_texts(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    collect(engine, lambda index: {"right": 1 / index})
+    lines = [record.getMessage() for record in caplog.records]
+    assert sorted(lines) == [
+        f"step 3, score_raised: ZeroDivisionError('division by zero'); problem {name}, text '0'"
+        for name in ("p0", "p1")
+    ]
+
+
+def test_many_faults_of_a_kind_and_long_texts_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    fault = FaultyEpisode(kind="score_raised", detail="ValueError()", text="x" * 5000, tokens=())
+    log_faults("step 4", [(PROBLEMS[0], fault)] * 10)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 4
+    assert lines[-1] == "step 4, score_raised: 7 more completions"
+    assert lines[0].endswith("x ...'")
+    assert len(lines[0]) < 2100
