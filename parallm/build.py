@@ -34,6 +34,7 @@ from parallm.model.adapter_files import write_mlx, write_peft
 from parallm.model.load import load_shared_model
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
+from parallm.reports import TrainingStatus
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
@@ -47,7 +48,7 @@ from parallm.trainer.parts import Parts
 from parallm.trainer.restoring import restore
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
-from parallm.types import Problem, TrainingStatus
+from parallm.types import Problem
 
 Result = TypeVar("Result")
 

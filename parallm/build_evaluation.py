@@ -20,12 +20,13 @@ from parallm.metrics.lines import evaluation_line
 from parallm.metrics.machine import describe_commit, describe_machine
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
+from parallm.reports import TrainingStatus
 from parallm.rollout.estimates import mean_difference
 from parallm.rollout.evaluation import Evaluator, Outcomes
 from parallm.rollout.judge import Judge
 from parallm.server.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
-from parallm.types import BASE, Problem, TrainingStatus
+from parallm.types import BASE, Problem
 
 REPORT = "evaluation.json"
 

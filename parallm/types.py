@@ -2,14 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 TrafficClass = Literal["serving", "rollout"]
 FinishReason = Literal["stop", "length", "abort"]
 Split = Literal["train", "test"]
-FaultKind = Literal["reward", "behaviour", "advantage", "logprob", "loss", "gradient", "weights"]
-"""What was not finite in an update; `behaviour` are the log-probs that the engine sampled with."""
 
 BASE = "base"
 """The name that requests use for the frozen model without an adapter."""
@@ -170,119 +168,6 @@ class TrajectoryGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParityReport:
-    """How far the learner's log-probs are from those that the engine sampled with, before the update.
-
-    Only of tokens that the learner's present version sampled over keys and values of its own: for others the two differ
-    by right. NaN where there are none.
-    """
-
-    num_tokens: int
-    bit_equal_fraction: float
-    mean_abs: float
-    max_abs: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RatioReport:
-    """Probability of a token under the learner's present version over that when it was sampled, before the update.
-
-    Of the trained tokens that parity leaves out. NaN where there are none.
-    """
-
-    num_tokens: int
-    mean: float
-    smallest: float
-    largest: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Culprit:
-    """A trajectory because of which an update changed nothing."""
-
-    problem_id: str
-    group: int
-    """Its group's place among the groups of the update."""
-    index: int
-    """Its place in the group."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateReport:
-    """What one optimizer step did. `skipped` names the reason if nothing was changed.
-
-    Numbers that were not computed, because the step was skipped before, are NaN.
-    """
-
-    step: int
-    version: int
-    """The adapter version that this update made."""
-    loss: float
-    gradient_norm: float
-    learning_rate: float
-    clip_fraction: float
-    kl_to_behaviour: float
-    """Mean of the k3 estimator between the learner's policy and the one that sampled."""
-    entropy: float
-    num_tokens: int
-    """Completion tokens trained on."""
-    seconds: float
-    """Device seconds inside the update, waiting for the engine excluded."""
-    parity: ParityReport
-    ratio: RatioReport
-    skipped: str | None = None
-    fault: FaultKind | None = None
-    """What was not finite; None where nothing was changed because there was nothing to learn."""
-    culprits: tuple[Culprit, ...] = ()
-    """The trajectories to blame for the fault, as far as they are known."""
-    kl_to_base: float | None = None
-    """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over problems with its 95% interval; the bounds are NaN where the problems are too few to tell."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffPolicyReport:
-    """How old the tokens of a step were when they were trained on."""
-
-    lag_mean: float
-    """Versions between the learner's and the one that sampled a token, over the step's trained tokens."""
-    lag_max: int
-    dropped: int
-    """Groups older than the limit, which were sampled anew."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationReport:
-    """What a version does on held-out problems: greedily, and if asked for in several samples of each problem."""
-
-    step: int
-    version: int
-    num_problems: int
-    accuracy: float
-    """Of one greedy completion a problem, with its 95% interval from `low` to `high`."""
-    low: float
-    high: float
-    reward: Estimate
-    """Of the greedy completions, as `reward_parts`."""
-    reward_parts: Mapping[str, Estimate]
-    pass_at: Mapping[int, Estimate] = field(default_factory=dict)
-    """By k: the chance that one of k samples is right; without entries where nothing was sampled."""
-    num_samples: int = 0
-    """Of each problem."""
-    temperature: float = 0.0
-    """Of the samples."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCard:
     """What is known of one adapter version in memory, for lists and status pages."""
 
@@ -300,16 +185,3 @@ class AdapterCard:
     """Whether the bare name means this version."""
     rslora: bool = False
     is_dora: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingStatus:
-    """A snapshot of the trainer for `GET /v1/training/status` and the progress display."""
-
-    state: Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "finished", "failed"]
-    step: int = 0
-    total_steps: int = 0
-    version: int = 0
-    seconds_left: float | None = None
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    message: str = ""

@@ -24,18 +24,10 @@ from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.reports import UpdateReport
 from parallm.rollout.episode import Episode
 from parallm.rollout.trajectory import trajectory_of
-from parallm.types import (
-    BASE,
-    POLICY,
-    Completion,
-    GenerationRequest,
-    Problem,
-    SamplingParams,
-    TrajectoryGroup,
-    UpdateReport,
-)
+from parallm.types import BASE, POLICY, Completion, GenerationRequest, Problem, SamplingParams, TrajectoryGroup
 
 Result = TypeVar("Result")
 RANK, ALPHA = 16, 32.0

@@ -8,7 +8,8 @@ import numpy as np
 
 from parallm.learner.batch import MicroBatch
 from parallm.learner.policy_gradient import TokenStatistics
-from parallm.types import Culprit, FaultKind, TrajectoryGroup
+from parallm.reports import Culprit, FaultKind
+from parallm.types import TrajectoryGroup
 
 NUM_NAMED = 3
 """Trajectories that a message names; the report holds all."""

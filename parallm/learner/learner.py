@@ -23,8 +23,9 @@ from parallm.model.adapter import Adapter, next_version
 from parallm.model.dora import scaling_of
 from parallm.model.lora import one_adapter
 from parallm.model.shared_model import SharedModel
+from parallm.reports import ParityReport, RatioReport, UpdateReport
 from parallm.seeds import mix
-from parallm.types import ParityReport, RatioReport, TrajectoryGroup, UpdateReport
+from parallm.types import TrajectoryGroup
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallm.metrics.wording import MISSING, accuracy, duration, number
-from parallm.types import Estimate, EvaluationReport
+from parallm.reports import Estimate, EvaluationReport
 
 WIDE = 240
 """Characters of a line where no terminal limits it."""

@@ -8,7 +8,7 @@ from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.live import LiveDisplay
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
-from parallm.types import EvaluationReport, TrainingStatus
+from parallm.reports import EvaluationReport, TrainingStatus
 
 
 class Display(Protocol):

@@ -9,7 +9,7 @@ from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
 from parallm.metrics.time_left import TimeLeft
 from parallm.metrics.wording import accuracy, duration, number, percent
-from parallm.types import EvaluationReport, TrainingStatus
+from parallm.reports import EvaluationReport, TrainingStatus
 
 
 class LinesDisplay:

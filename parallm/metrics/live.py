@@ -18,7 +18,7 @@ from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
 from parallm.metrics.time_left import TimeLeft
 from parallm.metrics.wording import duration
-from parallm.types import EvaluationReport, TrainingStatus
+from parallm.reports import EvaluationReport, TrainingStatus
 
 NUM_KEPT = 40
 LINES_AROUND = 16

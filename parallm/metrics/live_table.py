@@ -9,7 +9,7 @@ from rich.text import Text
 
 from parallm.metrics.step import FlatRow, StepMetrics
 from parallm.metrics.wording import MISSING, accuracy, duration, number, percent
-from parallm.types import EvaluationReport, TrainingStatus
+from parallm.reports import EvaluationReport, TrainingStatus
 
 
 @dataclass(frozen=True, slots=True)

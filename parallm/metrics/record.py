@@ -12,7 +12,8 @@ from parallm.metrics.settings import MetricsSettings
 from parallm.metrics.step import StepMetrics, evaluation_row
 from parallm.metrics.summary import RunSummary
 from parallm.metrics.wandb_run import WandbRun
-from parallm.types import EvaluationReport, Trajectory, TrajectoryGroup
+from parallm.reports import EvaluationReport
+from parallm.types import Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 

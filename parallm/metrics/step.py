@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from parallm.types import EvaluationReport, OffPolicyReport, UpdateReport
+from parallm.reports import EvaluationReport, OffPolicyReport, UpdateReport
 
 FlatRow: TypeAlias = dict[str, float | int | str | None]
 OF_SAMPLES = ("update/clip_fraction", "update/kl_to_behaviour", "seconds/rollout")

@@ -3,7 +3,7 @@
 from collections import deque
 
 from parallm.metrics.step import StepMetrics
-from parallm.types import TrainingStatus
+from parallm.reports import TrainingStatus
 
 NUM_RECENT = 10
 

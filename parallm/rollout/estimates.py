@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from parallm.types import Estimate
+from parallm.reports import Estimate
 
 Z_95 = 1.959964
 

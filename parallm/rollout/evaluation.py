@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from parallm.environment.environment import AnyEnvironment
 from parallm.model.chat import ChatTokenizer
+from parallm.reports import EvaluationReport
 from parallm.rollout.estimates import mean_estimate, pass_at, wilson_interval
 from parallm.rollout.scoring import Score, log_faults
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.stage import GenerateAll, Stage
 from parallm.seeds import mix
-from parallm.types import EvaluationReport, GenerationRequest, Problem, SamplingParams
+from parallm.types import GenerationRequest, Problem, SamplingParams
 
 EVALUATION = -1  # where a training step mixes its number into the seed
 

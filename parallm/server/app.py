@@ -9,13 +9,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from parallm.errors import ParallmError
+from parallm.reports import TrainingStatus
 from parallm.server.failures import Failure, failure, failure_of
 from parallm.server.generation import json_response
 from parallm.server.routes_generation import generation_routes
 from parallm.server.routes_status import status_routes
 from parallm.server.service import Engine, Service, Tokenizer
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, TrainingStatus
+from parallm.types import AdapterCard
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
 

@@ -4,8 +4,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from parallm.reports import TrainingStatus
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, Completion, GenerationRequest, Message, TokenEvent, TrainingStatus
+from parallm.types import AdapterCard, Completion, GenerationRequest, Message, TokenEvent
 
 
 class EngineLoad(Protocol):

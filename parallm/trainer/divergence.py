@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Any
 
 from parallm.metrics.step import StepMetrics
+from parallm.reports import UpdateReport
 from parallm.trainer.settings import GuardSettings
-from parallm.types import UpdateReport
 
 PATIENCE = 5
 """Updates in a row that must show a sign of the policy."""

@@ -7,9 +7,10 @@ from typing import Any
 from parallm.errors import ConfigError, UnknownModel
 from parallm.interrupts import unless
 from parallm.model.adapter import Adapter, AdapterTable
+from parallm.reports import EvaluationReport
 from parallm.trainer.parts import Parts
 from parallm.trainer.settings import TrainerSettings
-from parallm.types import LATEST, POLICY, EvaluationReport
+from parallm.types import LATEST, POLICY
 
 logger = logging.getLogger(__name__)
 

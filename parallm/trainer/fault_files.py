@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from parallm.metrics.json_lines import to_json, write_whole
-from parallm.types import Culprit, Trajectory, TrajectoryGroup, UpdateReport
+from parallm.reports import Culprit, UpdateReport
+from parallm.types import Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from parallm.metrics.step import FlatRow, StepMetrics
+from parallm.reports import UpdateReport
 from parallm.trainer.divergence import Divergence
 from parallm.trainer.settings import GuardSettings
-from parallm.types import TrajectoryGroup, UpdateReport
+from parallm.types import TrajectoryGroup
 
 Action = Literal["go_on", "skip", "roll_back", "stop"]
 

@@ -5,9 +5,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from parallm.reports import OffPolicyReport
 from parallm.rollout.collector import Collection, Collector
 from parallm.trainer.staleness import is_stale, off_policy_report
-from parallm.types import LATEST, OffPolicyReport, TrajectoryGroup
+from parallm.types import LATEST, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 

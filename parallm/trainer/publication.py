@@ -6,8 +6,9 @@ from typing import Any
 
 from parallm.errors import UnknownModel
 from parallm.model.adapter import Adapter, AdapterTable
+from parallm.reports import EvaluationReport
 from parallm.trainer.settings import TrainerSettings
-from parallm.types import LATEST, POLICY, EvaluationReport
+from parallm.types import LATEST, POLICY
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
-from parallm.types import OffPolicyReport, TrajectoryGroup
+from parallm.reports import OffPolicyReport
+from parallm.types import TrajectoryGroup
 
 
 def is_stale(group: TrajectoryGroup, version: int, limit: int) -> bool:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from statistics import fmean, pstdev
 
 from parallm.metrics.step import StepMetrics
+from parallm.reports import OffPolicyReport, UpdateReport
 from parallm.rollout.collector import Collection
-from parallm.types import OffPolicyReport, Trajectory, TrajectoryGroup, UpdateReport
+from parallm.types import Trajectory, TrajectoryGroup
 
 
 def step_metrics(

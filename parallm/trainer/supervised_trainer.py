@@ -13,6 +13,7 @@ from parallm.errors import CheckpointError, TrainingStopped
 from parallm.learner.demonstrations import to_group
 from parallm.metrics.step import StepMetrics
 from parallm.model.shared_model import SharedModel
+from parallm.reports import TrainingStatus, UpdateReport
 from parallm.rollout.problem_stream import ProblemStream
 from parallm.trainer.evaluations import BEST, Evaluations
 from parallm.trainer.parts import Parts
@@ -20,7 +21,7 @@ from parallm.trainer.publication import Publication
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.trainer import State
-from parallm.types import Problem, TrainingStatus, TrajectoryGroup, UpdateReport
+from parallm.types import Problem, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 

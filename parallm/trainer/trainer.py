@@ -9,6 +9,7 @@ from typing import Literal
 
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import CheckpointError, TrainingStopped
+from parallm.reports import TrainingStatus, UpdateReport
 from parallm.rollout.collector import Collection
 from parallm.rollout.settings import RolloutSettings
 from parallm.trainer.evaluations import BEST, Evaluations
@@ -20,7 +21,6 @@ from parallm.trainer.recovery import Recovery
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.step_metrics import step_metrics
-from parallm.types import TrainingStatus, UpdateReport
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from parallm.build import run_training
 from parallm.config import RunConfig
 from parallm.device.blas import load_blas
 from parallm.learner.learner import Learner
-from parallm.types import TrajectoryGroup, UpdateReport
+from parallm.reports import UpdateReport
+from parallm.types import TrajectoryGroup
 
 TEMPERATURE = 2.6
 """Of the embedded model: half of the completions then have at most 20 tokens, one in a hundred more than 110."""

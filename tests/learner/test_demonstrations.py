@@ -16,7 +16,8 @@ from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import make_adapter
 from parallm.model.lora import initial_arrays
 from parallm.model.shared_model import SharedModel
-from parallm.types import Message, Problem, UpdateReport
+from parallm.reports import UpdateReport
+from parallm.types import Message, Problem
 
 QUESTION = (Message(role="user", content="Tom has 3 pens and gets 4 more. How many pens does Tom have now?"),)
 ANSWER = "3 + 4 = 7\n#### 7"

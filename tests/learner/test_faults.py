@@ -14,7 +14,8 @@ from parallm.learner.policy_gradient import PolicyGradient
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.shared_model import SharedModel
-from parallm.types import FaultKind, Trajectory, TrajectoryGroup, UpdateReport
+from parallm.reports import FaultKind, UpdateReport
+from parallm.types import Trajectory, TrajectoryGroup
 
 MakeLearner = Callable[..., Learner]
 

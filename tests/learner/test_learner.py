@@ -14,7 +14,8 @@ from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings, Preset
 from parallm.model.adapter import Adapter
 from parallm.model.shared_model import SharedModel
-from parallm.types import TrajectoryGroup, UpdateReport, WeightSpan
+from parallm.reports import UpdateReport
+from parallm.types import TrajectoryGroup, WeightSpan
 
 MakeGroup = Callable[..., TrajectoryGroup]
 MakeLearner = Callable[..., Learner]

@@ -11,7 +11,8 @@ from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter
 from parallm.model.shared_model import SharedModel
-from parallm.types import Trajectory, TrajectoryGroup, UpdateReport
+from parallm.reports import UpdateReport
+from parallm.types import Trajectory, TrajectoryGroup
 
 PRESETS = get_args(LearnerSettings.__annotations__["preset"])
 REPLY = slice(4, 9)

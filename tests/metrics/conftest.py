@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from parallm.metrics.step import StepMetrics
-from parallm.types import Estimate, EvaluationReport, ParityReport, RatioReport, UpdateReport
+from parallm.reports import Estimate, EvaluationReport, ParityReport, RatioReport, UpdateReport
 
 PARITY = ParityReport(num_tokens=100, bit_equal_fraction=1.0, mean_abs=0.0, max_abs=0.0)
 UPDATE = UpdateReport(

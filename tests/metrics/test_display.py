@@ -12,7 +12,7 @@ from parallm.metrics.live import LiveDisplay
 from parallm.metrics.live_table import fitting_columns
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
-from parallm.types import Estimate, EvaluationReport, TrainingStatus
+from parallm.reports import Estimate, EvaluationReport, TrainingStatus
 
 HEADER = RunHeader(
     name="quickstart",

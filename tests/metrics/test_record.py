@@ -14,7 +14,8 @@ from parallm.metrics.json_lines import read_rows
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.settings import MetricsSettings
 from parallm.metrics.step import StepMetrics
-from parallm.types import EvaluationReport, Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
+from parallm.reports import EvaluationReport
+from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 MakeStep = Callable[..., StepMetrics]
 MakeEvaluation = Callable[..., EvaluationReport]

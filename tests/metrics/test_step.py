@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from parallm.metrics.step import StepMetrics, evaluation_row
-from parallm.types import Estimate, EvaluationReport, OffPolicyReport
+from parallm.reports import Estimate, EvaluationReport, OffPolicyReport
 
 
 def test_a_step_has_one_flat_name_per_number(step: Callable[..., StepMetrics]) -> None:

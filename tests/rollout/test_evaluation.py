@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from parallm.errors import ContextTooLong
+from parallm.reports import EvaluationReport
 from parallm.rollout.evaluation import Evaluator, Samples
-from parallm.types import Completion, EvaluationReport, GenerationRequest, Message, Problem, Split
+from parallm.types import Completion, GenerationRequest, Message, Problem, Split
 
 
 class Graded:

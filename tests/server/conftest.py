@@ -11,18 +11,10 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, UnknownModel
+from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.settings import ServerSettings
-from parallm.types import (
-    AdapterCard,
-    Completion,
-    GenerationRequest,
-    Message,
-    TokenEvent,
-    TopLogprob,
-    TrainingStatus,
-    WeightSpan,
-)
+from parallm.types import AdapterCard, Completion, GenerationRequest, Message, TokenEvent, TopLogprob, WeightSpan
 
 VERSIONS = {"base": 0, "policy": 3, "policy@2": 2, "policy@3": 3, "best": 2}
 END = 0

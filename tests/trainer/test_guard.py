@@ -9,18 +9,10 @@ from typing import Any
 import pytest
 
 from parallm.metrics.step import StepMetrics
+from parallm.reports import FaultKind, ParityReport, RatioReport, UpdateReport
 from parallm.trainer.guard import Guard, Verdict
 from parallm.trainer.settings import GuardSettings
-from parallm.types import (
-    FaultKind,
-    Message,
-    ParityReport,
-    Problem,
-    RatioReport,
-    Trajectory,
-    TrajectoryGroup,
-    UpdateReport,
-)
+from parallm.types import Message, Problem, Trajectory, TrajectoryGroup
 
 UPDATE = UpdateReport(
     step=1,

@@ -14,11 +14,11 @@ from parallm.errors import ConfigError, TrainingStopped
 from parallm.learner.policy_gradient import PolicyGradient
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
+from parallm.reports import Estimate, EvaluationReport
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.shaping import Shaped, shape
 from parallm.rollout.stage import ScoredEpisode
-from parallm.types import Estimate, EvaluationReport
 
 Train = Callable[..., int]
 PLAIN = {"refill_rounds": 0}  # 2 problems x 4 completions: step N scores completions 8 N - 7 to 8 N

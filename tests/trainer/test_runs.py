@@ -21,8 +21,8 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError, ProblemError, TrainingStopped
 from parallm.model.adapter_files import read_adapter
+from parallm.reports import EvaluationReport
 from parallm.rollout.evaluation import Evaluator
-from parallm.types import EvaluationReport
 
 Train = Callable[..., int]
 
