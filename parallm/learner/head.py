@@ -7,7 +7,7 @@ Axes: N tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -48,28 +48,22 @@ class Head:
         kept: Softmax | None = None
         found: list[tuple[mx.array, mx.array]] = []
         for chunk in chunks:
-            softmax = self._softmax(chunk)
-            found.append((softmax.logprobs(chunk.tokens_N[:, None])[:, 0], softmax.entropies()))
-            if len(chunks) > 1:
-                mx.eval(found[-1])
-            else:
-                kept = softmax
+            kept = self._softmax(_after(chunk, found))
+            found.append((kept.logprobs(chunk.tokens_N[:, None])[:, 0], kept.entropies()))
         logprobs, entropies = zip(*found, strict=True)
-        return Scores(chunks, mx.concatenate(logprobs), mx.concatenate(entropies), kept)
+        return Scores(chunks, mx.concatenate(logprobs), mx.concatenate(entropies), kept if len(chunks) == 1 else None)
 
     def pull_back(self, scores: Scores, gradient_N: mx.array, entropy_gradient_N: mx.array | None = None) -> mx.array:
         """Gradient with respect to the hidden states (N, H), given those with respect to log-probs and entropies."""
-        found: list[mx.array] = []
+        found: list[tuple[mx.array]] = []
         start = 0
         for chunk in scores.chunks:
             end = start + len(chunk.tokens_N)
-            softmax = scores.kept or self._softmax(chunk)
+            softmax = scores.kept or self._softmax(_after(chunk, found or [(gradient_N,)]))
             entropy_gradient = None if entropy_gradient_N is None else entropy_gradient_N[start:end]
-            found.append(self._pull_back(chunk, softmax, gradient_N[start:end], entropy_gradient))
+            found.append((self._pull_back(chunk, softmax, gradient_N[start:end], entropy_gradient),))
             start = end
-            if scores.kept is None:
-                mx.eval(found[-1])
-        return mx.concatenate(found)
+        return mx.concatenate([one for (one,) in found])
 
     def _softmax(self, chunk: Chunk) -> Softmax:
         return softmax_of(self._model.head(chunk.hidden_NH), chunk.temperature_N)
@@ -87,6 +81,14 @@ class Head:
             lambda hidden: self._model.head(hidden).astype(mx.float32), [chunk.hidden_NH], [gradient_NV]
         )
         return gradient_NH
+
+
+def _after(chunk: Chunk, found: Sequence[tuple[mx.array, ...]]) -> Chunk:
+    """`chunk`, whose logits are computed once the last of `found` is there: then only one chunk's exist."""
+    if not found:
+        return chunk
+    (hidden_NH,) = mx.depends([chunk.hidden_NH], list(found[-1]))
+    return replace(chunk, hidden_NH=hidden_NH)
 
 
 def entropy_gradient(softmax: Softmax, gradient_N: mx.array) -> mx.array:

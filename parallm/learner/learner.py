@@ -21,7 +21,7 @@ from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter, next_version
 from parallm.model.dora import scaling_of
-from parallm.model.lora import one_adapter
+from parallm.model.lora import Scaling, one_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.reports import ParityReport, RatioReport, UpdateReport
 from parallm.seeds import mix
@@ -45,6 +45,18 @@ class Totals:
     tokens: int = 0
     ratios: list[np.ndarray] = field(default_factory=list)
     """Of the tokens that parity leaves out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One micro-batch per lane."""
+
+    batches: Sequence[MicroBatch]
+    gradients: Arrays
+    """Summed over this round and those before it."""
+    norm: mx.array
+    """Of this round's gradients alone."""
+    statistics: Sequence[TokenStatistics]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +101,6 @@ class Learner:
         `fault` and `culprits` what it was. `max_tokens` is the limit of a completion, which Dr. GRPO divides by.
         """
         totals, faults = Totals(), Faults(groups)
-        gradients: Arrays = {}
         scaling = scaling_of(self.adapter, self._model)
         prepared = Prepared(batches=[])
         if faults.kind is None:
@@ -101,21 +112,18 @@ class Learner:
                 policy=one_adapter(dict(self.adapter.arrays), scaling),
                 width=self._lanes.width,
             )
-        batches, seconds = prepared.batches, prepared.seconds
-        for start in range(0, len(batches), self._lanes.width):
-            began = time.perf_counter()
-            chosen = batches[start : start + self._lanes.width]
-            key = mx.random.key(mix(mix(self._seed, step), start))
-            more, statistics = self._gradient(dict(self.adapter.arrays), scaling, chosen, key)
-            gradients = {name: gradients[name] + g for name, g in more.items()} if gradients else more
-            norm_of_more = gradient_norm(more)
-            mx.eval(gradients, norm_of_more)
-            for batch, found in zip(chosen, statistics, strict=True):
-                self._add(totals, batch, found)
-            faults.look_at(chosen, statistics, float(norm_of_more.item()))
+        seconds, gradients = prepared.seconds, {}
+        rounds = self._rounds(prepared.batches, scaling, step)
+        began = time.perf_counter()
+        following = next(rounds, None)
+        while following is not None:
+            current, gradients = following, following.gradients
+            mx.async_eval(gradients, current.norm, [found.arrays for found in current.statistics])
+            following = next(rounds, None)  # Python builds it while the device works on the current one
+            self._look_at(current, totals, faults)
             seconds += time.perf_counter() - began
             yield None
-        began = time.perf_counter()
+            began = time.perf_counter()
         norm = float(gradient_norm(gradients).item()) if gradients else math.nan
         skipped = faults.message or _nothing_to_learn(totals, norm)
         if skipped is None:
@@ -167,6 +175,23 @@ class Learner:
             return faults.message
         self._good = before
         return None
+
+    def _rounds(self, batches: Sequence[MicroBatch], scaling: Scaling, step: int) -> Iterator[Round]:
+        """One micro-batch per lane after the other. Each is built when it is asked for, and not evaluated."""
+        arrays = dict(self.adapter.arrays)
+        gradients: Arrays = {}
+        for start in range(0, len(batches), self._lanes.width):
+            chosen = batches[start : start + self._lanes.width]
+            key = mx.random.key(mix(mix(self._seed, step), start))
+            more, statistics = self._gradient(arrays, scaling, chosen, key)
+            gradients = {name: gradients[name] + g for name, g in more.items()} if gradients else more
+            yield Round(batches=chosen, gradients=gradients, norm=gradient_norm(more), statistics=statistics)
+
+    def _look_at(self, found: Round, totals: Totals, faults: Faults) -> None:
+        """Wait for a round and add what it found to the totals."""
+        for batch, statistics in zip(found.batches, found.statistics, strict=True):
+            self._add(totals, batch, statistics)
+        faults.look_at(found.batches, found.statistics, float(found.norm.item()))
 
     def _add(self, totals: Totals, batch: MicroBatch, found: TokenStatistics) -> None:
         logprobs_N = np.array(found.logprobs_N)

@@ -52,7 +52,7 @@ class PackedLayer(OwnCache):
     """What a layer takes for its cache: keeps nothing, and attends within each segment."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._segments = segments
+        self._alike = _alike(segments)
         self.offset = mx.array(np.concatenate([part for one in segments for part in one.positions()]).astype(np.int32))
 
     def make_mask(self, _: int, return_array: bool = False, window_size: int | None = None) -> Window | None:
@@ -74,54 +74,45 @@ class PackedLayer(OwnCache):
     ) -> mx.array:
         """Queries (M, Q, 1, D), keys and values (M, H, 1, D) -> (M, Q, 1, D)."""
         window = mask.size if isinstance(mask, Window) else None
-        cuts = list(accumulate(size for segment in self._segments for size in segment.sizes))[:-1]
+        cuts = list(accumulate(size for alike in self._alike for size in _sizes(alike)))[:-1]
         parts = zip(*(mx.split(array[:, :, 0], cuts) for array in (queries, keys, values)), strict=True)
         found: list[mx.array] = []
-        for segment in self._segments:
-            rows = _Rows(*(_as_rows(part, 1) for part in next(parts)))
-            found.append(_flat(rows.attend(rows.keys, rows.values, scale, window, sinks)))
-            for count, _ in segment.runs:
-                run = _Rows(*(_as_rows(part, count) for part in next(parts)))
-                keys_GHLD, values_GHLD = _behind(rows.keys, run.keys), _behind(rows.values, run.values)
-                found.append(_flat(run.attend(keys_GHLD, values_GHLD, scale, window, sinks)))
+        for alike in self._alike:
+            lengths = [segment.prompt for segment in alike]
+            prompts = _Rows(*(_stacked(part, lengths) for part in next(parts)))
+            attended = prompts.attend(prompts.keys, prompts.values, scale, window, sinks)
+            found.append(_unstacked(attended, lengths))
+            for count, _ in alike[0].runs:
+                run = _Rows(*(_stacked(part, [len(part) // count] * count) for part in next(parts)))
+                keys_GLHD, values_GLHD = _behind(prompts.keys, run.keys), _behind(prompts.values, run.values)
+                found.append(run.attend(keys_GLHD, values_GLHD, scale, window, sinks).flatten(0, 1))
         return mx.concatenate(found)[:, :, None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of one length: queries (G, Q, T, D), keys and values (G, H, T, D)."""
+    """Rows of one length: queries (G, T, Q, D), keys and values (G, T, H, D)."""
 
     queries: mx.array
     keys: mx.array
     values: mx.array
 
     def attend(
-        self, keys_GHLD: mx.array, values_GHLD: mx.array, scale: float, window: int | None, sinks: mx.array | None
+        self, keys_GLHD: mx.array, values_GLHD: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        """Each query sees the positions up to its own, which is counted from the last one back."""
-        length, positions = self.queries.shape[2], keys_GHLD.shape[2]
+        """Each query sees the positions up to its own, which is counted from the last one back. (G, T, Q, D)."""
+        length, positions = self.queries.shape[1], keys_GLHD.shape[1]
         mask: mx.array | str = "causal"
+        behind = 0
         if window is not None and window < positions:
             distance = mx.arange(positions - length, positions)[:, None] - mx.arange(positions)[None]
             mask = (distance >= 0) & (distance < window)
-        if isinstance(mask, str) and mx.default_device() != mx.Device(mx.cpu):
-            fused = self._squared(keys_GHLD, values_GHLD)
-            found = attention(fused.queries, fused.keys, fused.values, scale=scale, mask=mask, sinks=sinks)
-            return found[:, :, positions - length : positions]
-        return attention(self.queries, keys_GHLD, values_GHLD, scale=scale, mask=mask, sinks=sinks)
-
-    def _squared(self, keys_GHLD: mx.array, values_GHLD: mx.array) -> "_Rows":
-        """As many queries as keys, a multiple of FUSED_LENGTH of both, so that a GPU has a fused gradient.
-
-        Queries before the row's own are of no use; keys behind it are seen by no query of the row.
-        """
-        length, positions = self.queries.shape[2], keys_GHLD.shape[2]
-        behind = -positions % FUSED_LENGTH
-        return _Rows(
-            _padded(self.queries, positions - length, behind),
-            _padded(keys_GHLD, 0, behind),
-            _padded(values_GHLD, 0, behind),
-        )
+        else:
+            behind = -length % _fused_length()  # keys behind a row's own are seen by none of its queries
+        # heads come first only in how the arrays are read: nothing is copied for it
+        rows = [_padded(part, behind).swapaxes(1, 2) for part in (self.queries, keys_GLHD, values_GLHD)]
+        found = attention(*rows, scale=scale, mask=mask, sinks=sinks).swapaxes(1, 2)
+        return found[:, :length] if behind else found
 
 
 def packed_hidden(model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], view: View | None) -> mx.array:
@@ -155,20 +146,49 @@ def can_pack(model: SharedModel) -> bool:
         return False
 
 
-def _as_rows(flat: mx.array, count: int) -> mx.array:
-    """(G*T, heads, D) -> (G, heads, T, D)."""
-    return flat.reshape(count, -1, *flat.shape[1:]).swapaxes(1, 2)
+def _fused_length() -> int:
+    return 1 if mx.default_device() == mx.Device(mx.cpu) else FUSED_LENGTH
 
 
-def _flat(rows: mx.array) -> mx.array:
-    """(G, heads, T, D) -> (G*T, heads, D)."""
-    return rows.swapaxes(1, 2).reshape(-1, rows.shape[1], rows.shape[3])
+def _alike(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Neighbours that attend in one call: prompts of one length, apart from the padding, without completions."""
+    found: list[list[Segment]] = []
+    for segment in segments:
+        fits = found and not segment.runs and not found[-1][0].runs
+        if fits and segment.prompt // -_fused_length() == found[-1][0].prompt // -_fused_length():
+            found[-1].append(segment)
+        else:
+            found.append([segment])
+    return found
 
 
-def _padded(rows: mx.array, before: int, behind: int) -> mx.array:
-    return mx.pad(rows, [(0, 0), (0, 0), (before, behind), (0, 0)]) if before or behind else rows
+def _sizes(alike: Sequence[Segment]) -> list[int]:
+    """Tokens of the prompts together, and of each run."""
+    return [sum(segment.prompt for segment in alike), *alike[0].sizes[1:]]
 
 
-def _behind(shared_1HPD: mx.array, own_GHTD: mx.array) -> mx.array:
-    repeated = mx.broadcast_to(shared_1HPD, (own_GHTD.shape[0], *shared_1HPD.shape[1:]))
-    return mx.concatenate([repeated, own_GHTD], axis=2)
+def _stacked(flat_MHD: mx.array, lengths: Sequence[int]) -> mx.array:
+    """Rows of these lengths, one after the other -> (G, longest, H, D), with zeros behind shorter ones."""
+    if len(set(lengths)) == 1:
+        return flat_MHD.reshape(len(lengths), -1, *flat_MHD.shape[1:])
+    rows = mx.split(flat_MHD, list(accumulate(lengths))[:-1])
+    return mx.concatenate([_padded(row[None], max(lengths) - len(row)) for row in rows])
+
+
+def _unstacked(rows_GTHD: mx.array, lengths: Sequence[int]) -> mx.array:
+    """The other way round."""
+    if len(set(lengths)) == 1:
+        return rows_GTHD.flatten(0, 1)
+    return mx.concatenate([row[:length] for row, length in zip(rows_GTHD, lengths, strict=True)])
+
+
+def _padded(rows_GTHD: mx.array, behind: int) -> mx.array:
+    if not behind:
+        return rows_GTHD
+    shape = (rows_GTHD.shape[0], behind, *rows_GTHD.shape[2:])
+    return mx.concatenate([rows_GTHD, mx.zeros(shape, rows_GTHD.dtype)], axis=1)
+
+
+def _behind(shared_1PHD: mx.array, own_GTHD: mx.array) -> mx.array:
+    repeated = mx.broadcast_to(shared_1PHD, (own_GTHD.shape[0], *shared_1PHD.shape[1:]))
+    return mx.concatenate([repeated, own_GTHD], axis=1)

@@ -33,6 +33,10 @@ class TokenStatistics:
     clipped_N: mx.array
     """True where the policy term bounds or removes the gradient of a trained token."""
 
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return self.loss, self.logprobs_N, self.entropies_N, self.clipped_N
+
 
 class PolicyGradient:
     """The model part of an update. Holds no state between calls."""
@@ -49,21 +53,18 @@ class PolicyGradient:
     def __call__(
         self, arrays: Arrays, scaling: Scaling, batches: Sequence[MicroBatch], key: mx.array
     ) -> tuple[Arrays, list[TokenStatistics]]:
-        """Gradients with respect to `arrays`, summed over `batches` (one per lane), and their statistics. Evaluated."""
+        """Gradients with respect to `arrays`, summed over `batches` (one per lane), and statistics. Not evaluated."""
 
-        def surrogate(traced: Arrays) -> tuple[mx.array, list[list[mx.array]]]:
+        def surrogate(traced: Arrays) -> tuple[mx.array, list[tuple[mx.array, ...]]]:
             view = self._view(traced, scaling, key)
             hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
             pairs = list(zip(hidden, batches, strict=True))
             found = self._lanes.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
             # d(sum hidden x gradient) / d(arrays) is the chain rule with the head's part already done
             products = self._lanes.run(lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, found, strict=True)))
-            return sum(products[1:], products[0]), [
-                [s.loss, s.logprobs_N, s.entropies_N, s.clipped_N] for _, s in found
-            ]
+            return sum(products[1:], products[0]), [statistics.arrays for _, statistics in found]
 
         (_, raw), gradients = mx.value_and_grad(surrogate)(arrays)
-        mx.eval(gradients, raw)
         names = [field.name for field in fields(TokenStatistics)]
         return gradients, [TokenStatistics(**dict(zip(names, values, strict=True))) for values in raw]
 

@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model, load_tokenizer
 
 from parallm.errors import ModelError
+from parallm.model.activations import install_swiglu
 from parallm.model.attention import install_attention
 from parallm.model.chat import ChatTokenizer
 from parallm.model.lora import Binding
@@ -56,6 +57,7 @@ def share_model(
     base.freeze()
     base.eval()
     install_attention(base)
+    install_swiglu(base)
     binding = Binding()
     sites = install_sites(base, settings.lora, binding)
     mx.eval(base.parameters())
