@@ -3,16 +3,22 @@
 The logits of all tokens of a step never exist together: `score` computes a chunk's, keeps one number per token, and
 `pull_back` computes them again. Only where one chunk holds all tokens is its softmax kept between the two.
 
+Nothing is evaluated here, so that a whole pass can be built while the device runs another. Whoever evaluates it does so
+stage by stage: a stage is what is left of one chunk, and its logits are gone before the next one's are computed.
+
 Axes: N tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.model.shared_model import SharedModel
+
+Stages = list[list[mx.array]]
+"""To be evaluated one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +32,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Per token of all chunks; `kept` is the softmax of the one chunk if there is only one."""
+    """Per token of all chunks."""
 
     chunks: Sequence[Chunk]
     logprobs_N: mx.array
     entropies_N: mx.array
     kept: Softmax | None
+    """That of the one chunk if there is only one."""
+    stages: Stages
 
 
 class Head:
@@ -45,28 +53,31 @@ class Head:
         """Log-probs of `tokens_N` and entropies, float32, after temperature."""
         parts = [slice(start, start + self._chunk) for start in range(0, len(tokens_N), self._chunk)]
         chunks = [Chunk(hidden_NH[part], tokens_N[part], temperature_N[part]) for part in parts]
-        kept: Softmax | None = None
-        found: list[tuple[mx.array, mx.array]] = []
-        for chunk in chunks:
-            kept = self._softmax(_after(chunk, found))
-            found.append((kept.logprobs(chunk.tokens_N[:, None])[:, 0], kept.entropies()))
-        logprobs, entropies = zip(*found, strict=True)
-        return Scores(chunks, mx.concatenate(logprobs), mx.concatenate(entropies), kept if len(chunks) == 1 else None)
+        softmaxes = [softmax_of(self._model.head(chunk.hidden_NH), chunk.temperature_N) for chunk in chunks]
+        logprobs = [found.logprobs(c.tokens_N[:, None])[:, 0] for found, c in zip(softmaxes, chunks, strict=True)]
+        entropies = [found.entropies() for found in softmaxes]
+        is_one = len(chunks) == 1
+        return Scores(
+            chunks,
+            mx.concatenate(logprobs),
+            mx.concatenate(entropies),
+            kept=softmaxes[0] if is_one else None,
+            stages=[] if is_one else [list(pair) for pair in zip(logprobs, entropies, strict=True)],
+        )
 
-    def pull_back(self, scores: Scores, gradient_N: mx.array, entropy_gradient_N: mx.array | None = None) -> mx.array:
+    def pull_back(
+        self, scores: Scores, gradient_N: mx.array, entropy_gradient_N: mx.array | None = None
+    ) -> tuple[mx.array, Stages]:
         """Gradient with respect to the hidden states (N, H), given those with respect to log-probs and entropies."""
-        found: list[tuple[mx.array]] = []
+        found: list[mx.array] = []
         start = 0
         for chunk in scores.chunks:
             end = start + len(chunk.tokens_N)
-            softmax = scores.kept or self._softmax(_after(chunk, found or [(gradient_N,)]))
+            softmax = scores.kept or softmax_of(self._model.head(chunk.hidden_NH), chunk.temperature_N)
             entropy_gradient = None if entropy_gradient_N is None else entropy_gradient_N[start:end]
-            found.append((self._pull_back(chunk, softmax, gradient_N[start:end], entropy_gradient),))
+            found.append(self._pull_back(chunk, softmax, gradient_N[start:end], entropy_gradient))
             start = end
-        return mx.concatenate([one for (one,) in found])
-
-    def _softmax(self, chunk: Chunk) -> Softmax:
-        return softmax_of(self._model.head(chunk.hidden_NH), chunk.temperature_N)
+        return mx.concatenate(found), [] if len(found) == 1 else [[one] for one in found]
 
     def _pull_back(
         self, chunk: Chunk, softmax: Softmax, gradient_N: mx.array, entropy_gradient_N: mx.array | None
@@ -81,14 +92,6 @@ class Head:
             lambda hidden: self._model.head(hidden).astype(mx.float32), [chunk.hidden_NH], [gradient_NV]
         )
         return gradient_NH
-
-
-def _after(chunk: Chunk, found: Sequence[tuple[mx.array, ...]]) -> Chunk:
-    """`chunk`, whose logits are computed once the last of `found` is there: then only one chunk's exist."""
-    if not found:
-        return chunk
-    (hidden_NH,) = mx.depends([chunk.hidden_NH], list(found[-1]))
-    return replace(chunk, hidden_NH=hidden_NH)
 
 
 def entropy_gradient(softmax: Softmax, gradient_N: mx.array) -> mx.array:

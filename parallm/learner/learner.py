@@ -15,7 +15,7 @@ from parallm.learner.faults import Faults
 from parallm.learner.kl import kl_k3
 from parallm.learner.optimizer import AdapterOptimizer, Arrays, gradient_norm, learning_rate, scaled_to_norm
 from parallm.learner.packing import can_pack
-from parallm.learner.policy_gradient import PolicyGradient, TokenStatistics
+from parallm.learner.policy_gradient import PassResult, PolicyGradient, TokenStatistics
 from parallm.learner.preparation import Prepared, prepare
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
@@ -49,14 +49,20 @@ class Totals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One micro-batch per lane."""
+    """One micro-batch per lane, built and not yet evaluated."""
 
     batches: Sequence[MicroBatch]
-    gradients: Arrays
-    """Summed over this round and those before it."""
+    result: PassResult
     norm: mx.array
     """Of this round's gradients alone."""
-    statistics: Sequence[TokenStatistics]
+    gradients: Arrays
+    """Summed over this round and those before it."""
+
+    def start(self) -> None:
+        """Let the device work on it. Returns while the backward through the trunk, the longest part, is running."""
+        for stage in self.result.stages:
+            mx.eval(stage)
+        mx.async_eval(self.gradients, self.norm, [found.arrays for found in self.result.statistics])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +124,7 @@ class Learner:
         following = next(rounds, None)
         while following is not None:
             current, gradients = following, following.gradients
-            mx.async_eval(gradients, current.norm, [found.arrays for found in current.statistics])
+            current.start()
             following = next(rounds, None)  # Python builds it while the device works on the current one
             self._look_at(current, totals, faults)
             seconds += time.perf_counter() - began
@@ -183,15 +189,17 @@ class Learner:
         for start in range(0, len(batches), self._lanes.width):
             chosen = batches[start : start + self._lanes.width]
             key = mx.random.key(mix(mix(self._seed, step), start))
-            more, statistics = self._gradient(arrays, scaling, chosen, key)
+            result = self._gradient(arrays, scaling, chosen, key)
+            more = result.gradients
             gradients = {name: gradients[name] + g for name, g in more.items()} if gradients else more
-            yield Round(batches=chosen, gradients=gradients, norm=gradient_norm(more), statistics=statistics)
+            yield Round(batches=chosen, result=result, norm=gradient_norm(more), gradients=gradients)
 
     def _look_at(self, found: Round, totals: Totals, faults: Faults) -> None:
         """Wait for a round and add what it found to the totals."""
-        for batch, statistics in zip(found.batches, found.statistics, strict=True):
-            self._add(totals, batch, statistics)
-        faults.look_at(found.batches, found.statistics, float(found.norm.item()))
+        statistics = found.result.statistics
+        for batch, one in zip(found.batches, statistics, strict=True):
+            self._add(totals, batch, one)
+        faults.look_at(found.batches, statistics, float(found.norm.item()))
 
     def _add(self, totals: Totals, batch: MicroBatch, found: TokenStatistics) -> None:
         logprobs_N = np.array(found.logprobs_N)

@@ -9,12 +9,14 @@ Axes: M computed tokens, N completion tokens, H hidden.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain, zip_longest
+from typing import Any
 
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch
-from parallm.learner.head import Head, Scores
+from parallm.learner.head import Head, Scores, Stages
 from parallm.learner.loss import LossInputs, is_clipped, objective_loss
 from parallm.learner.objective import Objective
 from parallm.learner.optimizer import Arrays
@@ -38,6 +40,15 @@ class TokenStatistics:
         return self.loss, self.logprobs_N, self.entropies_N, self.clipped_N
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassResult:
+    """What a pass gives once it is evaluated: first the stages, one after the other, then the rest."""
+
+    gradients: Arrays
+    statistics: list[TokenStatistics]
+    stages: Stages
+
+
 class PolicyGradient:
     """The model part of an update. Holds no state between calls."""
 
@@ -50,28 +61,32 @@ class PolicyGradient:
         self._dropout = dropout
         self._head = Head(model, chunk_bytes)
 
-    def __call__(
-        self, arrays: Arrays, scaling: Scaling, batches: Sequence[MicroBatch], key: mx.array
-    ) -> tuple[Arrays, list[TokenStatistics]]:
+    def __call__(self, arrays: Arrays, scaling: Scaling, batches: Sequence[MicroBatch], key: mx.array) -> PassResult:
         """Gradients with respect to `arrays`, summed over `batches` (one per lane), and statistics. Not evaluated."""
 
-        def surrogate(traced: Arrays) -> tuple[mx.array, list[tuple[mx.array, ...]]]:
+        def surrogate(traced: Arrays) -> tuple[mx.array, Any]:
             view = self._view(traced, scaling, key)
             hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
             pairs = list(zip(hidden, batches, strict=True))
             found = self._lanes.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
             # d(sum hidden x gradient) / d(arrays) is the chain rule with the head's part already done
             products = self._lanes.run(lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, found, strict=True)))
-            return sum(products[1:], products[0]), [statistics.arrays for _, statistics in found]
+            return sum(products[1:], products[0]), [(statistics.arrays, stages) for _, statistics, stages in found]
 
         (_, raw), gradients = mx.value_and_grad(surrogate)(arrays)
         names = [field.name for field in fields(TokenStatistics)]
-        return gradients, [TokenStatistics(**dict(zip(names, values, strict=True))) for values in raw]
+        return PassResult(
+            gradients=gradients,
+            statistics=[TokenStatistics(**dict(zip(names, values, strict=True))) for values, _ in raw],
+            stages=_together([stages for _, stages in raw]),
+        )
 
     def score(self, view: View | None, batches: Sequence[MicroBatch]) -> list[Scores]:
         """Log-probs and entropies of `batches` (one per lane) under `view`, without gradients. Evaluated."""
         hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
         scores = self._lanes.run(lambda pair: self._score(*pair), list(zip(hidden, batches, strict=True)))
+        for stage in _together([one.stages for one in scores]):
+            mx.eval(stage)
         mx.eval([[one.logprobs_N, one.entropies_N] for one in scores])
         return scores
 
@@ -91,8 +106,8 @@ class PolicyGradient:
             hidden_MH = self._model.hidden(inputs_M[None], None, view)[0]
         return hidden_MH[mx.array(batch.sources_N)]
 
-    def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics]:
-        """Gradient of the loss with respect to `hidden_NH`, and the statistics."""
+    def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics, Stages]:
+        """Gradient of the loss with respect to `hidden_NH`, statistics, and what to evaluate before them."""
         scores = self._score(hidden_NH, batch)
         inputs = self._inputs(batch, scores)
         loss, (gradient_N, entropy_gradient_N) = mx.value_and_grad(objective_loss, argnums=(0, 1))(
@@ -105,7 +120,8 @@ class PolicyGradient:
             clipped_N=is_clipped(scores.logprobs_N, inputs, self._objective),
         )
         has_bonus = self._objective.entropy_coefficient > 0
-        return self._head.pull_back(scores, gradient_N, entropy_gradient_N if has_bonus else None), statistics
+        pulled_NH, stages = self._head.pull_back(scores, gradient_N, entropy_gradient_N if has_bonus else None)
+        return pulled_NH, statistics, scores.stages + stages
 
     def _score(self, hidden_NH: mx.array, batch: MicroBatch) -> Scores:
         return self._head.score(hidden_NH, mx.array(batch.tokens_N), mx.array(batch.temperature_N))
@@ -123,3 +139,8 @@ class PolicyGradient:
             reference_N=None if batch.base_N is None else mx.array(batch.base_N),
             entropy_threshold=batch.entropy_threshold,
         )
+
+
+def _together(stages_of_lanes: Sequence[Stages]) -> Stages:
+    """The first stages of all lanes, then the second ones, and so on."""
+    return [[*chain.from_iterable(parts)] for parts in zip_longest(*stages_of_lanes, fillvalue=())]

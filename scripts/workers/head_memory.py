@@ -31,7 +31,10 @@ def main(tokens: int, vocabulary: int) -> None:
     def chunked() -> mx.array:
         head = Head(model, LearnerSettings().head_chunk_bytes)
         scores = head.score(hidden_NH, tokens_N, ones_N)
-        return head.pull_back(scores, ones_N)
+        gradient_NH, stages = head.pull_back(scores, ones_N)
+        for stage in scores.stages + stages:
+            mx.eval(stage)
+        return gradient_NH
 
     def whole() -> mx.array:
         def total(hidden: mx.array) -> mx.array:

@@ -44,7 +44,7 @@ def random_groups(job: UpdateJob, vocabulary: int) -> list[TrajectoryGroup]:
                 temperature=1.0,
                 weight_versions=(),
                 reward_parts={},
-                reward=float(index % 2),
+                reward=float((place + index) % 2),
                 text="",
                 finish_reason="length",
             )
@@ -60,7 +60,8 @@ def main(job: UpdateJob) -> None:
     shape = SHAPES[job.shape]
     model = random_model(shape)
     adapter = make_adapter(initial_arrays(model.sites, 16, mx.random.key(0)), version=0, rank=16, alpha=32.0)
-    settings = LearnerSettings(micro_batch_tokens=job.micro_batch)
+    # advantages over the whole batch: a group of one has a signal, too, and the step ends with an optimizer step
+    settings = LearnerSettings(micro_batch_tokens=job.micro_batch, advantage="reinforce_pp")
     learner = Learner(model, Lanes(lambda _: None), settings, start=adapter, total_steps=10, seed=0)
     groups = random_groups(job, shape.vocabulary)
     seconds: list[float] = []
@@ -68,9 +69,10 @@ def main(job: UpdateJob) -> None:
         if step == 1:
             mx.reset_peak_memory()
         began = time.perf_counter()
-        for _ in learner.update(groups, step=step, max_tokens=job.completion):
-            pass
+        *_, report = learner.update(groups, step=step, max_tokens=job.completion)
         seconds.append(time.perf_counter() - began)
+        assert report is not None
+        assert report.skipped is None, report.skipped
     print(json.dumps({"seconds": seconds[1:], "peak_gb": mx.get_peak_memory() / 1e9}))
 
 

@@ -158,8 +158,9 @@ def test_without_a_ratio_to_blame_the_whole_micro_batch_is_named(
     compute = PolicyGradient.__call__
 
     def broken(self: PolicyGradient, *arguments: object) -> object:
-        gradients, statistics = compute(self, *arguments)  # type: ignore[arg-type]
-        return {name: mx.full(array.shape, math.nan) for name, array in gradients.items()}, statistics
+        result = compute(self, *arguments)  # type: ignore[arg-type]
+        gradients = {name: mx.full(array.shape, math.nan) for name, array in result.gradients.items()}
+        return replace(result, gradients=gradients)
 
     monkeypatch.setattr(PolicyGradient, "__call__", broken)
     report = update(make_learner(), groups)

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from parallm.learner.packing import Segment, can_pack, packed_hidden
+from parallm.model.lora import Scaling, initial_arrays, one_adapter
 from parallm.model.shared_model import SharedModel
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6]]
@@ -51,3 +52,25 @@ def test_a_sliding_window_hides_what_lies_before_it(load_tiny: Callable[[str], S
 
 def test_a_model_with_a_state_is_not_packed(load_tiny: Callable[[str], SharedModel]) -> None:
     assert not can_pack(load_tiny("mamba"))
+
+
+def test_rows_padded_as_a_gpu_needs_them_give_the_same_hidden_states_and_gradients(
+    load_tiny: Callable[[str], SharedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny("qwen3")
+    segments = [Segment(prompt=length) for length in (12, 12, 9, 7, 7, 3)] + [Segment(prompt=5, runs=((2, 4),))]
+    tokens = mx.array([(7 * place) % 50 + 1 for place in range(63)])
+    arrays = initial_arrays(model.sites, 4, mx.random.key(0))
+    arrays = {name: array + 0.01 for name, array in arrays.items()}
+    scaling = Scaling(dict.fromkeys(model.sites, 2.0), {})
+
+    def total(arrays: dict[str, mx.array]) -> mx.array:
+        hidden = packed_hidden(model, tokens, segments, one_adapter(arrays, scaling))
+        return (hidden * mx.sin(mx.arange(hidden.size).reshape(hidden.shape))).sum()
+
+    expected, expected_gradients = mx.value_and_grad(total)(arrays)
+    monkeypatch.setattr("parallm.learner.packing._fused_length", lambda: 8)
+    found, gradients = mx.value_and_grad(total)(arrays)
+    assert abs(found.item() - expected.item()) <= 1e-4
+    worst = max(mx.abs(gradients[name] - expected_gradients[name]).max().item() for name in arrays)
+    assert worst <= 1e-4

@@ -131,9 +131,9 @@ def chunked(
     loss, total = 0.0, {name: mx.zeros_like(array) for name, array in adapter.arrays.items()}
     for start in range(0, len(batches), lanes.width):
         chosen = batches[start : start + lanes.width]
-        part, statistics = gradient(dict(adapter.arrays), scaling, chosen, mx.random.key(0))
-        total = {name: total[name] + part[name] for name in total}
-        loss += sum(float(one.loss.item()) for one in statistics)
+        part = gradient(dict(adapter.arrays), scaling, chosen, mx.random.key(0))
+        total = {name: total[name] + part.gradients[name] for name in total}
+        loss += sum(float(one.loss.item()) for one in part.statistics)
     mx.eval(total)
     return loss, total
 
