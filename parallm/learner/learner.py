@@ -12,8 +12,9 @@ from parallm.device.lanes import Lanes
 from parallm.errors import AdapterNotFinite
 from parallm.learner.batch import MicroBatch, make_micro_batches
 from parallm.learner.faults import Faults
+from parallm.learner.flat import Arrays
 from parallm.learner.kl import kl_k3
-from parallm.learner.optimizer import AdapterOptimizer, Arrays, gradient_norm, learning_rate, scaled_to_norm
+from parallm.learner.optimizer import AdapterOptimizer, learning_rate, scaled_to_norm
 from parallm.learner.packing import can_pack
 from parallm.learner.policy_gradient import PassResult, PolicyGradient, TokenStatistics
 from parallm.learner.preparation import Prepared, prepare
@@ -55,14 +56,14 @@ class Round:
     result: PassResult
     norm: mx.array
     """Of this round's gradients alone."""
-    gradients: Arrays
+    gradient_N: mx.array
     """Summed over this round and those before it."""
 
     def start(self) -> None:
         """Let the device work on it. Returns while the backward through the trunk, the longest part, is running."""
         for stage in self.result.stages:
             mx.eval(stage)
-        mx.async_eval(self.gradients, self.norm, [found.arrays for found in self.result.statistics])
+        mx.async_eval(self.gradient_N, self.norm, [found.arrays for found in self.result.statistics])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,22 +119,23 @@ class Learner:
                 policy=one_adapter(dict(self.adapter.arrays), scaling),
                 width=self._lanes.width,
             )
-        seconds, gradients = prepared.seconds, {}
+        seconds = prepared.seconds
+        gradient_N: mx.array | None = None
         rounds = self._rounds(prepared.batches, scaling, step)
         began = time.perf_counter()
         following = next(rounds, None)
         while following is not None:
-            current, gradients = following, following.gradients
+            current, gradient_N = following, following.gradient_N
             current.start()
             following = next(rounds, None)  # Python builds it while the device works on the current one
             self._look_at(current, totals, faults)
             seconds += time.perf_counter() - began
             yield None
             began = time.perf_counter()
-        norm = float(gradient_norm(gradients).item()) if gradients else math.nan
+        norm = math.nan if gradient_N is None else float(mx.linalg.norm(gradient_N).item())
         skipped = faults.message or _nothing_to_learn(totals, norm)
-        if skipped is None:
-            skipped = self._step(gradients, norm, step, faults)
+        if skipped is None and gradient_N is not None:
+            skipped = self._step(gradient_N, norm, step, faults)
         yield self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
 
     def optimizer_state(self) -> Arrays:
@@ -168,11 +170,11 @@ class Learner:
             packs=self._packs,
         )
 
-    def _step(self, gradients: Arrays, norm: float, step: int, faults: Faults) -> str | None:
+    def _step(self, gradient_N: mx.array, norm: float, step: int, faults: Faults) -> str | None:
         """Make the next version. Returns a reason and changes nothing if its weights would not be finite."""
         before = GoodState(adapter=self.adapter, optimizer=self._optimizer.state())
-        clipped = scaled_to_norm(gradients, norm, self._settings.max_gradient_norm)
-        arrays = self._optimizer.apply(dict(self.adapter.arrays), clipped, step)
+        clipped_N = scaled_to_norm(gradient_N, norm, self._settings.max_gradient_norm)
+        arrays = self._optimizer.apply(self.adapter.arrays, clipped_N, step)
         try:
             self.adapter = next_version(self.adapter, arrays, step + 1)
         except AdapterNotFinite:
@@ -185,14 +187,14 @@ class Learner:
     def _rounds(self, batches: Sequence[MicroBatch], scaling: Scaling, step: int) -> Iterator[Round]:
         """One micro-batch per lane after the other. Each is built when it is asked for, and not evaluated."""
         arrays = dict(self.adapter.arrays)
-        gradients: Arrays = {}
+        gradient_N: mx.array | None = None
         for start in range(0, len(batches), self._lanes.width):
             chosen = batches[start : start + self._lanes.width]
             key = mx.random.key(mix(mix(self._seed, step), start))
             result = self._gradient(arrays, scaling, chosen, key)
-            more = result.gradients
-            gradients = {name: gradients[name] + g for name, g in more.items()} if gradients else more
-            yield Round(batches=chosen, result=result, norm=gradient_norm(more), gradients=gradients)
+            more_N = self._optimizer.layout.join(result.gradients)
+            gradient_N = more_N if gradient_N is None else gradient_N + more_N
+            yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 
     def _look_at(self, found: Round, totals: Totals, faults: Faults) -> None:
         """Wait for a round and add what it found to the totals."""

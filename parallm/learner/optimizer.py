@@ -1,58 +1,76 @@
 """AdamW over an adapter's arrays, its learning-rate schedule, and gradient clipping."""
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import mlx.core as mx
 import mlx.optimizers
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from parallm.errors import CheckpointError
+from parallm.learner.flat import Arrays, Layout
 from parallm.learner.settings import LearnerSettings
-
-Arrays = dict[str, mx.array]
 
 
 class AdapterOptimizer:
     """Owner of the moments. AdamW (https://arxiv.org/abs/1711.05101) with bias correction, which MLX leaves off.
 
-    LoRA's B has a learning rate of its own, as in LoRA+ (https://arxiv.org/abs/2402.12354).
+    LoRA's B has a learning rate of its own, as in LoRA+ (https://arxiv.org/abs/2402.12354). Arrays are one vector here,
+    B before all others.
     """
 
-    def __init__(self, settings: LearnerSettings, total_steps: int, arrays: Arrays) -> None:
+    def __init__(self, settings: LearnerSettings, total_steps: int, arrays: Mapping[str, mx.array]) -> None:
         self._settings = settings
         self._total_steps = total_steps
-        of_b = tuple(name for name in arrays if name.endswith(".lora_b"))
-        self._names = of_b, tuple(name for name in arrays if not name.endswith(".lora_b"))
-        self._adamws = _adamw(settings), _adamw(settings)
-        for adamw, names in zip(self._adamws, self._names, strict=True):
-            adamw.init({name: arrays[name] for name in names})
+        ordered = sorted(arrays, key=lambda name: (not name.endswith(".lora_b"), name))
+        self.layout = Layout({name: arrays[name].shape for name in ordered})
+        sizes = {True: 0, False: 0}
+        for name in ordered:
+            sizes[name.endswith(".lora_b")] += arrays[name].size
+        self._num_b = sizes[True]
+        self._adamws = {group: _adamw(settings) for group in ("b", "others")}
+        for adamw, size in zip(self._adamws.values(), sizes.values(), strict=True):
+            adamw.init({"all": mx.zeros((size,))})
 
-    def apply(self, arrays: Arrays, gradients: Arrays, step: int) -> Arrays:
-        """New arrays, evaluated; the old ones stay as they are. `step` counts from 0 and sets the learning rate."""
+    def apply(self, arrays: Mapping[str, mx.array], gradient_N: mx.array, step: int) -> Arrays:
+        """New arrays, evaluated; the old ones stay as they are. `step` counts from 0 and sets the learning rate.
+
+        `gradient_N` is the gradient in `layout`.
+        """
         rate = learning_rate(self._settings, step, self._total_steps)
-        updated: Arrays = {}
-        for adamw, names, ratio in zip(self._adamws, self._names, (self._settings.lora_plus_ratio, 1), strict=True):
+        pairs = zip(
+            *(mx.split(flat_N, [self._num_b]) for flat_N in (self.layout.join(arrays), gradient_N)), strict=True
+        )
+        updated: list[mx.array] = []
+        ratios = (self._settings.lora_plus_ratio, 1)
+        for adamw, ratio, (old, gradient) in zip(self._adamws.values(), ratios, pairs, strict=True):
             adamw.learning_rate = rate * ratio
-            chosen = {name: gradients[name] for name in names}
-            updated |= adamw.apply_gradients(chosen, {name: arrays[name] for name in names})
-        mx.eval(updated, [adamw.state for adamw in self._adamws])
-        return updated
+            updated.append(adamw.apply_gradients({"all": gradient}, {"all": old})["all"])
+        new = self.layout.split(mx.concatenate(updated))
+        mx.eval(new, [adamw.state for adamw in self._adamws.values()])
+        return new
 
     def state(self) -> Arrays:
-        """Everything that the next step depends on, by flat names. Both groups count the same steps."""
-        of_b, others = (dict(tree_flatten(adamw.state)) for adamw in self._adamws)
-        return of_b | others
+        """Everything that the next step depends on, by flat names."""
+        return {
+            f"{group}.{name}": array
+            for group, adamw in self._adamws.items()
+            for name, array in tree_flatten(adamw.state)
+        }
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        """Go on from what `state` has returned. Raises CheckpointError unless it is of the same arrays."""
-        if differing := sorted(state.keys() ^ self.state().keys()):
+        """Go on from what `state` has returned. Raises CheckpointError unless it is of arrays of the same sizes."""
+        saved, own = ({name: array.shape for name, array in each.items()} for each in (state, self.state()))
+        if differing := sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name)):
+            name = differing[0]
             raise CheckpointError(
-                f"the optimizer's state does not fit the adapter: {differing[0]} is only in one of them"
+                f"the optimizer's state does not fit the adapter: {name} is {saved.get(name)} in the checkpoint, "
+                f"and {own.get(name)} here"
             )
-        for adamw, names in zip(self._adamws, self._names, strict=True):
-            adamw.state = _nested(state, names)
+        for group, adamw in self._adamws.items():
+            prefix = f"{group}."
+            of_group = [(name.removeprefix(prefix), a) for name, a in state.items() if name.startswith(prefix)]
+            adamw.state = tree_unflatten(of_group)
 
 
 def _adamw(settings: LearnerSettings) -> mlx.optimizers.AdamW:
@@ -65,19 +83,6 @@ def _adamw(settings: LearnerSettings) -> mlx.optimizers.AdamW:
     )
 
 
-def _nested(state: Mapping[str, mx.array], names: Collection[str]) -> dict[str, Any]:
-    """What MLX wants: scalars, and the moments of each of `names`."""
-    # not tree_unflatten: an adapter's names hold dots themselves, and MLX starts moments that it does not find anew
-    nested: dict[str, Any] = {}
-    for key, array in state.items():
-        name, _, moment = key.rpartition(".")
-        if not name:
-            nested[key] = array
-        elif name in names:
-            nested.setdefault(name, {})[moment] = array
-    return nested
-
-
 def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> float:
     """Linear warm-up over `warmup_steps`, then constant, or a cosine that ends at zero after `total_steps`."""
     if step < settings.warmup_steps:
@@ -88,13 +93,6 @@ def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> flo
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def gradient_norm(gradients: Arrays) -> mx.array:
-    """Square root of the sum of all squares, float32 scalar. Not finite if any gradient is not."""
-    return mx.sqrt(sum((gradient.astype(mx.float32) ** 2).sum() for gradient in gradients.values()))
-
-
-def scaled_to_norm(gradients: Arrays, norm: float, most: float) -> Arrays:
-    """Gradients scaled down so that their norm is at most `most`; `norm` must be finite."""
-    if norm <= most:
-        return gradients
-    return {name: gradient * (most / norm) for name, gradient in gradients.items()}
+def scaled_to_norm(gradient_N: mx.array, norm: float, most: float) -> mx.array:
+    """The gradient scaled down so that its norm is at most `most`; `norm` must be finite."""
+    return gradient_N if norm <= most else gradient_N * (most / norm)

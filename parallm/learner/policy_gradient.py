@@ -16,10 +16,10 @@ import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch
+from parallm.learner.flat import Arrays
 from parallm.learner.head import Head, Scores, Stages
 from parallm.learner.loss import LossInputs, is_clipped, objective_loss
 from parallm.learner.objective import Objective
-from parallm.learner.optimizer import Arrays
 from parallm.learner.packing import packed_hidden
 from parallm.model.lora import DropoutAdapter, Scaling, View, one_adapter
 from parallm.model.shared_model import SharedModel

@@ -10,7 +10,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from parallm.errors import AdapterError, UnknownModel
-from parallm.model.adapter_arrays import arrays_sha256, check_arrays, check_finite
+from parallm.model.adapter_arrays import arrays_digest, check_arrays, check_finite
 from parallm.model_names import check_name, is_number, latest_of, of_alias, plain, versioned
 from parallm.types import BASE, LATEST, POLICY, AdapterCard
 
@@ -100,7 +100,7 @@ def make_adapter(
         dropout=float(dropout),
         targets=targets,
         arrays=MappingProxyType(single),
-        sha256=arrays_sha256(single),
+        sha256=arrays_digest(single),
     )
 
 

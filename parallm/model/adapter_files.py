@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from parallm.errors import AdapterError
 from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_arrays import arrays_sha256
+from parallm.model.adapter_arrays import arrays_digest
 from parallm.model.adapter_configs import evened, mlx_config, peft_config
 from parallm.model.site_names import from_pattern
 from parallm.types import POLICY
@@ -42,7 +42,7 @@ def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
     if adapter.ranks or adapter.alphas:
         rank, scale = config["lora_parameters"]["rank"], config["lora_parameters"]["scale"]
         arrays = evened(adapter, rank, scale)
-        metadata |= {"alpha": repr(scale * rank), "rslora": "", "sha256": arrays_sha256(arrays)}
+        metadata |= {"alpha": repr(scale * rank), "rslora": "", "sha256": arrays_digest(arrays)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_arrays(folder / MLX_WEIGHTS, arrays, metadata)
 
