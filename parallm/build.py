@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.state import Fingerprint
-from parallm.config import RunConfig
+from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
 from parallm.device.lanes import Lanes
@@ -22,18 +22,16 @@ from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.environment.environment import AnyEnvironment, build_environment, connect
-from parallm.errors import CheckpointError
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.demonstrations import read_demonstrations
 from parallm.learner.learner import Learner
-from parallm.metrics.display import Display, make_display
-from parallm.metrics.record import RunRecorder
+from parallm.metrics.display import make_display
 from parallm.metrics.run_header import RunHeader
 from parallm.model.adapter import Adapter, AdapterTable
-from parallm.model.adapter_files import write_mlx, write_peft
 from parallm.model.load import load_shared_model
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
+from parallm.policy_runs import PolicyRun, combined_status, make_policy_runs, raise_failures, stop_all, train_all
 from parallm.reports import TrainingStatus
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
@@ -46,9 +44,10 @@ from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.parts import Parts
 from parallm.trainer.restoring import restore
+from parallm.trainer.saving import write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
-from parallm.types import Problem
+from parallm.types import POLICY, Problem
 
 Result = TypeVar("Result")
 
@@ -67,6 +66,19 @@ class House:
     start: Adapter
     """The version to go on from: the given adapter, or one whose product is zero."""
 
+    def of(self, name: str) -> "House":
+        """The same, for training the policy `name`."""
+        return dataclasses.replace(self, start=dataclasses.replace(self.start, name=name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lessons:
+    """What one policy learns from; read before the model, since a large one takes minutes to load."""
+
+    environment: AnyEnvironment
+    splits: Splits
+    demonstrations: Sequence[Problem] | None
+
 
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     """Train, and answer HTTP meanwhile. Returns the exit code; raises ParallmError."""
@@ -79,32 +91,33 @@ def run_serving(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
 
 async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
-    environment = build_environment(config.environment)
-    # first, since a large model takes minutes to load
-    splits = read_splits(environment, config.trainer.evaluate_problems)
-    display = make_display(config.metrics.display, sys.stdout)
-    recorder = RunRecorder(folder, config.metrics, dataclasses.asdict(config))
-    demonstrations = read_demonstrations(config.learner)
-    trainer: Trainer | SupervisedTrainer | None = None
+    lessons = {name: _read_lessons(one) for name, one in policy_configs(config).items()}
+    is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
+    display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout)
+    runs = make_policy_runs(config, folder, display)
 
     def status() -> TrainingStatus:
-        return trainer.status if trainer else TrainingStatus(state="starting", total_steps=config.trainer.steps)
+        return combined_status({run.name: run.status for run in runs})
 
     async def work(house: House, server: HttpServer | None) -> None:
-        nonlocal trainer
         display.start(_header(config, folder, blas, server))
-        parts = await _make_parts(config, folder, house, environment, splits, recorder, display)
-        trainer = _make_trainer(config, house, parts, demonstrations)
-        await _resume(config, house, parts, trainer)
-        stop_on_signals(trainer.stop, "finishing this step, then saving and leaving")
+        judge = Judge(house.engine.generate_all, house.model.tokenizer)  # one for all: it numbers its requests
+        for run in runs:
+            connect(lessons[run.name].environment, judge)
+            run.trainer = await _make_trainer(run, house.of(run.name), lessons[run.name])
+        stop_on_signals(partial(stop_all, runs), "finishing this step, then saving and leaving")
         try:
-            await trainer.run()
+            failures = await train_all(runs)
         finally:
             device = "" if blas.name == "reference" else blas.name
-            summary = recorder.finish(config.metrics.figures or config.name, device=device)
-        await _on_device(house.device, partial(_write_adapters, config, folder, house))
-        display.finish(summary.rows())
-        if config.trainer.keep_serving and server is not None and not trainer.was_stopped:
+            summaries = [run.recorder.finish(run.figures, device=device) for run in runs]
+        for run, summary in zip(runs, summaries, strict=True):
+            if run.name not in failures:
+                await _leave_adapter(run, house)
+                run.display.finish(summary.rows())
+        raise_failures(failures, is_alone=len(runs) == 1)
+        was_stopped = any(run.was_stopped for run in runs)
+        if config.trainer.keep_serving and server is not None and not was_stopped:
             sys.stdout.write(f"training has ended; {server.url} answers until Ctrl-C\n")
             await until_signal()
 
@@ -112,6 +125,12 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         return await with_house(config, blas, status, work)
     finally:
         display.close()
+
+
+def _read_lessons(config: RunConfig) -> Lessons:
+    environment = build_environment(config.environment)
+    splits = read_splits(environment, config.trainer.evaluate_problems)
+    return Lessons(environment=environment, splits=splits, demonstrations=read_demonstrations(config.learner))
 
 
 async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
@@ -147,6 +166,7 @@ async def with_house(
                 status=status,
                 settings=config.server,
                 base_name=config.model.path,
+                policies=house.adapters.policies,
             )
             server = HttpServer(app, bound)
             await server.start()
@@ -164,10 +184,11 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
     engine = AsyncEngine(device, asyncio.get_running_loop())
     model = await _on_device(device, partial(load_shared_model, config.model))
     lanes = await _on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
-    adapters = AdapterTable()
+    adapters = AdapterTable(policies=tuple(config.policies) or (POLICY,))
     start = await _on_device(device, partial(starting_adapter, config.model, model, config.seed))
     if config.model.adapter is not None:
-        await _on_device(device, partial(adapters.publish, start))
+        for name in adapters.policies:
+            adapters.publish(dataclasses.replace(start, name=name))
     core = await _on_device(
         device, partial(Engine, model, adapters, lanes, config.engine, emit=engine.emit, report=engine.report)
     )
@@ -175,16 +196,27 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
     return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
 
 
-async def _make_parts(
-    config: RunConfig,
-    folder: Path,
-    house: House,
-    environment: AnyEnvironment,
-    splits: Splits,
-    recorder: RunRecorder,
-    display: Display,
-) -> Parts:
-    connect(environment, Judge(house.engine.generate_all, house.model.tokenizer))
+async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Trainer | SupervisedTrainer:
+    """A trainer that goes on where its checkpoints end."""
+    config, parts = run.config, await _make_parts(run, house, lessons)
+    trainer: Trainer | SupervisedTrainer
+    if lessons.demonstrations is None:
+        trainer = Trainer(parts, config.trainer, config.rollout, save_every=config.checkpoint.every)
+    else:
+        per_step = config.rollout.problems_per_step
+        given = tokenized(lessons.demonstrations, house.model, per_step=per_step, seed=config.seed)
+        trainer = SupervisedTrainer(parts, given, config.trainer, save_every=config.checkpoint.every)
+    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
+    state = await _on_device(house.device, load)
+    if state is not None:
+        await _on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
+        trainer.resume(state)
+        parts.display.message(f"resumed after step {state.step}, version {state.version}")
+    return trainer
+
+
+async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
+    config = run.config
     learner = await _on_device(
         house.device,
         partial(
@@ -198,20 +230,20 @@ async def _make_parts(
         ),
     )
     fingerprint = await _on_device(house.device, partial(_fingerprint, house))
-    checkpoints = CheckpointManager(folder, config.checkpoint)
+    checkpoints = CheckpointManager(run.folder, config.checkpoint)
     collector = Collector(
         house.engine.generate_all,
         house.model.tokenizer,
-        environment,
-        make_stream(environment, splits.train, config.seed),
+        lessons.environment,
+        make_stream(lessons.environment, lessons.splits.train, config.seed),
         config.rollout,
         config.seed,
     )
     evaluator = Evaluator(
         generate_all=house.engine.generate_all,
         tokenizer=house.model.tokenizer,
-        environment=environment,
-        problems=splits.test,
+        environment=lessons.environment,
+        problems=lessons.splits.test,
         max_tokens=config.rollout.max_tokens,
         samples=evaluation_samples(config.trainer, config.seed),
         rollout=config.rollout,
@@ -222,30 +254,18 @@ async def _make_parts(
         learner=learner,
         adapters=house.adapters,
         collector=collector,
-        evaluator=evaluator if splits.test else None,
+        evaluator=evaluator if lessons.splits.test else None,
         checkpoints=checkpoints,
         fingerprint=fingerprint,
-        recorder=recorder,
-        display=display,
+        recorder=run.recorder,
+        display=run.display,
     )
 
 
-def _make_trainer(
-    config: RunConfig, house: House, parts: Parts, demonstrations: Sequence[Problem] | None
-) -> Trainer | SupervisedTrainer:
-    if demonstrations is None:
-        return Trainer(parts, config.trainer, config.rollout, save_every=config.checkpoint.every)
-    given = tokenized(demonstrations, house.model, per_step=config.rollout.problems_per_step, seed=config.seed)
-    return SupervisedTrainer(parts, given, config.trainer, save_every=config.checkpoint.every)
-
-
-async def _resume(config: RunConfig, house: House, parts: Parts, trainer: Trainer | SupervisedTrainer) -> None:
-    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
-    state = await _on_device(house.device, load)
-    if state is not None:
-        await _on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
-        trainer.resume(state)
-        parts.display.message(f"resumed after step {state.step}, version {state.version}")
+async def _leave_adapter(run: PolicyRun, house: House) -> None:
+    kept = adapter_to_keep(house.adapters, run.name, run.config.trainer.keep_best)
+    if kept is not None:
+        await _on_device(house.device, partial(write_adapter, kept, run.folder, house.model))
 
 
 def _fingerprint(house: House) -> Fingerprint:
@@ -262,20 +282,6 @@ def _fingerprint(house: House) -> Fingerprint:
     )
 
 
-def _write_adapters(config: RunConfig, folder: Path, house: House) -> None:
-    """The version to keep in both formats, for use elsewhere. Raises CheckpointError if the disk does not take it."""
-    kept = adapter_to_keep(house.adapters, config.trainer.keep_best)
-    if kept is None:
-        return
-    try:
-        write_mlx(kept, folder / "adapter", num_layers=house.model.num_layers)
-        write_peft(kept, folder / "adapter_peft", config.model.path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder / 'adapter'} could not be written: {error}; the same adapter is in the last checkpoint"
-        ) from error
-
-
 def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServer | None) -> RunHeader:
     return RunHeader(
         name=config.name,
@@ -284,6 +290,7 @@ def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServe
         blas=blas.message,
         url=server.url if server else None,
         folder=str(folder),
+        policies=tuple(config.policies),
         total_steps=config.trainer.steps,
     )
 

@@ -28,7 +28,7 @@ from parallm.config import (
     shipped,
     to_config,
 )
-from parallm.config_errors import explain_composition
+from parallm.config_errors import explain_composition, repeated_keys
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import ConfigError, ParallmError
@@ -67,6 +67,8 @@ def run_command(config_name: str, kind: type[Config], run: Run[Config]) -> int:
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would else print and exit for
     try:
+        if wrong := repeated_keys(sys.argv[1:]):
+            raise ConfigError("\n".join(wrong))
         _register(kind)
         hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=config_name)(job)()
     except ConfigError as error:

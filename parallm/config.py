@@ -1,5 +1,6 @@
 """YAML, recipes and the command line -> RunConfig. Imports no MLX: a BLAS must be able to load before it."""
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,10 +22,12 @@ from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import MetricsSettings
 from parallm.model.settings import ModelSettings
+from parallm.policies import PolicyName, PolicyPart, check_policies, values_of
 from parallm.rollout.settings import RolloutSettings
 from parallm.server.settings import ServerSettings
 from parallm.settings import settings
 from parallm.trainer.settings import TrainerSettings
+from parallm.types import POLICY
 
 PACKAGE_FOLDER = Path(__file__).parent
 RUNS_FOLDER = Path("checkpoints")
@@ -50,6 +53,8 @@ class RunConfig:
     server: ServerSettings = ServerSettings()
     device: DeviceSettings = DeviceSettings()
     metrics: MetricsSettings = MetricsSettings()
+    policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
+    """Several adapters to train at the same time, by name, each with what differs from the parts above; see conf/."""
 
 
 @settings
@@ -96,13 +101,39 @@ def to_config(composed: DictConfig, kind: type[Config]) -> Config:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
+    config = _validated(_without_mandatory(values), kind)
+    if isinstance(config, RunConfig):
+        policy_configs(config)
+    return config
+
+
+def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
+    """The configuration of each policy that a run trains, by name; of `policy` alone if it names none.
+
+    Raises ConfigError with one line for each wrong name, key or value, and for choices that contradict each other.
+    """
+    objective_of(config.learner)  # refuses choices that contradict each other
+    if not config.policies:
+        return {POLICY: config}
+    metrics = config.metrics
+    check_policies(config.policies, resume=config.checkpoint.resume, wandb=metrics.wandb, display=metrics.display)
+    run, configs, wrong = dataclasses.asdict(config), {}, []
+    for name, own in config.policies.items():
+        try:
+            configs[name] = _validated(values_of(own, run), type(config))
+            objective_of(configs[name].learner)
+        except ConfigError as error:
+            wrong += [f"policies.{name}.{line}" for line in str(error).splitlines()]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return configs
+
+
+def _validated(values: Any, kind: type[Config]) -> Config:
     try:
-        config = TypeAdapter(kind).validate_python(_without_mandatory(values))
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         raise ConfigError(explain_values(error.errors(), known_keys(kind))) from error
-    if isinstance(config, RunConfig):
-        objective_of(config.learner)  # refuses choices that contradict each other
-    return config
 
 
 def known_keys(kind: type = RunConfig) -> dict[str, Any]:
@@ -162,15 +193,17 @@ def run_folder(name: str, resume: str, now: str) -> str:
     # Hydra makes the folder before to_run_config refuses a wrong name
     runs = RUNS_FOLDER / (str(name) if re.match(NAME_PATTERN, str(name)) else "run")
     if resume == "auto":
-        with_checkpoint = [folder for folder in runs.glob("*/") if has_checkpoint(folder)]
+        with_checkpoint = [
+            folder for folder in runs.glob("*/") if has_checkpoint(folder) and not folder.name.startswith("sweep_")
+        ]
         if with_checkpoint:
             return str(max(with_checkpoint, key=lambda folder: folder.name))
     return str(runs / now)
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether the checkpoint manager has saved anything in this run folder, good or not."""
-    return any(True for _ in folder.glob("step_*/"))
+    """Whether the checkpoint manager has saved anything in this run folder or in one of its policies, good or not."""
+    return any(True for pattern in ("step_*/", "*/step_*/") for _ in folder.glob(pattern))
 
 
 def _defaults(settings_class: type) -> dict[str, Any]:

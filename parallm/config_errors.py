@@ -5,7 +5,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import yaml
 from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic_core import ErrorDetails
 
@@ -41,6 +43,20 @@ def explain_composition(
         return "recipe: a recipe is added to the run, so write +recipe=NAME with the plus"
     lines = (line.strip() for line in str(error).splitlines())
     return " ".join(line for line in lines if line and not line.startswith(("full_key", "object_type", "See http")))
+
+
+def repeated_keys(arguments: Iterable[str]) -> list[str]:
+    """One line for each value of the command line that is a mapping with a key twice: Hydra keeps the last silently."""
+    wrong = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        try:
+            OmegaConf.create(value if value.startswith("{") else "")
+        except yaml.constructor.ConstructorError as error:
+            wrong.append(f"{key.lstrip('+')}: {error.problem}")
+        except (yaml.YAMLError, OmegaConfBaseException):
+            pass  # Hydra's grammar is another one: let it judge
+    return wrong
 
 
 def _known_part(error: ErrorDetails, known: KnownKeys) -> tuple[str, ...]:
@@ -86,7 +102,8 @@ def _explain_value(error: ErrorDetails, path: tuple[str, ...], known: KnownKeys)
         return f"name '{tag}' is unknown{_choices(tag, tags)}"
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):
         return error["msg"].removeprefix("Value error, ")  # about several keys of a part, which it names
-    return f"{error['input']!r} {re.sub(r'^(Input|String|Value error,) (should )?', 'must ', error['msg'])}"
+    place = f"{deeper.removesuffix('.[key]')}: " if deeper and path == ("policies",) else ""
+    return f"{place}{error['input']!r} {re.sub(r'^(Input|String|Value error,) (should )?', 'must ', error['msg'])}"
 
 
 def _choices(wrong: str, choices: Iterable[str]) -> str:

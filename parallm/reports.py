@@ -132,3 +132,5 @@ class TrainingStatus:
     seconds_left: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     message: str = ""
+    policies: Mapping[str, "TrainingStatus"] = field(default_factory=dict)
+    """Of each, by name, where several are trained; the fields above are then about the one with the most to do."""

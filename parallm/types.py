@@ -15,6 +15,8 @@ POLICY = "policy"
 """The name of the adapter that the learner trains, unless it trains several."""
 LATEST = "latest"
 """The newest version of `policy`, whether clients get it as `policy` already or not."""
+BEST = "best"
+"""The best version by evaluation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,8 +24,9 @@ LAYERS: tuple[set[str], ...] = (
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},
     {"trainer", "server"},
-    {"config_errors"},
+    {"config_errors", "policies"},
     {"config"},
+    {"policy_runs"},
     {"build", "command"},
     {"build_evaluation", "build_export"},
     {"train", "serve", "evaluate", "export"},
@@ -76,7 +77,7 @@ def test_a_module_is_short_enough_to_read(path: Path) -> None:
 def test_groups_fields_and_parts_have_the_same_names() -> None:
     groups = {path.name for path in shipped("conf").iterdir() if path.is_dir()}
     parts = {path.parent.name for path in PACKAGE.glob("*/settings.py")}
-    names = {field.name for field in fields(RunConfig)} - {"name", "seed"}
+    names = {field.name for field in fields(RunConfig)} - {"name", "seed", "policies"}
     assert groups == names == parts
 
 

@@ -40,6 +40,7 @@ class DeviceThread:
         self.governor = governor
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._update: tuple[Iterator[Any], Future[Any], list[Any]] | None = None
+        self._waiting: deque[tuple[Iterator[Any], Future[Any]]] = deque()  # updates that come after it
         self._worker: Worker | None = None
         self._stopping = False
         self._wakeup = threading.Condition()
@@ -68,14 +69,14 @@ class DeviceThread:
     def iterate(self, units: Iterator[Result]) -> Future[Result]:
         """Run a learner update one unit at a time; the future gets what the iterator yields last.
 
-        One update at a time: the caller waits for the future before the next.
+        One update at a time, in the order of the calls.
         """
         future: Future[Result] = Future()
 
         def start() -> None:
-            assert self._update is None, "an update is under way"
-            if future.set_running_or_notify_cancel():  # from here on it cannot be cancelled: the update runs to its end
-                self._update = (units, future, [])
+            self._waiting.append((units, future))
+            if self._update is None:
+                self._next_update()
 
         def pass_on(started: Future[None]) -> None:
             error = started.exception()
@@ -148,19 +149,29 @@ class DeviceThread:
         try:
             last[:] = [next(units)]
         except StopIteration:
-            self._update = None
+            self._next_update()
             future.set_result(last[0] if last else None)
         except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the update
-            self._update = None
+            self._next_update()
             future.set_exception(error)
+
+    def _next_update(self) -> None:
+        """Go on with the first waiting update that nobody has cancelled; from then on it runs to its end."""
+        self._update = None
+        while self._waiting and self._update is None:
+            units, future = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                self._update = (units, future, [])
 
     def _fail_rest(self) -> None:
         """Nobody may wait for a thread that has ended, whatever ended it."""
         error = EngineStopped("the device thread has ended; restart the process")
         with self._wakeup:
             self._stopping = True
-        waiting = [future for _, future in self._calls] + ([self._update[1]] if self._update else [])
+        waiting = [future for _, future in (*self._calls, *self._waiting)]
+        waiting += [self._update[1]] if self._update else []
         self._calls.clear()
+        self._waiting.clear()
         self._update = None
         for future in waiting:
             if not future.done():

@@ -15,11 +15,12 @@ from parallm.reports import EvaluationReport, TrainingStatus
 class LinesDisplay:
     """Writes to `stream`; each line is flushed, so that `tail -f` and CI logs show it at once."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, total_steps: int = 0) -> None:
+        """`total_steps` is for a display that never starts: `start` sets it from the header, 0 leaves it out."""
         self._stream = stream
         self._logs = LogCapture(self._log)
-        self._time_left = TimeLeft()
-        self._total_steps = 0
+        self._time_left = TimeLeft(total_steps)
+        self._total_steps = total_steps
 
     def start(self, header: RunHeader) -> None:
         self._total_steps = header.total_steps

@@ -15,6 +15,8 @@ class RunHeader:
     url: str | None
     """Where the server answers; None without a server."""
     folder: str
+    policies: tuple[str, ...] = ()
+    """Names of what is trained, where it is more than `policy`."""
     total_steps: int
 
     def rows(self) -> list[tuple[str, str]]:
@@ -25,6 +27,7 @@ class RunHeader:
             "device": self.device,
             "BLAS": self.blas,
             "server": self.url or "off",
+            "policies": ", ".join(self.policies),
             "files": self.folder,
         }
         return [(name, value) for name, value in named.items() if value]

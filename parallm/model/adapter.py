@@ -138,7 +138,7 @@ class AdapterTable:
         for name in policies:
             check_name(name, taken={BASE, LATEST})
         self._keep = keep
-        self._policies = policies
+        self.policies = policies
         self._view = _View()  # swapped whole, so that other threads never see a half-made change
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
@@ -184,7 +184,7 @@ class AdapterTable:
         key = (name, versions[name]) if name in versions else view.aliases.get(wanted)
         if key is not None:
             return view.entries[key].adapter
-        if wanted == BASE or name in self._policies:
+        if wanted == BASE or name in self.policies:
             return None
         if "@" in wanted:
             return self._pinned(view, *wanted.split("@", 1))
@@ -218,7 +218,7 @@ class AdapterTable:
         alias cannot be used.
         """
         with self._lock:
-            check_name(alias, taken={*self._view.newest, *self._policies, BASE, POLICY, LATEST})
+            check_name(alias, taken={*self._view.newest, *self.policies, BASE, POLICY, LATEST})
             if (name, version) not in self._view.entries:
                 self._pinned(self._view, name, str(version))
                 raise UnknownModel(f"{name}@{version} is the base; an alias names a published version")
@@ -238,7 +238,7 @@ class AdapterTable:
             return view.entries[key].adapter
         if key in self._dropped:
             raise UnknownModel(f"{name}@{number} was dropped to bound memory; there are {self._names(view)}")
-        if name in self._policies and int(number) == 0:
+        if name in self.policies and int(number) == 0:
             return None
         raise UnknownModel(f"no version {name}@{number}; there are {self._names(view)}")
 
@@ -253,7 +253,7 @@ class AdapterTable:
     def _names(self, view: "_View") -> str:
         """Every name that resolves, for messages."""
         pinned = [versioned(*key) for key in sorted(view.entries)]
-        names = [BASE, *self._policies, *sorted(view.served), *sorted(view.aliases), *pinned]
+        names = [BASE, *self.policies, *sorted(view.served), *sorted(view.aliases), *pinned]
         return ", ".join(dict.fromkeys(names))
 
 
@@ -292,7 +292,7 @@ class _View:
     """What a bare name means; a name that is not there is the base if it is the policy, else unknown."""
 
     def aliases_of(self, key: Key) -> tuple[str, ...]:
-        latest = (LATEST,) if key == (POLICY, self.newest.get(POLICY)) else ()
+        latest = (of_alias(LATEST, key[0]),) if key[1] == self.newest.get(key[0]) else ()
         return latest + tuple(sorted(alias for alias, target in self.aliases.items() if target == key))
 
 

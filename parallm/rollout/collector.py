@@ -130,7 +130,7 @@ class Collector:
             seed=mix(mix(self._seed, step), place),
         )
         return GenerationRequest(
-            request_id=f"step-{step}-{place}",
+            request_id=f"step-{step}-{place}-{model}",
             prompt_tokens=self._tokenizer.encode_chat(problem.messages),
             sampling=sampling,
             n=self._settings.group_size,

@@ -16,7 +16,7 @@ from parallm.server.routes_generation import generation_routes
 from parallm.server.routes_status import status_routes
 from parallm.server.service import Engine, Service, Tokenizer
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard
+from parallm.types import POLICY, AdapterCard
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
 
@@ -29,8 +29,12 @@ def create_app(
     status: Callable[[], TrainingStatus],
     settings: ServerSettings,
     base_name: str,
+    policies: tuple[str, ...] = (POLICY,),
 ) -> FastAPI:
-    """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long."""
+    """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
+
+    `policies` can be asked for before they have a version, and answer as the base then.
+    """
     service = Service(
         engine=engine,
         tokenizer=tokenizer,
@@ -38,6 +42,7 @@ def create_app(
         status=status,
         settings=settings,
         base_name=base_name,
+        policies=policies,
         started=int(time.time()),
     )
     # no schema pages: bodies are read by parse.py, so FastAPI has nothing to show on them

@@ -19,12 +19,16 @@ def card_of(model: str, cards: Sequence[AdapterCard]) -> AdapterCard | None:
     return next((card for card in cards if name in (versioned(card.name, card.version), *card.aliases)), None)
 
 
-def resolved(name: str, cards: Sequence[AdapterCard]) -> str:
-    """`name@version` for what `name` stands for now; `name` itself if it is the base or not known here."""
+def resolved(name: str, cards: Sequence[AdapterCard], policies: Sequence[str]) -> str:
+    """`name@version` for what `name` stands for now; `name` itself if it is the base or not known here.
+
+    `policies` are the base before their first version.
+    """
     card = card_of(name, cards)
     if card is not None:
         return versioned(card.name, card.version)
-    return versioned(POLICY, 0) if (latest_of(plain(name)) or plain(name)) == POLICY else name
+    adapter = latest_of(plain(name)) or plain(name)
+    return versioned(adapter, 0) if adapter in policies else name
 
 
 def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) -> str:
@@ -39,7 +43,8 @@ def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) ->
 def model_list(service: Service) -> ModelList:
     """The base, each adapter by name (the version that is served), aliases, and every version in memory."""
     cards = service.catalog()
-    names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases} | {POLICY}
+    names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
+    names.update(service.policies)
     versions = [versioned(card.name, card.version) for card in cards]
     entries = [_entry(name, card_of(name, cards), service) for name in (*sorted(names), *versions)]
     return ModelList(object="list", data=[_entry(BASE, None, service), *entries])

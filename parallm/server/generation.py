@@ -38,7 +38,7 @@ async def respond_stream(service: Service, http: Request, answers: Answers) -> R
     """Waits for the first event, so that what is wrong before it becomes an ordinary HTTP error."""
     requests = answers.head.requests
     name = requests[0].model
-    before = resolved(name, service.catalog())
+    before = resolved(name, service.catalog(), service.policies)
     events = merged([service.engine.stream(request) for request in requests])
     try:
         first = await while_connected(http.receive, _next(events))
@@ -46,7 +46,7 @@ async def respond_stream(service: Service, http: Request, answers: Answers) -> R
         await events.aclose()
         raise
     # a version published in between may or may not be the one at work; only the last event will tell
-    model = before if before == resolved(name, service.catalog()) else name
+    model = before if before == resolved(name, service.catalog(), service.policies) else name
     return EventStream(_encoded(service, answers, model, first, events), events)
 
 

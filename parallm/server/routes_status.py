@@ -7,6 +7,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from parallm.errors import EngineStopped
+from parallm.reports import TrainingStatus
 from parallm.server.catalog import model_list
 from parallm.server.generation import json_response
 from parallm.server.service import Service
@@ -28,11 +29,15 @@ def status_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/training/status")
     async def training_status() -> Response:
-        status = service.status()
-        fields = {field.name: getattr(status, field.name) for field in dataclasses.fields(status)}
-        return _json(fields | {"metrics": dict(status.metrics)})
+        return _json(_plain(service.status()))
 
     return router
+
+
+def _plain(status: TrainingStatus) -> dict[str, object]:
+    fields = {field.name: getattr(status, field.name) for field in dataclasses.fields(status)}
+    policies = {name: _plain(one) for name, one in status.policies.items()}
+    return fields | {"metrics": dict(status.metrics), "policies": policies}
 
 
 def _json(value: dict[str, object]) -> Response:

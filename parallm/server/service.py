@@ -55,5 +55,7 @@ class Service:
     status: Callable[[], TrainingStatus]
     settings: ServerSettings
     base_name: str
+    policies: tuple[str, ...]
+    """Names that are the base until their first version is published."""
     started: int
     """Unix seconds."""

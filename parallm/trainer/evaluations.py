@@ -7,14 +7,14 @@ from typing import Any
 from parallm.errors import ConfigError, UnknownModel
 from parallm.interrupts import unless
 from parallm.model.adapter import Adapter, AdapterTable
+from parallm.model_names import of_alias
 from parallm.reports import EvaluationReport
 from parallm.trainer.parts import Parts
 from parallm.trainer.settings import TrainerSettings
-from parallm.types import LATEST, POLICY
+from parallm.types import BEST, LATEST
 
 logger = logging.getLogger(__name__)
 
-BEST = "best"
 """Alias of the version with the highest held-out accuracy, the earliest of equal ones."""
 
 
@@ -57,7 +57,8 @@ class Evaluations:
         if self._parts.evaluator is None:
             return None
         version = self._parts.learner.adapter.version
-        report = await unless(stopped, self._parts.evaluator.evaluate(step, version, LATEST))
+        model = of_alias(LATEST, self._parts.policy)
+        report = await unless(stopped, self._parts.evaluator.evaluate(step, version, model))
         if report is None:
             logger.warning("the evaluation after step %d was dropped, since the run is to stop", step)
             return None
@@ -68,7 +69,7 @@ class Evaluations:
             return report  # the base: neither a version that can be best, nor one that costs patience
         if self._best is None or report.accuracy > self._best:
             self._best, self._since_best = report.accuracy, 0
-            self._parts.adapters.set_alias(BEST, version)
+            self._parts.adapters.set_alias(BEST, version, name=self._parts.policy)
         else:
             self._since_best += 1
         return report
@@ -85,15 +86,15 @@ class Evaluations:
         self._best, self._since_best = counters["best"], int(counters.get("since_best", 0))
 
 
-def adapter_to_keep(adapters: AdapterTable, keep_best: bool) -> Adapter | None:
-    """What a run leaves behind: the best version by evaluation, or the one that is served; None before the first.
+def adapter_to_keep(adapters: AdapterTable, policy: str, keep_best: bool) -> Adapter | None:
+    """What a training leaves behind: the best version by evaluation, or the one that is served; None before the first.
 
     That is the newest one unless trainer.publish_if has held it back.
     """
     if not keep_best:
-        return adapters.resolve(POLICY)
+        return adapters.resolve(policy)
     try:
-        return adapters.resolve(BEST)
+        return adapters.resolve(of_alias(BEST, policy))
     except UnknownModel:
         logger.warning("trainer.keep_best: no version was evaluated, so the newest is kept")
-        return adapters.resolve(POLICY)
+        return adapters.resolve(policy)

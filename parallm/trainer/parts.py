@@ -28,3 +28,8 @@ class Parts:
     fingerprint: Fingerprint
     recorder: RunRecorder
     display: Display
+
+    @property
+    def policy(self) -> str:
+        """Name of the adapter that is trained."""
+        return self.learner.adapter.name

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from parallm.model_names import of_alias
 from parallm.reports import OffPolicyReport
 from parallm.rollout.collector import Collection, Collector
 from parallm.trainer.staleness import is_stale, off_policy_report
@@ -31,9 +32,12 @@ class Pipeline:
     the order of the steps / ends with `close`.
     """
 
-    def __init__(self, collector: Collector, version: Callable[[], int], *, limit: int, num_steps: int) -> None:
+    def __init__(
+        self, collector: Collector, version: Callable[[], int], *, policy: str, limit: int, num_steps: int
+    ) -> None:
         self._collector = collector
         self._version = version  # the learner's present one
+        self._model = of_alias(LATEST, policy)
         self._limit = limit
         self._num_steps = num_steps
         self._tasks: dict[int, asyncio.Task[Collection]] = {}
@@ -45,7 +49,7 @@ class Pipeline:
         """
         for coming in range(step, min(step + self._limit + 1, self._num_steps)):
             if coming not in self._tasks:
-                self._tasks[coming] = asyncio.create_task(self._collector.collect(coming, LATEST))
+                self._tasks[coming] = asyncio.create_task(self._collector.collect(coming, self._model))
         collection = await self._tasks[step]
         del self._tasks[step]
         return await self._fresh(step, collection)
@@ -64,7 +68,7 @@ class Pipeline:
         stale = [group for group in collection.with_signal if is_stale(group, version, self._limit)]
         if stale:
             logger.warning("step %d: %d groups are too old for version %d", step + 1, len(stale), version)
-            anew = await self._collector.again(stale, step, len(collection.sampled), LATEST)
+            anew = await self._collector.again(stale, step, len(collection.sampled), self._model)
             collection = _replaced(collection, dict(zip(map(id, stale), anew, strict=True)))
         return Batch(collection=collection, off_policy=off_policy_report(collection.with_signal, version, len(stale)))
 

@@ -1,4 +1,4 @@
-"""Which version clients get as `policy`. Rollouts and evaluations always ask for `latest`, the newest one."""
+"""Which version clients get by a policy's bare name. Rollouts and evaluations always ask for the newest one."""
 
 import logging
 from collections.abc import Mapping
@@ -6,9 +6,10 @@ from typing import Any
 
 from parallm.errors import UnknownModel
 from parallm.model.adapter import Adapter, AdapterTable
+from parallm.model_names import of_alias
 from parallm.reports import EvaluationReport
 from parallm.trainer.settings import TrainerSettings
-from parallm.types import LATEST, POLICY
+from parallm.types import LATEST
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +21,13 @@ class Publication:
     they began with, whatever happens here.
     """
 
-    def __init__(self, adapters: AdapterTable, settings: TrainerSettings) -> None:
+    def __init__(self, adapters: AdapterTable, policy: str, settings: TrainerSettings) -> None:
         self._adapters = adapters
+        self._policy = policy
         self._waits = settings.publish_if == "evaluation"
         self._margin = settings.publish_margin
         self._best: float | None = None
-        started = adapters.resolve(POLICY)
+        started = adapters.resolve(policy)
         self._served = 0 if started is None else started.version  # what clients get; 0 is the base
 
     def publish(self, adapter: Adapter) -> None:
@@ -40,7 +42,7 @@ class Publication:
 
     def roll_back(self, adapter: Adapter) -> None:
         """Give out `adapter`, whose weights are the last good ones; clients get it if they got its bad successor."""
-        newest = self._adapters.resolve(LATEST)
+        newest = self._adapters.resolve(of_alias(LATEST, self._policy))
         if adapter.version <= (0 if newest is None else newest.version):
             return  # there was no update to undo
         self._give_out(adapter, serve=self._served > (adapter.parent or 0))
@@ -58,7 +60,7 @@ class Publication:
         if counters["served"] == 0:
             return
         try:
-            self._adapters.promote(counters["served"])
+            self._adapters.promote(counters["served"], name=self._policy)
             self._served = counters["served"]
         except UnknownModel:
             self._serve_alias(fallback, counters["served"])
@@ -70,31 +72,33 @@ class Publication:
 
     def _serve_alias(self, alias: str, wanted: int) -> None:
         try:
-            found = self._adapters.resolve(alias)
+            found = self._adapters.resolve(of_alias(alias, self._policy))
         except UnknownModel:
             found = None
         if found is not None:
-            self._adapters.promote(found.version)
+            self._adapters.promote(found.version, name=self._policy)
             self._served = found.version
         logger.warning(
-            "version %d, which clients got as policy, was not kept; they get %s until an evaluation finds a newer one "
+            "version %d, which clients got as %s, was not kept; they get %s until an evaluation finds a newer one "
             "good enough",
             wanted,
+            self._policy,
             "the base" if found is None else f"version {found.version}",
         )
 
     def _judge(self, report: EvaluationReport) -> None:
         best = report.accuracy if self._best is None else self._best
         if report.accuracy >= best - self._margin:
-            self._adapters.promote(report.version)
+            self._adapters.promote(report.version, name=self._policy)
             self._served = report.version
             return
         logger.warning(
             "version %d is not served: its held-out accuracy is %.1f%%, the best was %.1f%% "
-            "(trainer.publish_margin=%g); policy stays %s",
+            "(trainer.publish_margin=%g); %s stays %s",
             report.version,
             100 * report.accuracy,
             100 * best,
             self._margin,
+            self._policy,
             f"version {self._served}" if self._served else "the base",
         )

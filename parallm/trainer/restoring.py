@@ -1,5 +1,6 @@
 """A checkpoint back into the parts of a run."""
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -7,9 +8,8 @@ from parallm.checkpoint.state import TrainingState
 from parallm.errors import AdapterError
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
-from parallm.trainer.evaluations import BEST
 from parallm.trainer.parts import Parts
-from parallm.types import POLICY
+from parallm.types import BEST
 
 logger = logging.getLogger(__name__)
 
@@ -19,23 +19,29 @@ def restore(parts: Parts, state: TrainingState, *, serve: bool) -> None:
 
     Without `serve` the trainer says what clients get. Runs on the device thread.
     """
-    parts.learner.restore(state.adapter, dict(state.optimizer))
-    versions = {state.version: state.adapter}
+    newest = dataclasses.replace(state.adapter, name=parts.policy)  # a named checkpoint may be of another policy
+    parts.learner.restore(newest, dict(state.optimizer))
+    versions = {state.version: newest}
     best = parts.checkpoints.best()
-    best_adapter = _best_adapter(best) if best is not None else None
+    best_adapter = _best_adapter(best, parts.policy) if best is not None else None
     if best_adapter is not None and 0 < best_adapter.version <= state.version:
         versions.setdefault(best_adapter.version, best_adapter)
-    known = max((card.version for card in parts.adapters.cards()), default=0)
+    known = _versions(parts)
     for version in sorted(versions):
-        if version > known:
+        if version > max(known, default=0):
             parts.adapters.publish(versions[version], serve=serve)
-    if best_adapter is not None and best_adapter.version in {card.version for card in parts.adapters.cards()}:
-        parts.adapters.set_alias(BEST, best_adapter.version)
+    if best_adapter is not None and best_adapter.version in _versions(parts):
+        parts.adapters.set_alias(BEST, best_adapter.version, name=parts.policy)
 
 
-def _best_adapter(checkpoint: Path) -> Adapter | None:
+def _versions(parts: Parts) -> set[int]:
+    """Of the policy, in memory."""
+    return {card.version for card in parts.adapters.cards() if card.name == parts.policy}
+
+
+def _best_adapter(checkpoint: Path, policy: str) -> Adapter | None:
     try:
-        return read_adapter(checkpoint / "adapter", name=POLICY)
+        return read_adapter(checkpoint / "adapter", name=policy)
     except AdapterError as error:
         logger.warning("the alias %s is not restored: %s", BEST, error)
         return None

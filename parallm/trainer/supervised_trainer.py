@@ -15,13 +15,13 @@ from parallm.metrics.step import StepMetrics
 from parallm.model.shared_model import SharedModel
 from parallm.reports import TrainingStatus, UpdateReport
 from parallm.rollout.problem_stream import ProblemStream
-from parallm.trainer.evaluations import BEST, Evaluations
+from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.parts import Parts
 from parallm.trainer.publication import Publication
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.trainer import State
-from parallm.types import Problem, TrajectoryGroup
+from parallm.types import BEST, Problem, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class SupervisedTrainer:
         self._demonstrations = demonstrations
         self._settings = settings
         self._evaluations = Evaluations(parts, settings)
-        self._publication = Publication(parts.adapters, settings)
+        self._publication = Publication(parts.adapters, parts.policy, settings)
         self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
         self._stopping = asyncio.Event()
         self._step = 0  # finished steps

@@ -12,7 +12,7 @@ from parallm.errors import CheckpointError, TrainingStopped
 from parallm.reports import TrainingStatus, UpdateReport
 from parallm.rollout.collector import Collection
 from parallm.rollout.settings import RolloutSettings
-from parallm.trainer.evaluations import BEST, Evaluations
+from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.guard import Guard
 from parallm.trainer.parts import Parts
 from parallm.trainer.pipeline import Pipeline
@@ -21,6 +21,7 @@ from parallm.trainer.recovery import Recovery
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.step_metrics import step_metrics
+from parallm.types import BEST
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +43,12 @@ class Trainer:
         self._pipeline = Pipeline(
             parts.collector,
             lambda: parts.learner.adapter.version,
+            policy=parts.policy,
             limit=settings.max_off_policy_steps,
             num_steps=settings.steps,
         )
         self._evaluations = Evaluations(parts, settings)
-        self._publication = Publication(parts.adapters, settings)
+        self._publication = Publication(parts.adapters, parts.policy, settings)
         self._guard = Guard(settings.guard, compares=parts.learner.adapter.dropout == 0)
         self._recovery = Recovery(parts, self._guard, self._publication)
         self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)

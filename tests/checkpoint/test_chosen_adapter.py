@@ -54,6 +54,11 @@ def test_a_folder_may_have_an_at_in_its_name(run: Path) -> None:
     assert find_adapter(f"{renamed}@10") == renamed / "step_000010" / "adapter"
 
 
+def test_a_run_of_several_policies_asks_which(run: Path) -> None:
+    with pytest.raises(AdapterError, match=f"is a run of several policies; name one: {run}$"):
+        find_adapter(str(run.parent))
+
+
 def test_only_the_adapter_is_left_of_a_run(run: Path, tmp_path: Path) -> None:
     (run / "step_000010" / "adapter").rename(tmp_path / "adapter")
     assert find_adapter(str(tmp_path)) == tmp_path / "adapter"

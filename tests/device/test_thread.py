@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -114,13 +115,31 @@ def test_an_error_in_an_update_belongs_to_whoever_waits_for_it(device: DeviceThr
     assert device.iterate(iter([4])).result(5) == 4
 
 
-def test_a_second_update_at_the_same_time_is_refused_and_not_forgotten(device: DeviceThread) -> None:
+def test_a_second_update_at_the_same_time_waits_for_the_end_of_the_first(device: DeviceThread) -> None:
+    order: list[str] = []
+
+    def units(name: str) -> Iterator[str]:
+        for number in range(3):
+            order.append(f"{name}{number}")
+            yield name
+
     go, _ = blocked(device)
-    first, second = device.iterate(iter([1])), device.iterate(iter([2]))
+    first, cancelled, third = (device.iterate(units(name)) for name in "abc")
+    assert cancelled.cancel()
     go.set()
-    with pytest.raises(AssertionError, match="under way"):
-        second.result(5)
-    assert first.result(5) == 1
+    assert (first.result(5), third.result(5)) == ("a", "c")
+    assert order == ["a0", "a1", "a2", "c0", "c1", "c2"]
+
+
+def test_an_update_that_waits_is_failed_when_the_thread_stops(device: DeviceThread) -> None:
+    go, _ = blocked(device)
+    first, second = device.iterate(itertools.repeat(1)), device.iterate(iter([2]))
+    go.set()
+    device.call(lambda: None).result(5)
+    device.stop()
+    for update in (first, second):
+        with pytest.raises(EngineStopped):
+            update.result(5)
 
 
 def test_cancelling_the_task_that_waits_for_an_update_leaves_the_thread_alive(device: DeviceThread) -> None:

@@ -220,8 +220,8 @@ def test_each_name_has_its_newest_version_and_aliases_of_its_own() -> None:
     names = ["poet", "poet@latest", "poet@2", "poet@best", "coder", "coder@7", "coder@best", "poet@0", "coder@0"]
     assert [version_of(table, name) for name in names] == [2, 2, 2, 2, 7, 7, 7, 0, 0]
     assert [(card.name, card.version, card.aliases) for card in table.cards()] == [
-        ("coder", 7, ("coder@best",)),
-        ("poet", 2, ("poet@best",)),
+        ("coder", 7, ("coder@latest", "coder@best")),
+        ("poet", 2, ("poet@latest", "poet@best")),
     ]
 
 

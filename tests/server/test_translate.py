@@ -92,8 +92,8 @@ def test_names_resolve_to_versions() -> None:
     cards = (card("policy", 3, "latest"), card("policy", 2, "best"), card("other", 5))
     names = ["base", "policy", "latest", "best", "policy@2", "other", "unknown"]
     expected = ["base", "policy@3", "policy@3", "policy@2", "policy@2", "other@5", "unknown"]
-    assert [resolved(name, cards) for name in names] == expected
-    assert resolved("policy", ()) == "policy@0"
+    assert [resolved(name, cards, ("policy",)) for name in names] == expected
+    assert resolved("policy", (), ("policy",)) == "policy@0"
 
 
 def test_an_answer_names_the_version_that_made_it_and_not_the_newest() -> None:
@@ -110,7 +110,12 @@ def test_adapters_of_several_names_are_told_apart() -> None:
     cards = (card("poet", 2), card("poet", 1, "poet@best"), card("policy", 2, "latest", "best"), card("policy", 1))
     names = ["poet", "poet@latest", "poet@1", "poet@best", "best", "policy@best", "latest"]
     expected = ["poet@2", "poet@2", "poet@1", "poet@1", "policy@2", "policy@2", "policy@2"]
-    assert [resolved(name, cards) for name in names] == expected
+    assert [resolved(name, cards, ("poet", "policy")) for name in names] == expected
+    assert [resolved(name, (), ("poet",)) for name in ("poet", "poet@latest", "policy")] == [
+        "poet@0",
+        "poet@0",
+        "policy",
+    ]
     assert [resolved_to(name, int(end[-1]), cards) for name, end in zip(names, expected, strict=True)] == expected
     assert resolved_to("poet", 1, cards) == "poet@1"
     assert resolved_to("coder", 0, cards) == "coder@0"

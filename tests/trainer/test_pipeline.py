@@ -70,7 +70,8 @@ def make(limit: int, num_steps: int = 10) -> tuple[Pipeline, Model, Collector]:
     model, settings = Model(), RolloutSettings(problems_per_step=2, group_size=2, max_tokens=9)
     # the fakes have just the methods that the collector uses
     collector = Collector(model.generate_all, Letters(), Halves(), ProblemStream(problems, 0), settings, 1)  # type: ignore[arg-type]
-    return Pipeline(collector, lambda: model.version, limit=limit, num_steps=num_steps), model, collector
+    pipeline = Pipeline(collector, lambda: model.version, policy="policy", limit=limit, num_steps=num_steps)
+    return pipeline, model, collector
 
 
 def steps_of(names: Sequence[str]) -> list[int]:
@@ -167,7 +168,8 @@ def test_groups_beyond_the_limit_are_dropped_and_their_problems_sampled_anew() -
         model.version = 2
         batch = await pipeline.take(1)
         assert (batch.off_policy.dropped, batch.off_policy.lag_max) == (2, 0)
-        assert [name for name in model.asked if name.startswith("step-1-")] == [f"step-1-{place}" for place in range(4)]
+        asked = [name for name in model.asked if name.startswith("step-1-")]
+        assert asked == [f"step-1-{place}-latest" for place in range(4)]
         versions = {
             span.version
             for group in batch.collection.sampled

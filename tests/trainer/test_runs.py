@@ -229,7 +229,7 @@ def test_an_adapter_that_the_disk_does_not_take_is_an_error_in_one_line(
     def write(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("parallm.build.write_peft", write)
+    monkeypatch.setattr("parallm.trainer.saving.write_peft", write)
     with pytest.raises(CheckpointError, match="No space left on device; the same adapter is in the last checkpoint"):
         train(trainer={"steps": 1})
     assert saved_steps(tmp_path / "run") == [1]

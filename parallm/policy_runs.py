@@ -1,0 +1,176 @@
+"""The trainers of a run, one for each of its policies: their folders, lines on the screen, ends and common status."""
+
+import asyncio
+import dataclasses
+import io
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from parallm.checkpoint.manager import step_folders
+from parallm.config import RunConfig, policy_configs
+from parallm.errors import ConfigError, ParallmError, TrainingStopped
+from parallm.metrics.display import Display, NoDisplay
+from parallm.metrics.lines import LinesDisplay
+from parallm.metrics.record import RunRecorder
+from parallm.reports import TrainingStatus
+from parallm.trainer.supervised_trainer import SupervisedTrainer
+from parallm.trainer.trainer import Trainer
+
+ENDED = ("finished", "failed")
+_at_work: ContextVar[str] = ContextVar("policy", default="")
+"""Name of the policy whose trainer runs in this task, where there are several."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyRun:
+    """One adapter in training."""
+
+    name: str
+    config: RunConfig
+    folder: Path
+    """The folder of the run, or one below it where there are several policies."""
+    figures: str
+    """What the names of its figures begin with."""
+    recorder: RunRecorder
+    display: Display
+    """That of the run, or lines that begin with the policy's name where there are several."""
+    trainer: Trainer | SupervisedTrainer | None = None  # set by build.py as soon as there is a model
+
+    @property
+    def status(self) -> TrainingStatus:
+        fresh = TrainingStatus(state="starting", total_steps=self.config.trainer.steps)
+        return fresh if self.trainer is None else self.trainer.status
+
+    @property
+    def was_stopped(self) -> bool:
+        return self.trainer is not None and self.trainer.was_stopped
+
+
+def make_policy_runs(config: RunConfig, folder: Path, display: Display) -> tuple[PolicyRun, ...]:
+    """The policies of a run: those that it names, else `policy` alone. Makes their folders. Raises ConfigError."""
+    configs = policy_configs(config)
+    folders = {name: folder / name if config.policies else folder for name in configs}
+    _check_resume(config, folder, set(folders.values()))
+    _warn_of_twins(configs)
+    figures = config.metrics.figures or config.name
+    return tuple(
+        PolicyRun(
+            name=name,
+            config=own,
+            folder=folders[name],
+            figures=f"{figures}.{name}" if config.policies else figures,
+            recorder=RunRecorder(folders[name], own.metrics, dataclasses.asdict(own)),
+            display=_named_display(name, own) if config.policies else display,
+        )
+        for name, own in configs.items()
+    )
+
+
+async def train_all(runs: Sequence[PolicyRun]) -> dict[str, BaseException]:
+    """Run all trainers to their ends, even if one fails; return what those that failed have raised, by policy."""
+    with _named_log_records():
+        ended = await asyncio.gather(*(_train(run, is_alone=len(runs) == 1) for run in runs), return_exceptions=True)
+    return {run.name: error for run, error in zip(runs, ended, strict=True) if error is not None}
+
+
+def raise_failures(failures: Mapping[str, BaseException], *, is_alone: bool) -> None:
+    """Raise the error of the only policy, or one with a line for each that failed; return if there is none."""
+    for error in failures.values():
+        if is_alone or not isinstance(error, ParallmError):
+            raise error
+    if failures:
+        raise TrainingStopped("\n".join(f"{name}: {error}" for name, error in failures.items()))
+
+
+def stop_all(runs: Sequence[PolicyRun]) -> None:
+    """Let every trainer finish its step, save and leave."""
+    for run in runs:
+        if run.trainer is not None:
+            run.trainer.stop()
+
+
+def combined_status(statuses: Mapping[str, TrainingStatus]) -> TrainingStatus:
+    """That of the only policy; of several, the progress of the one with the most to do, and each by its name."""
+    if len(statuses) == 1:
+        return next(iter(statuses.values()))
+    last = min(statuses.values(), key=lambda one: (one.state in ENDED, one.step - one.total_steps))
+    message = "; ".join(f"{name}: {one.message}" for name, one in statuses.items() if one.message)
+    return dataclasses.replace(last, metrics={}, message=message, policies=statuses)
+
+
+class NamedLines(io.StringIO):
+    """Standard output with a name at the beginning of each line that is not empty."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def write(self, text: str) -> int:
+        lines = text.splitlines(keepends=True)
+        return sys.stdout.write("".join(f"{self._name}: {line}" if line.strip() else line for line in lines))
+
+    def flush(self) -> None:
+        sys.stdout.flush()
+
+
+async def _train(run: PolicyRun, *, is_alone: bool) -> None:
+    assert run.trainer is not None, "build.py makes the trainers first"
+    _at_work.set("" if is_alone else run.name)
+    try:
+        await run.trainer.run()
+    except Exception as error:
+        if not is_alone:  # the others may go on for hours
+            logger.error("training has failed, the other policies go on: %s", error)
+        raise
+
+
+@contextmanager
+def _named_log_records() -> Iterator[None]:
+    """Let log messages of a policy's trainer begin with its name."""
+    usual = logging.getLogRecordFactory()
+
+    def named(*arguments: Any, **options: Any) -> logging.LogRecord:
+        record = usual(*arguments, **options)
+        if name := _at_work.get():
+            record.msg = f"{name}: {record.msg}"  # a policy's name holds no percent sign
+        return record
+
+    logging.setLogRecordFactory(named)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(usual)
+
+
+def _named_display(name: str, config: RunConfig) -> Display:
+    if config.metrics.display == "off":
+        return NoDisplay()
+    return LinesDisplay(NamedLines(name), total_steps=config.trainer.steps)
+
+
+def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
+    """Raise ConfigError where resuming would leave checkpoints of another policy behind."""
+    if config.checkpoint.resume != "auto":
+        return
+    found = {path for path in (folder, *folder.glob("*/")) if step_folders(path)}
+    if lost := found - folders:
+        names = ", ".join(sorted(path.name if path != folder else "a run without policies" for path in lost))
+        raise ConfigError(
+            f"checkpoint.resume=auto: {folder} holds checkpoints of {names}, which this run does not train; name the "
+            "same policies, or begin anew with checkpoint.resume=never"
+        )
+
+
+def _warn_of_twins(configs: Mapping[str, RunConfig]) -> None:
+    for (one, config), (other, other_config) in combinations(configs.items(), 2):
+        if config == other_config:
+            logger.warning("policies %s and %s differ in nothing, so both learn the same", one, other)
