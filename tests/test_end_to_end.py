@@ -123,9 +123,9 @@ def test_good_runs_end_with_exit_code_zero_and_print_no_error(start: Start, tmp_
         command = start(*TINY, f"name=good_{number}", "trainer.steps=1", f"seed={number}")
         return command.end(), command.err.read_text()
 
-    with ThreadPoolExecutor(2) as pool:  # MLX has been seen to abort at exit, not every time
-        assert list(pool.map(run, range(5))) == [(0, "")] * 5
-    assert len(list(tmp_path.glob("checkpoints/good_*/*/adapter_peft/adapter_model.safetensors"))) == 5
+    with ThreadPoolExecutor(3) as pool:  # MLX has been seen to abort at exit, not every time
+        assert list(pool.map(run, range(3))) == [(0, "")] * 3
+    assert len(list(tmp_path.glob("checkpoints/good_*/*/adapter_peft/adapter_model.safetensors"))) == 3
 
 
 def test_a_sweep_runs_one_job_after_the_other(start: Start, tmp_path: Path) -> None:
@@ -311,18 +311,11 @@ def test_a_recipe_with_a_wrong_key_is_explained(start: Start, tmp_path: Path) ->
     assert "learner.learning_rat: unknown key, did you mean learning_rate?" in one_line(start("+recipe=mine"), 2)
 
 
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        ({"question": "2 + 2?"}, "no text under the key `answer`; its keys are ['question']"),
-        ({"question": "2 + 2?", "answer": "four"}, "the answer must end with `#### NUMBER`, found 'four'"),
-    ],
-)
-def test_a_dataset_without_answers_is_named(start: Start, tmp_path: Path, row: dict[str, str], complaint: str) -> None:
-    write_rows(tmp_path / "data.jsonl", {"question": "1 + 1?", "answer": "#### 2"}, row)
+def test_a_dataset_without_answers_is_named(start: Start, tmp_path: Path) -> None:
+    write_rows(tmp_path / "data.jsonl", {"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?"})
     own = [argument for argument in TINY if not argument.startswith("environment")]
     line = one_line(start(*own, "environment=gsm8k", f"environment.path={tmp_path}/data.jsonl"), 1)
-    assert f"{tmp_path}/data.jsonl, line 2: {complaint}" in line
+    assert f"{tmp_path}/data.jsonl, line 2: no text under the key `answer`; its keys are ['question']" in line
 
 
 def test_a_prompt_longer_than_the_context_names_its_problem(start: Start, tmp_path: Path) -> None:

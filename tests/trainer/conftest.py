@@ -104,9 +104,21 @@ def fail_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Trains as the command does; `train(environment, folder, trainer={"steps": 2})` adds settings to tiny ones."""
+    """Trains as the command does; `train(environment, folder, trainer={"steps": 2})` adds settings to tiny ones.
 
-    def run(environment: Parity | None = None, folder: str = "run", seed: int = 0, **parts: Mapping[str, Any]) -> int:
+    Curves are drawn for who asks for them: drawing takes longer than most of these runs.
+    """
+
+    def run(
+        environment: Parity | None = None,
+        folder: str = "run",
+        seed: int = 0,
+        *,
+        draws: bool = False,
+        **parts: Mapping[str, Any],
+    ) -> int:
+        if not draws:
+            monkeypatch.setattr("parallm.metrics.record.draw_curves", lambda *_, **__: None)
         chosen = environment or Parity()
         monkeypatch.setattr("parallm.build.build_environment", lambda _: chosen)
         values = {name: {**TINY.get(name, {}), **parts.get(name, {})} for name in {*TINY, *parts}}
