@@ -1,20 +1,35 @@
 """The trajectories to blame for a fault, kept on disk: RUN_FOLDER/faults/step_N.jsonl, one a line."""
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from parallm.metrics.json_lines import to_json, write_whole
 from parallm.reports import Culprit, UpdateReport
-from parallm.types import Trajectory, TrajectoryGroup
+from parallm.types import FaultyEpisode, Problem, Trajectory, TrajectoryGroup
+
+MAX_FAULTY = 16
+"""Completions without a reward that a step keeps of each kind: an environment may fail at every single one."""
 
 logger = logging.getLogger(__name__)
 
 
-def write_faults(folder: Path, step: int, groups: Sequence[TrajectoryGroup], update: UpdateReport) -> Path | None:
-    """Write the culprits of `update`, which has seen `groups`. A disk that refuses costs the file and not the run."""
-    rows = [_row(step, update, one, groups[one.group]) for one in update.culprits]
+def write_faults(
+    folder: Path,
+    step: int,
+    *,
+    update: UpdateReport | None,
+    trained: Sequence[TrajectoryGroup],
+    sampled: Sequence[TrajectoryGroup],
+) -> Path | None:
+    """Write the culprits of `update`, which has seen `trained`, and the completions of `sampled` without a reward.
+
+    Returns the file, None if there is nothing to keep. A disk that refuses costs the file and not the run.
+    """
+    rows = [] if update is None else [_culprit(step, update, one, trained[one.group]) for one in update.culprits]
+    rows += [_faulty(step, problem, one) for problem, one in _first_of_each_kind(sampled)]
     if not rows:
         return None
     file = folder / "faults" / f"step_{step}.jsonl"
@@ -27,17 +42,24 @@ def write_faults(folder: Path, step: int, groups: Sequence[TrajectoryGroup], upd
     return file
 
 
-def _row(step: int, update: UpdateReport, culprit: Culprit, group: TrajectoryGroup) -> dict[str, Any]:
+def _first_of_each_kind(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Problem, FaultyEpisode]]:
+    counts: Counter[str] = Counter()
+    for group in groups:
+        for one in group.faulty:
+            counts[one.kind] += 1
+            if counts[one.kind] <= MAX_FAULTY:
+                yield group.problem, one
+
+
+def _culprit(step: int, update: UpdateReport, culprit: Culprit, group: TrajectoryGroup) -> dict[str, Any]:
     """All that is needed to compute it again; what JSON cannot hold is null and stands in `reason`."""
     trajectory: Trajectory = group.trajectories[culprit.index]
     return {
         "step": step,
         "fault": update.fault,
         "reason": culprit.reason,
-        "problem_id": culprit.problem_id,
+        **_problem(group.problem),
         "index": culprit.index,
-        "prompt": [{"role": message.role, "content": message.content} for message in group.problem.messages],
-        "answer": group.problem.answer,
         "text": trajectory.text,
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,
@@ -51,4 +73,24 @@ def _row(step: int, update: UpdateReport, culprit: Culprit, group: TrajectoryGro
         "tokens": trajectory.tokens,
         "loss_mask": trajectory.loss_mask,
         "logprobs": trajectory.logprobs,
+    }
+
+
+def _faulty(step: int, problem: Problem, episode: FaultyEpisode) -> dict[str, Any]:
+    """All that is needed to score it again."""
+    return {
+        "step": step,
+        "fault": episode.kind,
+        "reason": episode.detail,
+        **_problem(problem),
+        "text": episode.text,
+        "tokens": episode.tokens,
+    }
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    return {
+        "problem_id": problem.problem_id,
+        "prompt": [{"role": message.role, "content": message.content} for message in problem.messages],
+        "answer": problem.answer,
     }

@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from parallm.metrics.step import StepMetrics
-from parallm.rollout.collector import Collection
 from parallm.trainer.fault_files import write_faults
 from parallm.trainer.guard import Guard, Verdict
 from parallm.trainer.parts import Parts
 from parallm.trainer.publication import Publication
+from parallm.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 
@@ -21,17 +22,22 @@ class Recovery:
         self._guard = guard
         self._publication = publication
 
-    async def after(self, metrics: StepMetrics, collection: Collection) -> Verdict:
-        """Judge the step and act on it, but for stopping the run, which is the caller's to do."""
-        verdict = self._guard.judge(metrics, collection.sampled)
+    async def after(
+        self, metrics: StepMetrics, *, trained: Sequence[TrajectoryGroup], sampled: Sequence[TrajectoryGroup] = ()
+    ) -> Verdict:
+        """Judge the step and act on it, but for stopping the run, which is the caller's to do.
+
+        `trained` are the groups that the update has seen, `sampled` all groups if the policy has sampled any.
+        """
+        verdict = self._guard.judge(metrics, sampled)
         for text in verdict.warnings:
             logger.warning("step %d: %s", metrics.step, text)
         if metrics.update is not None and metrics.update.fault is not None:
             logger.warning("step %d: %s", metrics.step, verdict.reason)
-            folder = self._parts.recorder.folder
-            file = write_faults(folder, metrics.step, collection.with_signal, metrics.update)
-            if file is not None:
-                logger.warning("step %d: the trajectories to blame are in %s", metrics.step, file)
+        folder = self._parts.recorder.folder
+        file = write_faults(folder, metrics.step, update=metrics.update, trained=trained, sampled=sampled)
+        if file is not None:
+            logger.warning("step %d: the trajectories to blame are in %s", metrics.step, file)
         if verdict.action == "roll_back":
             await self._roll_back(metrics.step)
         return verdict

@@ -129,7 +129,7 @@ class Trainer:
             total_seconds=time.perf_counter() - began,
             served_tokens=self._served() - served,
         )
-        verdict = await self._recovery.after(metrics, collection)
+        verdict = await self._recovery.after(metrics, trained=collection.with_signal, sampled=collection.sampled)
         if verdict.action == "roll_back":
             await self._pipeline.close()  # what the version that was undone has sampled ahead
         metrics = replace(metrics, guard=self._guard.row())

@@ -19,6 +19,8 @@ from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.shaping import Shaped, shape
 from parallm.rollout.stage import ScoredEpisode
+from parallm.trainer.fault_files import write_faults
+from parallm.types import FaultyEpisode, Message, Problem, TrajectoryGroup
 
 Train = Callable[..., int]
 PLAIN = {"refill_rounds": 0}  # 2 problems x 4 completions: step N scores completions 8 N - 7 to 8 N
@@ -100,6 +102,40 @@ def test_the_trajectories_to_blame_are_kept_with_everything_that_is_known_of_the
     assert first["prompt"][0]["role"] == "user"
     assert len(first["group_rewards"]) == 4
     assert "text" in first
+
+
+def test_completions_that_could_not_be_scored_are_kept_too(
+    train: Train, calling: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> float:
+        raise ValueError("no number")
+
+    assert train(calling(fail, 2, *range(9, 17)), rollout=PLAIN, trainer={"steps": 2}) == 0
+    folder = tmp_path / "run" / "faults"
+    rows = [[json.loads(line) for line in (folder / f"step_{step}.jsonl").read_text().splitlines()] for step in (1, 2)]
+    assert [len(step) for step in rows] == [1, 8]
+    assert {(row["fault"], row["reason"]) for step in rows for row in step} == {
+        ("score_raised", "ValueError('no number')")
+    }
+    (first,) = rows[0]
+    assert first["prompt"][0]["role"] == "user"
+    assert first["problem_id"].startswith("arithmetic-train-")
+    assert len(first["tokens"]) > 0
+    assert f"step 1: the trajectories to blame are in {folder / 'step_1.jsonl'}" in caplog.text
+
+
+def test_an_environment_that_always_fails_does_not_fill_the_disk(tmp_path: Path) -> None:
+    problem = Problem(problem_id="p", messages=(Message(role="user", content="2 + 2?"),), answer="4")
+    faulty = tuple(
+        FaultyEpisode(kind=kind, detail="", text="5", tokens=(5,))
+        for kind in ("score_raised", "reply_raised")
+        for _ in range(20)
+    )
+    groups = [TrajectoryGroup(problem=problem, trajectories=(), faulty=faulty)]
+    file = write_faults(tmp_path, 3, update=None, trained=(), sampled=groups)
+    assert file == tmp_path / "faults" / "step_3.jsonl"
+    assert len(file.read_text().splitlines()) == 32
+    assert write_faults(tmp_path, 4, update=None, trained=(), sampled=()) is None
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_the_run_goes_on(
