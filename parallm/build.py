@@ -27,7 +27,8 @@ from parallm.learner.demonstrations import read_demonstrations
 from parallm.learner.learner import Learner
 from parallm.metrics.display import make_display
 from parallm.metrics.run_header import RunHeader
-from parallm.model.adapter import Adapter, AdapterTable
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter

@@ -19,7 +19,8 @@ from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import Adapter, AdapterTable, make_adapter
+from parallm.model.adapter import Adapter, make_adapter
+from parallm.model.adapter_table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
 from parallm.model.settings import ModelSettings

@@ -24,8 +24,9 @@ from parallm.engine.settings import EngineSettings
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError
-from parallm.model.adapter import Adapter, AdapterTable, make_adapter
+from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.adapter_files import read_adapter, write_mlx
+from parallm.model.adapter_table import AdapterTable
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.lora import initial_arrays
 from parallm.model.settings import ModelSettings

@@ -19,7 +19,7 @@ from parallm.engine.settings import EngineSettings
 from parallm.engine.shard import Shard, make_shard
 from parallm.engine.views import AdapterViews
 from parallm.errors import EngineFull, InvalidRequest
-from parallm.model.adapter import AdapterTable
+from parallm.model.adapter_table import AdapterTable
 from parallm.model.attention import LEAST_ROWS
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix

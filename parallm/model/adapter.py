@@ -1,20 +1,16 @@
-"""Adapters and the table of their versions. Files are `adapter_files`; how a forward applies an adapter is `lora`."""
+"""Adapters. Their versions in memory are in `adapter_table`, files in `adapter_files`; `lora` applies them."""
 
 import math
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
 import mlx.core as mx
 
-from parallm.errors import AdapterError, UnknownModel
 from parallm.model.adapter_arrays import arrays_digest, check_arrays, check_finite
-from parallm.model_names import check_name, is_number, latest_of, of_alias, plain, versioned
-from parallm.types import BASE, LATEST, POLICY, AdapterCard
+from parallm.types import POLICY
 
-Key = tuple[str, int]
 Value = TypeVar("Value", int, float)
 
 
@@ -119,181 +115,6 @@ def next_version(adapter: Adapter, arrays: Mapping[str, mx.array], step: int) ->
         rslora=adapter.rslora,
         dropout=adapter.dropout,
     )
-
-
-class AdapterTable:
-    """The adapter versions in memory, for use from any thread.
-
-    A publish must not wait for the device thread's unit of work, and sequences end on the device thread: so a lock
-    guards the few pointer moves of each change. Readers need none.
-
-    A bare name means the version that is served: the newest one, or the one that `promote` has named. Of each name the
-    table keeps the newest `keep` versions that no sequence uses, and all that are served, aliased or in use.
-    `policies` are the names that mean the base until their first version is served.
-    """
-
-    def __init__(self, keep: int = 8, policies: tuple[str, ...] = (POLICY,)) -> None:
-        if keep < 1:
-            raise AdapterError(f"the adapter table keeps {keep} versions; at least 1 is needed to serve")
-        for name in policies:
-            check_name(name, taken={BASE, LATEST})
-        self._keep = keep
-        self.policies = policies
-        self._view = _View()  # swapped whole, so that other threads never see a half-made change
-        self._lock = threading.RLock()
-        self._dropped: set[Key] = set()
-
-    def publish(self, adapter: Adapter, *, serve: bool = True) -> None:
-        """Make `adapter` the newest version of its name. Moves pointers only; no array is touched.
-
-        Without `serve` the bare name goes on to mean what it meant, and the version waits for `promote`.
-        Raises AdapterError, changing nothing, unless its version is above the published one.
-        """
-        with self._lock:
-            newest = self._view.newest.get(adapter.name)
-            if newest is not None and adapter.version <= newest:
-                raise AdapterError(
-                    f"{adapter.name} is at version {newest}; publish version {newest + 1} or above, "
-                    f"not {adapter.version}"
-                )
-            check_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
-            entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
-            newest_versions = self._view.newest | {adapter.name: adapter.version}
-            served = self._view.served | ({adapter.name: adapter.version} if serve else {})
-            self._swap(replace(self._view, entries=entries, newest=newest_versions, served=served))
-
-    def promote(self, version: int, *, name: str = POLICY) -> None:
-        """Let the bare name mean `version` from now on, be it older or newer. Sequences that run stay on theirs.
-
-        Version 0 of the policy is the base. Raises UnknownModel if the version is not in memory.
-        """
-        with self._lock:
-            self._pinned(self._view, name, str(version))
-            served = {**self._view.served, name: version}
-            if (name, version) not in self._view.entries:
-                del served[name]
-            self._swap(replace(self._view, served=served))
-
-    def resolve(self, model: str) -> Adapter | None:
-        """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias; see `model_names`.
-
-        Before its first version is served a policy is the base. Raises UnknownModel with the choices.
-        """
-        view, wanted = self._view, plain(model)
-        name, versions = (latest_of(wanted), view.newest) if latest_of(wanted) else (wanted, view.served)
-        key = (name, versions[name]) if name in versions else view.aliases.get(wanted)
-        if key is not None:
-            return view.entries[key].adapter
-        if wanted == BASE or name in self.policies:
-            return None
-        if "@" in wanted:
-            return self._pinned(view, *wanted.split("@", 1))
-        raise UnknownModel(f"no model {model!r}; there are {self._names(view)}")
-
-    def acquire(self, adapter: Adapter | None) -> None:
-        """Count one more running sequence for `adapter`, which stays in memory until released. None: the base."""
-        with self._lock:
-            if adapter is None:
-                return
-            entry = self._view.entries.get((adapter.name, adapter.version))
-            if entry is None:
-                raise UnknownModel(f"{adapter.name}@{adapter.version} was dropped; there are {self._names(self._view)}")
-            entry.num_running += 1
-
-    def release(self, adapter: Adapter | None) -> None:
-        """Undo one `acquire`; the version may be dropped by this."""
-        with self._lock:
-            if adapter is None:
-                return
-            entry = self._view.entries[(adapter.name, adapter.version)]
-            assert entry.num_running > 0, f"{adapter.name}@{adapter.version} released more often than acquired"
-            entry.num_running -= 1
-            if entry.num_running == 0:
-                self._swap(self._view)
-
-    def set_alias(self, alias: str, version: int, *, name: str = POLICY) -> None:
-        """Let `name@alias` mean `name@version` until it is set again; the version stays in memory.
-
-        `alias` alone is that of `policy`. Raises UnknownModel if the version is not in memory, AdapterError if the
-        alias cannot be used.
-        """
-        with self._lock:
-            check_name(alias, taken={*self._view.newest, *self.policies, BASE, POLICY, LATEST})
-            if (name, version) not in self._view.entries:
-                self._pinned(self._view, name, str(version))
-                raise UnknownModel(f"{name}@{version} is the base; an alias names a published version")
-            self._swap(replace(self._view, aliases=self._view.aliases | {of_alias(alias, name): (name, version)}))
-
-    def cards(self) -> tuple[AdapterCard, ...]:
-        """What is in memory, newest first within a name."""
-        view = self._view
-        keys = sorted(view.entries, key=lambda key: (key[0], -key[1]))
-        return tuple(view.entries[key].card(view) for key in keys)
-
-    def _pinned(self, view: "_View", name: str, number: str) -> Adapter | None:
-        if not is_number(number):
-            raise UnknownModel(f"{number!r} in {name}@{number} is no version; there are {self._names(view)}")
-        key = (name, int(number))
-        if key in view.entries:
-            return view.entries[key].adapter
-        if key in self._dropped:
-            raise UnknownModel(f"{name}@{number} was dropped to bound memory; there are {self._names(view)}")
-        if name in self.policies and int(number) == 0:
-            return None
-        raise UnknownModel(f"no version {name}@{number}; there are {self._names(view)}")
-
-    def _swap(self, view: "_View") -> None:
-        held = set(view.aliases.values()) | set(view.newest.items()) | set(view.served.items())
-        idle = sorted((key for key, entry in view.entries.items() if not entry.num_running), key=lambda key: -key[1])
-        of_names = [[key for key in idle if key[0] == name] for name in view.newest]
-        dropped = {key for keys in of_names for key in keys[self._keep :] if key not in held}
-        self._dropped |= dropped  # before the swap: a reader of the new view must find the reason
-        self._view = replace(view, entries={key: e for key, e in view.entries.items() if key not in dropped})
-
-    def _names(self, view: "_View") -> str:
-        """Every name that resolves, for messages."""
-        pinned = [versioned(*key) for key in sorted(view.entries)]
-        names = [BASE, *self.policies, *sorted(view.served), *sorted(view.aliases), *pinned]
-        return ", ".join(dict.fromkeys(names))
-
-
-@dataclass(slots=True)
-class _Entry:
-    adapter: Adapter
-    num_running: int = 0  # written only by acquire and release, under the table's lock
-
-    def card(self, view: "_View") -> AdapterCard:
-        adapter = self.adapter
-        return AdapterCard(
-            name=adapter.name,
-            version=adapter.version,
-            parent=adapter.parent,
-            step=adapter.step,
-            rank=adapter.rank,
-            alpha=adapter.alpha,
-            rslora=adapter.rslora,
-            is_dora=adapter.is_dora,
-            aliases=view.aliases_of((adapter.name, adapter.version)),
-            sha256=adapter.sha256,
-            num_running=self.num_running,
-            is_served=view.served.get(adapter.name) == adapter.version,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """One state of the table; never changed, only replaced."""
-
-    entries: dict[Key, _Entry] = field(default_factory=dict)
-    aliases: dict[str, Key] = field(default_factory=dict)
-    newest: dict[str, int] = field(default_factory=dict)
-    """Highest published version by name."""
-    served: dict[str, int] = field(default_factory=dict)
-    """What a bare name means; a name that is not there is the base if it is the policy, else unknown."""
-
-    def aliases_of(self, key: Key) -> tuple[str, ...]:
-        latest = (of_alias(LATEST, key[0]),) if key[1] == self.newest.get(key[0]) else ()
-        return latest + tuple(sorted(alias for alias, target in self.aliases.items() if target == key))
 
 
 def _exceptions(values: Mapping[str, Value], usual: Value, targets: tuple[str, ...]) -> Mapping[str, Value]:

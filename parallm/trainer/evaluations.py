@@ -6,7 +6,8 @@ from typing import Any
 
 from parallm.errors import ConfigError, UnknownModel
 from parallm.interrupts import unless
-from parallm.model.adapter import Adapter, AdapterTable
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_table import AdapterTable
 from parallm.model_names import of_alias
 from parallm.reports import EvaluationReport
 from parallm.trainer.parts import Parts

@@ -9,7 +9,7 @@ from parallm.engine.async_engine import AsyncEngine
 from parallm.learner.learner import Learner
 from parallm.metrics.display import Display
 from parallm.metrics.record import RunRecorder
-from parallm.model.adapter import AdapterTable
+from parallm.model.adapter_table import AdapterTable
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallm.errors import UnknownModel
-from parallm.model.adapter import Adapter, AdapterTable
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_table import AdapterTable
 from parallm.model_names import of_alias
 from parallm.reports import EvaluationReport
 from parallm.trainer.settings import TrainerSettings

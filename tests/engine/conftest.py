@@ -8,7 +8,8 @@ import pytest
 from parallm.device.lanes import Lanes
 from parallm.engine.engine import TRAFFIC_CLASSES, Engine
 from parallm.engine.settings import EngineSettings
-from parallm.model.adapter import Adapter, AdapterTable, make_adapter
+from parallm.model.adapter import Adapter, make_adapter
+from parallm.model.adapter_table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent
 

@@ -7,7 +7,8 @@ import pytest
 
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
-from parallm.model.adapter import Adapter, AdapterTable
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_table import AdapterTable
 from parallm.model.dora import scaling_of
 from parallm.model.logprobs import token_logprobs
 from parallm.model.lora import one_adapter

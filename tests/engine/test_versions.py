@@ -15,7 +15,8 @@ from mlx_lm.utils import load_model
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import Engine
-from parallm.model.adapter import Adapter, AdapterTable
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_table import AdapterTable
 from parallm.model.dora import scaling_of
 from parallm.model.logprobs import token_logprobs
 from parallm.model.lora import Scaling, one_adapter
