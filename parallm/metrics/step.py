@@ -7,7 +7,7 @@ from typing import TypeAlias
 from parallm.reports import EvaluationReport, OffPolicyReport, UpdateReport
 
 FlatRow: TypeAlias = dict[str, float | int | str | None]
-OF_SAMPLES = ("update/clip_fraction", "update/kl_to_behaviour", "seconds/rollout")
+OF_SAMPLES = ("update/clip_fraction", "update/kl_to_behaviour", "guard/empty_completions", "seconds/rollout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class StepMetrics:
 def _is_supervised(name: str) -> bool:
     """Whether the name means something where nothing was sampled."""
     part = name.partition("/")[0]
-    return part in ("step", "update", "seconds", "serving") and name not in OF_SAMPLES
+    return part in ("step", "update", "guard", "seconds", "serving") and name not in OF_SAMPLES
 
 
 def update_row(update: UpdateReport | None) -> FlatRow:

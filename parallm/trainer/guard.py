@@ -45,7 +45,8 @@ class Guard:
 
     def judge(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> Verdict:
         """Take in one step with all of its sampled groups. Call it once a step, in order."""
-        signs = self._divergence.look(metrics)
+        # the rules of divergence are about samples and their rewards
+        signs = [] if metrics.is_supervised else self._divergence.look(metrics)
         warnings = [*self._empty_completions(groups), *self._idle_step(metrics.update)]
         warnings += [sign.text for sign in signs if not sign.stops]
         fatal = next((sign.text for sign in signs if sign.stops), None)
@@ -100,7 +101,8 @@ class Guard:
         if self._rollbacks >= self._settings.max_rollbacks:
             return "stop", (
                 f"{in_row}; {self._rollbacks} roll-backs have not helped. The trajectories to blame are in the "
-                "run's folder under faults; check the environment's score, then learner.learning_rate and model.dtype"
+                "run's folder under faults; check the environment's score or learner.data, then learner.learning_rate "
+                "and model.dtype"
             )
         self._skipped_in_row = 0
         self._rollbacks += 1

@@ -1,7 +1,6 @@
 """The loop of supervised training: demonstrations -> update -> publish -> evaluate -> save."""
 
 import asyncio
-import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,14 +15,14 @@ from parallm.model.shared_model import SharedModel
 from parallm.reports import TrainingStatus, UpdateReport
 from parallm.rollout.problem_stream import ProblemStream
 from parallm.trainer.evaluations import Evaluations
+from parallm.trainer.guard import Guard
 from parallm.trainer.parts import Parts
 from parallm.trainer.publication import Publication
+from parallm.trainer.recovery import Recovery
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.trainer import State
 from parallm.types import BEST, Problem, TrajectoryGroup
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +60,12 @@ class SupervisedTrainer:
         self._settings = settings
         self._evaluations = Evaluations(parts, settings)
         self._publication = Publication(parts.adapters, parts.policy, settings)
+        self._guard = Guard(settings.guard, compares=False)  # nothing was sampled that log-probs could be compared with
+        self._recovery = Recovery(parts, self._guard, self._publication)
         self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
         self._stopping = asyncio.Event()
         self._step = 0  # finished steps
         self._cursor = demonstrations.stream.cursor  # that the last finished step has left
-        self._skipped = 0  # in a row
         self.status = TrainingStatus(state="starting", total_steps=settings.steps)
 
     def resume(self, state: TrainingState) -> None:
@@ -74,6 +74,8 @@ class SupervisedTrainer:
         self._cursor = self._demonstrations.stream.cursor = int(state.counters["cursor"])
         self._evaluations.resume(dict(state.counters))
         self._publication.resume(state.counters["publication"], BEST)
+        if "guard" in state.counters:  # checkpoints from before it was watched lack it
+            self._guard.resume(state.counters["guard"])
 
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save, and leave."""
@@ -84,7 +86,7 @@ class SupervisedTrainer:
         return self._stopping.is_set()
 
     async def run(self) -> None:
-        """Raises TrainingStopped when nothing can be learned, and whatever a part raises."""
+        """Raises TrainingStopped when the guard says so, and whatever a part raises."""
         try:
             await self._run()
         except Exception as error:
@@ -120,10 +122,13 @@ class SupervisedTrainer:
         self._cursor = self._demonstrations.stream.cursor
         seconds = time.perf_counter() - began
         metrics = _metrics(self._step, groups, update, seconds, (self._served() - served) / max(seconds, 1e-9))
+        verdict = await self._recovery.after(metrics, trained=groups)
+        metrics = replace(metrics, guard=self._guard.row())
         self._parts.recorder.step(metrics)
         self._parts.display.step(metrics)
         self.status = replace(self.status, metrics=metrics.to_flat())
-        self._check(update)
+        if verdict.action == "stop":
+            raise TrainingStopped(verdict.reason)
 
     async def _update(self, groups: Sequence[TrajectoryGroup]) -> UpdateReport:
         units: Iterator[UpdateReport | None] = self._parts.learner.update(groups, step=self._step, max_tokens=1)
@@ -132,18 +137,6 @@ class SupervisedTrainer:
         if report.skipped is None:
             self._publication.publish(self._parts.learner.adapter)
         return report
-
-    def _check(self, update: UpdateReport) -> None:
-        """Raise TrainingStopped after as many faults in a row as the guard allows before it rolls back."""
-        self._skipped = 0 if update.skipped is None else self._skipped + 1
-        if update.skipped is not None:
-            logger.warning("step %d changed nothing: %s", self._step, update.skipped)
-        if self._skipped >= self._settings.guard.max_skips:
-            raise TrainingStopped(
-                f"{self._skipped} steps in a row changed nothing, the last one because {update.skipped}; lower "
-                "learner.learning_rate, or start again from a checkpoint before step "
-                f"{self._step - self._skipped + 1}"
-            )
 
     async def _evaluate(self) -> None:
         self._set("evaluating")
@@ -162,6 +155,7 @@ class SupervisedTrainer:
             counters={
                 "cursor": self._cursor,
                 "publication": self._publication.counters(),
+                "guard": self._guard.counters(),
                 **self._evaluations.counters(),
             },
             groups=(),

@@ -1,15 +1,19 @@
 """Whole supervised runs: they learn, save, resume, and leave what a run leaves."""
 
+import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import ConfigError, TrainingStopped
+from parallm.learner.policy_gradient import PolicyGradient
 from parallm.model.adapter_files import read_adapter
 
 Train = Callable[..., int]
@@ -57,9 +61,49 @@ def test_a_resumed_run_is_the_same_run(train: Train, data: str, tmp_path: Path) 
     assert len(hashes) == 1
 
 
-def test_a_learning_rate_that_breaks_the_weights_stops_the_run(train: Train, data: str) -> None:
-    with pytest.raises(TrainingStopped, match="3 steps in a row changed nothing, the last one because"):
-        train(learner=learner(data, learning_rate=1e30), trainer={"steps": 9})
+def test_a_learning_rate_that_breaks_the_weights_is_rolled_back_twice_and_then_stops_the_run(
+    train: Train, data: str, tmp_path: Path
+) -> None:
+    """The first update makes weights of 1e30: finite, but what is computed with them is not."""
+    with pytest.raises(TrainingStopped, match=r"3 steps in a row changed nothing, .*2 roll-backs have not helped"):
+        train(learner=learner(data, learning_rate=1e30), trainer={"steps": 30}, checkpoint={"keep": 30})
+    rows = rows_of(tmp_path / "run")
+    assert [row["guard/rollbacks"] for row in rows] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert [row["guard/skipped"] for row in rows] == [0, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9]
+    good = read_adapter(tmp_path / "run" / "step_000004" / "adapter")
+    assert all(float(abs(array).max()) == 0 for name, array in good.arrays.items() if name.endswith("lora_b"))
+
+
+def test_a_gradient_that_is_not_finite_costs_one_step_and_its_demonstrations_are_kept(
+    train: Train, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute, calls = PolicyGradient.__call__, itertools.count(1)
+
+    def broken_in_step_2(self: PolicyGradient, *arguments: Any) -> Any:
+        gradients, statistics = compute(self, *arguments)
+        if next(calls) == 2:  # one round of micro-batches a step
+            gradients = {name: mx.full(array.shape, math.nan) for name, array in gradients.items()}
+        return gradients, statistics
+
+    monkeypatch.setattr(PolicyGradient, "__call__", broken_in_step_2)
+    settings: dict[str, Any] = {"rollout": {"problems_per_step": 3}, "checkpoint": {"keep": 9}}
+    assert train(learner=learner(data, micro_batch_tokens=4096), trainer={"steps": 3}, **settings) == 0
+    first, second, third = (read_adapter(tmp_path / "run" / f"step_00000{step}" / "adapter") for step in (1, 2, 3))
+    assert first.sha256 == second.sha256 != third.sha256
+    assert [row["guard/skipped"] for row in rows_of(tmp_path / "run")] == [0, 1, 1]
+    assert rows_of(tmp_path / "run")[2]["guard/skipped_gradient"] == 1
+    assert "step 2: nothing was changed: the gradient is not finite" in caplog.text
+    faults = [json.loads(line) for line in (tmp_path / "run" / "faults" / "step_2.jsonl").read_text().splitlines()]
+    assert [row["fault"] for row in faults] == ["gradient"] * 3
+    assert all(row["text"].startswith("#### ") for row in faults)
+
+
+def test_a_resumed_run_remembers_its_faults(train: Train, data: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"learner": learner(data, learning_rate=1e30), "checkpoint": {"resume": "auto"}}
+    train(trainer={"steps": 3}, **settings)
+    train(trainer={"steps": 4}, **settings)
+    rows = rows_of(tmp_path / "run")
+    assert [(row["guard/skipped"], row["guard/rollbacks"]) for row in rows] == [(0, 0), (1, 0), (2, 0), (3, 1)]
 
 
 def test_a_run_without_data_is_refused_before_the_model_loads(train: Train) -> None:
