@@ -3,7 +3,8 @@
 A script that crashes costs its own figures only. With --only, figures of other measurements may be missing.
 
 Bars that are about a model of some size need --model (or PARALLM_MODEL) and --data (or PARALLM_GSM8K); without them
-these are measured on the nano model where that is possible, and not judged.
+these are measured on the nano model where that is possible, and not judged. Bars that are about an NVIDIA GPU are
+measured and judged where MLX has one; their peers need --torch-python (or PARALLM_TORCH_PYTHON).
 """
 
 import json
@@ -33,6 +34,8 @@ class Bar:
     most_figure: str | None = None
     """The figure that holds `most`, where it depends on the model."""
     needs_model: bool = False
+    needs_gpu: bool = False
+    """About an NVIDIA GPU; not judged on other machines."""
 
     def is_met(self, value: float) -> bool:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
@@ -76,6 +79,13 @@ BARS: Mapping[str, Bar] = {
     "offpolicy.max_lag": Bar(most=1),
     "offpolicy.k1_speedup": Bar(least=1.2),
     "memory.learner_over_base": Bar(most_figure="memory.learner_over_base_bar"),
+    "trl.samples_to_80_ratio": Bar(most=1),
+    "head.memory_ratio": Bar(most=0.1, needs_gpu=True),
+    "update.8b.peak_gb": Bar(most=60, needs_gpu=True),
+    "update.8b.vs_mlx_lm": Bar(least=1.3, needs_gpu=True),
+    "update.8b.vs_torch_peft": Bar(least=1, needs_gpu=True),
+    "update.prompt_sharing_gain": Bar(least=1.5, needs_gpu=True),
+    "grpo_step.vs_trl_gpu": Bar(least=3, needs_gpu=True),
 }
 BAD = ("FALLS SHORT", "NOT MEASURED")
 SEEDS = (0, 1, 2)
@@ -88,7 +98,14 @@ def main() -> int:
     parser.add_argument("--model", default=os.environ.get("PARALLM_MODEL"), help="a local folder (PARALLM_MODEL)")
     parser.add_argument("--data", default=os.environ.get("PARALLM_GSM8K"), help="GSM8K as jsonl (PARALLM_GSM8K)")
     parser.add_argument(
-        "--only", nargs="*", help="oracles quickstart gsm8k parity engine learner serving offpolicy memory"
+        "--only",
+        nargs="*",
+        help="oracles quickstart gsm8k parity engine learner serving offpolicy memory trl update grpo_gpu",
+    )
+    parser.add_argument(
+        "--torch-python",
+        default=os.environ.get("PARALLM_TORCH_PYTHON", sys.executable),
+        help="an interpreter with torch, trl and peft for a GPU (PARALLM_TORCH_PYTHON)",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes: do the scripts run? Bars mean nothing then")
     arguments = parser.parse_args()
@@ -96,7 +113,8 @@ def main() -> int:
     arguments.data = arguments.data and absolute(arguments.data)
     figures: Figures = {}
     failures: list[str] = []
-    chosen = measurements(arguments)
+    gpu = has_gpu()
+    chosen = measurements(arguments, gpu)
     if unknown := set(arguments.only or ()) - chosen.keys():
         parser.error(f"--only: {', '.join(sorted(unknown))}; choices here: {', '.join(chosen)}")
     for name, measure in chosen.items():
@@ -108,14 +126,22 @@ def main() -> int:
         except Exception:  # noqa: BLE001  # whatever it was, the others are measured and the table is printed
             traceback.print_exc()
             failures.append(name)
-    short = judge(figures, has_model=bool(arguments.model and arguments.data), is_whole=not arguments.only)
+    has_model = bool(arguments.model and arguments.data)
+    short = judge(figures, has_model=has_model, has_gpu=gpu, is_whole=not arguments.only)
     print_figures(figures)
     for name in failures:
         print(f"not measured: {name}", file=sys.stderr)
     return 1 if short or failures else 0
 
 
-def measurements(arguments: Namespace) -> dict[str, Callable[[], Figures]]:
+def has_gpu() -> bool:
+    """Whether MLX computes on an NVIDIA GPU here. Asked in another process: this one never loads MLX."""
+    question = "import mlx.core as mx; print(mx.cuda.is_available())"
+    done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, check=False)
+    return done.stdout.strip() == "True"
+
+
+def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figures]]:
     """Name -> what measures it, in the order of running."""
     options = [f"--model={arguments.model}"] if arguments.model else []
     with_data = [*options, *([f"--data={arguments.data}"] if arguments.data else [])]
@@ -143,7 +169,12 @@ def measurements(arguments: Namespace) -> dict[str, Callable[[], Figures]]:
         "serving": partial(script, "bench_serving.py", *with_data, *sized("--seconds=5", "--publishes=100")),
         "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=4", "--rounds=1")),
         "quickstart": partial(quickstart, steps),
+        "trl": partial(script, "compare_trl.py", *sized("--seeds=1", "--steps=2", "--problems=64")),
     }
+    if gpu:
+        python = f"--torch-python={arguments.torch_python}"
+        found["update"] = partial(script, "bench_update.py", python, *sized("--shape=tiny", "--length=128"))
+        found["grpo_gpu"] = partial(script, "bench_grpo_gpu.py", python, *sized("--shape=tiny", "--steps=1"))
     if arguments.model and arguments.data:
         found["gsm8k"] = partial(gsm8k, arguments.model, arguments.data, steps)
     return found
@@ -221,13 +252,14 @@ def number(figures: Figures, name: str) -> float:
     return value
 
 
-def judge(figures: Figures, *, has_model: bool, is_whole: bool) -> list[str]:
+def judge(figures: Figures, *, has_model: bool, has_gpu: bool, is_whole: bool) -> list[str]:
     """Print all figures beside their bars; return those that fall short. If `is_whole`, none may be missing."""
     rows: list[tuple[str, str, str, str]] = [("figure", "value", "bar", "")]
     short: list[str] = []
     for name in sorted(figures.keys() | BARS.keys()):
         value, bar = figures.get(name), BARS.get(name, Bar()).with_bounds(figures)
-        holds = (has_model or not bar.needs_model) and (figures.get("parity.strict", 1) == 1 or name not in NOT_EXACT)
+        is_here = (has_model or not bar.needs_model) and (has_gpu or not bar.needs_gpu)
+        holds = is_here and (figures.get("parity.strict", 1) == 1 or name not in NOT_EXACT)
         verdict = _verdict(value, bar, is_asked=holds and (is_whole or value is not None))
         if verdict in BAD:
             short.append(name)

@@ -15,6 +15,7 @@ sys.path.insert(0, sys.argv.pop(1))
 import check_figures
 
 figures = json.loads(sys.argv.pop(1))
+check_figures.has_gpu = lambda: "update" in figures
 
 def crash():
     raise KeyError("figures")
@@ -24,8 +25,9 @@ check_figures.BARS = {
     "gsm8k.reward_last": check_figures.Bar(least=0.5, needs_model=True),
     "memory.learner_over_base": check_figures.Bar(most_figure="memory.bar"),
     "learner.speed": check_figures.Bar(),
+    "update.speed": check_figures.Bar(least=1.3, needs_gpu=True),
 }
-check_figures.measurements = lambda _: {
+check_figures.measurements = lambda *_: {
     name: crash if found is None else (lambda found=found: found) for name, found in figures.items()
 }
 sys.exit(check_figures.main())
@@ -80,6 +82,16 @@ def test_figures_about_a_model_are_judged_with_a_model(tmp_path: Path) -> None:
     assert judge(GOOD | {"gsm8k": {"gsm8k.reward_last": 0.6}}, *given)[0] == 0
     assert judge(GOOD | {"gsm8k": {"gsm8k.reward_last": 0.4}}, *given)[0] == 1
     assert judge(GOOD, *given)[0] == 1
+
+
+def test_figures_about_a_gpu_are_judged_where_there_is_one() -> None:
+    code, table = judge(GOOD)
+    assert (code, table["update.speed"][-3:]) == (0, ["not", "judged", "here"])
+    assert judge(GOOD | {"update": {"update.speed": 1.4}})[0] == 0
+    code, table = judge(GOOD | {"update": {"update.speed": 1.2}})
+    assert (code, table["update.speed"]) == (1, ["1.2", ">=", "1.3", "FALLS", "SHORT"])
+    code, table = judge(GOOD | {"update": {}})
+    assert (code, table["update.speed"][-2:]) == (1, ["NOT", "MEASURED"])
 
 
 def test_only_some_measurements_are_judged_alone() -> None:
