@@ -136,14 +136,14 @@ def test_a_sweep_runs_one_job_after_the_other(start: Start, tmp_path: Path) -> N
 
 def test_a_killed_run_goes_on_bit_for_bit(start: Start, tmp_path: Path) -> None:
     arguments = (*TINY, "trainer.steps=8", "checkpoint.every=2", "checkpoint.resume=auto")
-    assert start(*arguments, "name=whole").end() == 0
-    killed = start(*arguments, "name=killed")
+    whole, killed = start(*arguments, "name=whole"), start(*arguments, "name=killed")
     killed.wait_for("step 3/8")
     time.sleep(random.random() / 4)
     assert killed.end(signal.SIGKILL) in (-signal.SIGKILL, 0)  # 0: it was faster
     resumed = start(*arguments, "name=killed")
     assert resumed.end() == 0
     assert "resumed after step" in resumed.output()
+    assert whole.end() == 0
     assert_same_run(run_folder(tmp_path, "killed"), run_folder(tmp_path, "whole"), 8)
 
 

@@ -130,9 +130,9 @@ def test_mixed_environments_have_metrics_of_their_own(train: Train, tmp_path: Pa
 
 def test_a_curriculum_is_saved_with_the_run(train: Train, tmp_path: Path) -> None:
     rollout = {"curriculum": {"by": "problem", "low": 0.3, "high": 0.7}, "problems_per_step": 6}
-    for steps in (3, 7):
+    for steps in (3, 5):
         train(trainer={"steps": steps}, rollout=rollout, checkpoint={"resume": "auto"})
-    train(folder="whole", trainer={"steps": 7}, rollout=rollout)
+    train(folder="whole", trainer={"steps": 5}, rollout=rollout)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert rows_of(tmp_path / "run", name) == rows_of(tmp_path / "whole", name)
     assert sum(row["problems/skipped"] for row in rows_of(tmp_path / "run")[3:]) > 0
