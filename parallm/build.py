@@ -1,37 +1,25 @@
-"""RunConfig -> live objects: the only place where parts are wired to each other."""
+"""RunConfig -> a run: with `house` and `policy_runs` the only place where parts are wired to each other."""
 
 import asyncio
-import dataclasses
-import logging
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import mlx.core as mx
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.state import Fingerprint
 from parallm.config import RunConfig, policy_configs
-from parallm.device.blas import BlasReport, set_blas_threads
-from parallm.device.governor import Governor
-from parallm.device.lanes import Lanes
-from parallm.device.thread import DeviceThread
-from parallm.engine.async_engine import AsyncEngine
-from parallm.engine.engine import Engine
+from parallm.device.blas import BlasReport
 from parallm.environment.environment import AnyEnvironment, build_environment, connect
+from parallm.house import House, on_device, with_house
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.demonstrations import read_demonstrations
 from parallm.learner.learner import Learner
 from parallm.metrics.display import make_display
 from parallm.metrics.run_header import RunHeader
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
-from parallm.model.load import load_shared_model
-from parallm.model.shared_model import SharedModel
-from parallm.model.starting_adapter import starting_adapter
 from parallm.policy_runs import PolicyRun, combined_status, make_policy_runs, raise_failures, stop_all, train_all
 from parallm.reports import TrainingStatus
 from parallm.rollout.collector import Collector
@@ -39,8 +27,7 @@ from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
 from parallm.rollout.problem_stream import make_stream
 from parallm.rollout.splits import Splits, read_splits
-from parallm.server.app import create_app
-from parallm.server.listen import HttpServer, bind
+from parallm.server.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.parts import Parts
@@ -48,28 +35,7 @@ from parallm.trainer.restoring import restore
 from parallm.trainer.saving import write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
-from parallm.types import POLICY, Problem
-
-Result = TypeVar("Result")
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class House:
-    """What serving and training have in common: one device thread, one model, one engine, one table of versions."""
-
-    device: DeviceThread
-    lanes: Lanes
-    model: SharedModel
-    adapters: AdapterTable
-    engine: AsyncEngine
-    start: Adapter
-    """The version to go on from: the given adapter, or one whose product is zero."""
-
-    def of(self, name: str) -> "House":
-        """The same, for training the policy `name`."""
-        return dataclasses.replace(self, start=dataclasses.replace(self.start, name=name))
+from parallm.types import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,56 +113,6 @@ async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         display.close()
 
 
-async def with_house(
-    config: RunConfig,
-    blas: BlasReport,
-    status: Callable[[], TrainingStatus],
-    work: Callable[[House, HttpServer | None], Awaitable[None]],
-) -> int:
-    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads."""
-    bound = bind(config.server) if config.server.enabled else None
-    device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
-    server: HttpServer | None = None
-    try:
-        house = await _build_house(config, blas, device)
-        if bound is not None:
-            app = create_app(
-                engine=house.engine,
-                tokenizer=house.model.tokenizer,
-                catalog=house.adapters.cards,
-                status=status,
-                settings=config.server,
-                base_name=config.model.path,
-                policies=house.adapters.policies,
-            )
-            server = HttpServer(app, bound)
-            await server.start()
-        await work(house, server)
-    finally:
-        if server is not None:
-            await server.stop()
-        elif bound is not None:
-            bound.close()
-        device.stop()
-    return 0
-
-
-async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread) -> House:
-    engine = AsyncEngine(device, asyncio.get_running_loop())
-    model = await _on_device(device, partial(load_shared_model, config.model))
-    lanes = await _on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
-    adapters = AdapterTable(policies=tuple(config.policies) or (POLICY,))
-    start = await _on_device(device, partial(starting_adapter, config.model, model, config.seed))
-    if config.model.adapter is not None:
-        for name in adapters.policies:
-            adapters.publish(dataclasses.replace(start, name=name))
-    core = await _on_device(
-        device, partial(Engine, model, adapters, lanes, config.engine, emit=engine.emit, report=engine.report)
-    )
-    engine.attach(core)
-    return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
-
-
 async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Trainer | SupervisedTrainer:
     """A trainer that goes on where its checkpoints end."""
     config, parts = run.config, await _make_parts(run, house, lessons)
@@ -208,9 +124,9 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Train
         given = tokenized(lessons.demonstrations, house.model, per_step=per_step, seed=config.seed)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=config.checkpoint.every)
     load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
-    state = await _on_device(house.device, load)
+    state = await on_device(house.device, load)
     if state is not None:
-        await _on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
+        await on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
         trainer.resume(state)
         parts.display.message(f"resumed after step {state.step}, version {state.version}")
     return trainer
@@ -218,7 +134,7 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Train
 
 async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
     config = run.config
-    learner = await _on_device(
+    learner = await on_device(
         house.device,
         partial(
             Learner,
@@ -230,7 +146,7 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
             seed=config.seed,
         ),
     )
-    fingerprint = await _on_device(house.device, partial(_fingerprint, house))
+    fingerprint = await on_device(house.device, partial(_fingerprint, house))
     checkpoints = CheckpointManager(run.folder, config.checkpoint)
     collector = Collector(
         house.engine.generate_all,
@@ -266,7 +182,7 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
 async def _leave_adapter(run: PolicyRun, house: House) -> None:
     kept = adapter_to_keep(house.adapters, run.name, run.config.trainer.keep_best)
     if kept is not None:
-        await _on_device(house.device, partial(write_adapter, kept, run.folder, house.model))
+        await on_device(house.device, partial(write_adapter, kept, run.folder, house.model))
 
 
 def _fingerprint(house: House) -> Fingerprint:
@@ -294,7 +210,3 @@ def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServe
         policies=tuple(config.policies),
         total_steps=config.trainer.steps,
     )
-
-
-async def _on_device(device: DeviceThread, function: Callable[[], Result]) -> Result:
-    return await asyncio.wrap_future(device.call(function))

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallm.build import House, with_house
 from parallm.checkpoint.chosen_adapter import find_adapters
 from parallm.config import EvaluateConfig
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import AnyEnvironment, build_environment, connect
 from parallm.errors import CheckpointError, ConfigError, ProblemError
+from parallm.house import House, with_house
 from parallm.metrics.comparison import Compared, comparison_report, print_comparison
 from parallm.metrics.json_lines import to_json, write_whole
 from parallm.metrics.lines import evaluation_line

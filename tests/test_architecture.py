@@ -26,7 +26,7 @@ LAYERS: tuple[set[str], ...] = (
     {"trainer", "server"},
     {"config_errors", "policies"},
     {"config"},
-    {"policy_runs"},
+    {"policy_runs", "house"},
     {"build", "command"},
     {"build_evaluation", "build_export"},
     {"train", "serve", "evaluate", "export"},

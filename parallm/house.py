@@ -1,0 +1,98 @@
+"""What serving and training have in common: the device thread, the model, the engine, the table of versions, HTTP."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from parallm.config import RunConfig
+from parallm.device.blas import BlasReport, set_blas_threads
+from parallm.device.governor import Governor
+from parallm.device.lanes import Lanes
+from parallm.device.thread import DeviceThread
+from parallm.engine.async_engine import AsyncEngine
+from parallm.engine.engine import Engine
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_table import AdapterTable
+from parallm.model.load import load_shared_model
+from parallm.model.shared_model import SharedModel
+from parallm.model.starting_adapter import starting_adapter
+from parallm.reports import TrainingStatus
+from parallm.server.app import create_app
+from parallm.server.listen import HttpServer, bind
+from parallm.types import POLICY
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class House:
+    """One of each."""
+
+    device: DeviceThread
+    lanes: Lanes
+    model: SharedModel
+    adapters: AdapterTable
+    engine: AsyncEngine
+    start: Adapter
+    """The version to go on from: the given adapter, or one whose product is zero."""
+
+    def of(self, name: str) -> "House":
+        """The same, for training the policy `name`."""
+        return dataclasses.replace(self, start=dataclasses.replace(self.start, name=name))
+
+
+async def with_house(
+    config: RunConfig,
+    blas: BlasReport,
+    status: Callable[[], TrainingStatus],
+    work: Callable[[House, HttpServer | None], Awaitable[None]],
+) -> int:
+    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads."""
+    bound = bind(config.server) if config.server.enabled else None
+    device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
+    server: HttpServer | None = None
+    try:
+        house = await _build_house(config, blas, device)
+        if bound is not None:
+            app = create_app(
+                engine=house.engine,
+                tokenizer=house.model.tokenizer,
+                catalog=house.adapters.cards,
+                status=status,
+                settings=config.server,
+                base_name=config.model.path,
+                policies=house.adapters.policies,
+            )
+            server = HttpServer(app, bound)
+            await server.start()
+        await work(house, server)
+    finally:
+        if server is not None:
+            await server.stop()
+        elif bound is not None:
+            bound.close()
+        device.stop()
+    return 0
+
+
+async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread) -> House:
+    engine = AsyncEngine(device, asyncio.get_running_loop())
+    model = await on_device(device, partial(load_shared_model, config.model))
+    lanes = await on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
+    adapters = AdapterTable(policies=tuple(config.policies) or (POLICY,))
+    start = await on_device(device, partial(starting_adapter, config.model, model, config.seed))
+    if config.model.adapter is not None:
+        for name in adapters.policies:
+            adapters.publish(dataclasses.replace(start, name=name))
+    core = await on_device(
+        device, partial(Engine, model, adapters, lanes, config.engine, emit=engine.emit, report=engine.report)
+    )
+    engine.attach(core)
+    return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
+
+
+async def on_device(device: DeviceThread, function: Callable[[], Result]) -> Result:
+    return await asyncio.wrap_future(device.call(function))
