@@ -1,10 +1,13 @@
 """Whole runs of the embedded model in this process: seconds long, with environments that make trouble when told to."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from pydantic import TypeAdapter
 
@@ -14,6 +17,7 @@ from parallm.device.blas import load_blas
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import ProblemError
+from parallm.learner.policy_gradient import PassResult, PolicyGradient
 from parallm.rollout.stage import ScoredEpisode, Stage
 from parallm.types import Problem, Split
 
@@ -100,6 +104,23 @@ def fail_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         monkeypatch.setattr(Stage, "play", fail)
 
     return fail_once
+
+
+@pytest.fixture
+def break_gradient(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes the gradient of the given pass, counted from 1, NaN: of the step, where a step is one pass."""
+    compute, numbers = PolicyGradient.__call__, count(1)
+
+    def break_pass(chosen: int) -> None:
+        def broken(self: PolicyGradient, *arguments: Any) -> PassResult:
+            result = compute(self, *arguments)
+            if next(numbers) != chosen:
+                return result
+            return replace(result, gradients={name: mx.full(a.shape, math.nan) for name, a in result.gradients.items()})
+
+        monkeypatch.setattr(PolicyGradient, "__call__", broken)
+
+    return break_pass
 
 
 @pytest.fixture

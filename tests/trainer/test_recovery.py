@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from parallm.errors import ConfigError, TrainingStopped
-from parallm.learner.policy_gradient import PolicyGradient
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.reports import Estimate, EvaluationReport
@@ -139,17 +137,9 @@ def test_an_environment_that_always_fails_does_not_fill_the_disk(tmp_path: Path)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_the_run_goes_on(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    train: Train, tmp_path: Path, break_gradient: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    compute, calls = PolicyGradient.__call__, itertools.count(1)
-
-    def sometimes_broken(self: PolicyGradient, *arguments: Any) -> Any:
-        gradients, statistics = compute(self, *arguments)
-        if next(calls) == 2:  # one round of micro-batches a step
-            gradients = {name: mx.full(array.shape, math.nan) for name, array in gradients.items()}
-        return gradients, statistics
-
-    monkeypatch.setattr(PolicyGradient, "__call__", sometimes_broken)
+    break_gradient(2)
     settings: dict[str, Any] = {"rollout": PLAIN, "trainer": {"steps": 3}, "checkpoint": {"keep": 9}}
     assert train(learner={"micro_batch_tokens": 4096}, **settings) == 0
     first, second, third = (adapter_after(tmp_path / "run", step) for step in (1, 2, 3))

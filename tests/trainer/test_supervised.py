@@ -1,19 +1,15 @@
 """Whole supervised runs: they learn, save, resume, and leave what a run leaves."""
 
-import itertools
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import ConfigError, TrainingStopped
-from parallm.learner.policy_gradient import PolicyGradient
 from parallm.model.adapter_files import read_adapter
 
 Train = Callable[..., int]
@@ -75,17 +71,9 @@ def test_a_learning_rate_that_breaks_the_weights_is_rolled_back_twice_and_then_s
 
 
 def test_a_gradient_that_is_not_finite_costs_one_step_and_its_demonstrations_are_kept(
-    train: Train, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    train: Train, data: str, tmp_path: Path, break_gradient: Callable[[int], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    compute, calls = PolicyGradient.__call__, itertools.count(1)
-
-    def broken_in_step_2(self: PolicyGradient, *arguments: Any) -> Any:
-        gradients, statistics = compute(self, *arguments)
-        if next(calls) == 2:  # one round of micro-batches a step
-            gradients = {name: mx.full(array.shape, math.nan) for name, array in gradients.items()}
-        return gradients, statistics
-
-    monkeypatch.setattr(PolicyGradient, "__call__", broken_in_step_2)
+    break_gradient(2)
     settings: dict[str, Any] = {"rollout": {"problems_per_step": 3}, "checkpoint": {"keep": 9}}
     assert train(learner=learner(data, micro_batch_tokens=4096), trainer={"steps": 3}, **settings) == 0
     first, second, third = (read_adapter(tmp_path / "run" / f"step_00000{step}" / "adapter") for step in (1, 2, 3))
