@@ -42,6 +42,9 @@ SHAPES = {
     "1b": Shape(
         hidden=2048, intermediate=8192, layers=16, heads=32, key_value_heads=8, head_size=64, vocabulary=128256
     ),
+    "0.5b": Shape(
+        hidden=896, intermediate=4864, layers=24, heads=14, key_value_heads=2, head_size=64, vocabulary=151936
+    ),
     "tiny": Shape(hidden=64, intermediate=96, layers=2, heads=4, key_value_heads=2, head_size=16, vocabulary=384),
 }
 
@@ -66,3 +69,42 @@ class UpdateJob:
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpoJob:
+    """GRPO steps from problem to published adapter, every completion of the same length."""
+
+    shape: str
+    model: str
+    """Folder of its weights and tokenizer, which `workers/random_checkpoint.py` writes."""
+    prompts: int
+    group_size: int
+    prompt: int
+    completion: int
+    rows: int = 0
+    """Of a training pass."""
+    warm_up: int = 2
+    """First steps that do not count."""
+    steps: int = 3
+    """That count."""
+
+    @property
+    def completions(self) -> int:
+        return self.prompts * self.group_size
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.completions * self.completion
+
+    @property
+    def trained_tokens(self) -> int:
+        """Of all rows, prompts counted once per row."""
+        return self.completions * (self.prompt + self.completion)
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_grpo_job(text: str) -> GrpoJob:
+    return GrpoJob(**json.loads(text))
