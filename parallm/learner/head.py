@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.model.logprobs import Softmax, softmax_of
 from parallm.model.shared_model import SharedModel
+from parallm.model.token_scores import TokenScores, token_scores
 
 Stages = list[list[mx.array]]
 """To be evaluated one after the other."""
@@ -37,8 +37,8 @@ class Scores:
     chunks: Sequence[Chunk]
     logprobs_N: mx.array
     entropies_N: mx.array
-    kept: Softmax | None
-    """That of the one chunk if there is only one."""
+    kept: TokenScores | None
+    """Those of the one chunk if there is only one."""
     stages: Stages
 
 
@@ -53,16 +53,16 @@ class Head:
         """Log-probs of `tokens_N` and entropies, float32, after temperature."""
         parts = [slice(start, start + self._chunk) for start in range(0, len(tokens_N), self._chunk)]
         chunks = [Chunk(hidden_NH[part], tokens_N[part], temperature_N[part]) for part in parts]
-        softmaxes = [softmax_of(self._model.head(chunk.hidden_NH), chunk.temperature_N) for chunk in chunks]
-        logprobs = [found.logprobs(c.tokens_N[:, None])[:, 0] for found, c in zip(softmaxes, chunks, strict=True)]
-        entropies = [found.entropies() for found in softmaxes]
+        found = [self._scores(chunk) for chunk in chunks]
+        pairs = [[one.logprobs_N, one.entropies_N] for one in found]
+        logprobs, entropies = zip(*pairs, strict=True)
         is_one = len(chunks) == 1
         return Scores(
             chunks,
             mx.concatenate(logprobs),
             mx.concatenate(entropies),
-            kept=softmaxes[0] if is_one else None,
-            stages=[] if is_one else [list(pair) for pair in zip(logprobs, entropies, strict=True)],
+            kept=found[0] if is_one else None,
+            stages=[] if is_one else pairs,
         )
 
     def pull_back(
@@ -72,30 +72,18 @@ class Head:
         found: list[mx.array] = []
         start = 0
         for chunk in scores.chunks:
-            end = start + len(chunk.tokens_N)
-            softmax = scores.kept or softmax_of(self._model.head(chunk.hidden_NH), chunk.temperature_N)
-            entropy_gradient = None if entropy_gradient_N is None else entropy_gradient_N[start:end]
-            found.append(self._pull_back(chunk, softmax, gradient_N[start:end], entropy_gradient))
-            start = end
+            part = slice(start, start + len(chunk.tokens_N))
+            of_entropies = None if entropy_gradient_N is None else entropy_gradient_N[part]
+            gradient_NV = (scores.kept or self._scores(chunk)).gradient(gradient_N[part], of_entropies)
+            found.append(self._through_head(chunk.hidden_NH, gradient_NV))
+            start = part.stop
         return mx.concatenate(found), [] if len(found) == 1 else [[one] for one in found]
 
-    def _pull_back(
-        self, chunk: Chunk, softmax: Softmax, gradient_N: mx.array, entropy_gradient_N: mx.array | None
-    ) -> mx.array:
-        """A log-softmax's gradient is (chosen - probabilities) / temperature; see `entropy_gradient` for the other."""
-        scale_N = gradient_N / chunk.temperature_N
-        gradient_NV = softmax.exponentials_NV * (-scale_N / softmax.sums_N)[:, None]
-        gradient_NV = gradient_NV.at[mx.arange(len(scale_N)), chunk.tokens_N].add(scale_N)
-        if entropy_gradient_N is not None:
-            gradient_NV += entropy_gradient(softmax, entropy_gradient_N / chunk.temperature_N)
+    def _scores(self, chunk: Chunk) -> TokenScores:
+        return token_scores(self._model.head(chunk.hidden_NH), chunk.temperature_N, chunk.tokens_N)
+
+    def _through_head(self, hidden_NH: mx.array, gradient_NV: mx.array) -> mx.array:
         _, (gradient_NH,) = mx.vjp(
-            lambda hidden: self._model.head(hidden).astype(mx.float32), [chunk.hidden_NH], [gradient_NV]
+            lambda hidden: self._model.head(hidden).astype(gradient_NV.dtype), [hidden_NH], [gradient_NV]
         )
         return gradient_NH
-
-
-def entropy_gradient(softmax: Softmax, gradient_N: mx.array) -> mx.array:
-    """Gradient of each row's entropy with respect to its scaled logits, -p (log p + entropy), times `gradient_N`."""
-    logprobs_NV = softmax.scaled_NV - softmax.logsumexp_N[:, None]
-    surprise_NV = logprobs_NV + softmax.entropies()[:, None]
-    return -gradient_N[:, None] * softmax.probabilities() * surprise_NV

@@ -6,16 +6,15 @@ Arithmetic is float32, rounded once. Engine and learner call the same function.
 """
 
 import sys
-from collections.abc import Callable
-from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations as mlx_lm_activations
 
+from parallm.model.cuda import Kernel, kernel, on_cuda
+
 THREADS = 256  # of a block
 VECTOR_BYTES = 16  # what a thread reads at once
-Kernel = Callable[..., list[mx.array]]
 
 _mlx_lm_swiglu = mlx_lm_activations.swiglu
 
@@ -64,7 +63,7 @@ def install_swiglu(model: nn.Module) -> None:
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) x (https://arxiv.org/abs/2002.05202), of the shape and dtype of both."""
     fits = gate.dtype == x.dtype and gate.shape == x.shape and gate.nbytes % VECTOR_BYTES == 0
-    if not fits or not mx.cuda.is_available() or mx.default_device() == mx.Device(mx.cpu):
+    if not fits or not on_cuda():
         plain: mx.array = _mlx_lm_swiglu(gate, x)
         return plain
     fused: mx.array = _fused(gate.reshape(-1), x.reshape(-1))
@@ -73,30 +72,20 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 @mx.custom_function  # type: ignore[untyped-decorator]
 def _fused(gate: mx.array, x: mx.array) -> mx.array:
-    return _run(_forward_kernel(), [gate, x], 1)[0]
+    return _run(kernel("swiglu", ("gate", "x"), ("product",), _FORWARD, _HEADER), [gate, x], 1)[0]
 
 
 @_fused.vjp  # type: ignore[untyped-decorator]
 def _fused_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> list[mx.array]:
-    return _run(_backward_kernel(), [*primals, cotangent], 2)
+    names = ("gate", "x", "cotangent"), ("gate_gradient", "x_gradient")
+    return _run(kernel("swiglu_gradient", *names, _BACKWARD, _HEADER), [*primals, cotangent], 2)
 
 
-@cache
-def _forward_kernel() -> Kernel:
-    return mx.fast.cuda_kernel("swiglu_forward", ["gate", "x"], ["product"], _FORWARD, _HEADER)
-
-
-@cache
-def _backward_kernel() -> Kernel:
-    names = ["gate", "x", "cotangent"]
-    return mx.fast.cuda_kernel("swiglu_backward", names, ["gate_gradient", "x_gradient"], _BACKWARD, _HEADER)
-
-
-def _run(kernel: Kernel, inputs: list[mx.array], num_outputs: int) -> list[mx.array]:
+def _run(function: Kernel, inputs: list[mx.array], num_outputs: int) -> list[mx.array]:
     """Each thread takes `VECTOR_BYTES` of every input, (N,) of one dtype, and writes as many of every output."""
     first = inputs[0]
     threads = first.nbytes // VECTOR_BYTES
-    return kernel(
+    return function(
         inputs=inputs,
         template=[("T", first.dtype)],
         grid=(-(-threads // THREADS) * THREADS, 1, 1),

@@ -1,0 +1,19 @@
+"""Kernels of our own for MLX's CUDA build. What uses one has a form in MLX's operations for other devices."""
+
+from collections.abc import Callable
+from functools import cache
+
+import mlx.core as mx
+
+Kernel = Callable[..., list[mx.array]]
+
+
+def on_cuda() -> bool:
+    return mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu)
+
+
+@cache
+def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, header: str = "") -> Kernel:
+    """`source` is the body of the function; inputs come as pointers, row-contiguous. `grid` counts threads."""
+    found: Kernel = mx.fast.cuda_kernel(name, list(inputs), list(outputs), source, header)
+    return found
