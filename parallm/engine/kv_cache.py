@@ -1,20 +1,48 @@
 """Keys and values of the rows that decode together: one slot per row, allocated in steps, written in O(1).
 
+All rows read as many positions as the longest one has; on a CPU, rows that are much longer are computed apart, so that
+the tail of one step does not make the next step's attention as long as its own.
+
 mlx-lm's models see a `SlotCache` per layer through the interface of mlx-lm's caches (`offset`, `update_and_fetch`,
 `make_mask`). Active rows are slots 0 to n-1; when one leaves, the last row moves into its slot.
 
-Axes: S slots, B active rows, H key-value heads, L positions, D head size.
+Axes: S slots, B active rows, A rows that are computed apart, H key-value heads, Q query heads,
+L positions, D head size.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
-from parallm.model.attention import OwnCache
+from parallm.model.attention import OwnCache, attention
 from parallm.model.shared_model import PlainCache
 
 POSITION_STEP = 256
 SLOT_STEP = 8
+COPIED = 3  # what a position of a row apart costs, which is copied first, in positions that are not
+LEAST_SAVED = 1500  # positions of all rows; what computing rows apart costs in any case (nano, measured on a CPU)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsApart:
+    """Rows that are so long that the others are better computed without them."""
+
+    rows: Sequence[int]
+    view: int
+    """Positions that the others read."""
+
+
+def rows_apart(lengths: Sequence[int]) -> RowsApart | None:
+    """The longest of rows that read `lengths` positions, if computing them apart saves enough."""
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)
+    longest = max(lengths, default=0)
+    costs = [len(lengths) * lengths[order[count]] + COPIED * count * longest for count in range(len(order))]
+    best = min(range(len(order)), key=lambda count: costs[count], default=0)
+    if not order or costs[0] - costs[best] < LEAST_SAVED:
+        return None
+    return RowsApart(rows=sorted(order[:best]), view=lengths[order[best]])
 
 
 class SlotCache(OwnCache):
@@ -50,6 +78,27 @@ class SlotCache(OwnCache):
         self._keys_SHLD[rows.slots_B, :, rows.lengths_B] = keys_BH1D[:, :, 0]
         self._values_SHLD[rows.slots_B, :, rows.lengths_B] = values_BH1D[:, :, 0]
         return self._keys_SHLD[: rows.num_rows, :, : rows.view], self._values_SHLD[: rows.num_rows, :, : rows.view]
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Queries (B, Q, 1, D) over views (B, H, L, D) -> (B, Q, 1, D)."""
+        apart = self._rows.apart
+        if apart is None or not isinstance(mask, mx.array):
+            return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+        part, rows_A = slice(0, apart.view), mx.array(apart.rows)
+        found = attention(queries, keys[:, :, part], values[:, :, part], scale=scale, mask=mask[..., part], sinks=sinks)
+        found[rows_A] = attention(
+            queries[rows_A], keys[rows_A], values[rows_A], scale=scale, mask=mask[rows_A], sinks=sinks
+        )
+        return found
 
     def join(self, slot: int, prompt: PlainCache) -> None:
         """Copy a prompt's keys and values (1, H, T, D) into `slot`, which has room for them."""
@@ -96,6 +145,8 @@ class ActiveRows:
         self.lengths_B = mx.array(self._lengths, mx.int32)
         self.slots_B = mx.arange(len(self._lengths), dtype=mx.int32)
         self.view = max(self._lengths, default=0) + 1
+        on_cpu = mx.default_device() == mx.Device(mx.cpu)
+        self.apart = rows_apart([length + 1 for length in self._lengths]) if on_cpu else None
 
     def reserve(self, num_slots: int, num_positions: int) -> bool:
         """Raise the room to at least this many slots and positions, in steps. True if it changed."""

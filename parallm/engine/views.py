@@ -1,8 +1,9 @@
-"""Which LoRA view a set of rows needs: none for the base, one adapter, or stacks with an index per row."""
+"""Which LoRA view a set of rows needs: none for the base, one adapter, a few side by side, or stacks of many."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -10,10 +11,14 @@ from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
 from parallm.model.lora import MixedAdapters, OneAdapter, View, one_adapter, stack_adapters
 from parallm.model.shared_model import SharedModel
+from parallm.model.side_by_side import MOST_ADAPTERS, SideBySide, side_by_side
 
 MOST_KEPT = 16
+MOST_SETS = 2  # each is a copy of all its adapters, and rows change sets one way
 
 Key = tuple[str, int]
+Kept = TypeVar("Kept")
+Made = TypeVar("Made")
 
 
 class AdapterViews:
@@ -22,6 +27,7 @@ class AdapterViews:
     def __init__(self, model: SharedModel) -> None:
         self._model = model
         self._ones: OrderedDict[Key, OneAdapter] = OrderedDict()
+        self._few: OrderedDict[tuple[Key, ...], SideBySide] = OrderedDict()
         self._stacks: OrderedDict[tuple[Key | None, ...], MixedAdapters] = OrderedDict()
 
     def for_rows(self, adapters_B: Sequence[Adapter | None]) -> View | None:
@@ -30,6 +36,12 @@ class AdapterViews:
         if len(distinct) == 1:
             adapter = adapters_B[0]
             return None if adapter is None else self._one(adapter)
+        present = {key: adapter for key, adapter in distinct.items() if key is not None and adapter is not None}
+        if len(present) <= MOST_ADAPTERS:
+            places = {key: place for place, key in enumerate(sorted(present))}
+            few = self._side_by_side(tuple(sorted(present)), [present[key] for key in sorted(present)])
+            keys = [_key(adapter) for adapter in adapters_B]
+            return few.for_rows([-1 if key is None else places[key] for key in keys])
         order = sorted(distinct, key=lambda key: (key is not None, key))
         stack = self._stack(tuple(order), [distinct[key] for key in order])
         index = {key: place for place, key in enumerate(order)}
@@ -41,9 +53,16 @@ class AdapterViews:
             view = one_adapter(adapter.arrays, scaling_of(adapter, self._model))
             mx.eval(view.a_IR, view.b_RO, view.stretch_O)
             self._ones[key] = view
-            _shrink(self._ones)
+            _shrink(self._ones, MOST_KEPT)
         self._ones.move_to_end(key)
         return self._ones[key]
+
+    def _side_by_side(self, keys: tuple[Key, ...], adapters: Sequence[Adapter]) -> SideBySide:
+        if keys not in self._few:
+            self._few[keys] = side_by_side([self._one(adapter) for adapter in adapters], self._model.sites)
+            _shrink(self._few, MOST_SETS)
+        self._few.move_to_end(keys)
+        return self._few[keys]
 
     def _stack(self, keys: tuple[Key | None, ...], adapters: Sequence[Adapter | None]) -> MixedAdapters:
         if keys not in self._stacks:
@@ -52,8 +71,7 @@ class AdapterViews:
             )
             mx.eval(stack.a_SIR, stack.b_SRO, stack.stretch_SO)
             self._stacks[keys] = stack
-            while len(self._stacks) > 2:  # a stack is a copy of all its adapters, and rows change sets one way
-                self._stacks.popitem(last=False)
+            _shrink(self._stacks, MOST_SETS)
         self._stacks.move_to_end(keys)
         return self._stacks[keys]
 
@@ -62,6 +80,6 @@ def _key(adapter: Adapter | None) -> Key | None:
     return None if adapter is None else (adapter.name, adapter.version)
 
 
-def _shrink(views: OrderedDict[Key, OneAdapter]) -> None:
-    while len(views) > MOST_KEPT:
+def _shrink(views: OrderedDict[Kept, Made], most: int) -> None:
+    while len(views) > most:
         views.popitem(last=False)
