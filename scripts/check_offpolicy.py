@@ -1,7 +1,12 @@
 """Sampling ahead of the learner: is no token older than the limit, and what does it give where lengths are ragged?
 
-Runs the embedded model (or --model) on an environment whose completions differ widely in length. Speed is that of
-whole steps (sampling, scoring, update, publishing) with the limit at 1 relative to 0, on the same problems and seeds.
+Runs the embedded model (or --model) on an environment whose completions differ widely in length: they end where the
+model ends them at a high temperature, which gives about a log-normal distribution (see workers/off_policy.py); the
+table says how long they were. Speed is that of whole steps (sampling, scoring, update, publishing) relative to a limit
+of 0, on the same problems and seeds; steps count while as much is sampled as is trained on.
+
+What can be gained has a bound: with a limit of 1 a step's sampling may begin no sooner than the update two steps
+before has ended, so its longest completion still spans two steps instead of one.
 """
 
 from argparse import ArgumentParser
@@ -63,13 +68,19 @@ def watch(job: Job) -> float:
 
 
 def compare(job: Job, rounds: int) -> dict[str, float]:
-    """Seconds of a step in each mode, and how much faster than with a limit of 0 it is. Modes take turns."""
+    """Seconds of a step in each mode, and how much faster than with a limit of 0 it is: the median over the rounds.
+
+    Modes take turns, so that a machine that is busy for a while slows all of a round.
+    """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in MODES}
     for _ in range(rounds):
         for name, values in MODES.items():
             found[name].append(run_worker("off_policy", replace(job, **values)))
     seconds = {name: [one["seconds_per_step"] for one in runs] for name, runs in found.items()}
-    speedups = {name: median(seconds["limit 0"]) / median(values) for name, values in seconds.items()}
+    speedups = {
+        name: median(plain / one for plain, one in zip(seconds["limit 0"], values, strict=True))
+        for name, values in seconds.items()
+    }
     rows = [("", "median s", "speedup", "of it update", "CPU s", "all s")]
     for name, values in seconds.items():
         update = median(one["update_seconds"] for one in found[name])
