@@ -32,6 +32,7 @@ TINY = (
     "rollout.max_tokens=16",
     "rollout.temperature=1.5",
     "rollout.refill_rounds=1",
+    "rollout.refill_below=1",
     "learner.learning_rate=1e-3",
     "learner.warmup_steps=0",
     "trainer.evaluate_problems=0",

@@ -77,7 +77,7 @@ class Collector:
         self._seed = seed
 
     async def collect(self, step: int, model: str) -> Collection:
-        """Sample `problems_per_step` groups; replace those without signal up to `refill_rounds` times.
+        """Sample `problems_per_step` groups; where too few of them have signal, replace the others.
 
         Groups without signal (all rewards equal) teach nothing: https://arxiv.org/abs/2503.14476, dynamic sampling.
         Raises what generating raises; an environment's faults are counted and logged.
@@ -88,10 +88,10 @@ class Collector:
         first = await self._sample(problems, step, 0, model)
         groups = list(first)
         for _ in range(self._settings.refill_rounds):
-            missing = wanted - sum(group.has_signal for group in groups)
-            if missing <= 0:
+            num_with_signal = sum(group.has_signal for group in groups)
+            if num_with_signal >= wanted * self._settings.refill_below:
                 break
-            problems, more = self._draw(missing, step)
+            problems, more = self._draw(wanted - num_with_signal, step)
             skipped += more
             groups += await self._sample(problems, step, len(groups), model)
         return Collection(

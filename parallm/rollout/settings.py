@@ -38,6 +38,8 @@ class RolloutSettings:
     """top_p, top_k and min_p stay off: with them the sampled distribution is not the policy that is trained."""
     refill_rounds: int = Field(default=3, ge=0)
     """How often groups without signal (all rewards equal) are replaced by groups of the next problems."""
+    refill_below: float = Field(default=0.5, ge=0, le=1)
+    """They are replaced only while less than this share of the step's groups has signal; 1: always, as in DAPO."""
     switch_in_flight: bool = False
     """Move running completions to a new version from their next token on; else they end on the one they began with.
     Matters only where trainer.max_off_policy_steps is above 0."""

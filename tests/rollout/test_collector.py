@@ -52,10 +52,18 @@ def test_rollouts_follow_new_versions_if_asked_to(
 
 
 def test_groups_without_signal_are_replaced(make_collector: Callable[..., Collector], engine: Any) -> None:
-    collection = collect(make_collector("0", "4", "1", "2", problems_per_step=4, refill_rounds=1))
+    collection = collect(make_collector("0", "4", "1", "2", problems_per_step=4, refill_rounds=1, refill_below=1))
     assert [len(requests) for requests in engine.rounds] == [4, 2]
     assert (len(collection.first), len(collection.sampled)) == (4, 6)
     assert all(0 < sum(reward == 1 for reward in group.rewards) < 4 for group in collection.with_signal)
+
+
+@pytest.mark.parametrize(("below", "rounds"), [(0.5, [4]), (0.51, [4, 2]), (1, [4, 2]), (0, [4])])
+def test_groups_are_replaced_only_where_too_small_a_share_has_signal(
+    below: float, rounds: list[int], make_collector: Callable[..., Collector], engine: Any
+) -> None:
+    collect(make_collector("0", "4", "1", "2", problems_per_step=4, refill_rounds=1, refill_below=below))
+    assert [len(requests) for requests in engine.rounds] == rounds
 
 
 def test_replacing_ends_when_enough_groups_have_signal(make_collector: Callable[..., Collector], engine: Any) -> None:
