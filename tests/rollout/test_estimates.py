@@ -23,6 +23,12 @@ def test_the_interval_is_wilsons(successes: int, trials: int, low: float, high: 
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-6)
 
 
+@pytest.mark.parametrize("trials", [7, 512, 1000])
+def test_the_interval_holds_the_share_itself_where_all_or_none_succeed(trials: int) -> None:
+    assert wilson_interval(trials, trials)[1] == 1.0
+    assert wilson_interval(0, trials)[0] == 0.0
+
+
 @pytest.mark.parametrize("correct", range(6))
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_pass_at_k_is_the_mean_over_all_choices_of_k_samples(k: int, correct: int) -> None:
