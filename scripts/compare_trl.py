@@ -5,11 +5,12 @@ side with its own learner. Ours is `python -m parallm.train +recipe=arithmetic_g
 in an environment of its own and reads its settings from the config.yaml of our run.
 
 - Samples are all completions drawn in training: those of groups that refilling replaces, too. Both sides are evaluated
-  greedily after each step on the same problems; the first evaluation that reaches the target counts.
-- Order: TRL's own shuffling is off, and its data set is what our problem stream gives. Refilling takes problems from
-  the same stream, so our step k is further along in it than TRL's.
+  greedily after each step on the same problems; the first evaluation that reaches the target counts. Where nothing is
+  refilled a ratio of 1 therefore says that both needed equally many steps.
+- Order: TRL's own shuffling is off, and its data set is what our problem stream gives. Where we refill, problems come
+  from the same stream, so that our step k is further along in it than TRL's.
 - Seeds: the same numbers, but not the same random numbers: LoRA's A and the samples are drawn by MLX and by torch.
-- Advantages: TRL's default divides by the standard deviation of the group, our `dapo` does not.
+- Both divide advantages by the standard deviation of the group and average over all tokens.
 - Seconds are those of training steps, evaluations left out. TRL's are those of torch on this CPU with transformers'
   `generate`: they say nothing about a GPU with vLLM.
 """

@@ -1,6 +1,6 @@
 """Losses by their published names, and the user's changes to them.
 
-  dapo          mean over all tokens of the step, upper clip wider than the lower    https://arxiv.org/abs/2503.14476
+  dapo          grpo with the mean over all tokens, upper clip wider than the lower  https://arxiv.org/abs/2503.14476
   grpo          advantages per standard deviation, mean over tokens, then sequences  https://arxiv.org/abs/2402.03300
   bnpo          grpo with the mean over all tokens: TRL's loss of that name          https://arxiv.org/abs/2506.02864
   dr_grpo       neither standard deviation nor length divides                        https://arxiv.org/abs/2503.20783
@@ -12,10 +12,9 @@
   sapo          a soft gate in place of the clip                                     https://arxiv.org/abs/2511.20347
   sft           the mean negative log-likelihood of completions that are given, not sampled
 
-BNPO's paper also normalises rewards by a beta distribution, which neither TRL nor this does. DAPO's paper divides by
-the standard deviation; here it does not, as Dr. GRPO advises. Where published runs have a KL term its coefficient is 0
-here, as it costs a forward pass of the base: set learner.kl_coefficient. DPPO's costs none; its limits and its KL
-(1e-3 x log ratio squared) are those of prime-rl.
+BNPO's paper also normalises rewards by a beta distribution, which neither TRL nor this does. Where published runs have
+a KL term its coefficient is 0 here, as it costs a forward pass of the base: set learner.kl_coefficient. DPPO's costs
+none; its limits and its KL (1e-3 x log ratio squared) are those of prime-rl.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from parallm.learner.objective import Objective
 from parallm.learner.settings import LearnerSettings
 
 PRESETS: Mapping[str, Objective] = {
-    "dapo": Objective(clip_high=0.28),
+    "dapo": Objective(advantage="group_std", clip_high=0.28),
     "grpo": Objective(advantage="group_std", aggregation="seq_mean_token_mean"),
     "bnpo": Objective(advantage="group_std"),
     "dr_grpo": Objective(aggregation="constant"),

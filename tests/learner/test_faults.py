@@ -122,7 +122,7 @@ def test_an_advantage_that_float32_cannot_hold_is_named(
     make_learner: MakeLearner, groups: list[TrajectoryGroup]
 ) -> None:
     far = changed(changed(changed(groups, 0, 0, reward=3e38), 0, 1, reward=-3e38), 0, 2, reward=-3e38)
-    report = update(make_learner(), far)
+    report = update(make_learner(advantage="group_mean"), far)
     assert report.fault == "advantage"
     assert [(one.group, one.index, one.reason) for one in report.culprits] == [
         (0, 0, "the advantage of token 0 is inf"),

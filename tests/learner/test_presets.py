@@ -35,8 +35,9 @@ def test_a_change_leaves_the_rest_of_the_preset() -> None:
     assert (found.kl_coefficient, found.clip_high, found.clip_low, found.ratio) == (0.001, 0.0, 3e-4, "sequence")
 
 
-def test_dapo_takes_only_the_mean_off_a_reward() -> None:
-    assert PRESETS["dapo"] == Objective(advantage="group_mean", clip_low=0.2, clip_high=0.28)
+def test_dapo_is_as_published() -> None:
+    published = Objective(advantage="group_std", aggregation="token_mean", clip_low=0.2, clip_high=0.28)
+    assert PRESETS["dapo"] == published
 
 
 def test_only_dppo_has_kl_and_it_needs_no_base() -> None:
