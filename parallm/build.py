@@ -22,16 +22,16 @@ from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.environment.environment import AnyEnvironment, build_environment, connect
-from parallm.errors import CheckpointError
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.demonstrations import read_demonstrations
 from parallm.learner.learner import Learner
+from parallm.learner.pairs import Pairs, read_pairs
 from parallm.metrics.display import Display, make_display
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.run_header import RunHeader
 from parallm.model.adapter import Adapter, AdapterTable
-from parallm.model.adapter_files import write_mlx, write_peft
 from parallm.model.load import load_shared_model
+from parallm.model.reward_head import is_reward_model, refuse_reward_model
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
@@ -46,6 +46,8 @@ from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.parts import Parts
 from parallm.trainer.restoring import restore
+from parallm.trainer.reward_training import open_reward_model, paired, reward_parts
+from parallm.trainer.saving import write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
 from parallm.types import Problem
@@ -84,7 +86,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     splits = read_splits(environment, config.trainer.evaluate_problems)
     display = make_display(config.metrics.display, sys.stdout)
     recorder = RunRecorder(folder, config.metrics, dataclasses.asdict(config))
-    demonstrations = read_demonstrations(config.learner)
+    demonstrations, pairs = read_demonstrations(config.learner), read_pairs(config.learner)
     trainer: Trainer | SupervisedTrainer | None = None
 
     def status() -> TrainingStatus:
@@ -94,7 +96,12 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         nonlocal trainer
         display.start(_header(config, folder, blas, server))
         parts = await _make_parts(config, folder, house, environment, splits, recorder, display)
-        trainer = _make_trainer(config, house, parts, demonstrations)
+        if pairs is not None:
+            make = partial(reward_parts, parts, pairs, config.learner, config.trainer, model=house.model)
+            parts = await _on_device(
+                house.device, partial(make, lanes=house.lanes, start=house.start, seed=config.seed)
+            )
+        trainer = _make_trainer(config, house, parts, demonstrations, pairs)
         await _resume(config, house, parts, trainer)
         stop_on_signals(trainer.stop, "finishing this step, then saving and leaving")
         try:
@@ -102,7 +109,9 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         finally:
             device = "" if blas.name == "reference" else blas.name
             summary = recorder.finish(config.metrics.figures or config.name, device=device)
-        await _on_device(house.device, partial(_write_adapters, config, folder, house))
+        kept = adapter_to_keep(parts.adapters, config.trainer.keep_best)
+        if kept is not None:
+            await _on_device(house.device, partial(write_adapter, kept, folder, house.model))
         display.finish(summary.rows())
         if config.trainer.keep_serving and server is not None and not trainer.was_stopped:
             sys.stdout.write(f"training has ended; {server.url} answers until Ctrl-C\n")
@@ -166,7 +175,10 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
     lanes = await _on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
     adapters = AdapterTable()
     start = await _on_device(device, partial(starting_adapter, config.model, model, config.seed))
-    if config.model.adapter is not None:
+    if config.learner.trains == "policy":
+        way_out = "name it as rollout.reward_model.adapter, or train it further with learner=reward_model"
+        refuse_reward_model(start, f"model.adapter={config.model.adapter}", way_out)
+    if config.model.adapter is not None and not is_reward_model(start):
         await _on_device(device, partial(adapters.publish, start))
     core = await _on_device(
         device, partial(Engine, model, adapters, lanes, config.engine, emit=engine.emit, report=engine.report)
@@ -198,6 +210,9 @@ async def _make_parts(
         ),
     )
     fingerprint = await _on_device(house.device, partial(_fingerprint, house))
+    reward_model = await open_reward_model(
+        config.rollout.reward_model, config.learner, house.device, house.model, house.lanes
+    )
     checkpoints = CheckpointManager(folder, config.checkpoint)
     collector = Collector(
         house.engine.generate_all,
@@ -206,6 +221,7 @@ async def _make_parts(
         make_stream(environment, splits.train, config.seed),
         config.rollout,
         config.seed,
+        reward_model,
     )
     evaluator = Evaluator(
         generate_all=house.engine.generate_all,
@@ -215,6 +231,7 @@ async def _make_parts(
         max_tokens=config.rollout.max_tokens,
         samples=evaluation_samples(config.trainer, config.seed),
         rollout=config.rollout,
+        reward_model=reward_model,
     )
     return Parts(
         device=house.device,
@@ -231,11 +248,15 @@ async def _make_parts(
 
 
 def _make_trainer(
-    config: RunConfig, house: House, parts: Parts, demonstrations: Sequence[Problem] | None
+    config: RunConfig, house: House, parts: Parts, demonstrations: Sequence[Problem] | None, pairs: Pairs | None
 ) -> Trainer | SupervisedTrainer:
-    if demonstrations is None:
+    per_step = config.rollout.problems_per_step
+    if pairs is not None:
+        given = paired(pairs.train, house.model, per_step=per_step, seed=config.seed)
+    elif demonstrations is not None:
+        given = tokenized(demonstrations, house.model, per_step=per_step, seed=config.seed)
+    else:
         return Trainer(parts, config.trainer, config.rollout, save_every=config.checkpoint.every)
-    given = tokenized(demonstrations, house.model, per_step=config.rollout.problems_per_step, seed=config.seed)
     return SupervisedTrainer(parts, given, config.trainer, save_every=config.checkpoint.every)
 
 
@@ -260,20 +281,6 @@ def _fingerprint(house: House) -> Fingerprint:
         rslora=house.start.rslora,
         dora=house.start.is_dora,
     )
-
-
-def _write_adapters(config: RunConfig, folder: Path, house: House) -> None:
-    """The version to keep in both formats, for use elsewhere. Raises CheckpointError if the disk does not take it."""
-    kept = adapter_to_keep(house.adapters, config.trainer.keep_best)
-    if kept is None:
-        return
-    try:
-        write_mlx(kept, folder / "adapter", num_layers=house.model.num_layers)
-        write_peft(kept, folder / "adapter_peft", config.model.path)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder / 'adapter'} could not be written: {error}; the same adapter is in the last checkpoint"
-        ) from error
 
 
 def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServer | None) -> RunHeader:

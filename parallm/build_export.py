@@ -14,6 +14,7 @@ from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter, write_mlx, write_peft
 from parallm.model.fuse import Quantization, fuse, model_bytes, write_model
 from parallm.model.load import find_folder, load_base
+from parallm.model.reward_head import refuse_reward_model
 
 FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
 SPARE_BYTES = 32 << 20
@@ -71,6 +72,8 @@ def _named_adapter(config: ExportConfig) -> Path:
 
 def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, str]:
     """Write every format into `folder`. Returns names of its folders with a description. Raises OSError and more."""
+    if config.formats != ("peft",):
+        refuse_reward_model(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
     source = find_folder(config.model.path)
     base, base_config = load_base(source, config.model.path)
     num_layers = len(base.layers)

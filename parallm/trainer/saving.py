@@ -3,11 +3,16 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.state import TrainingState
 from parallm.device.thread import DeviceThread
 from parallm.errors import CheckpointError, ParallmError
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_files import write_mlx, write_peft
+from parallm.model.reward_head import is_reward_model
+from parallm.model.shared_model import SharedModel
 
 logger = logging.getLogger(__name__)
 
@@ -51,3 +56,20 @@ class Saver:
             await self.save()
         except ParallmError as error:
             logger.error("the steps since the last checkpoint are lost: %s", error)
+
+
+def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
+    """Write `adapter` in both formats, for use elsewhere; a reward model in the one that knows such.
+
+    Raises CheckpointError if the disk does not take it.
+    """
+    try:
+        if is_reward_model(adapter):
+            write_peft(adapter, folder / "adapter", model.name, model.fingerprint())
+        else:
+            write_mlx(adapter, folder / "adapter", num_layers=model.num_layers)
+            write_peft(adapter, folder / "adapter_peft", model.name)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder / 'adapter'} could not be written: {error}; the same adapter is in the last checkpoint"
+        ) from error
