@@ -46,7 +46,7 @@ from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.parts import Parts
 from parallm.trainer.restoring import restore
-from parallm.trainer.reward_training import open_reward_model, paired, reward_parts
+from parallm.trainer.reward_training import find_reward_model, open_reward_model, paired, reward_parts
 from parallm.trainer.saving import write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
@@ -82,7 +82,7 @@ def run_serving(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
 async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     environment = build_environment(config.environment)
-    # first, since a large model takes minutes to load
+    find_reward_model(config.rollout.reward_model)  # now, since a large model takes minutes to load
     splits = read_splits(environment, config.trainer.evaluate_problems)
     display = make_display(config.metrics.display, sys.stdout)
     recorder = RunRecorder(folder, config.metrics, dataclasses.asdict(config))

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from parallm.checkpoint.chosen_adapter import find_adapter
 from parallm.device.lanes import Lanes
@@ -60,6 +61,11 @@ def paired(pairs: Sequence[Pair], model: SharedModel, *, per_step: int, seed: in
     )
 
 
+def find_reward_model(settings: RewardModelSettings) -> Path | None:
+    """The folder of the reward model that `settings` name. Raises AdapterError if there is none."""
+    return None if settings.adapter is None else find_adapter(settings.adapter)
+
+
 async def open_reward_model(
     settings: RewardModelSettings, learner: LearnerSettings, device: DeviceThread, model: SharedModel, lanes: Lanes
 ) -> RewardModel | None:
@@ -67,9 +73,9 @@ async def open_reward_model(
 
     Raises AdapterError if it is none, or was trained on another base.
     """
-    if settings.adapter is None:
+    folder = find_reward_model(settings)
+    if folder is None:
         return None
-    folder = find_adapter(settings.adapter)
 
     def make() -> RewardScorer:
         adapter = read_reward_model(folder, model)

@@ -9,6 +9,12 @@ import pytest
 from parallm.rollout.estimates import mean_difference, mean_estimate, pass_at, wilson_interval
 
 
+def test_the_interval_holds_the_share_itself() -> None:
+    for trials in range(1, 200):
+        assert wilson_interval(trials, trials)[1] == 1.0
+        assert wilson_interval(0, trials)[0] == 0.0
+
+
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
     [
