@@ -78,9 +78,7 @@ def test_a_policy_is_no_reward_model(nano: SharedModel, tmp_path: Path) -> None:
 
 def test_a_reward_model_of_another_base_is_refused(nano: SharedModel, load_tiny: Load, tmp_path: Path) -> None:
     write(with_reward_head(policy_of(nano), nano, 5), tmp_path, nano)
-    with pytest.raises(
-        AdapterError, match=r"was trained on another base \(sha256 .*than .*Set model\.path and model\.dtype"
-    ):
+    with pytest.raises(AdapterError, match=r"was trained on another base \(sha256 .*than .*Set model\.path and"):
         read_reward_model(tmp_path, load_tiny("llama"))
 
 

@@ -90,20 +90,18 @@ def pairs_of(samples: Path) -> list[dict[str, str]]:
 @pytest.mark.slow
 def test_a_policy_learns_arithmetic_from_a_reward_model_alone(train: Train, tmp_path: Path) -> None:
     unpaid = Unpaid(ArithmeticSettings(num_test=128))
-    common = {"model": {"lora": {"rank": 16}}, "learner": {"learning_rate": 2e-3, "warmup_steps": 5}}
+    model, rates = {"lora": {"rank": 16}}, {"learning_rate": 2e-3, "warmup_steps": 5}
     sampling = {"problems_per_step": 48, "group_size": 8, "max_tokens": 64, "temperature": 1.0, "refill_rounds": 0}
     metrics, short = {"samples_per_step": 1000}, {"steps": 8}
     train(unpaid, "samples", rollout=sampling, trainer=short, metrics=metrics, learner={"learning_rate": 0.0})
     lines = [json.dumps(pair) + "\n" for pair in pairs_of(tmp_path / "samples")]
     (tmp_path / "own.jsonl").write_text("".join(lines))
-    reward_model = learner(str(tmp_path / "own.jsonl"), **common["learner"])
+    reward_model = learner(str(tmp_path / "own.jsonl"), **rates)
     evaluated = {"steps": 20, "evaluate_problems": 128}
-    train(
-        unpaid, "rm", learner=reward_model, model=common["model"], rollout={"problems_per_step": 16}, trainer=evaluated
-    )
+    train(unpaid, "rm", learner=reward_model, model=model, rollout={"problems_per_step": 16}, trainer=evaluated)
     assert rows_of(tmp_path / "rm", "evaluations.jsonl")[-1]["heldout/low"] > 0.6
     paid = sampling | {"problems_per_step": 16, "reward_model": {"adapter": str(tmp_path / "rm")}}
-    train(unpaid, "rl", rollout=paid, trainer={"steps": 12, "evaluate_problems": 128}, **common)
+    train(unpaid, "rl", rollout=paid, trainer={"steps": 12, "evaluate_problems": 128}, model=model, learner=rates)
     before, after = rows_of(tmp_path / "rl", "evaluations.jsonl")
     name = "heldout_part/rollout/reward_model"
     assert after[f"{name}_low"] > before[f"{name}_high"]
