@@ -1,6 +1,6 @@
 """Training of a reward model on pairs: what `Learner` is for policies. Knows nothing of serving.
 
-Axes: P pairs, S completions, twice as many, the chosen one of each pair first.
+Axes: P pairs, S completions, twice as many, the chosen one of each pair first; N numbers of the adapter.
 """
 
 import math
@@ -14,7 +14,8 @@ import numpy as np
 from parallm.device.lanes import Lanes
 from parallm.errors import AdapterNotFinite
 from parallm.learner.faults import Faults
-from parallm.learner.optimizer import Arrays, gradient_norm, learning_rate
+from parallm.learner.flat import Arrays
+from parallm.learner.optimizer import learning_rate
 from parallm.learner.packing import can_pack
 from parallm.learner.pairs import to_prompted
 from parallm.learner.reward_loss import pair_loss
@@ -85,7 +86,7 @@ class RewardLearner:
         `max_tokens` is that of `Learner.update`, and has no meaning here.
         """
         totals, faults, seconds = Totals(), Faults(groups), 0.0
-        gradients: Arrays = {}
+        gradient_N = mx.zeros((1,))
         scaling = scaling_of(self.adapter, self._model)
         batches = self._batches(groups)
         for start in range(0, len(batches), self._lanes.width):
@@ -93,14 +94,14 @@ class RewardLearner:
             chosen = batches[start : start + self._lanes.width]
             key = mx.random.key(mix(mix(self._seed, step), start))
             more, loss, scores = self._gradient(chosen, 1 / len(groups), scaling, key)
-            gradients = {name: gradients[name] + g for name, g in more.items()} if gradients else more
-            mx.eval(gradients)
+            gradient_N = gradient_N + self._versions.layout.join(more)
+            mx.eval(gradient_N)
             _add(totals, loss, scores)
             seconds += time.perf_counter() - began
             yield None
         began = time.perf_counter()
-        norm = float(gradient_norm(gradients).item())
-        self._advance(gradients, norm, totals.loss, step, faults)
+        norm = float(mx.linalg.norm(gradient_N).item())
+        self._advance(gradient_N, norm, totals.loss, step, faults)
         yield self._report(totals, groups, norm, step, seconds + time.perf_counter() - began, faults)
 
     def scorer(self) -> RewardScorer:
@@ -160,7 +161,7 @@ class RewardLearner:
         margin_P = mx.array(batch.margins)
         return pair_loss(scores_P2[:, 0], scores_P2[:, 1], margin_P, center=self._settings.center_scores).sum()
 
-    def _advance(self, gradients: Arrays, norm: float, loss: float, step: int, faults: Faults) -> None:
+    def _advance(self, gradient_N: mx.array, norm: float, loss: float, step: int, faults: Faults) -> None:
         """Make the next version, or note why not."""
         if not math.isfinite(loss):
             faults.add("loss")
@@ -168,7 +169,7 @@ class RewardLearner:
             faults.add("gradient")
         else:
             try:
-                self._versions.advance(gradients, norm, step)
+                self._versions.advance(gradient_N, norm, step)
             except AdapterNotFinite:
                 faults.add("weights")
 

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
+
 from parallm.errors import AdapterNotFinite
-from parallm.learner.optimizer import AdapterOptimizer, Arrays, scaled_to_norm
+from parallm.learner.flat import Arrays, Layout
+from parallm.learner.optimizer import AdapterOptimizer, scaled_to_norm
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter, next_version
 
@@ -22,17 +25,22 @@ class Versions:
     def __init__(self, start: Adapter, settings: LearnerSettings, total_steps: int) -> None:
         self._settings = settings
         self.adapter = start  # the newest version; written only by the methods here
-        self._optimizer = AdapterOptimizer(settings, total_steps, dict(start.arrays))
+        self._optimizer = AdapterOptimizer(settings, total_steps, start.arrays)
         self._good = GoodState(adapter=start, optimizer=self._optimizer.state())
 
-    def advance(self, gradients: Arrays, norm: float, step: int) -> None:
-        """Make the next version from gradients of that norm, which is finite.
+    @property
+    def layout(self) -> Layout:
+        """Of gradients."""
+        return self._optimizer.layout
+
+    def advance(self, gradient_N: mx.array, norm: float, step: int) -> None:
+        """Make the next version from a gradient in `layout`, of that norm, which is finite.
 
         Raises AdapterNotFinite, changing nothing, if its weights would not be.
         """
         before = GoodState(adapter=self.adapter, optimizer=self._optimizer.state())
-        clipped = scaled_to_norm(gradients, norm, self._settings.max_gradient_norm)
-        arrays = self._optimizer.apply(dict(self.adapter.arrays), clipped, step)
+        clipped_N = scaled_to_norm(gradient_N, norm, self._settings.max_gradient_norm)
+        arrays = self._optimizer.apply(self.adapter.arrays, clipped_N, step)
         try:
             self.adapter = next_version(self.adapter, arrays, step + 1)
         except AdapterNotFinite:

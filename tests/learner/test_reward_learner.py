@@ -76,11 +76,11 @@ def cut(
     settings = LearnerSettings(trains="reward_model", micro_batch_tokens=budget, center_scores=CENTER)
     learner = RewardLearner(model, lanes, settings, start=adapter, total_steps=1, seed=0)
     learner._packs = learner._packs if packs is None else packs
-    taken: list[tuple[Arrays, float]] = []
-    learner._versions.advance = lambda gradients, norm, step: taken.append((gradients, norm))  # type: ignore[method-assign]
+    taken: list[mx.array] = []
+    learner._versions.advance = lambda gradient_N, norm, step: taken.append(gradient_N)  # type: ignore[method-assign]
     (*_, report) = learner.update(groups, step=0, max_tokens=1)
     assert report is not None
-    return report.loss, taken[0][0]
+    return report.loss, learner._versions.layout.split(taken[0])
 
 
 def assert_close(found: tuple[float, Arrays], expected: tuple[float, Arrays]) -> None:
@@ -194,7 +194,7 @@ def test_a_step_with_a_loss_that_is_not_finite_changes_nothing(
     learner = make_learner(model, lanes, before, learning_rate=1e38)
     assert update(learner, groups, 0).fault == "weights"
     assert learner.adapter is before
-    assert learner.optimizer_state()["step"].item() == 0
+    assert learner.optimizer_state()["others.step"].item() == 0
 
 
 def test_a_roll_back_brings_the_weights_before_the_newest_update_under_a_new_number(
