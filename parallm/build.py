@@ -2,22 +2,19 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
 from parallm.checkpoint.manager import CheckpointManager
-from parallm.checkpoint.state import Fingerprint
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport
-from parallm.environment.environment import AnyEnvironment, build_environment, connect
+from parallm.environment.environment import connect
 from parallm.house import House, on_device, with_house
 from parallm.interrupts import stop_on_signals, until_signal
-from parallm.learner.demonstrations import read_demonstrations
 from parallm.learner.learner import Learner
+from parallm.lessons import Lessons, read_lessons
 from parallm.metrics.display import make_display
 from parallm.metrics.run_header import RunHeader
 from parallm.policy_runs import PolicyRun, combined_status, make_policy_runs, raise_failures, stop_all, train_all
@@ -26,25 +23,15 @@ from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
 from parallm.rollout.problem_stream import make_stream
-from parallm.rollout.splits import Splits, read_splits
 from parallm.server.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.parts import Parts
 from parallm.trainer.restoring import restore
-from parallm.trainer.saving import write_adapter
+from parallm.trainer.reward_training import open_reward_model, paired, reward_parts
+from parallm.trainer.saving import fingerprint_of, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
-from parallm.types import Problem
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lessons:
-    """What one policy learns from; read before the model, since a large one takes minutes to load."""
-
-    environment: AnyEnvironment
-    splits: Splits
-    demonstrations: Sequence[Problem] | None
 
 
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
@@ -58,7 +45,7 @@ def run_serving(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
 
 async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
-    lessons = {name: _read_lessons(one) for name, one in policy_configs(config).items()}
+    lessons = {name: read_lessons(one) for name, one in policy_configs(config).items()}
     is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
     display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout)
     runs = make_policy_runs(config, folder, display)
@@ -94,12 +81,6 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         display.close()
 
 
-def _read_lessons(config: RunConfig) -> Lessons:
-    environment = build_environment(config.environment)
-    splits = read_splits(environment, config.trainer.evaluate_problems)
-    return Lessons(environment=environment, splits=splits, demonstrations=read_demonstrations(config.learner))
-
-
 async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
 
@@ -116,13 +97,20 @@ async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Trainer | SupervisedTrainer:
     """A trainer that goes on where its checkpoints end."""
     config, parts = run.config, await _make_parts(run, house, lessons)
+    per_step, save_every = config.rollout.problems_per_step, config.checkpoint.every
     trainer: Trainer | SupervisedTrainer
-    if lessons.demonstrations is None:
-        trainer = Trainer(parts, config.trainer, config.rollout, save_every=config.checkpoint.every)
-    else:
-        per_step = config.rollout.problems_per_step
+    if lessons.pairs is not None:
+        make = partial(reward_parts, parts, lessons.pairs, config.learner, config.trainer, start=house.start)
+        make = partial(make, model=house.model, lanes=house.lanes, seed=config.seed)
+        parts = await on_device(house.device, make)
+        given = paired(lessons.pairs.train, house.model, per_step=per_step, seed=config.seed)
+        trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
+    elif lessons.demonstrations is not None:
         given = tokenized(lessons.demonstrations, house.model, per_step=per_step, seed=config.seed)
-        trainer = SupervisedTrainer(parts, given, config.trainer, save_every=config.checkpoint.every)
+        trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
+    else:
+        trainer = Trainer(parts, config.trainer, config.rollout, save_every=save_every)
+    run.adapters = parts.adapters
     load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
     state = await on_device(house.device, load)
     if state is not None:
@@ -146,7 +134,10 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
             seed=config.seed,
         ),
     )
-    fingerprint = await on_device(house.device, partial(_fingerprint, house))
+    fingerprint = await on_device(house.device, partial(fingerprint_of, house.model, house.start))
+    reward_model = await open_reward_model(
+        config.rollout.reward_model, config.learner, house.device, house.model, house.lanes
+    )
     checkpoints = CheckpointManager(run.folder, config.checkpoint)
     collector = Collector(
         house.engine.generate_all,
@@ -155,6 +146,7 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
         make_stream(lessons.environment, lessons.splits.train, config.seed),
         config.rollout,
         config.seed,
+        reward_model,
     )
     evaluator = Evaluator(
         generate_all=house.engine.generate_all,
@@ -164,6 +156,7 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
         max_tokens=config.rollout.max_tokens,
         samples=evaluation_samples(config.trainer, config.seed),
         rollout=config.rollout,
+        reward_model=reward_model,
     )
     return Parts(
         device=house.device,
@@ -180,23 +173,10 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
 
 
 async def _leave_adapter(run: PolicyRun, house: House) -> None:
-    kept = adapter_to_keep(house.adapters, run.name, run.config.trainer.keep_best)
+    assert run.adapters is not None, "its trainer has run"
+    kept = adapter_to_keep(run.adapters, run.name, run.config.trainer.keep_best)
     if kept is not None:
         await on_device(house.device, partial(write_adapter, kept, run.folder, house.model))
-
-
-def _fingerprint(house: House) -> Fingerprint:
-    return Fingerprint(
-        model=house.model.name,
-        model_sha256=house.model.fingerprint(),
-        num_layers=house.model.num_layers,
-        rank=house.start.rank,
-        alpha=house.start.alpha,
-        targets=house.start.targets,
-        ranks=dict(house.start.ranks),
-        rslora=house.start.rslora,
-        dora=house.start.is_dora,
-    )
 
 
 def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServer | None) -> RunHeader:

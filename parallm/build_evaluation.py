@@ -20,12 +20,14 @@ from parallm.metrics.lines import evaluation_line
 from parallm.metrics.machine import describe_commit, describe_machine
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
+from parallm.model.reward_head import refuse_reward_model
 from parallm.reports import TrainingStatus
 from parallm.rollout.estimates import mean_difference
 from parallm.rollout.evaluation import Evaluator, Outcomes
 from parallm.rollout.judge import Judge
 from parallm.server.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
+from parallm.trainer.reward_training import open_reward_model
 from parallm.types import BASE, Problem
 
 REPORT = "evaluation.json"
@@ -57,6 +59,9 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
         for path in dict.fromkeys(adapters):
             candidates.append(await _published(house, path, f"candidate-{len(candidates)}"))
         connect(environment, Judge(house.engine.generate_all, house.model.tokenizer))
+        reward_model = await open_reward_model(
+            config.rollout.reward_model, config.learner, house.device, house.model, house.lanes
+        )
         evaluator = Evaluator(
             generate_all=house.engine.generate_all,
             tokenizer=house.model.tokenizer,
@@ -65,6 +70,7 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
             max_tokens=config.rollout.max_tokens,
             samples=evaluation_samples(config.trainer, config.seed),
             rollout=config.rollout,
+            reward_model=reward_model,
         )
         compared = await _compare(evaluator, candidates)
         print_comparison(compared, sys.stdout)
@@ -89,6 +95,7 @@ async def _published(house: House, folder: Path, name: str) -> Candidate:
 
     def publish() -> Adapter:
         adapter = read_adapter(folder, house.model.sites, name=name)
+        refuse_reward_model(adapter, str(folder), "its run's evaluations.jsonl says how well it tells pairs apart")
         house.adapters.publish(adapter)
         return adapter
 

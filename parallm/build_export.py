@@ -11,9 +11,10 @@ from parallm.checkpoint.chosen_adapter import find_adapter
 from parallm.config import ExportConfig
 from parallm.errors import CheckpointError, ConfigError
 from parallm.model.adapter import Adapter
-from parallm.model.adapter_files import read_adapter, write_mlx, write_peft
+from parallm.model.adapter_files import base_of, read_adapter, write_mlx, write_peft
 from parallm.model.fuse import Quantization, fuse, model_bytes, write_model
 from parallm.model.load import find_folder, load_base
+from parallm.model.reward_head import refuse_reward_model
 
 FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
 SPARE_BYTES = 32 << 20
@@ -71,6 +72,8 @@ def _named_adapter(config: ExportConfig) -> Path:
 
 def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, str]:
     """Write every format into `folder`. Returns names of its folders with a description. Raises OSError and more."""
+    if config.formats != ("peft",):
+        refuse_reward_model(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
     source = find_folder(config.model.path)
     base, base_config = load_base(source, config.model.path)
     num_layers = len(base.layers)
@@ -83,7 +86,7 @@ def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, st
         write_mlx(adapter, folder / FOLDERS["mlx"], num_layers=num_layers)
         descriptions[FOLDERS["mlx"]] = "adapter for mlx-lm: --adapter-path"
     if "peft" in config.formats:
-        write_peft(adapter, folder / FOLDERS["peft"], config.model.path)
+        write_peft(adapter, folder / FOLDERS["peft"], config.model.path, base_of(_named_adapter(config)))
         descriptions[FOLDERS["peft"]] = "adapter for PEFT: PeftModel.from_pretrained"
     if "fused" in config.formats:
         write_model(base, fused_config, source, folder / FOLDERS["fused"])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from parallm.config import RunConfig
+from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
 from parallm.device.lanes import Lanes
@@ -17,6 +17,7 @@ from parallm.engine.engine import Engine
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.load import load_shared_model
+from parallm.model.reward_head import is_reward_model, refuse_reward_model
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
@@ -84,7 +85,10 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
     lanes = await on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
     adapters = AdapterTable(policies=tuple(config.policies) or (POLICY,))
     start = await on_device(device, partial(starting_adapter, config.model, model, config.seed))
-    if config.model.adapter is not None:
+    if any(one.learner.trains == "policy" for one in policy_configs(config).values()):
+        way_out = "name it as rollout.reward_model.adapter, or train it further with learner=reward_model"
+        refuse_reward_model(start, f"model.adapter={config.model.adapter}", way_out)
+    if config.model.adapter is not None and not is_reward_model(start):
         for name in adapters.policies:
             adapters.publish(dataclasses.replace(start, name=name))
     core = await on_device(

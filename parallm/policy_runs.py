@@ -19,6 +19,7 @@ from parallm.errors import ConfigError, ParallmError, TrainingStopped
 from parallm.metrics.display import Display, NoDisplay
 from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.record import RunRecorder
+from parallm.model.adapter_table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.trainer.supervised_trainer import SupervisedTrainer
 from parallm.trainer.trainer import Trainer
@@ -44,6 +45,7 @@ class PolicyRun:
     display: Display
     """That of the run, or lines that begin with the policy's name where there are several."""
     trainer: Trainer | SupervisedTrainer | None = None  # set by build.py as soon as there is a model
+    adapters: AdapterTable | None = None  # the trainer's versions; set with it
 
     @property
     def status(self) -> TrainingStatus:

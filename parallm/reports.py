@@ -59,6 +59,16 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PairsReport:
+    """How a reward model has scored the pairs of a step, before the update."""
+
+    accuracy: float
+    """Share of pairs whose chosen completion has the higher score."""
+    margin: float
+    """Mean of the chosen one's score less that of the rejected one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
     """What one optimizer step did. `skipped` names the reason if nothing was changed.
 
@@ -88,6 +98,8 @@ class UpdateReport:
     """The trajectories to blame for the fault, as far as they are known."""
     kl_to_base: float | None = None
     """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
+    pairs: PairsReport | None = None
+    """Of a reward model, to which clipping, KL, entropy, parity and ratios do not apply: they are NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +131,9 @@ class EvaluationReport:
     """Of each problem."""
     temperature: float = 0.0
     """Of the samples."""
+    margin: Estimate | None = None
+    """Of a reward model: by how much the chosen completion of a pair scores higher. Its `accuracy` is the share of
+    pairs in which it does, its `reward` the mean score of all completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -170,6 +170,18 @@ class TrajectoryGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prompted:
+    """Completions of one prompt, each of which a reward model scores at its last token."""
+
+    prompt_tokens: tuple[int, ...]
+    completions: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_tokens) + sum(map(len, self.completions))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCard:
     """What is known of one adapter version in memory, for lists and status pages."""
 

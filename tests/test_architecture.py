@@ -26,7 +26,7 @@ LAYERS: tuple[set[str], ...] = (
     {"trainer", "server"},
     {"config_errors", "policies"},
     {"config"},
-    {"policy_runs", "house"},
+    {"policy_runs", "lessons", "house"},
     {"build", "command"},
     {"build_evaluation", "build_export"},
     {"train", "serve", "evaluate", "export"},

@@ -19,6 +19,7 @@ from parallm.errors import AdapterError, ConfigError
 from parallm.model.adapter import make_adapter
 from parallm.model.adapter_files import write_mlx, write_peft
 from parallm.model.lora import initial_arrays
+from parallm.model.reward_head import with_reward_head
 from parallm.model.shared_model import SharedModel
 
 ROOT = Path(__file__).parent.parent
@@ -129,3 +130,10 @@ def test_the_command_prints_a_table_and_leaves_a_report(tmp_path: Path) -> None:
     (folder,) = (tmp_path / "checkpoints" / "evaluate").iterdir()
     assert f"report: {folder / 'evaluation.json'}" in result.stdout
     assert "greedy accuracy" in result.stdout
+
+
+def test_a_reward_model_is_refused(evaluate: Evaluate, nano: SharedModel, tmp_path: Path) -> None:
+    policy = make_adapter(initial_arrays(nano.sites, 2, mx.random.key(1)), version=1, rank=2, alpha=4.0)
+    write_peft(with_reward_head(policy, nano, 0), tmp_path / "trained", "nano")
+    with pytest.raises(AdapterError, match="is a reward model: it scores completions and writes none"):
+        evaluate(model={"adapter": str(tmp_path / "trained")})

@@ -25,10 +25,11 @@ from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError
 from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_files import read_adapter, write_mlx
+from parallm.model.adapter_files import read_adapter, write_mlx, write_peft
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.lora import initial_arrays
+from parallm.model.reward_head import read_reward_model, with_reward_head
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest, SamplingParams, TokenEvent
@@ -211,3 +212,14 @@ def test_the_command_says_what_it_wrote(adapter: Adapter, nano: SharedModel, tmp
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("version 7 of step 7:\n  out/adapter  adapter for mlx-lm")
     assert json.loads((tmp_path / "out" / "fused" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_reward_model_is_exported_in_pefts_format_alone(nano: SharedModel, adapter: Adapter, tmp_path: Path) -> None:
+    trained = with_reward_head(adapter, nano, 0)
+    write_peft(trained, tmp_path / "trained", nano.name, nano.fingerprint())
+    values = {"model": {"adapter": str(tmp_path / "trained")}, "output": str(tmp_path / "out")}
+    with pytest.raises(AdapterError, match=r"is a reward model: .* export it with formats=\[peft\] alone"):
+        run_export(TypeAdapter(ExportConfig).validate_python(values), tmp_path / "run")
+    assert not (tmp_path / "out").exists()
+    run_export(TypeAdapter(ExportConfig).validate_python({**values, "formats": ["peft"]}), tmp_path / "run")
+    assert read_reward_model(tmp_path / "out" / "adapter_peft", nano).sha256 == trained.sha256

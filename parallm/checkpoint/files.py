@@ -29,8 +29,14 @@ def write_checkpoint(state: TrainingState, folder: Path) -> None:
 
     Raises OSError if the disk does not take them, TypeError or ValueError if `state.counters` is not JSON.
     """
-    base, num_layers = state.fingerprint.model, state.fingerprint.num_layers
-    write_exactly(state.adapter, folder / ADAPTER, num_layers=num_layers, base_name=base)
+    made_of = state.fingerprint
+    write_exactly(
+        state.adapter,
+        folder / ADAPTER,
+        num_layers=made_of.num_layers,
+        base_name=made_of.model,
+        base_sha256=made_of.model_sha256,
+    )
     write_arrays(folder / OPTIMIZER, state.optimizer, {"format": "mlx"})
     (folder / STATE).write_text(_state_text(state))
     (folder / TRAJECTORIES).write_text(groups_to_lines(state.groups))

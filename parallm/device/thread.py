@@ -40,6 +40,7 @@ class DeviceThread:
         self.governor = governor
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._update: tuple[Iterator[Any], Future[Any], list[Any]] | None = None
+        self._scorings: deque[tuple[Iterator[Any], Future[Any], list[Any]]] = deque()
         self._waiting: deque[tuple[Iterator[Any], Future[Any]]] = deque()  # updates that come after it
         self._worker: Worker | None = None
         self._stopping = False
@@ -86,6 +87,19 @@ class DeviceThread:
         self.call(start).add_done_callback(pass_on)
         return future
 
+    def score(self, units: Iterator[Result]) -> Future[Result]:
+        """Run the scoring of completions one unit at a time; the future gets what the iterator yields last.
+
+        Its units are those of rollouts: they take turns with serving and learning as sampling does, and go before it.
+        """
+        future: Future[Result] = Future()
+        with self._wakeup:
+            if not self.is_alive:
+                raise EngineStopped("the device thread has ended; restart the process")
+            self._scorings.append((units, future, []))
+            self._wakeup.notify()
+        return future
+
     def wake(self) -> None:
         """Look for work again: something outside the queue has changed."""
         with self._wakeup:
@@ -127,6 +141,8 @@ class DeviceThread:
         ready: list[Work] = []
         if self._worker is not None:
             ready += [traffic for traffic in ("serving", "rollout") if self._worker.has_work(traffic)]
+        if self._scorings and "rollout" not in ready:
+            ready.append("rollout")
         if self._update is not None:
             ready.append("learning")
         return ready
@@ -135,6 +151,8 @@ class DeviceThread:
         start = time.perf_counter()
         if work == "learning":
             self._run_update_unit()
+        elif work == "rollout" and self._scorings:
+            self._run_scoring_unit()
         elif self._worker is not None:
             try:
                 self._worker.step(work)
@@ -155,6 +173,22 @@ class DeviceThread:
             self._next_update()
             future.set_exception(error)
 
+    def _run_scoring_unit(self) -> None:
+        units, future, last = self._scorings[0]
+        if future.cancelled():
+            self._scorings.popleft()
+            return
+        try:
+            last[:] = [next(units)]
+        except StopIteration:
+            self._scorings.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_result(last[0] if last else None)
+        except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the scores
+            self._scorings.popleft()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
     def _next_update(self) -> None:
         """Go on with the first waiting update that nobody has cancelled; from then on it runs to its end."""
         self._update = None
@@ -169,9 +203,11 @@ class DeviceThread:
         with self._wakeup:
             self._stopping = True
         waiting = [future for _, future in (*self._calls, *self._waiting)]
+        waiting += [future for _, future, _ in self._scorings]
         waiting += [self._update[1]] if self._update else []
         self._calls.clear()
         self._waiting.clear()
+        self._scorings.clear()
         self._update = None
         for future in waiting:
             if not future.done():

@@ -27,6 +27,8 @@ def read_demonstrations(settings: LearnerSettings) -> list[Problem] | None:
 
     Raises ConfigError where the learner and its data do not go together, ProblemError for data that cannot be used.
     """
+    if settings.trains == "reward_model":
+        return None
     is_supervised = objective_of(settings).policy == "likelihood"
     if not is_supervised and settings.data is None:
         return None
@@ -49,8 +51,16 @@ def to_group(demonstration: Problem, tokenizer: ChatTokenizer, max_context: int)
             f"learner.data: {demonstration.problem_id} has {len(prompt)} + {len(tokens)} tokens, the context of the "
             f"model is {max_context}; shorten it or leave it out"
         )
-    trajectory = Trajectory(
-        problem_id=demonstration.problem_id,
+    trajectory = given_trajectory(demonstration, prompt, tokens, demonstration.answer, reward=1.0)
+    return TrajectoryGroup(problem=demonstration, trajectories=(trajectory,))
+
+
+def given_trajectory(
+    problem: Problem, prompt: tuple[int, ...], tokens: tuple[int, ...], text: str, *, reward: float
+) -> Trajectory:
+    """A completion that nobody has sampled, as the learner trains on it."""
+    return Trajectory(
+        problem_id=problem.problem_id,
         prompt_tokens=prompt,
         tokens=tokens,
         loss_mask=(True,) * len(tokens),
@@ -58,19 +68,14 @@ def to_group(demonstration: Problem, tokenizer: ChatTokenizer, max_context: int)
         temperature=1.0,
         weight_versions=(),  # no version has sampled it
         reward_parts={},
-        reward=1.0,
-        text=demonstration.answer,
+        reward=reward,
+        text=text,
         finish_reason="stop",
     )
-    return TrajectoryGroup(problem=demonstration, trajectories=(trajectory,))
 
 
 def _read(path: Path, reward_min: float) -> list[Problem]:
-    try:
-        lines = [line for line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line[1].strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProblemError(f"learner.data: {path} cannot be read: {error}") from error
-    rows = [(number, _row(path, number, line)) for number, line in lines]
+    rows = json_rows(path, "learner.data")
     accepted = [(number, row) for number, row in rows if _is_accepted(row, reward_min)]
     if not accepted:
         rewards = [row["reward"] for _, row in rows if isinstance(row.get("reward"), int | float)]
@@ -82,13 +87,34 @@ def _read(path: Path, reward_min: float) -> list[Problem]:
     return [_demonstration(path, number, row) for number, row in accepted]
 
 
-def _row(path: Path, number: int, line: str) -> Mapping[str, Any]:
+def json_rows(path: Path, key: str) -> list[tuple[int, Mapping[str, Any]]]:
+    """The objects of a jsonl file with the numbers of their lines. Raises ProblemError; `key` is who names the file."""
+    try:
+        lines = [line for line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line[1].strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProblemError(f"{key}: {path} cannot be read: {error}") from error
+    return [(number, _row(line, f"{key}: line {number} of {path}")) for number, line in lines]
+
+
+def messages_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
+    """What the model is asked. Raises ProblemError; `where` names the line."""
+    turns = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
+    try:
+        messages = tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
+    except (TypeError, KeyError):
+        messages = ()
+    if not messages or not all(isinstance(one.content, str) and isinstance(one.role, str) for one in messages):
+        raise ProblemError(f"{where} has neither a text under prompt nor messages of role and content")
+    return messages
+
+
+def _row(line: str, where: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ProblemError(f"learner.data: line {number} of {path} is no JSON: {error}") from error
+        raise ProblemError(f"{where} is no JSON: {error}") from error
     if not isinstance(row, dict):
-        raise ProblemError(f"learner.data: line {number} of {path} is no object with prompt and completion")
+        raise ProblemError(f"{where} is no object with a prompt")
     return row
 
 
@@ -102,17 +128,5 @@ def _demonstration(path: Path, number: int, row: Mapping[str, Any]) -> Problem:
     completion = row.get("completion")
     if not isinstance(completion, str) or not completion:
         raise ProblemError(f"learner.data: line {number} of {path} has no text under completion; it has {sorted(row)}")
-    return Problem(problem_id=f"line {number}", messages=_messages(path, number, row), answer=completion)
-
-
-def _messages(path: Path, number: int, row: Mapping[str, Any]) -> tuple[Message, ...]:
-    turns = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
-    try:
-        messages = tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
-    except (TypeError, KeyError):
-        messages = ()
-    if not messages or not all(isinstance(one.content, str) and isinstance(one.role, str) for one in messages):
-        raise ProblemError(
-            f"learner.data: line {number} of {path} has neither a text under prompt nor messages of role and content"
-        )
-    return messages
+    messages = messages_of(row, f"learner.data: line {number} of {path}")
+    return Problem(problem_id=f"line {number}", messages=messages, answer=completion)

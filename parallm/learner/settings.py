@@ -21,13 +21,20 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 
 @settings
 class LearnerSettings:
+    trains: Literal["policy", "reward_model"] = "policy"
+    """What the adapter becomes: one that writes completions, or one that scores them (learner=reward_model)."""
     preset: Preset = "dapo"
     """A loss by its published name, see learner/presets.py. What is None below is as the preset has it."""
     data: str | None = None
     """For learner=sft: a jsonl file with lines of prompt or messages, and completion; or the folder of a run, whose
-    samples.jsonl counts."""
+    samples.jsonl counts. For learner=reward_model: a jsonl file with lines of prompt or messages, chosen, rejected."""
     data_reward_min: float = 1.0
     """Lines of `data` with a lower reward are left out; those without one count."""
+    data_held_out: str | None = None
+    """For learner=reward_model: pairs to evaluate on; without it, those of one in ten prompts of `data`."""
+    center_scores: float = Field(default=0.0, ge=0)
+    """For learner=reward_model: weight of the square of a pair's summed scores, which holds scores near zero; 0.01 is
+    what TRL recommends."""
 
     advantage: Advantage | None = None
     """How rewards become advantages; see learner/advantage.py."""

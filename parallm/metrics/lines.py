@@ -68,11 +68,8 @@ def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None
     parts = [f"step {metrics.step}/{total_steps}" if total_steps else f"step {metrics.step}"]
     parts += _of_training(metrics) if metrics.is_supervised else _of_samples(metrics)
     if update is not None:
-        parts += [
-            f"entropy {number(update.entropy)}",
-            f"gradient {number(update.gradient_norm)}",
-            f"version {update.version}",
-        ]
+        parts += [f"entropy {number(update.entropy)}"] if update.pairs is None else []
+        parts += [f"gradient {number(update.gradient_norm)}", f"version {update.version}"]
     if update is None or update.skipped is not None:
         parts.append(f"no update: {'no group had a signal' if update is None else update.skipped}")
     if not metrics.is_supervised:
@@ -96,7 +93,10 @@ def _of_samples(metrics: StepMetrics) -> list[str]:
 
 
 def _of_training(metrics: StepMetrics) -> list[str]:
-    loss = [] if metrics.update is None else [f"loss {number(metrics.update.loss)}"]
+    update = metrics.update
+    loss = [] if update is None else [f"loss {number(update.loss)}"]
+    if update is not None and update.pairs is not None:
+        loss += [f"accuracy {percent(update.pairs.accuracy)}", f"margin {number(update.pairs.margin)}"]
     return [*loss, f"length {metrics.completion_length_mean:.0f}"]
 
 
@@ -106,11 +106,20 @@ def evaluation_line(report: EvaluationReport) -> str:
     passed = "".join(
         f", pass@{k} {accuracy(estimate.mean, estimate.low, estimate.high)}" for k, estimate in report.pass_at.items()
     )
-    parts = "".join(f", {name} {percent(estimate.mean)}" for name, estimate in report.reward_parts.items())
+    parts = "".join(f", {part_text(name, estimate.mean)}" for name, estimate in report.reward_parts.items())
+    if report.margin is not None:
+        low, high = number(report.margin.low), number(report.margin.high)
+        parts += f", margin {number(report.margin.mean)} ({low} to {high})"
     return (
         f"evaluation at step {report.step}: held-out accuracy {text}, "
-        f"{report.num_problems} problems, version {report.version}{passed}, reward {number(report.reward.mean)}{parts}"
+        f"{report.num_problems} {'problems' if report.margin is None else 'pairs'}, version {report.version}{passed}, "
+        f"reward {number(report.reward.mean)}{parts}"
     )
+
+
+def part_text(name: str, mean: float) -> str:
+    """Return a reward part's name and mean: a share of environments' own parts, a number of those of rollouts."""
+    return f"{name} {number(mean) if name.startswith('rollout/') else percent(mean)}"
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from parallm.reports import EvaluationReport, OffPolicyReport, UpdateReport
+from parallm.reports import EvaluationReport, OffPolicyReport, PairsReport, UpdateReport
 
 FlatRow: TypeAlias = dict[str, float | int | str | None]
 OF_SAMPLES = ("update/clip_fraction", "update/kl_to_behaviour", "guard/empty_completions", "seconds/rollout")
@@ -93,6 +93,8 @@ def update_row(update: UpdateReport | None) -> FlatRow:
     """Return the flat names of an update and its parity; none of them if there was no update."""
     if update is None:
         return {"update/skipped": "no group had a signal"}
+    if update.pairs is not None:
+        return reward_model_row(update, update.pairs)
     return {
         "update/version": update.version,
         "update/loss": update.loss,
@@ -116,10 +118,26 @@ def update_row(update: UpdateReport | None) -> FlatRow:
     }
 
 
+def reward_model_row(update: UpdateReport, pairs: PairsReport) -> FlatRow:
+    """Return the flat names of an update of a reward model, which samples nothing and has no policy to compare."""
+    return {
+        "update/version": update.version,
+        "update/loss": update.loss,
+        "update/accuracy": pairs.accuracy,
+        "update/margin": pairs.margin,
+        "update/gradient_norm": update.gradient_norm,
+        "update/learning_rate": update.learning_rate,
+        "update/tokens": update.num_tokens,
+        "update/device_seconds": update.seconds,
+        "update/skipped": update.skipped,
+    }
+
+
 def evaluation_row(report: EvaluationReport) -> FlatRow:
     """Return the flat names of an evaluation on held-out problems; each mean has a `_low` and a `_high`."""
     means = {"heldout/reward": report.reward}
     means |= {f"heldout/pass@{k}": estimate for k, estimate in report.pass_at.items()}
+    means |= {} if report.margin is None else {"heldout/margin": report.margin}
     means |= {f"heldout_part/{name}": estimate for name, estimate in report.reward_parts.items()}
     row: FlatRow = {
         "step": report.step,

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from parallm.model.adapter_arrays import arrays_digest, check_arrays, check_finite
+from parallm.model.adapter_arrays import REWARD_HEAD, arrays_digest, check_arrays, check_finite
 from parallm.types import POLICY
 
 Value = TypeVar("Value", int, float)
@@ -35,7 +35,7 @@ class Adapter:
     targets: tuple[str, ...]
     """Module paths of the sites, sorted, e.g. "model.layers.0.self_attn.q_proj"."""
     arrays: Mapping[str, mx.array]
-    """`{site}.lora_a` (inputs, rank), `{site}.lora_b` (rank, outputs) and for DoRA `{site}.m` (outputs,), float32."""
+    """`{site}.lora_a` (inputs, rank), `.lora_b` (rank, outputs), for DoRA `.m` (outputs,), and REWARD_HEAD; float32."""
     sha256: str
     """Digest of the arrays alone: equal for equal weights, whatever their version."""
 
@@ -79,7 +79,7 @@ def make_adapter(
     site, if a site lacks an array, or if an array is not of its rank, AdapterNotFinite if one holds NaN or infinity.
     """
     single = {key: arrays[key].astype(mx.float32) for key in sorted(arrays)}
-    targets = tuple(sorted({key.rpartition(".")[0] for key in single}))
+    targets = tuple(sorted({key.rpartition(".")[0] for key in single if key != REWARD_HEAD}))
     check_arrays(targets, single, {site: ranks.get(site, rank) for site in targets})
     mx.eval(single)
     check_finite(single)

@@ -7,6 +7,9 @@ import mlx.core as mx
 
 from parallm.errors import AdapterError, AdapterNotFinite
 
+REWARD_HEAD = "reward_head"
+"""Of a reward model, (hidden,): a completion's score is its product with the hidden state of the last token."""
+
 
 def check_arrays(targets: tuple[str, ...], arrays: Mapping[str, mx.array], ranks: Mapping[str, int]) -> None:
     """Raise AdapterError unless `arrays` are those of an adapter on `targets`, each of its rank in `ranks`."""
@@ -18,9 +21,12 @@ def check_arrays(targets: tuple[str, ...], arrays: Mapping[str, mx.array], ranks
     if stretched and len(stretched) < len(targets):
         lacking = next(site for site in targets if f"{site}.m" not in arrays)
         raise AdapterError(f"{lacking} lacks its magnitudes m, which {len(stretched)} other sites have (DoRA)")
-    known = {f"{site}.{part}" for site in targets for part in ("lora_a", "lora_b", "m")}
+    known = {f"{site}.{part}" for site in targets for part in ("lora_a", "lora_b", "m")} | {REWARD_HEAD}
     if extra := sorted(set(arrays) - known):
         raise AdapterError(f"{extra[0]} is no adapter array; names end with .lora_a, .lora_b or .m")
+    head = arrays.get(REWARD_HEAD)
+    if head is not None and head.ndim != 1:
+        raise AdapterError(f"{REWARD_HEAD} has shape {head.shape}; it must be one number for each hidden one")
 
 
 def _check_site(site: str, arrays: Mapping[str, mx.array], rank: int) -> None:

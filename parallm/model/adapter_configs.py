@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from parallm.model.adapter import Adapter
+from parallm.model.adapter_arrays import REWARD_HEAD
 from parallm.model.site_names import layered_names, outside_layers, to_pattern
 
 
@@ -46,9 +47,10 @@ def evened(adapter: Adapter, rank: int, scale: float) -> dict[str, mx.array]:
 
 def peft_config(adapter: Adapter, base_name: str) -> dict[str, Any]:
     found = None if outside_layers(adapter.targets) else layered_names(adapter.targets)
+    is_reward_model = REWARD_HEAD in adapter.arrays
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_reward_model else "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         "r": adapter.rank,
         "lora_alpha": _whole(adapter.alpha),
@@ -61,6 +63,7 @@ def peft_config(adapter: Adapter, base_name: str) -> dict[str, Any]:
         "use_rslora": adapter.rslora,
         "use_dora": adapter.is_dora,
         "bias": "none",
+        "modules_to_save": ["score"] if is_reward_model else None,
         "fan_in_fan_out": False,
         "inference_mode": True,
     }

@@ -1,5 +1,8 @@
 """Adapters on disk, in mlx-lm's and in PEFT's format, LoRA and DoRA, both written and read.
 
+A reward model is written in PEFT's format alone, as transformers' models for sequence classification have it: one
+number for each sequence, read at its last token.
+
 Not read, and refused by name: full fine-tunes, adapted embeddings or experts, and pickled PyTorch files.
 """
 
@@ -15,7 +18,7 @@ import mlx.core as mx
 
 from parallm.errors import AdapterError
 from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_arrays import arrays_digest
+from parallm.model.adapter_arrays import REWARD_HEAD, arrays_digest
 from parallm.model.adapter_configs import evened, mlx_config, peft_config
 from parallm.model.site_names import from_pattern
 from parallm.types import POLICY
@@ -27,6 +30,9 @@ PEFT_TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<site>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight|"
     r"magnitude_vector(?:\.default)?(?:\.weight)?)"
 )
+PEFT_HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save\.default)?\.weight")
+PEFT_HEADS = {"classifier", "score"}
+"""What PEFT saves of a model for sequence classification, whichever of the two it has."""
 PEFT_REFUSED = ("modules_to_save", "lora_bias", "target_parameters", "trainable_token_indices")
 
 
@@ -34,8 +40,10 @@ def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
     """Write what `mlx_lm.load(..., adapter_path=folder)` reads; `num_layers` is the depth of the base.
 
     The format has one rank and one scale: smaller ranks are padded with zeros, and other scales multiplied into B.
-    Raises OSError if the disk does not take it.
+    Raises AdapterError for a reward model, OSError if the disk does not take it.
     """
+    if REWARD_HEAD in adapter.arrays:
+        raise AdapterError("mlx-lm knows no reward models: write this one in PEFT's format, formats=[peft]")
     folder.mkdir(parents=True, exist_ok=True)
     config, arrays = mlx_config(adapter, num_layers), adapter.arrays
     metadata = {"format": "mlx"} | _metadata(adapter)
@@ -47,10 +55,11 @@ def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
     write_arrays(folder / MLX_WEIGHTS, arrays, metadata)
 
 
-def write_peft(adapter: Adapter, folder: Path, base_name: str) -> None:
+def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str = "") -> None:
     """Write what `peft.PeftModel.from_pretrained(base, folder)` reads; `base_name` is a hub id or folder for people.
 
-    Raises OSError if the disk does not take it.
+    `base_sha256` is the base's fingerprint, which `base_of` tells whoever reads. Raises OSError if the disk does not
+    take it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(peft_config(adapter, base_name), indent=2) + "\n")
@@ -60,13 +69,16 @@ def write_peft(adapter: Adapter, folder: Path, base_name: str) -> None:
         tensors[f"base_model.model.{site}.lora_B.weight"] = adapter.arrays[f"{site}.lora_b"].T
         if adapter.is_dora:
             tensors[f"base_model.model.{site}.lora_magnitude_vector"] = adapter.arrays[f"{site}.m"]
-    write_arrays(folder / PEFT_WEIGHTS, tensors, {"format": "pt"} | _metadata(adapter))
+    if REWARD_HEAD in adapter.arrays:
+        tensors["base_model.model.score.weight"] = adapter.arrays[REWARD_HEAD][None]
+    metadata = {"format": "pt", "base_sha256": base_sha256} | _metadata(adapter)
+    write_arrays(folder / PEFT_WEIGHTS, tensors, metadata)
 
 
-def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name: str) -> None:
+def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name: str, base_sha256: str = "") -> None:
     """Write mlx-lm's format where it can hold the adapter as it is, else PEFT's: it comes back equal to the bit."""
-    if adapter.ranks or adapter.alphas:
-        write_peft(adapter, folder, base_name)
+    if adapter.ranks or adapter.alphas or REWARD_HEAD in adapter.arrays:
+        write_peft(adapter, folder, base_name, base_sha256)
     else:
         write_mlx(adapter, folder, num_layers=num_layers)
 
@@ -111,6 +123,14 @@ def read_adapter(
     if known.get("sha256", adapter.sha256) != adapter.sha256:
         raise AdapterError(f"the adapter in {folder} is damaged: its arrays are not those that were saved")
     return adapter
+
+
+def base_of(folder: Path) -> str:
+    """Fingerprint of the base that an adapter in PEFT's format was trained on; empty where the file does not say it.
+
+    Raises AdapterError if the adapter cannot be read.
+    """
+    return _read_stored(folder).metadata.get("base_sha256", "")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
@@ -179,19 +199,23 @@ def _read_mlx(folder: Path, config: Mapping[str, Any]) -> _Stored:
 
 
 def _read_peft(folder: Path, config: Mapping[str, Any]) -> _Stored:
-    refused = [key for key in PEFT_REFUSED if config.get(key)]
+    has_head = config.get("task_type") == "SEQ_CLS" and set(config.get("modules_to_save") or ()) <= PEFT_HEADS
+    refused = [key for key in PEFT_REFUSED if config.get(key) and not (has_head and key == "modules_to_save")]
     if config["peft_type"] != "LORA" or refused:
         raise AdapterError(f"{folder} holds {config['peft_type']} with {refused}; only linear layers can be adapted")
     tensors, metadata = read_arrays(folder / PEFT_WEIGHTS)
     arrays: dict[str, mx.array] = {}
     for name, tensor in tensors.items():
+        if has_head and PEFT_HEAD.fullmatch(name):
+            arrays[REWARD_HEAD] = _one_score(folder, tensor)
+            continue
         match = PEFT_TENSOR.fullmatch(name)
         if match is None:
             raise AdapterError(f"{folder} holds {name}, which is no lora_A, lora_B or magnitude of a linear layer")
         part = f"lora_{match['part'].lower()}" if match["part"] else "m"
         arrays[f"{match['site']}.{part}"] = mx.contiguous(tensor.T)
     _check_magnitudes(folder, arrays, bool(config.get("use_dora")))
-    sites = sorted({name.rpartition(".")[0] for name in arrays})
+    sites = sorted({name.rpartition(".")[0] for name in arrays if name != REWARD_HEAD})
     return _Stored(
         arrays=arrays,
         metadata=metadata,
@@ -204,6 +228,12 @@ def _read_peft(folder: Path, config: Mapping[str, Any]) -> _Stored:
     )
 
 
+def _one_score(folder: Path, tensor: mx.array) -> mx.array:
+    if tensor.ndim != 2 or tensor.shape[0] != 1:
+        raise AdapterError(f"{folder} classifies with a head of shape {tensor.shape}; a reward model has (1, hidden)")
+    return mx.contiguous(tensor[0])
+
+
 def _check_magnitudes(folder: Path, arrays: Mapping[str, mx.array], is_dora: bool) -> None:
     if is_dora != any(name.endswith(".m") for name in arrays):
         kind, other = ("DoRA", "no magnitudes") if is_dora else ("LoRA", "magnitudes of DoRA")
@@ -211,7 +241,7 @@ def _check_magnitudes(folder: Path, arrays: Mapping[str, mx.array], is_dora: boo
 
 
 def _check_sites(folder: Path, stored: _Stored, sites: Mapping[str, tuple[int, int]]) -> None:
-    for name in sorted(stored.arrays):
+    for name in sorted(stored.arrays.keys() - {REWARD_HEAD}):
         site, _, part = name.rpartition(".")
         shape = stored.arrays[name].shape
         if site not in sites:

@@ -85,7 +85,10 @@ class SharedModel:
         """SHA-256 over names, shapes, types and a few values of the base's arrays: tells bases apart without reading
         all of them."""
         digest = hashlib.sha256()
-        for name, array in sorted(tree_flatten(self.base.parameters())):
+        # without the marks of the sites, which are the run's choice and no part of the base
+        plain = {name.replace(".linear.", "."): array for name, array in tree_flatten(self.base.parameters())}
+        for name in sorted(plain):
+            array = plain[name]
             values = array.reshape(-1)[:: max(1, array.size // 16)].astype(mx.float32)
             digest.update(f"{name} {array.shape} {array.dtype} {values.tolist()}".encode())
         return digest.hexdigest()

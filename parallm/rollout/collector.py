@@ -11,6 +11,7 @@ from parallm.model.chat import ChatTokenizer
 from parallm.rollout.curriculum import Curriculum
 from parallm.rollout.ledger import Ledger
 from parallm.rollout.problem_stream import Stream
+from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import log_faults
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.shaping import loss_mask, shape
@@ -62,6 +63,7 @@ class Collector:
         stream: Stream,
         settings: RolloutSettings,
         seed: int,
+        reward_model: RewardModel | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._stage = Stage(
@@ -70,6 +72,7 @@ class Collector:
             environment,
             max_turns=settings.max_turns,
             score_seconds=settings.score_seconds,
+            reward_model=reward_model,
         )
         self.ledger = Ledger(stream)
         self.curriculum = Curriculum(self.ledger, settings.curriculum, seed)

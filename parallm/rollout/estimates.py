@@ -18,8 +18,8 @@ def wilson_interval(successes: float, trials: int) -> tuple[float, float]:
     centre = share + Z_95**2 / (2 * trials)
     spread = Z_95 * math.sqrt(share * (1 - share) / trials + Z_95**2 / (4 * trials**2))
     scale = 1 + Z_95**2 / trials
-    # where all or none succeed, rounding would put the share itself outside
-    return min(share, max(0.0, (centre - spread) / scale)), max(share, min(1.0, (centre + spread) / scale))
+    low, high = (centre - spread) / scale, (centre + spread) / scale
+    return min(share, max(0.0, low)), max(share, min(1.0, high))  # at 0 and 1 rounding would put the share outside
 
 
 def mean_estimate(values: Sequence[float]) -> Estimate:

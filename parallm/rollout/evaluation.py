@@ -7,6 +7,7 @@ from parallm.environment.environment import AnyEnvironment
 from parallm.model.chat import ChatTokenizer
 from parallm.reports import EvaluationReport
 from parallm.rollout.estimates import mean_estimate, pass_at, wilson_interval
+from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import Score, log_faults
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.stage import GenerateAll, Stage
@@ -62,6 +63,7 @@ class Evaluator:
     samples: Samples | None = None
     rollout: RolloutSettings = RolloutSettings()
     """For the number of turns and the time limit of a score."""
+    reward_model: RewardModel | None = None
 
     async def evaluate(self, step: int, version: int, model: str) -> EvaluationReport:
         """What `model` does on the problems."""
@@ -108,6 +110,7 @@ class Evaluator:
             self.environment,
             max_turns=self.rollout.max_turns,
             score_seconds=self.rollout.score_seconds,
+            reward_model=self.reward_model,
         )
         rows = [[scored.score for scored in row] for row in await stage.play(problems, requests)]
         log_faults(

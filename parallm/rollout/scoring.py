@@ -14,6 +14,8 @@ from parallm.types import FaultyEpisode, Problem
 logger = logging.getLogger(__name__)
 
 CORRECT = "correct"
+REWARD_MODEL = "rollout/reward_model"
+"""The part of a reward model, which says nothing about right and wrong."""
 NUM_SHOWN = 3
 MAX_LETTERS = 2000
 
@@ -31,7 +33,9 @@ class Score:
         """The part `correct` is 1; where an environment has none, all its parts are."""
         if self.fault is not None:
             return False
-        return self.parts[CORRECT] == 1 if CORRECT in self.parts else all(part == 1 for part in self.parts.values())
+        if CORRECT in self.parts:
+            return self.parts[CORRECT] == 1
+        return all(part == 1 for name, part in self.parts.items() if name != REWARD_MODEL)
 
 
 def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], object]:

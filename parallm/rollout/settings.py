@@ -27,6 +27,15 @@ class CurriculumSettings:
 
 
 @settings
+class RewardModelSettings:
+    adapter: str | None = None
+    """A reward model that learner=reward_model has trained on the same base: the folder of a run, of which the best
+    version counts, RUN@VERSION, a checkpoint or an adapter. Its score is the reward part `rollout/reward_model`."""
+    weight: float = 1.0
+    """Of that part."""
+
+
+@settings
 class RolloutSettings:
     problems_per_step: int = Field(default=16, ge=1)
     group_size: int = Field(default=8, ge=2)
@@ -55,6 +64,7 @@ class RolloutSettings:
     mask_truncated: bool = False
     """Whether completions that end at `max_tokens` are left out of the gradient."""
     curriculum: CurriculumSettings = CurriculumSettings()
+    reward_model: RewardModelSettings = RewardModelSettings()
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> "RolloutSettings":

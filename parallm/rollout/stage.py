@@ -10,6 +10,7 @@ from parallm.model.chat import ChatTokenizer
 from parallm.model.turns import ASSISTANT, reply_tokens
 from parallm.rollout.environment_calls import EnvironmentCalls, EnvironmentFault, Outcome
 from parallm.rollout.episode import Episode
+from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import Score, score_call, to_score
 from parallm.seeds import mix
 from parallm.types import Completion, GenerationRequest, Message, Problem
@@ -38,12 +39,14 @@ class Stage:
         *,
         max_turns: int,
         score_seconds: float,
+        reward_model: RewardModel | None = None,
     ) -> None:
         self._generate_all = generate_all
         self._tokenizer = tokenizer
         self._environment = environment
         self._max_turns = max_turns
         self._calls = EnvironmentCalls(score_seconds)
+        self._reward_model = reward_model
 
     async def play(
         self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]
@@ -75,15 +78,18 @@ class Stage:
     async def _score(self, rows: list[list[Episode]]) -> list[list[ScoredEpisode]]:
         whole = [episode for row in rows for episode in row if episode.fault is None]
         outcomes = iter(await self._calls.call_all([score_call(self._environment, episode) for episode in whole]))
-        return [
+        scores = [
             [
-                ScoredEpisode(
-                    episode=episode,
-                    score=to_score(self._environment, episode, next(outcomes) if episode.fault is None else Outcome()),
-                )
+                to_score(self._environment, episode, next(outcomes) if episode.fault is None else Outcome())
                 for episode in row
             ]
             for row in rows
+        ]
+        if self._reward_model is not None:
+            scores = await self._reward_model.rated(rows, scores)
+        return [
+            [ScoredEpisode(episode=episode, score=score) for episode, score in zip(row, own, strict=True)]
+            for row, own in zip(rows, scores, strict=True)
         ]
 
     def _begin(self, problem: Problem, request: GenerationRequest, completions: Sequence[Completion]) -> list[Episode]:

@@ -73,7 +73,7 @@ class Divergence:
         self._remember(metrics)
         signs = [self._sign("signal", self._has_little_signal(), self._signal_text, self._reward_has_fallen())]
         update = metrics.update
-        if update is not None and update.skipped is None:
+        if update is not None and update.skipped is None and update.pairs is None:  # of a policy
             signs += self._signs_of_update(update)
             signs.append(self._parity(update) if self._compares else None)
         return [sign for sign in signs if sign is not None]
@@ -94,8 +94,9 @@ class Divergence:
         if len(history.rewards) == REWARD_WINDOW:
             mean = fmean(history.rewards)
             history.best_reward = mean if history.best_reward is None else max(history.best_reward, mean)
-        share = metrics.groups_with_signal / max(metrics.groups_sampled, 1)
-        history.signal = [*history.signal, share][-SIGNAL_WINDOW:]
+        if metrics.groups_sampled:  # a supervised run has none
+            share = metrics.groups_with_signal / metrics.groups_sampled
+            history.signal = [*history.signal, share][-SIGNAL_WINDOW:]
 
     def _signs_of_update(self, update: UpdateReport) -> list[Sign | None]:
         history, fallen = self._history, self._reward_has_fallen()

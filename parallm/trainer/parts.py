@@ -7,11 +7,13 @@ from parallm.checkpoint.state import Fingerprint
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.learner.learner import Learner
+from parallm.learner.reward_learner import RewardLearner
 from parallm.metrics.display import Display
 from parallm.metrics.record import RunRecorder
 from parallm.model.adapter_table import AdapterTable
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
+from parallm.trainer.pair_evaluation import PairEvaluator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +22,10 @@ class Parts:
 
     device: DeviceThread
     engine: AsyncEngine
-    learner: Learner
+    learner: Learner | RewardLearner
     adapters: AdapterTable
     collector: Collector
-    evaluator: Evaluator | None
+    evaluator: Evaluator | PairEvaluator | None
     checkpoints: CheckpointManager
     fingerprint: Fingerprint
     recorder: RunRecorder

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from parallm.checkpoint.manager import CheckpointManager
-from parallm.checkpoint.state import TrainingState
+from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.device.thread import DeviceThread
 from parallm.errors import CheckpointError, ParallmError
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import write_mlx, write_peft
+from parallm.model.reward_head import is_reward_model
 from parallm.model.shared_model import SharedModel
 
 logger = logging.getLogger(__name__)
@@ -58,11 +59,32 @@ class Saver:
 
 
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
-    """Write `adapter` in both formats, for use elsewhere. Raises CheckpointError if the disk does not take it."""
+    """Write `adapter` in both formats, for use elsewhere; a reward model in the one that knows such.
+
+    Raises CheckpointError if the disk does not take it.
+    """
     try:
-        write_mlx(adapter, folder / "adapter", num_layers=model.num_layers)
-        write_peft(adapter, folder / "adapter_peft", model.name)
+        if is_reward_model(adapter):
+            write_peft(adapter, folder / "adapter", model.name, model.fingerprint())
+        else:
+            write_mlx(adapter, folder / "adapter", num_layers=model.num_layers)
+            write_peft(adapter, folder / "adapter_peft", model.name)
     except OSError as error:
         raise CheckpointError(
             f"{folder / 'adapter'} could not be written: {error}; the same adapter is in the last checkpoint"
         ) from error
+
+
+def fingerprint_of(model: SharedModel, start: Adapter) -> Fingerprint:
+    """Of a run that starts from `start`. Reads some of the base's values, on the device thread."""
+    return Fingerprint(
+        model=model.name,
+        model_sha256=model.fingerprint(),
+        num_layers=model.num_layers,
+        rank=start.rank,
+        alpha=start.alpha,
+        targets=start.targets,
+        ranks=dict(start.ranks),
+        rslora=start.rslora,
+        dora=start.is_dora,
+    )

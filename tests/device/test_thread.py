@@ -234,3 +234,61 @@ def test_a_worker_whose_failure_handling_breaks_leaves_nobody_waiting() -> None:
 def endless_units() -> Iterator[int]:
     while True:
         yield 1
+
+
+def test_scoring_gives_what_its_last_unit_yields_and_counts_as_rollout(device: DeviceThread) -> None:
+    assert [device.score(iter([None, [number]])).result(5) for number in range(3)] == [[0], [1], [2]]
+    assert device.governor.seconds["rollout"] > 0
+    assert device.governor.seconds["learning"] == 0
+
+
+def test_units_of_scoring_take_turns_with_serving_and_come_before_sampling(device: DeviceThread) -> None:
+    worker = Counter({"serving": 50, "rollout": 5})
+
+    def units() -> Iterator[int]:
+        for number in range(50):
+            worker.done.append("scoring")
+            time.sleep(0.0005)
+            yield number
+
+    go, _ = blocked(device)
+    device.attach(worker)
+    scoring = device.score(units())
+    go.set()
+    assert scoring.result(5) == 49
+    last = len(worker.done) - worker.done[::-1].index("scoring")
+    assert "serving" in worker.done[:last]
+    assert "rollout" not in worker.done[:last]
+
+
+def test_an_error_in_scoring_belongs_to_whoever_waits_for_it(device: DeviceThread) -> None:
+    def units() -> Iterator[int]:
+        yield 1
+        raise ValueError("no score")
+
+    with pytest.raises(ValueError, match="no score"):
+        device.score(units()).result(5)
+    assert device.score(iter([4])).result(5) == 4
+
+
+def test_scoring_that_nobody_waits_for_any_more_ends(device: DeviceThread) -> None:
+    done: list[int] = []
+    go, _ = blocked(device)
+    given_up, next_one = device.score(map(done.append, range(9))), device.score(iter([5]))
+    assert given_up.cancel()
+    go.set()
+    assert next_one.result(5) == 5
+    assert done == []
+
+
+def test_scoring_fails_when_the_thread_ends(device: DeviceThread) -> None:
+    go, _ = blocked(device)
+    waiting = device.score(iter([1]))
+    stopper = threading.Thread(target=device.stop)
+    stopper.start()
+    go.set()
+    stopper.join(5)
+    with pytest.raises(EngineStopped):
+        waiting.result(5)
+    with pytest.raises(EngineStopped):
+        device.score(iter([1]))

@@ -1,9 +1,11 @@
 """Flat names of steps and evaluations."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+from parallm.metrics.lines import evaluation_line, step_line
 from parallm.metrics.step import StepMetrics, evaluation_row
-from parallm.reports import Estimate, EvaluationReport, OffPolicyReport
+from parallm.reports import Estimate, EvaluationReport, OffPolicyReport, PairsReport
 
 
 def test_a_step_has_one_flat_name_per_number(step: Callable[..., StepMetrics]) -> None:
@@ -44,3 +46,27 @@ def test_an_evaluation_with_samples_has_a_row_entry_for_each_k(evaluation: Calla
     row = evaluation_row(evaluation(20, pass_at=pass_at, num_samples=8, temperature=0.7))
     assert (row["heldout/pass@8_low"], row["heldout/pass@8"], row["heldout/pass@8_high"]) == (0.7, 0.8, 0.9)
     assert (row["heldout/samples"], row["heldout/temperature"]) == (8, 0.7)
+
+
+def test_a_step_of_a_reward_model_says_how_it_orders_pairs(step: Callable[..., StepMetrics]) -> None:
+    plain = step(3)
+    assert plain.update is not None
+    update = replace(plain.update, pairs=PairsReport(accuracy=0.75, margin=1.25), entropy=float("nan"))
+    metrics = step(3, is_supervised=True, update=update)
+    row = metrics.to_flat()
+    assert (row["update/accuracy"], row["update/margin"]) == (0.75, 1.25)
+    assert not any(name.startswith(("parity", "reward")) or name == "update/entropy" for name in row)
+    assert "accuracy 75.0%  margin 1.25" in step_line(metrics, 5, None)
+    assert "entropy" not in step_line(metrics, 5, None)
+
+
+def test_an_evaluation_of_a_reward_model_has_a_margin(evaluation: Callable[..., EvaluationReport]) -> None:
+    report = evaluation(20, margin=Estimate(1.5, 1.0, 2.0), reward_parts={})
+    row = evaluation_row(report)
+    assert (row["heldout/margin_low"], row["heldout/margin"], row["heldout/margin_high"]) == (1.0, 1.5, 2.0)
+    assert "512 pairs, version 20, reward 0.500, margin 1.50 (1.00 to 2.00)" in evaluation_line(report)
+
+
+def test_parts_of_rollouts_are_no_shares(evaluation: Callable[..., EvaluationReport]) -> None:
+    parts = {"correct": Estimate(0.5, 0, 1), "rollout/reward_model": Estimate(-2.5, -3, -2)}
+    assert evaluation_line(evaluation(20, reward_parts=parts)).endswith("correct 50.0%, rollout/reward_model -2.50")

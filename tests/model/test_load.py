@@ -209,3 +209,7 @@ def test_the_fingerprint_tells_bases_apart(folder: Path, tiny_model: Callable[[s
     assert whole == load(tiny_model("llama")).fingerprint()
     assert whole != load(folder, dtype="float16").fingerprint()
     assert whole != load(tiny_model("qwen2")).fingerprint()
+
+
+def test_the_fingerprint_is_the_bases_whatever_is_adapted(folder: Path) -> None:
+    assert load(folder, lora=LoraSettings(targets=("q_proj",))).fingerprint() == load(folder).fingerprint()

@@ -141,7 +141,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         if not draws:
             monkeypatch.setattr("parallm.metrics.record.draw_curves", lambda *_, **__: None)
         chosen = environment or Parity()
-        monkeypatch.setattr("parallm.build.build_environment", lambda _: chosen)
+        monkeypatch.setattr("parallm.lessons.build_environment", lambda _: chosen)
         values = {name: {**TINY.get(name, {}), **parts.get(name, {})} for name in {*TINY, *parts}}
         config = TypeAdapter(RunConfig).validate_python({**values, "seed": seed})
         (tmp_path / folder).mkdir(exist_ok=True)

@@ -1,0 +1,129 @@
+"""Pairs of completions, one of which is preferred: lines of jsonl -> what a reward model is trained on.
+
+A line is {"prompt": "...", "chosen": "...", "rejected": "..."}, or has `messages` in place of `prompt`. A `margin`, if
+there is one, is by how much the chosen completion's score should be higher at least.
+"""
+
+import hashlib
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from parallm.errors import ConfigError, ProblemError
+from parallm.learner.demonstrations import given_trajectory, json_rows, messages_of
+from parallm.learner.objective import Objective
+from parallm.learner.settings import LearnerSettings
+from parallm.model.chat import ChatTokenizer
+from parallm.types import Message, Problem, Prompted, TrajectoryGroup
+
+HELD_OUT = 10
+"""Without a file of held-out pairs, one prompt in so many is held out."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two completions of one prompt."""
+
+    pair_id: str
+    messages: tuple[Message, ...]
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    train: list[Pair]
+    held_out: list[Pair]
+
+
+def read_pairs(settings: LearnerSettings) -> Pairs | None:
+    """The pairs of a run that trains a reward model; None for any other run.
+
+    Raises ConfigError where the settings do not go together, ProblemError for data that cannot be used.
+    """
+    if settings.trains != "reward_model":
+        if settings.data_held_out is not None:
+            raise ConfigError(f"learner.data_held_out={settings.data_held_out} is for learner=reward_model")
+        return None
+    if given := [field.name for field in fields(Objective) if getattr(settings, field.name) is not None]:
+        raise ConfigError(f"learner.{given[0]} belongs to the objectives of policies; leave it out of a reward model's")
+    if settings.data is None:
+        raise ConfigError("learner.data: must be given; name a jsonl file with lines of prompt, chosen and rejected")
+    every = _read(Path(settings.data).expanduser(), "learner.data")
+    if settings.data_held_out is not None:
+        return Pairs(train=every, held_out=_read(Path(settings.data_held_out).expanduser(), "learner.data_held_out"))
+    found = Pairs(
+        train=[pair for pair in every if not _is_held_out(pair)],
+        held_out=[pair for pair in every if _is_held_out(pair)],
+    )
+    if not found.train:
+        raise ProblemError(f"learner.data: all {len(every)} pairs of {settings.data} are held out; add other prompts")
+    logger.info("%s: %d pairs to train on, %d held out", settings.data, len(found.train), len(found.held_out))
+    return found
+
+
+def to_group(pair: Pair, tokenizer: ChatTokenizer, max_context: int) -> TrajectoryGroup:
+    """A pair as a group of two, the chosen completion first, each with the token that ends it.
+
+    Their rewards differ by the margin. Raises ProblemError if a completion is longer than the context, or if both are
+    the same to this tokenizer.
+    """
+    prompt = tokenizer.encode_chat(pair.messages)
+    chosen, rejected = (tokenizer.encode_answer(pair.messages, text) for text in (pair.chosen, pair.rejected))
+    longest = max(len(chosen), len(rejected))
+    if len(prompt) + longest > max_context:
+        raise ProblemError(
+            f"{pair.pair_id} has {len(prompt)} + {longest} tokens, the context of the model is {max_context}; shorten "
+            "it or leave it out"
+        )
+    if chosen == rejected:
+        raise ProblemError(f"{pair.pair_id}: chosen and rejected are the same {len(chosen)} tokens; leave the line out")
+    problem = Problem(problem_id=pair.pair_id, messages=pair.messages, answer=pair.chosen)
+    return TrajectoryGroup(
+        problem=problem,
+        trajectories=(
+            given_trajectory(problem, prompt, chosen, pair.chosen, reward=pair.margin),
+            given_trajectory(problem, prompt, rejected, pair.rejected, reward=0.0),
+        ),
+    )
+
+
+def to_prompted(group: TrajectoryGroup) -> Prompted:
+    """What a reward model scores of a group."""
+    return Prompted(
+        prompt_tokens=group.trajectories[0].prompt_tokens,
+        completions=tuple(one.tokens for one in group.trajectories),
+    )
+
+
+def _read(path: Path, key: str) -> list[Pair]:
+    pairs = [_pair(path, number, row, key) for number, row in json_rows(path, key)]
+    if not pairs:
+        raise ProblemError(f"{key}: {path} has no lines")
+    return pairs
+
+
+def _pair(path: Path, number: int, row: Mapping[str, Any], key: str) -> Pair:
+    where = f"{key}: line {number} of {path}"
+    texts: dict[str, str] = {}
+    for name in ("chosen", "rejected"):
+        text = row.get(name)
+        if not isinstance(text, str) or not text:
+            raise ProblemError(f"{where} has no text under {name}; it has {sorted(row)}")
+        texts[name] = text
+    margin = row.get("margin", 0.0)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise ProblemError(f"{where}: margin is {margin!r}, not a finite number")
+    return Pair(pair_id=where, messages=messages_of(row, where), margin=float(margin), **texts)
+
+
+def _is_held_out(pair: Pair) -> bool:
+    """Decided by the prompt alone: pairs of one prompt never stand on both sides."""
+    text = repr([(message.role, message.content) for message in pair.messages])
+    return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT == 0

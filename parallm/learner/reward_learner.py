@@ -1,0 +1,209 @@
+"""Training of a reward model on pairs: what `Learner` is for policies. Knows nothing of serving.
+
+Axes: P pairs, S completions, twice as many, the chosen one of each pair first; N numbers of the adapter.
+"""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+
+from parallm.device.lanes import Lanes
+from parallm.errors import AdapterNotFinite
+from parallm.learner.faults import Faults
+from parallm.learner.flat import Arrays
+from parallm.learner.optimizer import learning_rate
+from parallm.learner.packing import can_pack
+from parallm.learner.pairs import to_prompted
+from parallm.learner.reward_loss import pair_loss
+from parallm.learner.reward_scores import RewardScorer, last_hidden, make_passes, scores_of
+from parallm.learner.settings import LearnerSettings
+from parallm.learner.versions import Versions
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_arrays import REWARD_HEAD
+from parallm.model.dora import scaling_of
+from parallm.model.lora import DropoutAdapter, Scaling, View, one_adapter
+from parallm.model.shared_model import SharedModel
+from parallm.reports import PairsReport, ParityReport, RatioReport, UpdateReport
+from parallm.seeds import mix
+from parallm.types import Prompted, TrajectoryGroup
+
+NOTHING = math.nan
+"""Numbers of an update that a reward model does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairBatch:
+    """Pairs of one forward and backward pass."""
+
+    items: tuple[Prompted, ...]
+    margins: tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over the pairs of one update."""
+
+    loss: float = 0.0
+    right: int = 0
+    margin: float = 0.0
+
+
+class RewardLearner:
+    """Turns pairs into the next version of a reward model. All methods run on the device thread."""
+
+    def __init__(
+        self,
+        model: SharedModel,
+        lanes: Lanes,
+        settings: LearnerSettings,
+        *,
+        start: Adapter,
+        total_steps: int,
+        seed: int,
+    ) -> None:
+        """`start` has a reward head."""
+        self._model = model
+        self._lanes = lanes
+        self._settings = settings
+        self._total_steps = total_steps
+        self._seed = seed
+        self._packs = can_pack(model)
+        self._versions = Versions(start, settings, total_steps)
+
+    @property
+    def adapter(self) -> Adapter:
+        """The newest version."""
+        return self._versions.adapter
+
+    def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
+        """One optimizer step over pairs (`pairs.to_group`). Yields after each round of passes, the report last.
+
+        The loss is the mean over the pairs of the step. A step in which something is not finite changes nothing.
+        `max_tokens` is that of `Learner.update`, and has no meaning here.
+        """
+        totals, faults, seconds = Totals(), Faults(groups), 0.0
+        gradient_N = mx.zeros((1,))
+        scaling = scaling_of(self.adapter, self._model)
+        batches = self._batches(groups)
+        for start in range(0, len(batches), self._lanes.width):
+            began = time.perf_counter()
+            chosen = batches[start : start + self._lanes.width]
+            key = mx.random.key(mix(mix(self._seed, step), start))
+            more, loss, scores = self._gradient(chosen, 1 / len(groups), scaling, key)
+            gradient_N = gradient_N + self._versions.layout.join(more)
+            mx.eval(gradient_N)
+            _add(totals, loss, scores)
+            seconds += time.perf_counter() - began
+            yield None
+        began = time.perf_counter()
+        norm = float(mx.linalg.norm(gradient_N).item())
+        self._advance(gradient_N, norm, totals.loss, step, faults)
+        yield self._report(totals, groups, norm, step, seconds + time.perf_counter() - began, faults)
+
+    def scorer(self) -> RewardScorer:
+        """Scores with the version that is the newest now."""
+        budget = self._settings.micro_batch_tokens
+        return RewardScorer(self._model, self._lanes, self.adapter, budget=budget, packs=self._packs)
+
+    def optimizer_state(self) -> Arrays:
+        return self._versions.optimizer_state()
+
+    def restore(self, adapter: Adapter, optimizer_state: Arrays) -> None:
+        """Continue from a checkpoint."""
+        self._versions.restore(adapter, optimizer_state)
+
+    def roll_back(self) -> Adapter:
+        """Undo the newest update. Returns the version to publish."""
+        return self._versions.roll_back()
+
+    def _batches(self, groups: Sequence[TrajectoryGroup]) -> list[PairBatch]:
+        """A pair is never cut in two, since the gradient of one score depends on the other."""
+        items = [to_prompted(group) for group in groups]
+        margins = [group.rewards[0] - group.rewards[1] for group in groups]
+        sizes = [item.num_tokens for item in items]
+        return [
+            PairBatch(items=tuple(items[place] for place in one), margins=tuple(margins[place] for place in one))
+            for one in make_passes(sizes, self._settings.micro_batch_tokens, self._lanes.width)
+        ]
+
+    def _gradient(
+        self, batches: Sequence[PairBatch], weight: float, scaling: Scaling, key: mx.array
+    ) -> tuple[Arrays, mx.array, list[mx.array]]:
+        """Gradient of `weight` times the sum of the pairs' losses (one batch per lane), that sum, scores. Evaluated."""
+
+        def loss_of(traced: Arrays) -> tuple[mx.array, list[mx.array]]:
+            view = self._view(traced, scaling, key)
+            scores = self._lanes.run(lambda batch: self._scores(batch, view, traced[REWARD_HEAD]), batches)
+            losses = self._lanes.run(lambda pair: weight * self._loss(*pair), list(zip(batches, scores, strict=True)))
+            return sum(losses[1:], losses[0]), scores
+
+        (loss, scores), gradients = mx.value_and_grad(loss_of)(dict(self.adapter.arrays))
+        mx.eval(gradients, loss, scores)
+        return gradients, loss, scores
+
+    def _view(self, arrays: Arrays, scaling: Scaling, key: mx.array) -> View:
+        if self.adapter.dropout == 0:
+            return one_adapter(arrays, scaling)
+        adapter = one_adapter(arrays, replace(scaling, joined=()))  # each site drops other inputs
+        keys = mx.random.split(key, len(adapter.a_IR))
+        return DropoutAdapter(adapter, self.adapter.dropout, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
+
+    def _scores(self, batch: PairBatch, view: View, head_H: mx.array) -> mx.array:
+        """(P, 2)."""
+        hidden_SH = last_hidden(self._model, batch.items, view, packs=self._packs)
+        return scores_of(hidden_SH, head_H).reshape(-1, 2)
+
+    def _loss(self, batch: PairBatch, scores_P2: mx.array) -> mx.array:
+        margin_P = mx.array(batch.margins)
+        return pair_loss(scores_P2[:, 0], scores_P2[:, 1], margin_P, center=self._settings.center_scores).sum()
+
+    def _advance(self, gradient_N: mx.array, norm: float, loss: float, step: int, faults: Faults) -> None:
+        """Make the next version, or note why not."""
+        if not math.isfinite(loss):
+            faults.add("loss")
+        elif not math.isfinite(norm):
+            faults.add("gradient")
+        else:
+            try:
+                self._versions.advance(gradient_N, norm, step)
+            except AdapterNotFinite:
+                faults.add("weights")
+
+    def _report(
+        self,
+        totals: Totals,
+        groups: Sequence[TrajectoryGroup],
+        norm: float,
+        step: int,
+        seconds: float,
+        faults: Faults,
+    ) -> UpdateReport:
+        return UpdateReport(
+            step=step,
+            version=self.adapter.version,
+            loss=totals.loss,
+            gradient_norm=norm,
+            learning_rate=learning_rate(self._settings, step, self._total_steps),
+            clip_fraction=NOTHING,
+            kl_to_behaviour=NOTHING,
+            entropy=NOTHING,
+            num_tokens=sum(len(one.tokens) for group in groups for one in group.trajectories),
+            seconds=seconds,
+            parity=ParityReport(num_tokens=0, bit_equal_fraction=NOTHING, mean_abs=NOTHING, max_abs=NOTHING),
+            ratio=RatioReport(num_tokens=0, mean=NOTHING, smallest=NOTHING, largest=NOTHING),
+            skipped=faults.message,
+            fault=faults.kind,
+            pairs=PairsReport(accuracy=totals.right / len(groups), margin=totals.margin / len(groups)),
+        )
+
+
+def _add(totals: Totals, loss: mx.array, scores: Sequence[mx.array]) -> None:
+    totals.loss += float(loss.item())
+    for scores_P2 in scores:
+        difference_P = np.array(scores_P2[:, 0] - scores_P2[:, 1])
+        totals.right += int((difference_P > 0).sum())
+        totals.margin += float(difference_P.sum())

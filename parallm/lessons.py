@@ -1,0 +1,34 @@
+"""What one policy or reward model learns from; read before the model, since a large one takes minutes to load."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallm.config import RunConfig
+from parallm.environment.environment import AnyEnvironment, build_environment
+from parallm.learner.demonstrations import read_demonstrations
+from parallm.learner.pairs import Pairs, read_pairs
+from parallm.rollout.splits import Splits, read_splits
+from parallm.trainer.reward_training import find_reward_model
+from parallm.types import Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lessons:
+    environment: AnyEnvironment
+    splits: Splits
+    demonstrations: Sequence[Problem] | None
+    """Of a supervised run."""
+    pairs: Pairs | None
+    """Of a run that trains a reward model."""
+
+
+def read_lessons(config: RunConfig) -> Lessons:
+    """Raises ConfigError, ProblemError, and AdapterError for a reward model that is not there."""
+    find_reward_model(config.rollout.reward_model)
+    environment = build_environment(config.environment)
+    return Lessons(
+        environment=environment,
+        splits=read_splits(environment, config.trainer.evaluate_problems),
+        demonstrations=read_demonstrations(config.learner),
+        pairs=read_pairs(config.learner),
+    )

@@ -1,0 +1,96 @@
+"""What a run needs to train a reward model, or to be paid by one; build.py calls it."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from parallm.checkpoint.chosen_adapter import find_adapter
+from parallm.device.lanes import Lanes
+from parallm.device.thread import DeviceThread
+from parallm.learner.packing import can_pack
+from parallm.learner.pairs import Pair, Pairs, to_group
+from parallm.learner.reward_learner import RewardLearner
+from parallm.learner.reward_scores import RewardScorer
+from parallm.learner.settings import LearnerSettings
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_table import AdapterTable
+from parallm.model.reward_head import read_reward_model, with_reward_head
+from parallm.model.shared_model import SharedModel
+from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.reward_model import RewardModel
+from parallm.rollout.settings import RewardModelSettings
+from parallm.trainer.pair_evaluation import PairEvaluator
+from parallm.trainer.parts import Parts
+from parallm.trainer.settings import TrainerSettings
+from parallm.trainer.supervised_trainer import Demonstrations
+from parallm.types import Prompted, TrajectoryGroup
+
+
+def reward_parts(
+    parts: Parts,
+    pairs: Pairs,
+    settings: LearnerSettings,
+    trainer: TrainerSettings,
+    *,
+    model: SharedModel,
+    lanes: Lanes,
+    start: Adapter,
+    seed: int,
+) -> Parts:
+    """`parts` for training a reward model that starts from `start`. Runs on the device thread.
+
+    Its versions are in a table of their own: the engine, which has the other one, serves texts.
+    """
+    start = with_reward_head(start, model, seed)
+    learner = RewardLearner(model, lanes, settings, start=start, total_steps=trainer.steps, seed=seed)
+    adapters = AdapterTable(policies=(start.name,))
+    if start.version > 0:
+        adapters.publish(start)
+    held_out = _tokenized(pairs.held_out[: trainer.evaluate_problems], model)
+    evaluator = PairEvaluator(device=parts.device, learner=learner, pairs=held_out) if held_out else None
+    return dataclasses.replace(parts, learner=learner, adapters=adapters, evaluator=evaluator)
+
+
+def paired(pairs: Sequence[Pair], model: SharedModel, *, per_step: int, seed: int) -> Demonstrations:
+    """Pairs as this model reads them, in shuffled epochs. Raises ProblemError for one that cannot be used."""
+    groups = _tokenized(pairs, model)
+    stream = ProblemStream([group.problem for group in groups], seed)
+    return Demonstrations(
+        groups={group.problem.problem_id: group for group in groups}, stream=stream, per_step=per_step
+    )
+
+
+def find_reward_model(settings: RewardModelSettings) -> Path | None:
+    """The folder of the reward model that `settings` name. Raises AdapterError if there is none."""
+    return None if settings.adapter is None else find_adapter(settings.adapter)
+
+
+async def open_reward_model(
+    settings: RewardModelSettings, learner: LearnerSettings, device: DeviceThread, model: SharedModel, lanes: Lanes
+) -> RewardModel | None:
+    """The reward model that `settings` name, on the shared base; None if they name none.
+
+    Raises AdapterError if it is none, or was trained on another base.
+    """
+    folder = find_reward_model(settings)
+    if folder is None:
+        return None
+
+    def make() -> RewardScorer:
+        adapter = read_reward_model(folder, model)
+        return RewardScorer(model, lanes, adapter, budget=learner.micro_batch_tokens, packs=can_pack(model))
+
+    scorer = await asyncio.wrap_future(device.call(make))
+    return RewardModel(rate=partial(_rate, device, scorer), weight=settings.weight, tokenizer=model.tokenizer)
+
+
+def _tokenized(pairs: Sequence[Pair], model: SharedModel) -> list[TrajectoryGroup]:
+    return [to_group(pair, model.tokenizer, model.max_context) for pair in pairs]
+
+
+async def _rate(device: DeviceThread, scorer: RewardScorer, items: Sequence[Prompted]) -> list[float]:
+    scores = await asyncio.wrap_future(device.score(scorer.units(items)))
+    assert scores is not None, "scoring ends with the scores"
+    return scores
