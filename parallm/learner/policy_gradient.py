@@ -8,7 +8,7 @@ Axes: M computed tokens, N completion tokens, H hidden.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -21,7 +21,8 @@ from parallm.learner.head import Head, Scores, Stages
 from parallm.learner.loss import LossInputs, is_clipped, objective_loss
 from parallm.learner.objective import Objective
 from parallm.learner.packing import packed_hidden
-from parallm.model.lora import DropoutAdapter, Scaling, View, one_adapter
+from parallm.model.dropout import training_view
+from parallm.model.lora import Scaling, View
 from parallm.model.shared_model import SharedModel
 
 
@@ -65,7 +66,7 @@ class PolicyGradient:
         """Gradients with respect to `arrays`, summed over `batches` (one per lane), and statistics. Not evaluated."""
 
         def surrogate(traced: Arrays) -> tuple[mx.array, Any]:
-            view = self._view(traced, scaling, key)
+            view = training_view(traced, scaling, self._dropout, key)
             hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
             pairs = list(zip(hidden, batches, strict=True))
             found = self._lanes.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
@@ -89,13 +90,6 @@ class PolicyGradient:
             mx.eval(stage)
         mx.eval([[one.logprobs_N, one.entropies_N] for one in scores])
         return scores
-
-    def _view(self, arrays: Arrays, scaling: Scaling, key: mx.array) -> View:
-        if self._dropout == 0:
-            return one_adapter(arrays, scaling)
-        adapter = one_adapter(arrays, replace(scaling, joined=()))  # each site drops other inputs
-        keys = mx.random.split(key, len(adapter.a_IR))
-        return DropoutAdapter(adapter, self._dropout, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
 
     def _hidden(self, batch: MicroBatch, view: View | None) -> mx.array:
         """Hidden states (N, H) that predict the completion tokens."""

@@ -6,7 +6,7 @@ Axes: P pairs, S completions, twice as many, the chosen one of each pair first; 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -25,7 +25,8 @@ from parallm.learner.versions import Versions
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_arrays import REWARD_HEAD
 from parallm.model.dora import scaling_of
-from parallm.model.lora import DropoutAdapter, Scaling, View, one_adapter
+from parallm.model.dropout import training_view
+from parallm.model.lora import Scaling, View
 from parallm.model.shared_model import SharedModel
 from parallm.reports import PairsReport, ParityReport, RatioReport, UpdateReport
 from parallm.seeds import mix
@@ -136,7 +137,7 @@ class RewardLearner:
         """Gradient of `weight` times the sum of the pairs' losses (one batch per lane), that sum, scores. Evaluated."""
 
         def loss_of(traced: Arrays) -> tuple[mx.array, list[mx.array]]:
-            view = self._view(traced, scaling, key)
+            view = training_view(traced, scaling, self.adapter.dropout, key)
             scores = self._lanes.run(lambda batch: self._scores(batch, view, traced[REWARD_HEAD]), batches)
             losses = self._lanes.run(lambda pair: weight * self._loss(*pair), list(zip(batches, scores, strict=True)))
             return sum(losses[1:], losses[0]), scores
@@ -144,13 +145,6 @@ class RewardLearner:
         (loss, scores), gradients = mx.value_and_grad(loss_of)(dict(self.adapter.arrays))
         mx.eval(gradients, loss, scores)
         return gradients, loss, scores
-
-    def _view(self, arrays: Arrays, scaling: Scaling, key: mx.array) -> View:
-        if self.adapter.dropout == 0:
-            return one_adapter(arrays, scaling)
-        adapter = one_adapter(arrays, replace(scaling, joined=()))  # each site drops other inputs
-        keys = mx.random.split(key, len(adapter.a_IR))
-        return DropoutAdapter(adapter, self.adapter.dropout, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
 
     def _scores(self, batch: PairBatch, view: View, head_H: mx.array) -> mx.array:
         """(P, 2)."""

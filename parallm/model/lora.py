@@ -88,24 +88,6 @@ class JoinedSites:
 
 
 @dataclass(frozen=True, slots=True)
-class DropoutAdapter:
-    """`OneAdapter` with inverted dropout before the product, for training only."""
-
-    adapter: OneAdapter
-    probability: float
-    keys: Mapping[str, mx.array]
-
-    def delta(self, site: str, x: mx.array) -> mx.array | None:
-        if site not in self.keys:
-            return None
-        kept = mx.random.bernoulli(1 - self.probability, x.shape, key=self.keys[site])
-        return self.adapter.delta(site, mx.where(kept, x / (1 - self.probability), 0).astype(x.dtype))
-
-    def stretch(self, site: str) -> mx.array | None:
-        return self.adapter.stretch(site)
-
-
-@dataclass(frozen=True, slots=True)
 class MixedAdapters:
     """Row b uses the adapter at `index_B[b]` of the stacks; a stack entry of zeros is the base."""
 

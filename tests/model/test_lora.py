@@ -8,9 +8,9 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.dora import scaling_of
+from parallm.model.dropout import DropoutAdapter
 from parallm.model.load import load_shared_model
 from parallm.model.lora import (
-    DropoutAdapter,
     LoraLinear,
     OneAdapter,
     initial_arrays,

@@ -1,0 +1,35 @@
+"""The view of one adapter while it is trained. Axes: I input, R rank, T tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from parallm.model.lora import OneAdapter, Scaling, View, one_adapter
+
+
+@dataclass(frozen=True, slots=True)
+class DropoutAdapter:
+    """`OneAdapter` with inverted dropout before the product, for training only."""
+
+    adapter: OneAdapter
+    probability: float
+    keys: Mapping[str, mx.array]
+
+    def delta(self, site: str, x: mx.array) -> mx.array | None:
+        if site not in self.keys:
+            return None
+        kept = mx.random.bernoulli(1 - self.probability, x.shape, key=self.keys[site])
+        return self.adapter.delta(site, mx.where(kept, x / (1 - self.probability), 0).astype(x.dtype))
+
+    def stretch(self, site: str) -> mx.array | None:
+        return self.adapter.stretch(site)
+
+
+def training_view(arrays: Mapping[str, mx.array], scaling: Scaling, probability: float, key: mx.array) -> View:
+    """`one_adapter`, with dropout where `probability` is above 0: each site drops inputs of its own choice."""
+    if probability == 0:
+        return one_adapter(arrays, scaling)
+    adapter = one_adapter(arrays, replace(scaling, joined=()))  # joined sites would share their input
+    keys = mx.random.split(key, len(adapter.a_IR))
+    return DropoutAdapter(adapter, probability, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
