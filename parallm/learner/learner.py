@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -14,13 +14,14 @@ from parallm.learner.batch import MicroBatch, make_micro_batches
 from parallm.learner.faults import Faults
 from parallm.learner.flat import Arrays
 from parallm.learner.kl import kl_k3
-from parallm.learner.optimizer import AdapterOptimizer, learning_rate, scaled_to_norm
+from parallm.learner.optimizer import learning_rate
 from parallm.learner.packing import can_pack
 from parallm.learner.policy_gradient import PassResult, PolicyGradient, TokenStatistics
 from parallm.learner.preparation import Prepared, prepare
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import Adapter, next_version
+from parallm.learner.versions import Versions
+from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
 from parallm.model.lora import Scaling, one_adapter
 from parallm.model.shared_model import SharedModel
@@ -66,14 +67,6 @@ class Round:
         mx.async_eval(self.gradient_N, self.norm, [found.arrays for found in self.result.statistics])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoodState:
-    """What the newest update that went well started from; arrays are immutable, so keeping it copies nothing."""
-
-    adapter: Adapter
-    optimizer: Arrays
-
-
 class Learner:
     """Turns trajectory groups into the next adapter version. All methods run on the device thread."""
 
@@ -94,12 +87,15 @@ class Learner:
         self._packs = can_pack(model)
         self._total_steps = total_steps
         self._seed = seed
-        self.adapter = start  # the newest version; written only by update, restore and roll_back
-        self._optimizer = AdapterOptimizer(settings, total_steps, dict(start.arrays))
-        self._good = GoodState(adapter=start, optimizer=self._optimizer.state())
+        self._versions = Versions(start, settings, total_steps)
         self._gradient = PolicyGradient(
             model, lanes, self._objective, chunk_bytes=settings.head_chunk_bytes, dropout=start.dropout
         )
+
+    @property
+    def adapter(self) -> Adapter:
+        """The newest version."""
+        return self._versions.adapter
 
     def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
         """One optimizer step over `groups`. Yields after each round of micro-batches, the report last.
@@ -139,26 +135,15 @@ class Learner:
         yield self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
 
     def optimizer_state(self) -> Arrays:
-        return self._optimizer.state()
+        return self._versions.optimizer_state()
 
     def restore(self, adapter: Adapter, optimizer_state: Arrays) -> None:
         """Continue from a checkpoint."""
-        self.adapter = adapter
-        self._optimizer.restore(optimizer_state)
-        self._good = GoodState(adapter=adapter, optimizer=self._optimizer.state())
+        self._versions.restore(adapter, optimizer_state)
 
     def roll_back(self) -> Adapter:
-        """Undo the newest update: weights and moments are again those that it started from, with which it went well.
-
-        The weights come back under a new version number, since numbers only grow; without an update to undo the
-        version stays. Returns the version to publish.
-        """
-        good = self._good
-        if good.adapter is not self.adapter:
-            self.adapter = replace(good.adapter, version=self.adapter.version + 1, parent=good.adapter.version)
-            self._optimizer.restore(good.optimizer)
-            self._good = GoodState(adapter=self.adapter, optimizer=good.optimizer)
-        return self.adapter
+        """Undo the newest update. Returns the version to publish."""
+        return self._versions.roll_back()
 
     def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> list[MicroBatch]:
         return make_micro_batches(
@@ -172,17 +157,11 @@ class Learner:
 
     def _step(self, gradient_N: mx.array, norm: float, step: int, faults: Faults) -> str | None:
         """Make the next version. Returns a reason and changes nothing if its weights would not be finite."""
-        before = GoodState(adapter=self.adapter, optimizer=self._optimizer.state())
-        clipped_N = scaled_to_norm(gradient_N, norm, self._settings.max_gradient_norm)
-        arrays = self._optimizer.apply(self.adapter.arrays, clipped_N, step)
         try:
-            self.adapter = next_version(self.adapter, arrays, step + 1)
+            self._versions.advance(gradient_N, norm, step)
         except AdapterNotFinite:
-            self._optimizer.restore(before.optimizer)
             faults.add("weights")
-            return faults.message
-        self._good = before
-        return None
+        return faults.message
 
     def _rounds(self, batches: Sequence[MicroBatch], scaling: Scaling, step: int) -> Iterator[Round]:
         """One micro-batch per lane after the other. Each is built when it is asked for, and not evaluated."""
@@ -192,7 +171,7 @@ class Learner:
             chosen = batches[start : start + self._lanes.width]
             key = mx.random.key(mix(mix(self._seed, step), start))
             result = self._gradient(arrays, scaling, chosen, key)
-            more_N = self._optimizer.layout.join(result.gradients)
+            more_N = self._versions.layout.join(result.gradients)
             gradient_N = more_N if gradient_N is None else gradient_N + more_N
             yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 

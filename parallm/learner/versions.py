@@ -13,7 +13,7 @@ from parallm.model.adapter import Adapter, next_version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoodState:
-    """What the newest update that went well started from; keeping it copies nothing."""
+    """What the newest update that went well started from; arrays are immutable, so keeping it copies nothing."""
 
     adapter: Adapter
     optimizer: Arrays
@@ -58,9 +58,10 @@ class Versions:
         self._good = GoodState(adapter=adapter, optimizer=self._optimizer.state())
 
     def roll_back(self) -> Adapter:
-        """Undo the newest update: its weights and moments come back under a new version number.
+        """Undo the newest update: weights and moments are again those that it started from, with which it went well.
 
-        Without an update to undo the version stays. Returns the version to publish.
+        The weights come back under a new version number, since numbers only grow; without an update to undo the
+        version stays. Returns the version to publish.
         """
         good = self._good
         if good.adapter is not self.adapter:
