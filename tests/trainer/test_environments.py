@@ -129,7 +129,7 @@ def test_mixed_environments_have_metrics_of_their_own(train: Train, tmp_path: Pa
 
 
 def test_a_curriculum_is_saved_with_the_run(train: Train, tmp_path: Path) -> None:
-    rollout = {"curriculum": {"by": "problem", "low": 0.3, "high": 0.7}, "problems_per_step": 6}
+    rollout = {"curriculum": {"by": "problem", "low": 0.3, "high": 0.7}, "problems_per_step": 6, "refill_below": 1}
     for steps in (3, 5):
         train(trainer={"steps": steps}, rollout=rollout, checkpoint={"resume": "auto"})
     train(folder="whole", trainer={"steps": 5}, rollout=rollout)
