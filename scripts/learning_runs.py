@@ -99,7 +99,7 @@ def check_presets(presets: Sequence[str], seeds: int, *overrides: str) -> dict[s
     for preset in presets:
         for seed in range(seeds):
             runs.append(trained(preset, seed, TARGETS[preset], *overrides))
-            print(f"{preset}, seed {seed}: {curve(runs[-1])}", file=sys.stderr, flush=True)
+            print(f"{preset}, seed {seed}, {runs[-1].samples} samples: {curve(runs[-1])}", file=sys.stderr, flush=True)
     control = trained(presets[0], 0, TARGETS[presets[0]], "learner.learning_rate=0", *overrides)
     header = ("preset", "seed", "target", "before", "after", "steps to it", "samples to it", "seconds")
     rows = [header, *(row(run) for run in runs), row(control, f"{control.preset}, rate 0")]
