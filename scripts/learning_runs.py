@@ -42,8 +42,8 @@ TARGETS: Mapping[str, Target] = {
     "dppo": RECIPE,
     "sapo": RECIPE,
 }
-"""One for all: on strictly on-policy batches the presets differ in how they weigh a completion, not in what they can
-learn."""
+"""One for all, with the recipe's learning rate: on strictly on-policy batches a ratio is 1, so no clip or gate slows a
+preset down, and AdamW divides out how large its gradient is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
