@@ -1,11 +1,20 @@
 """Seconds of an update and of a whole GRPO step: ours, mlx-lm-lora's, and a loop written by hand with mlx-lm.
 
 Update: the same completions for both, all tokens trained on, one optimizer step. mlx-lm-lora runs its own `train_grpo`
-in an environment of its own. Tokens are completion tokens: both compute the prompts too, mlx-lm-lora once for each
-completion (this version; older ones left the prompt out), we once for each group.
+in an environment of its own, with our BLAS. Tokens are completion tokens: both compute the prompts too, mlx-lm-lora
+once for each completion (this version; older ones left the prompt out), we once for each group.
 Step: sampling, scoring, update; the same problems, no refill, a learning rate so small that all sample from the same
 policy. Ours is `python -m parallm.train` as it is, read from its metrics.jsonl. We and the naive loop leave out groups
 without signal; mlx-lm-lora trains on all. What each sampled and trained on is shown, since it differs by chance.
+
+mlx-lm-lora is measured twice, and both figures are its seconds for each completion token that it sampled over ours:
+- `grpo_step.cpu.vs_mlx_lm_lora_same_blas`: with our BLAS loaded before MLX, on as many problems as we have. The
+  difference is the program's.
+- `grpo_step.cpu.vs_mlx_lm_lora`: as `pip install mlx-lm-lora 'mlx[cpu]'` leaves it, with the BLAS of MLX's wheel (on
+  Linux the reference one; on a Mac there is no other). The difference is what a user gets, most of it the BLAS. A step
+  of ours takes it many minutes, so it gets fewer problems and one timed step.
+mlx-lm-lora decodes and trains as many rows together as there are problems in a step. With fewer problems it keeps the
+rows of the large step, or it would be slower for our choice alone.
 """
 
 import json
@@ -27,7 +36,10 @@ import parallm
 from parallm.device.blas import load_blas
 
 PEER_VERSION = "5.10.2"
-OURS, PEER, NAIVE = "parallm", "mlx-lm-lora", "naive loop"
+PIP_STEPS = 1
+"""Timed steps of the peer as pip installs it, after one that warms up."""
+OURS, NAIVE = "parallm", "naive loop"
+PEER, PIP_PEER = "mlx-lm-lora, our BLAS", "mlx-lm-lora as pip installs it"
 Seconds = dict[str, list[float]]
 
 
@@ -44,26 +56,36 @@ class Steps:
         self.sampled += sampled
         self.trained += trained
 
+    @property
+    def seconds_per_token(self) -> float:
+        """Seconds of whole steps for each completion token that was sampled in them."""
+        return sum(self.seconds) / sum(self.sampled)
+
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     add_model_options(parser)
     parser.add_argument("--prompts", type=int, default=16, help="problems of a step, 8 completions each")
     parser.add_argument("--max-tokens", type=int, default=160, help="of a completion (default: %(default)s)")
+    parser.add_argument(
+        "--pip-prompts", type=int, default=2, help="for mlx-lm-lora as pip installs it; 0: leave it out (%(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="alternating processes (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=2, help="updates or steps in each (default: %(default)s)")
     parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, help="where peers are installed")
-    parser.add_argument("--no-peer", action="store_true", help="leave mlx-lm-lora out")
+    parser.add_argument("--no-peer", action="store_true", help="leave mlx-lm-lora out altogether")
     arguments = parser.parse_args()
     job = replace(
         base_job(arguments), prompts=arguments.prompts, max_tokens=arguments.max_tokens, repeats=arguments.repeats
     )
-    python = None if arguments.no_peer else peer_python(arguments.peers, PEER, f"{PEER}=={PEER_VERSION}")
+    python = None if arguments.no_peer else peer_python(arguments.peers, "mlx-lm-lora", f"mlx-lm-lora=={PEER_VERSION}")
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, trajectories=str(Path(folder) / "trajectories.json"))
         tokens = int(run_worker("sample_trajectories", job)["tokens"])
         update = measure_updates(job, arguments.rounds, python)
         steps = measure_steps(job, arguments.rounds, python, Path(folder))
+        if python is not None and arguments.pip_prompts:
+            steps[PIP_PEER] = pip_steps(job, arguments.pip_prompts, python)
     print_table(
         f"One update: {arguments.model}, {job.prompts} x {job.group_size} completions, {tokens} completion tokens",
         [("", "median s", "tokens/s", "this / ours", "all s"), *(update_row(who, update, tokens) for who in update)],
@@ -71,17 +93,17 @@ def main() -> None:
     print_table(
         f"One GRPO step: {arguments.model}, {job.prompts} problems x {job.group_size}, {job.max_tokens} tokens",
         [
-            ("", "median s", "this / ours", "tokens sampled", "trained on", "all s"),
-            *(step_row(who, steps) for who in steps),
+            ("", "problems", "median s", "tokens sampled", "trained on", "ms a token sampled", "this / ours", "all s"),
+            *(step_row(who, steps, arguments.pip_prompts if who == PIP_PEER else job.prompts) for who in steps),
         ],
     )
-    step = {who: found.seconds for who, found in steps.items()}
     print_figures(
         {
             "learner.cpu.tokens_per_second": tokens / median(update[OURS]),
             "learner.cpu.vs_mlx_lm_lora": slower(update, PEER),
-            "grpo_step.cpu.vs_mlx_lm_lora": slower(step, PEER),
-            "grpo_step.cpu.vs_naive": slower(step, NAIVE),
+            "grpo_step.cpu.vs_mlx_lm_lora": slower_per_token(steps, PIP_PEER),
+            "grpo_step.cpu.vs_mlx_lm_lora_same_blas": slower_per_token(steps, PEER),
+            "grpo_step.cpu.vs_naive": slower({who: found.seconds for who, found in steps.items()}, NAIVE),
         },
         device=blas_name(job),
     )
@@ -92,11 +114,11 @@ def update_row(who: str, update: Seconds, tokens: int) -> tuple[str, ...]:
     return who, f"{middle:.2f}", f"{tokens / middle:.0f}", f"{middle / median(update[OURS]):.2f}", listed(update[who])
 
 
-def step_row(who: str, steps: dict[str, Steps]) -> tuple[str, ...]:
+def step_row(who: str, steps: dict[str, Steps], problems: int) -> tuple[str, ...]:
     found = steps[who]
-    middle = median(found.seconds)
     tokens = f"{fmean(found.sampled):.0f}", f"{fmean(found.trained):.0f}"
-    return who, f"{middle:.2f}", f"{middle / median(steps[OURS].seconds):.2f}", *tokens, listed(found.seconds)
+    per_token = f"{found.seconds_per_token * 1000:.2f}", f"{slower_per_token(steps, who):.2f}"
+    return who, str(problems), f"{median(found.seconds):.2f}", *tokens, *per_token, listed(found.seconds)
 
 
 def listed(seconds: list[float]) -> str:
@@ -108,12 +130,17 @@ def slower(found: Seconds, who: str) -> float | None:
     return median(found[who]) / median(found[OURS]) if who in found else None
 
 
+def slower_per_token(steps: dict[str, Steps], who: str) -> float | None:
+    """How many times our seconds for a sampled token `who` needs, over whole steps."""
+    return steps[who].seconds_per_token / steps[OURS].seconds_per_token if who in steps else None
+
+
 def measure_updates(job: Job, rounds: int, python: str | None) -> Seconds:
     seconds: Seconds = defaultdict(list)
     for _ in range(rounds):
         seconds[OURS] += run_worker("update_speed", job)["seconds"]
         if python is not None:
-            seconds[PEER] += run_peer(job, python)["seconds"]
+            seconds[PEER] += run_peer(replace(job, rows=job.prompts), python, our_blas(job))["seconds"]
     return seconds
 
 
@@ -125,8 +152,17 @@ def measure_steps(job: Job, rounds: int, python: str | None, folder: Path) -> di
         naive = run_worker("naive_grpo", one, peer=True)
         steps[NAIVE].add(naive["seconds"], naive["tokens"], naive["trained"])
         if python is not None:
-            peer = run_peer(replace(one, samples=True), python)
+            peer = run_peer(replace(one, rows=job.prompts, samples=True), python, our_blas(job))
             steps[PEER].add(peer["seconds"], peer["tokens"], peer["tokens"])
+    return steps
+
+
+def pip_steps(job: Job, prompts: int, python: str) -> Steps:
+    """Steps of mlx-lm-lora with the BLAS of MLX's wheel on the first problems, as many rows at a time as before."""
+    fewer = replace(job, prompts=prompts, rows=job.prompts, repeats=PIP_STEPS, samples=True)
+    found = run_peer(fewer, python, {})
+    steps = Steps()
+    steps.add(found["seconds"], found["tokens"], found["tokens"])
     return steps
 
 
@@ -149,15 +185,19 @@ def our_steps(job: Job, folder: Path) -> tuple[list[float], list[float], list[fl
     return seconds, sampled, trained
 
 
-def run_peer(job: Job, python: str) -> dict[str, list[float]]:
-    """mlx-lm-lora with the BLAS that we use."""
-    report = load_blas(job.device)  # harmless here: this process never loads MLX, and it sets MKL_CBWR
-    variables = {"BENCH_BLAS_LIBRARY": str(report.path or ""), "PYTHONPATH": ""}
-    if "MKL_CBWR" in os.environ:
-        variables["MKL_CBWR"] = os.environ["MKL_CBWR"]
+def run_peer(job: Job, python: str, blas: dict[str, str]) -> dict[str, list[float]]:
+    """mlx-lm-lora with the variables in `blas`, `job.rows` completions at a time; without any: as pip installs it."""
     nano = Path(parallm.__file__).parent / "model" / "nano"
     model = str(nano) if job.model == "nano" else job.model
+    variables = {"BENCH_BLAS_LIBRARY": "", "PYTHONPATH": ""} | blas
     return run_worker("mlx_lm_lora_speed", replace(job, model=model), peer=True, python=python, environment=variables)
+
+
+def our_blas(job: Job) -> dict[str, str]:
+    """What makes a peer multiply matrices with our library."""
+    report = load_blas(job.device)  # harmless here: this process never loads MLX, and it sets MKL_CBWR
+    variables = {"BENCH_BLAS_LIBRARY": str(report.path or "")}
+    return variables | ({"MKL_CBWR": os.environ["MKL_CBWR"]} if "MKL_CBWR" in os.environ else {})
 
 
 if __name__ == "__main__":

@@ -69,9 +69,14 @@ BARS: Mapping[str, Bar] = {
     "engine.cpu.vs_batchgenerator": Bar(least=1.5, needs_model=True),
     "engine.cpu.vs_stock_mlx_lm": Bar(least=12, needs_model=True),
     "learner.cpu.vs_mlx_lm_lora": Bar(),
+    "grpo_step.cpu.vs_mlx_lm_lora": Bar(least=5, needs_model=True),
+    "grpo_step.cpu.vs_mlx_lm_lora_same_blas": Bar(),
     "grpo_step.cpu.vs_naive": Bar(least=2, needs_model=True),
     "oracle.worst_error": Bar(most=1e-6),
     "oracle.cases": Bar(least=31),
+    "presets.reached": Bar(least=10),
+    "presets.worst_accuracy": Bar(least=0.85),
+    "presets.control_accuracy": Bar(most=0.45),
     "publish.p99_ms": Bar(most=10),
     "publish.failed_requests": Bar(most=0),
     "serving.itl_p50_ratio_while_training": Bar(most=2),
@@ -100,7 +105,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles quickstart gsm8k parity engine learner serving offpolicy memory trl update grpo_gpu",
+        help="oracles presets quickstart gsm8k parity engine learner serving offpolicy memory trl update grpo_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -152,6 +157,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
     steps = ["trainer.steps=2", "trainer.evaluate_problems=64"] if arguments.quick else []
     found: dict[str, Callable[[], Figures]] = {
         "oracles": partial(script, "check_learner.py"),
+        "presets": partial(script, "check_learner.py", "--presets", *sized("grpo", "--seeds=1")),
         "parity": partial(script, "check_parity.py", *with_data, *sized("--tokens=1000", "--rounds=1")),
         "memory": partial(script, "check_memory.py", *with_data),
         "engine": partial(

@@ -1,7 +1,9 @@
 """Runs mlx-lm-lora's own `train_grpo` in its own environment and times what it does between two calls of its parts.
 
 Its sampling is replaced by the trajectories of the file, so that an iteration is exactly an update, unless the job says
-`samples`. Imports nothing of ours: it runs where parallm is not installed.
+`samples`. `rows` completions decode together and share a forward and backward pass; train_grpo itself takes the number
+of prompts for that, which is the same unless the job gives it fewer. Imports nothing of ours: it runs where parallm is
+not installed.
 """
 
 import json
@@ -31,7 +33,8 @@ def main() -> None:
     names = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
     linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": names})
     mx.eval(model.parameters())
-    groups = json.loads(Path(JOB["trajectories"]).read_text())
+    groups = json.loads(Path(JOB["trajectories"]).read_text())[: JOB["prompts"]]
+    set_rows(JOB["rows"])
     clock = Clock(groups, fixed=not JOB["samples"])
     grpo_trainer.generate_grpo = clock.wrap(grpo_trainer.generate_grpo)
     prompts = [(group[0]["prompt_tokens"], [0], str(place), "") for place, group in enumerate(groups)]
@@ -57,6 +60,16 @@ def pretend_metal() -> None:
         known["max_recommended_working_set_size"] = BYTES_TO_REPORT
         mx.device_info = lambda *_: known
         mx.set_wired_limit = lambda _: 0
+
+
+def set_rows(rows: int) -> None:
+    """Completions of one forward and backward pass, which train_grpo takes from the number of prompts in a step."""
+    differentiate = grpo_trainer._grpo_value_and_grad
+
+    def with_rows(value_and_grad: Any, model: nn.Module, _: int, **options: Any) -> Any:
+        return differentiate(value_and_grad, model, rows, **options)
+
+    grpo_trainer._grpo_value_and_grad = with_rows
 
 
 def arguments(num_prompts: int) -> Any:
@@ -98,6 +111,7 @@ class Clock:
     def wrap(self, sample: Any) -> Any:
         def timed(**options: Any) -> Any:
             self.stop()
+            options["batch_size"] = JOB["rows"]
             found = self.from_file(options["prompt_tokens"]) if self.fixed else sample(**options)
             self.tokens.append(sum(completion.size for completion in found[0]))
             return found
