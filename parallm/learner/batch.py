@@ -13,7 +13,7 @@ import numpy as np
 
 from parallm.learner.advantage import advantages
 from parallm.learner.objective import Objective, token_weight
-from parallm.learner.packing import Segment
+from parallm.learner.packing import Segment, padded_length
 from parallm.types import Trajectory, TrajectoryGroup
 
 MIXED = -1
@@ -200,27 +200,32 @@ def _shared_prompt(part: Part) -> tuple[np.ndarray, np.ndarray, Segment]:
     """Inputs of a prompt and its runs, and which of them predict the completion tokens."""
     inputs = [np.asarray(part.prompt, np.int32)]
     sources: list[np.ndarray] = []
+    runs: list[tuple[int, int]] = []
     start = len(part.prompt)
     for run in part.runs:
-        inputs_GT, length = _rectangle(run), run[0].length
+        inputs_GT = _rectangle(run)
+        length = inputs_GT.shape[1]
         inputs.append(inputs_GT.reshape(-1))
         for place, row in enumerate(run):
             first = start + place * length
             sources += [np.array([len(part.prompt) - 1]), np.arange(first, first + row.length)]
         start += inputs_GT.size
-    runs = tuple((len(run), run[0].length) for run in part.runs if run[0].length)
-    return np.concatenate(inputs), np.concatenate(sources), Segment(prompt=len(part.prompt), runs=runs)
+        if length:
+            runs.append((len(run), length))
+    return np.concatenate(inputs), np.concatenate(sources), Segment(prompt=len(part.prompt), runs=tuple(runs))
 
 
 def _one_row(part: Part) -> tuple[np.ndarray, np.ndarray, Segment]:
     """Nobody shares the prompt: to attention the row is one sequence, which has the faster kernels."""
     inputs_T = _whole(part.runs[0][0])
-    return inputs_T, np.arange(len(part.prompt) - 1, len(inputs_T)), Segment(prompt=len(inputs_T))
+    length = padded_length(len(inputs_T))
+    padded_T = np.pad(inputs_T, (0, length - len(inputs_T)))
+    return padded_T, np.arange(len(part.prompt) - 1, len(inputs_T)), Segment(prompt=length)
 
 
 def _rectangle(run: list[Row]) -> np.ndarray:
     """Inputs of the rows, the first of which is the longest."""
-    inputs_GT = np.zeros((len(run), run[0].length), np.int32)
+    inputs_GT = np.zeros((len(run), padded_length(run[0].length)), np.int32)
     for place, row in enumerate(run):
         inputs_GT[place, : row.length] = row.trajectory.tokens[:-1]
     return inputs_GT

@@ -21,6 +21,9 @@ Stages = list[list[mx.array]]
 """To be evaluated one after the other."""
 
 
+TILE = 64  # matrix products are fastest with a multiple of it
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Tokens whose logits exist together, and the hidden states that predict them."""
@@ -47,7 +50,8 @@ class Head:
 
     def __init__(self, model: SharedModel, chunk_bytes: int) -> None:
         self._model = model
-        self._chunk = max(1, chunk_bytes // (4 * model.vocabulary_size))
+        tokens = max(1, chunk_bytes // (model.dtype.size * model.vocabulary_size))
+        self._chunk = tokens if tokens < TILE else tokens // TILE * TILE
 
     def score(self, hidden_NH: mx.array, tokens_N: mx.array, temperature_N: mx.array) -> Scores:
         """Log-probs of `tokens_N` and entropies, float32, after temperature."""

@@ -21,6 +21,10 @@ from parallm.model.shared_model import SharedModel
 
 FUSED_LENGTH = 128
 """MLX's CUDA build differentiates attention without keeping the scores only for multiples of this many queries."""
+ALIGNED_TOKENS = 16
+"""cuBLAS takes slow kernels for products over a number of tokens that is not a multiple of 8."""
+CHEAP_PADDING = 32
+"""Copying rows around attention costs as much as a 32nd of their tokens (8B shape on an H200)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +121,15 @@ class _Rows:
 
 def packed_hidden(model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], view: View | None) -> mx.array:
     """Hidden states (M, hidden) of a flat sequence that `segments` describe."""
-    missing = LEAST_ROWS - inputs_M.size
-    if missing > 0:  # a product of fewer rows would round differently from the engine's
+    num_tokens = inputs_M.size
+    # a product of fewer rows than the engine's would round differently; a GPU's are slow unless their number is aligned
+    missing = max(LEAST_ROWS - num_tokens, -num_tokens % _aligned_tokens())
+    if missing > 0:
         inputs_M = mx.concatenate([inputs_M, mx.zeros((missing,), mx.int32)])
-        segments = [*segments, Segment(prompt=missing)]
+        segments = _lengthened(segments, missing)
     layer = PackedLayer(segments)
     hidden_M1H = model.hidden(inputs_M[:, None], [layer] * len(model.make_cache()), view)
-    return hidden_M1H[: hidden_M1H.shape[0] - max(0, missing), 0]
+    return hidden_M1H[:num_tokens, 0]
 
 
 def can_pack(model: SharedModel) -> bool:
@@ -146,8 +152,26 @@ def can_pack(model: SharedModel) -> bool:
         return False
 
 
+def padded_length(length: int) -> int:
+    """`length`, or the next one that a GPU's attention takes as it is, where that is hardly more tokens."""
+    longer = length + -length % _fused_length()
+    return longer if (longer - length) * CHEAP_PADDING <= length else length
+
+
 def _fused_length() -> int:
     return 1 if mx.default_device() == mx.Device(mx.cpu) else FUSED_LENGTH
+
+
+def _aligned_tokens() -> int:
+    return 1 if mx.default_device() == mx.Device(mx.cpu) else ALIGNED_TOKENS
+
+
+def _lengthened(segments: Sequence[Segment], missing: int) -> list[Segment]:
+    """`segments` and `missing` more tokens, which none of the others see."""
+    last = segments[-1] if segments else None
+    if last is None or last.runs:
+        return [*segments, Segment(prompt=missing)]
+    return [*segments[:-1], Segment(prompt=last.prompt + missing)]
 
 
 def _alike(segments: Sequence[Segment]) -> list[list[Segment]]:

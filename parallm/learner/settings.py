@@ -95,7 +95,7 @@ class LearnerSettings:
     max_gradient_norm: float = Field(default=1.0, gt=0)
     micro_batch_tokens: int = Field(default=1024, ge=16)
     """Tokens (padding included) of one forward and backward pass: the longest that decoding ever waits."""
-    head_chunk_bytes: int = Field(default=128 << 20, ge=1 << 16)
-    """Bytes of float32 logits that exist at the same time."""
+    head_chunk_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """Bytes of logits that exist at the same time."""
     engine_share: float = Field(default=0.5, ge=0, le=1)
     """Share of device seconds for the engine while serving traffic is live and an update is under way."""
