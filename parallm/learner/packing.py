@@ -20,7 +20,8 @@ from parallm.model.lora import View
 from parallm.model.shared_model import SharedModel
 
 FUSED_LENGTH = 128
-"""MLX's CUDA build differentiates attention without keeping the scores only for multiples of this many queries."""
+"""MLX's CUDA build differentiates attention without keeping the scores only for multiples of this many queries; over
+160 keys its gradient was seen to write where it should not."""
 ALIGNED_TOKENS = 16
 """cuBLAS takes slow kernels for products over a number of tokens that is not a multiple of 8."""
 CHEAP_PADDING = 32
@@ -107,16 +108,21 @@ class _Rows:
         """Each query sees the positions up to its own, which is counted from the last one back. (G, T, Q, D)."""
         length, positions = self.queries.shape[1], keys_GLHD.shape[1]
         mask: mx.array | str = "causal"
-        behind = 0
+        before = behind = 0
         if window is not None and window < positions:
             distance = mx.arange(positions - length, positions)[:, None] - mx.arange(positions)[None]
             mask = (distance >= 0) & (distance < window)
         else:
-            behind = -length % _fused_length()  # keys behind a row's own are seen by none of its queries
+            # keys behind a row's own are seen by none of its queries, and queries before them are not used
+            behind = -positions % _fused_length()
+            before = -(length + behind) % _fused_length()
+        queries = _padded(self.queries, before, behind)
         # heads come first only in how the arrays are read: nothing is copied for it
-        rows = [_padded(part, behind).swapaxes(1, 2) for part in (self.queries, keys_GLHD, values_GLHD)]
+        rows = [
+            part.swapaxes(1, 2) for part in (queries, _padded(keys_GLHD, 0, behind), _padded(values_GLHD, 0, behind))
+        ]
         found = attention(*rows, scale=scale, mask=mask, sinks=sinks).swapaxes(1, 2)
-        return found[:, :length] if behind else found
+        return found[:, before : before + length] if before or behind else found
 
 
 def packed_hidden(model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], view: View | None) -> mx.array:
@@ -196,7 +202,7 @@ def _stacked(flat_MHD: mx.array, lengths: Sequence[int]) -> mx.array:
     if len(set(lengths)) == 1:
         return flat_MHD.reshape(len(lengths), -1, *flat_MHD.shape[1:])
     rows = mx.split(flat_MHD, list(accumulate(lengths))[:-1])
-    return mx.concatenate([_padded(row[None], max(lengths) - len(row)) for row in rows])
+    return mx.concatenate([_padded(row[None], 0, max(lengths) - len(row)) for row in rows])
 
 
 def _unstacked(rows_GTHD: mx.array, lengths: Sequence[int]) -> mx.array:
@@ -206,11 +212,11 @@ def _unstacked(rows_GTHD: mx.array, lengths: Sequence[int]) -> mx.array:
     return mx.concatenate([row[:length] for row, length in zip(rows_GTHD, lengths, strict=True)])
 
 
-def _padded(rows_GTHD: mx.array, behind: int) -> mx.array:
-    if not behind:
-        return rows_GTHD
-    shape = (rows_GTHD.shape[0], behind, *rows_GTHD.shape[2:])
-    return mx.concatenate([rows_GTHD, mx.zeros(shape, rows_GTHD.dtype)], axis=1)
+def _padded(rows_GTHD: mx.array, before: int, behind: int) -> mx.array:
+    shapes = [(rows_GTHD.shape[0], count, *rows_GTHD.shape[2:]) for count in (before, behind)]
+    zeros = [mx.zeros(shape, rows_GTHD.dtype) if shape[1] else None for shape in shapes]
+    parts = [part for part in (zeros[0], rows_GTHD, zeros[1]) if part is not None]
+    return mx.concatenate(parts, axis=1) if len(parts) > 1 else rows_GTHD
 
 
 def _behind(shared_1PHD: mx.array, own_GTHD: mx.array) -> mx.array:
