@@ -1,7 +1,8 @@
 """Speed and memory of an update on a GPU: ours, mlx-lm's LoRA training code, and PyTorch with PEFT.
 
 The same shape with random weights, bfloat16, LoRA of rank 16 on all linear layers, one optimizer step. Tokens per
-second count every row's prompt and completion. Each trainer runs with the pass size that suits it best of those tried.
+second count every row's prompt and completion. Ours runs with its defaults, each peer with the pass size that suits it
+best of those tried.
 Sharing: groups of 8 with prompts as long as completions, against the same rows with a prompt of their own each.
 """
 
@@ -22,6 +23,7 @@ SCRIPTS = Path(__file__).parent
 OURS, MLX_LM, TORCH = "update_shape", "mlx_lm_update_shape", "torch_update_shape"
 NAMES = {OURS: "parallm", MLX_LM: "mlx-lm", TORCH: "PyTorch + PEFT"}
 HEAD_TOKENS, HEAD_VOCABULARY = 4096, 151_936
+DEFAULT = 0
 Found = dict[str, Any]
 
 
@@ -30,7 +32,7 @@ def main() -> None:
     parser.add_argument("--shape", default="8b", choices=sorted(SHAPES))
     parser.add_argument("--rows", type=int, default=16, help="of 1024 tokens (default: %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="of a row, half of it prompt (default: %(default)s)")
-    parser.add_argument("--passes", type=int, nargs="*", default=[1, 2, 4, 8], help="rows of a pass to try")
+    parser.add_argument("--passes", type=int, nargs="*", default=[1, 2, 4, 8], help="rows of a peer's pass to try")
     parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch and peft")
     parser.add_argument("--only", nargs="*", default=[OURS, MLX_LM, TORCH], help="workers to run")
     arguments = parser.parse_args()
@@ -40,7 +42,8 @@ def main() -> None:
     )
     pythons = {TORCH: arguments.torch_python}
     best = {
-        worker: best_of(worker, job, arguments.passes, pythons.get(worker, sys.executable)) for worker in arguments.only
+        worker: best_of(worker, job, passes_of(worker, arguments.passes), pythons.get(worker, sys.executable))
+        for worker in arguments.only
     }
     figures: dict[str, float | None] = {}
     rows: list[tuple[str, ...]] = [("", "tokens/s", "median s", "peak GB", "rows of a pass")]
@@ -51,7 +54,7 @@ def main() -> None:
             if peer := best.get(worker):
                 figures[name] = seconds_of(peer) / seconds_of(ours)
         shared_job = replace(job, groups=job.groups // 8, group_size=8)
-        shared = best_of(OURS, shared_job, arguments.passes, sys.executable)
+        shared = best_of(OURS, shared_job, passes_of(OURS, arguments.passes), sys.executable)
         if shared:
             rows.append(update_row("parallm, prompts shared by 8", shared_job, shared))
             figures["update.prompt_sharing_gain"] = seconds_of(ours) / seconds_of(shared)
@@ -70,12 +73,19 @@ def best_of(worker: str, job: UpdateJob, passes: Sequence[int], python: str) -> 
     """The fastest run; passes that do not fit into memory are left out."""
     found: list[Found] = []
     for rows in passes:
-        # ours counts tokens, and a shared prompt once
-        micro_batch = rows * (job.prompt + job.completion) if worker == OURS else rows
-        if result := run(worker, replace(job, micro_batch=micro_batch).dump(), python):
+        if result := run(worker, replace(job, micro_batch=rows).dump(), python):
             found.append(result | {"rows": rows})
-            print(f"  {NAMES[worker]}: passes of {rows}: {seconds_of(result):.2f} s", flush=True)
+            print(f"  {NAMES[worker]}: passes of {shown(rows)}: {seconds_of(result):.2f} s", flush=True)
     return min(found, key=seconds_of) if found else None
+
+
+def passes_of(worker: str, passes: Sequence[int]) -> Sequence[int]:
+    """Rows of a pass to try; DEFAULT leaves it to the trainer."""
+    return [DEFAULT] if worker == OURS else passes
+
+
+def shown(rows: int) -> str:
+    return "default" if rows == DEFAULT else str(rows)
 
 
 def run(worker: str, argument: str, python: str) -> Found | None:
@@ -96,7 +106,7 @@ def seconds_of(found: Found) -> float:
 def update_row(who: str, job: UpdateJob, found: Found) -> tuple[str, ...]:
     peak = f"{found['peak_gb']:.1f}" if found["peak_gb"] else "-"
     seconds = seconds_of(found)
-    return who, f"{job.tokens / seconds:.0f}", f"{seconds:.2f}", peak, str(found["rows"])
+    return who, f"{job.tokens / seconds:.0f}", f"{seconds:.2f}", peak, shown(found["rows"])
 
 
 if __name__ == "__main__":

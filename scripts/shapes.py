@@ -59,7 +59,7 @@ class UpdateJob:
     prompt: int
     completion: int
     micro_batch: int
-    """Tokens of a pass (ours), rows of a pass (peers)."""
+    """Tokens of a pass (ours; 0: its default), rows of a pass (peers)."""
     repeats: int = 3
 
     @property

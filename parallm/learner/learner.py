@@ -14,6 +14,7 @@ from parallm.learner.batch import MicroBatch, make_micro_batches
 from parallm.learner.faults import Faults
 from parallm.learner.flat import Arrays
 from parallm.learner.kl import kl_k3
+from parallm.learner.memory import checkpoints_layers, pass_tokens
 from parallm.learner.optimizer import learning_rate
 from parallm.learner.packing import can_pack
 from parallm.learner.policy_gradient import PassResult, PolicyGradient, TokenStatistics
@@ -88,8 +89,14 @@ class Learner:
         self._total_steps = total_steps
         self._seed = seed
         self._versions = Versions(start, settings, total_steps)
+        self._budget = pass_tokens(settings)
         self._gradient = PolicyGradient(
-            model, lanes, self._objective, chunk_bytes=settings.head_chunk_bytes, dropout=start.dropout
+            model,
+            lanes,
+            self._objective,
+            chunk_bytes=settings.head_chunk_bytes,
+            dropout=start.dropout,
+            checkpoints=checkpoints_layers(settings, model, self._budget * lanes.width),
         )
 
     @property
@@ -150,7 +157,7 @@ class Learner:
             groups,
             self._objective,
             max_tokens=max_tokens,
-            budget=self._settings.micro_batch_tokens,
+            budget=self._budget,
             lanes=self._lanes.width,
             packs=self._packs,
         )

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch
+from parallm.learner.checkpointing import checkpointed
 from parallm.learner.flat import Arrays
 from parallm.learner.head import Head, Scores, Stages
 from parallm.learner.loss import LossInputs, is_clipped, objective_loss
@@ -54,9 +55,17 @@ class PolicyGradient:
     """The model part of an update. Holds no state between calls."""
 
     def __init__(
-        self, model: SharedModel, lanes: Lanes, objective: Objective, *, chunk_bytes: int, dropout: float
+        self,
+        model: SharedModel,
+        lanes: Lanes,
+        objective: Objective,
+        *,
+        chunk_bytes: int,
+        dropout: float,
+        checkpoints: bool,
     ) -> None:
         self._model = model
+        self._checkpoints = checkpoints
         self._lanes = lanes
         self._objective = objective
         self._dropout = dropout
@@ -67,7 +76,8 @@ class PolicyGradient:
 
         def surrogate(traced: Arrays) -> tuple[mx.array, Any]:
             view = training_view(traced, scaling, self._dropout, key)
-            hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
+            with checkpointed(self._model, self._checkpoints):
+                hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
             pairs = list(zip(hidden, batches, strict=True))
             found = self._lanes.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
             # d(sum hidden x gradient) / d(arrays) is the chain rule with the head's part already done

@@ -13,8 +13,10 @@ import numpy as np
 
 from parallm.device.lanes import Lanes
 from parallm.errors import AdapterNotFinite
+from parallm.learner.checkpointing import checkpointed
 from parallm.learner.faults import Faults
 from parallm.learner.flat import Arrays
+from parallm.learner.memory import checkpoints_layers, pass_tokens
 from parallm.learner.optimizer import learning_rate
 from parallm.learner.packing import can_pack
 from parallm.learner.pairs import to_prompted
@@ -73,6 +75,8 @@ class RewardLearner:
         self._total_steps = total_steps
         self._seed = seed
         self._packs = can_pack(model)
+        self._budget = pass_tokens(settings)
+        self._checkpoints = checkpoints_layers(settings, model, self._budget * lanes.width)
         self._versions = Versions(start, settings, total_steps)
 
     @property
@@ -107,8 +111,7 @@ class RewardLearner:
 
     def scorer(self) -> RewardScorer:
         """Scores with the version that is the newest now."""
-        budget = self._settings.micro_batch_tokens
-        return RewardScorer(self._model, self._lanes, self.adapter, budget=budget, packs=self._packs)
+        return RewardScorer(self._model, self._lanes, self.adapter, budget=self._budget, packs=self._packs)
 
     def optimizer_state(self) -> Arrays:
         return self._versions.optimizer_state()
@@ -128,7 +131,7 @@ class RewardLearner:
         sizes = [item.num_tokens for item in items]
         return [
             PairBatch(items=tuple(items[place] for place in one), margins=tuple(margins[place] for place in one))
-            for one in make_passes(sizes, self._settings.micro_batch_tokens, self._lanes.width)
+            for one in make_passes(sizes, self._budget, self._lanes.width)
         ]
 
     def _gradient(
@@ -138,7 +141,8 @@ class RewardLearner:
 
         def loss_of(traced: Arrays) -> tuple[mx.array, list[mx.array]]:
             view = training_view(traced, scaling, self.adapter.dropout, key)
-            scores = self._lanes.run(lambda batch: self._scores(batch, view, traced[REWARD_HEAD]), batches)
+            with checkpointed(self._model, self._checkpoints):
+                scores = self._lanes.run(lambda batch: self._scores(batch, view, traced[REWARD_HEAD]), batches)
             losses = self._lanes.run(lambda pair: weight * self._loss(*pair), list(zip(batches, scores, strict=True)))
             return sum(losses[1:], losses[0]), scores
 

@@ -1,6 +1,6 @@
 """Settings of the learner. The defaults are DAPO's loss on strictly on-policy batches."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -93,8 +93,12 @@ class LearnerSettings:
     epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_gradient_norm: float = Field(default=1.0, gt=0)
-    micro_batch_tokens: int = Field(default=1024, ge=16)
-    """Tokens (padding included) of one forward and backward pass: the longest that decoding ever waits."""
+    micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
+    """Tokens (padding included) of one forward and backward pass: the longest that decoding ever waits. `auto`: 1,024
+    on a CPU, 5,120 on a GPU."""
+    checkpoint_layers: Literal["auto", "all", "none"] = "auto"
+    """Compute each layer again in the backward instead of keeping it. `auto`: where a pass would need more than half
+    of the memory that the base leaves."""
     head_chunk_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Bytes of logits that exist at the same time."""
     engine_share: float = Field(default=0.5, ge=0, le=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from parallm.checkpoint.chosen_adapter import find_adapter
 from parallm.device.lanes import Lanes
 from parallm.device.thread import DeviceThread
+from parallm.learner.memory import pass_tokens
 from parallm.learner.packing import can_pack
 from parallm.learner.pairs import Pair, Pairs, to_group
 from parallm.learner.reward_learner import RewardLearner
@@ -80,7 +81,7 @@ async def open_reward_model(
 
     def make() -> RewardScorer:
         adapter = read_reward_model(folder, model)
-        return RewardScorer(model, lanes, adapter, budget=learner.micro_batch_tokens, packs=can_pack(model))
+        return RewardScorer(model, lanes, adapter, budget=pass_tokens(learner), packs=can_pack(model))
 
     scorer = await asyncio.wrap_future(device.call(make))
     return RewardModel(rate=partial(_rate, device, scorer), weight=settings.weight, tokenizer=model.tokenizer)

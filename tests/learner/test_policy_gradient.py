@@ -11,6 +11,7 @@ import pytest
 from parallm.device.lanes import Lanes
 from parallm.learner.advantage import advantages
 from parallm.learner.batch import make_micro_batches
+from parallm.learner.checkpointing import checkpointed
 from parallm.learner.loss import LossInputs, objective_loss
 from parallm.learner.objective import Objective, token_weight
 from parallm.learner.policy_gradient import PolicyGradient
@@ -18,7 +19,7 @@ from parallm.learner.preparation import Prepared, prepare
 from parallm.learner.presets import PRESETS
 from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
-from parallm.model.lora import one_adapter
+from parallm.model.lora import Scaling, initial_arrays, one_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.types import TrajectoryGroup
 
@@ -114,9 +115,13 @@ def chunked(
     budget: int = 2048,
     packs: bool = True,
     chunk_bytes: int = 1 << 20,
+    dropout: float = 0.0,
+    checkpoints: bool = False,
 ) -> tuple[float, Arrays]:
     """Loss and gradient as an update computes them."""
-    gradient = PolicyGradient(model, lanes, objective, chunk_bytes=chunk_bytes, dropout=0.0)
+    gradient = PolicyGradient(
+        model, lanes, objective, chunk_bytes=chunk_bytes, dropout=dropout, checkpoints=checkpoints
+    )
     scaling = scaling_of(adapter, model)
     batches = finished(
         prepare(
@@ -182,6 +187,7 @@ def test_the_gradient_is_that_of_plain_differentiation(
         {"budget": 100_000},
         {"packs": False},
         {"chunk_bytes": 8 * 4 * 385},
+        {"checkpoints": True},
     ],
     ids=str,
 )
@@ -195,6 +201,40 @@ def test_the_gradient_does_not_depend_on_how_the_work_is_cut(
     model = load_tiny("qwen3")
     adapter = make_start(model)
     assert_close(chunked(model, lanes, adapter, groups, **choice), chunked(model, lanes, adapter, groups))
+
+
+def test_checkpointed_layers_drop_the_same_inputs_again(
+    load_tiny: Callable[[str], SharedModel],
+    lanes: Lanes,
+    make_start: Callable[..., Adapter],
+    groups: list[TrajectoryGroup],
+) -> None:
+    model = load_tiny("qwen3")
+    adapter = make_start(model)
+    kept, again = (
+        chunked(model, lanes, adapter, groups, dropout=0.3, checkpoints=checkpoints) for checkpoints in (False, True)
+    )
+    assert_close(again, kept)
+    assert chunked(model, lanes, adapter, groups)[0] != kept[0]
+
+
+def test_checkpointed_layers_keep_less(nano: SharedModel, lanes: Lanes) -> None:
+    arrays = initial_arrays(nano.sites, 4, mx.random.key(0))
+    scaling = Scaling(dict.fromkeys(nano.sites, 2.0), {})
+    tokens = mx.arange(900)[None] % 50
+
+    def peak(checkpoints: bool) -> int:
+        def total(arrays: Arrays) -> mx.array:
+            with checkpointed(nano, checkpoints):
+                return nano.hidden(tokens, None, one_adapter(arrays, scaling)).sum()
+
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(mx.grad(total)(arrays))
+        return mx.get_peak_memory() - before
+
+    assert peak(True) < 0.75 * peak(False)
 
 
 def test_the_gradient_does_not_depend_on_the_number_of_lanes(
