@@ -192,7 +192,7 @@ class AdapterCard:
     rank: int
     alpha: float
     aliases: tuple[str, ...]
-    sha256: str
+    digest: str
     num_running: int
     """Sequences that use this version now."""
     is_served: bool

@@ -36,7 +36,7 @@ class Adapter:
     """Module paths of the sites, sorted, e.g. "model.layers.0.self_attn.q_proj"."""
     arrays: Mapping[str, mx.array]
     """`{site}.lora_a` (inputs, rank), `.lora_b` (rank, outputs), for DoRA `.m` (outputs,), and REWARD_HEAD; float32."""
-    sha256: str
+    digest: str
     """Digest of the arrays alone: equal for equal weights, whatever their version."""
 
     @property
@@ -96,7 +96,7 @@ def make_adapter(
         dropout=float(dropout),
         targets=targets,
         arrays=MappingProxyType(single),
-        sha256=arrays_digest(single),
+        digest=arrays_digest(single),
     )
 
 

@@ -50,7 +50,7 @@ def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
     if adapter.ranks or adapter.alphas:
         rank, scale = config["lora_parameters"]["rank"], config["lora_parameters"]["scale"]
         arrays = evened(adapter, rank, scale)
-        metadata |= {"alpha": repr(scale * rank), "rslora": "", "sha256": arrays_digest(arrays)}
+        metadata |= {"alpha": repr(scale * rank), "rslora": "", "digest": arrays_digest(arrays)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_arrays(folder / MLX_WEIGHTS, arrays, metadata)
 
@@ -120,7 +120,7 @@ def read_adapter(
         )
     except (AdapterError, ValueError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be used: {error}") from error
-    if known.get("sha256", adapter.sha256) != adapter.sha256:
+    if known.get("digest", adapter.digest) != adapter.digest:
         raise AdapterError(f"the adapter in {folder} is damaged: its arrays are not those that were saved")
     return adapter
 
@@ -266,5 +266,5 @@ def _metadata(adapter: Adapter) -> dict[str, str]:
         "step": str(adapter.step),
         "alpha": repr(adapter.alpha),
         "rslora": "yes" if adapter.rslora else "",
-        "sha256": adapter.sha256,
+        "digest": adapter.digest,
     }

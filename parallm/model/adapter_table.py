@@ -165,7 +165,7 @@ class _Entry:
             rslora=adapter.rslora,
             is_dora=adapter.is_dora,
             aliases=view.aliases_of((adapter.name, adapter.version)),
-            sha256=adapter.sha256,
+            digest=adapter.digest,
             num_running=self.num_running,
             is_served=view.served.get(adapter.name) == adapter.version,
         )

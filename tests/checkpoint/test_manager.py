@@ -56,7 +56,7 @@ def test_auto_resumes_from_the_newest_checkpoint(make_state: MakeState, tmp_path
         manager(tmp_path).save(make_state(step))
     loaded = manager(tmp_path).load("auto")
     assert loaded is not None
-    assert (loaded.step, loaded.adapter.sha256) == (100, make_state(100).adapter.sha256)
+    assert (loaded.step, loaded.adapter.digest) == (100, make_state(100).adapter.digest)
 
 
 def test_auto_finds_nothing_in_a_new_folder(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_a_process_killed_while_saving_leaves_a_good_checkpoint(
     kill_after(milliseconds / 1000, source, run)
     loaded = manager(run).load("auto")
     assert loaded is not None
-    assert loaded.adapter.sha256 == make_state(1).adapter.sha256
+    assert loaded.adapter.digest == make_state(1).adapter.digest
     assert [name for name in names(run) if not name.startswith("step_")] == []
 
 

@@ -104,7 +104,7 @@ def test_what_is_not_finite_changes_nothing_and_is_traced_to_its_trajectory(
     assert (report.version, learner.adapter, moments_of(learner)) == (before.version, before, moments)
     for each in (learner, untroubled):
         assert update(each, groups, step=2).skipped is None
-    assert learner.adapter.sha256 == untroubled.adapter.sha256
+    assert learner.adapter.digest == untroubled.adapter.digest
 
 
 def test_a_reward_that_is_not_finite_costs_no_forward_pass(
@@ -208,11 +208,11 @@ def test_rolling_back_undoes_the_newest_update_under_a_new_number(
     assert learner.adapter.version == 5
     restored = learner.roll_back()
     assert restored is learner.adapter
-    assert (restored.version, restored.parent, restored.sha256) == (6, 4, twin.adapter.sha256)
+    assert (restored.version, restored.parent, restored.digest) == (6, 4, twin.adapter.digest)
     assert moments_of(learner) == moments_of(twin)
     for each in trained:
         update(each, groups, step=2)
-    assert learner.adapter.sha256 == twin.adapter.sha256
+    assert learner.adapter.digest == twin.adapter.digest
     assert (learner.adapter.version, learner.adapter.parent) == (7, 6)
 
 
@@ -230,7 +230,7 @@ def test_a_restored_learner_rolls_back_to_what_it_was_restored_to(
     learner, twin = trained
     learner.restore(twin.adapter, twin.optimizer_state())
     update(learner, groups, step=1)
-    assert learner.roll_back().sha256 == twin.adapter.sha256
+    assert learner.roll_back().digest == twin.adapter.digest
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -61,7 +61,7 @@ def test_an_update_makes_the_next_version_and_leaves_the_old_one_alone(
     new = learner.adapter
     assert (new.version, new.parent, new.step) == (4, 3, 5)
     assert (report.version, report.step, report.skipped) == (4, 4, None)
-    assert new.sha256 != old.sha256
+    assert new.digest != old.digest
     assert {name: array.tolist() for name, array in old.arrays.items()} == before
     assert (new.rank, new.alpha, new.targets) == (old.rank, old.alpha, old.targets)
 
@@ -70,7 +70,7 @@ def test_the_same_update_gives_the_same_adapter(make_learner: MakeLearner, group
     one, other = make_learner(), make_learner()
     for step in range(2):
         assert replace(update(one, groups, step), seconds=0) == replace(update(other, groups, step), seconds=0)
-    assert one.adapter.sha256 == other.adapter.sha256
+    assert one.adapter.digest == other.adapter.digest
 
 
 def test_the_size_of_micro_batches_does_not_change_the_report(
@@ -87,8 +87,8 @@ def test_an_update_can_be_interrupted_between_its_micro_batches(
 ) -> None:
     learner = make_learner(micro_batch_tokens=16)
     units = learner.update(groups, step=0, max_tokens=40)
-    before = learner.adapter.sha256
-    kinds = [(type(unit), learner.adapter.sha256 == before) for unit in units]
+    before = learner.adapter.digest
+    kinds = [(type(unit), learner.adapter.digest == before) for unit in units]
     assert len(kinds) > 2
     assert kinds[:-1] == [(type(None), True)] * (len(kinds) - 1)
     assert kinds[-1] == (UpdateReport, False)
@@ -219,9 +219,9 @@ def test_no_groups_at_all_change_nothing(make_learner: MakeLearner) -> None:
 
 def test_a_learning_rate_of_zero_keeps_the_weights(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
     learner = make_learner(learning_rate=0.0)
-    before = learner.adapter.sha256
+    before = learner.adapter.digest
     assert update(learner, groups).skipped is None
-    assert learner.adapter.sha256 == before
+    assert learner.adapter.digest == before
 
 
 def test_updates_make_what_was_rewarded_more_likely(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
@@ -237,7 +237,7 @@ def test_dropout_trains_and_follows_from_seed_and_step(
         learner = make_learner(dropout, seed)
         assert update(learner, groups, step).skipped is None
         assert learner.adapter.dropout == pytest.approx(dropout)
-        return learner.adapter.sha256
+        return learner.adapter.digest
 
     same = adapter_after(0.2)
     assert adapter_after(0.2) == same
@@ -252,7 +252,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(make_learner: MakeLearner, group
     for step in range(2, 4):
         update(learner, groups, step)
         update(restored, groups, step)
-    assert learner.adapter.sha256 == restored.adapter.sha256
+    assert learner.adapter.digest == restored.adapter.digest
 
 
 def test_the_gradient_is_clipped_to_its_largest_norm(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:

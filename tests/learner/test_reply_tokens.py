@@ -59,7 +59,7 @@ def test_log_probs_of_reply_tokens_change_nothing(
     zero, zero_report = update([with_reply(group, logprobs=(0.0,) * 5)], preset)
     other, other_report = update([with_reply(group, logprobs=(logprob,) * 5)], preset)
     assert zero_report.skipped is None
-    assert zero.sha256 == other.sha256
+    assert zero.digest == other.digest
     assert replace(zero_report, seconds=0) == replace(other_report, seconds=0)
     assert zero_report.num_tokens == 14 - 6 + 2 + 5  # five of the reply, and one more masked in each row
 
@@ -69,7 +69,7 @@ def test_tokens_of_a_reply_are_still_read(
 ) -> None:
     group = make_group(1, (14, 3, 6), (1.0, 0.0, 0.25))
     one, other = (update([with_reply(group, tokens=tokens)])[0] for tokens in ((9,) * 5, (11,) * 5))
-    assert one.sha256 != other.sha256
+    assert one.digest != other.digest
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -81,7 +81,7 @@ def test_a_trajectory_without_a_trained_token_moves_nothing_but_the_mean(
     group = replace(group, trajectories=(masked, *group.trajectories[1:]))
     adapter, report = update([group], preset)
     other = replace(masked, tokens=tuple(reversed(masked.tokens)), logprobs=(0.0,) * 12)
-    assert update([replace(group, trajectories=(other, *group.trajectories[1:]))], preset)[0].sha256 == adapter.sha256
+    assert update([replace(group, trajectories=(other, *group.trajectories[1:]))], preset)[0].digest == adapter.digest
     assert (report.skipped, report.num_tokens) == (None, 2 + 5)
 
 

@@ -206,7 +206,7 @@ def test_a_roll_back_brings_the_weights_before_the_newest_update_under_a_new_num
     first = learner.adapter
     update(learner, groups, 1)
     back = learner.roll_back()
-    assert (back.sha256, back.version, back.parent) == (first.sha256, 3, 1)
+    assert (back.digest, back.version, back.parent) == (first.digest, 3, 1)
 
 
 def scores_with(learner: RewardLearner, items: list[Prompted]) -> list[float]:

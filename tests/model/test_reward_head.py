@@ -39,7 +39,7 @@ def test_a_new_head_makes_version_0_of_a_reward_model_and_leaves_the_rest(nano: 
     assert float(mx.std(made.arrays[REWARD_HEAD]).item()) == pytest.approx(128**-0.5, rel=0.3)
     assert (made.version, made.parent, made.targets) == (0, None, policy.targets)
     assert all((made.arrays[name] == array).all().item() for name, array in policy.arrays.items())
-    assert made.sha256 == with_reward_head(policy, nano, 5).sha256 != with_reward_head(policy, nano, 6).sha256
+    assert made.digest == with_reward_head(policy, nano, 5).digest != with_reward_head(policy, nano, 6).digest
     assert with_reward_head(made, nano, 6) is made
 
 
@@ -47,8 +47,8 @@ def test_a_new_head_makes_version_0_of_a_reward_model_and_leaves_the_rest(nano: 
 def test_a_reward_model_comes_back_from_disk_as_it_was(nano: SharedModel, tmp_path: Path, form: dict[str, Any]) -> None:
     made = with_reward_head(policy_of(nano, **form), nano, 5)
     found = read_reward_model(write(made, tmp_path, nano), nano)
-    assert (found.sha256, found.version, found.targets, found.scales) == (
-        made.sha256,
+    assert (found.digest, found.version, found.targets, found.scales) == (
+        made.digest,
         made.version,
         made.targets,
         made.scales,
@@ -85,7 +85,7 @@ def test_a_reward_model_of_another_base_is_refused(nano: SharedModel, load_tiny:
 def test_a_run_with_more_sites_has_the_same_base(nano: SharedModel, tmp_path: Path) -> None:
     narrow = load_shared_model(ModelSettings(lora=LoraSettings(targets=("q_proj",))))
     made = with_reward_head(policy_of(narrow), narrow, 5)
-    assert read_reward_model(write(made, tmp_path, narrow), nano).sha256 == made.sha256
+    assert read_reward_model(write(made, tmp_path, narrow), nano).digest == made.digest
 
 
 def test_one_from_elsewhere_is_taken_by_its_shapes_with_a_warning(

@@ -135,7 +135,7 @@ def card(version: int, *aliases: str) -> AdapterCard:
         rank=8,
         alpha=16.0,
         aliases=aliases,
-        sha256="00",
+        digest="00",
         num_running=0,
         is_served="best" not in aliases,
     )

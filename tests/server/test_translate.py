@@ -82,7 +82,7 @@ def card(name: str, version: int, *aliases: str) -> AdapterCard:
         rank=8,
         alpha=8.0,
         aliases=aliases,
-        sha256="",
+        digest="",
         num_running=0,
         is_served="best" not in aliases,
     )

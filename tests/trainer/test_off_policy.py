@@ -59,7 +59,7 @@ def test_in_turns_a_run_is_the_plain_loop_bit_for_bit(
     train(folder="plain", trainer={"steps": 3})
     rows = rows_of(tmp_path / "run", "samples.jsonl")
     assert sorted(sampled) == sorted((row["problem_id"], row["completion"], row["reward"]) for row in rows)
-    assert newest_state(tmp_path / "run").adapter.sha256 == newest_state(tmp_path / "plain").adapter.sha256
+    assert newest_state(tmp_path / "run").adapter.digest == newest_state(tmp_path / "plain").adapter.digest
 
 
 @pytest.mark.parametrize("switches", [False, True])

@@ -37,8 +37,8 @@ def test_policies_trained_together_become_what_they_become_alone(train: Train, t
         train(folder=f"only_{name}", **parts, trainer=settings | own.get("trainer", {}))
         together, alone = newest_state(tmp_path / "run" / name), newest_state(tmp_path / f"only_{name}")
         assert (together.adapter.name, together.version) == (name, alone.version)
-        assert together.adapter.sha256 == alone.adapter.sha256
-        assert read_adapter(tmp_path / "run" / name / "adapter").sha256 == together.adapter.sha256
+        assert together.adapter.digest == alone.adapter.digest
+        assert read_adapter(tmp_path / "run" / name / "adapter").digest == together.adapter.digest
 
 
 def test_policies_that_were_interrupted_go_on(train: Train, tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_policies_that_were_interrupted_go_on(train: Train, tmp_path: Path) -> N
     for name in ("poet", "coder"):
         states = [newest_state(tmp_path / folder / name) for folder in ("run", "whole")]
         assert states[0].step == 2
-        assert states[0].adapter.sha256 == states[1].adapter.sha256
+        assert states[0].adapter.digest == states[1].adapter.digest
 
 
 def test_each_policy_waits_for_its_own_evaluations_before_it_is_served(train: Train, tmp_path: Path) -> None:

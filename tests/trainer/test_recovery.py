@@ -55,8 +55,8 @@ def test_after_three_faults_in_a_row_the_newest_update_is_undone_and_training_go
     assert [row["guard/rollbacks"] for row in rows_of(folder)] == [0, 0, 0, 0, 1, 1, 1]
     assert rows_of(folder)[6]["guard/skipped_reward"] == 3
     adapters = [adapter_after(folder, step) for step in (1, 2, 3, 4, 5, 7)]
-    assert adapters[1].sha256 == adapters[2].sha256 == adapters[3].sha256
-    assert adapters[4].sha256 == adapters[0].sha256
+    assert adapters[1].digest == adapters[2].digest == adapters[3].digest
+    assert adapters[4].digest == adapters[0].digest
     assert [(one.version, one.parent) for one in adapters] == [(1, 0), (2, 1), (2, 1), (2, 1), (3, 1), (4, 3)]
     assert "step 5: rolled back from version 2 to the weights of version 1, which are version 3 now" in caplog.text
 
@@ -143,7 +143,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_the_run_goes_on(
     settings: dict[str, Any] = {"rollout": PLAIN, "trainer": {"steps": 3}, "checkpoint": {"keep": 9}}
     assert train(learner={"micro_batch_tokens": 4096}, **settings) == 0
     first, second, third = (adapter_after(tmp_path / "run", step) for step in (1, 2, 3))
-    assert first.sha256 == second.sha256 != third.sha256
+    assert first.digest == second.digest != third.digest
     assert rows_of(tmp_path / "run")[2]["guard/skipped_gradient"] == 1
     assert "step 2: nothing was changed: the gradient is not finite" in caplog.text
 
@@ -201,7 +201,7 @@ def test_clients_get_a_version_once_an_evaluation_has_found_it_good_enough(
     assert "version 1 is not served: its held-out accuracy is 30.0%, the best was 50.0%" in caplog.text
     assert "(trainer.publish_margin=0.1); policy stays the base" in caplog.text
     assert "version 4 is not served: its held-out accuracy is 75.0%, the best was 90.0%" in caplog.text
-    assert read_adapter(tmp_path / "run" / "adapter").sha256 == adapter_after(tmp_path / "run", 3).sha256
+    assert read_adapter(tmp_path / "run" / "adapter").digest == adapter_after(tmp_path / "run", 3).digest
     assert {row["step"] for row in rows_of(tmp_path / "run")} == {1, 2, 3, 4}
 
 

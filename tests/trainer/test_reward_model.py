@@ -114,7 +114,7 @@ def test_a_resumed_run_is_the_same_run(train: Train, data: str, tmp_path: Path) 
     train(folder="parts", trainer={"steps": 2}, **parts)
     train(folder="parts", trainer={"steps": 4}, checkpoint={"resume": "auto"}, **parts)
     assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
-    hashes = {read_adapter(tmp_path / folder / "adapter").sha256 for folder in ("whole", "parts")}
+    hashes = {read_adapter(tmp_path / folder / "adapter").digest for folder in ("whole", "parts")}
     assert len(hashes) == 1
 
 
