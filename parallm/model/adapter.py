@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from parallm.model.adapter_arrays import REWARD_HEAD, arrays_digest, check_arrays, check_finite
+from parallm.model.adapter_arrays import REWARD_HEAD, arrays_digest, check_arrays
 from parallm.types import POLICY
 
 Value = TypeVar("Value", int, float)
@@ -82,7 +82,6 @@ def make_adapter(
     targets = tuple(sorted({key.rpartition(".")[0] for key in single if key != REWARD_HEAD}))
     check_arrays(targets, single, {site: ranks.get(site, rank) for site in targets})
     mx.eval(single)
-    check_finite(single)
     return Adapter(
         name=name,
         version=version,

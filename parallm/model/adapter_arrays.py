@@ -42,27 +42,25 @@ def _check_site(site: str, arrays: Mapping[str, mx.array], rank: int) -> None:
         raise AdapterError(f"{site} has {b.shape[1]} outputs and magnitudes m of shape {m.shape}")
 
 
-def check_finite(arrays: Mapping[str, mx.array]) -> None:
-    """Raise AdapterNotFinite, naming an array, if one holds NaN or infinity; evaluates the arrays.
-
-    Every version passes here when it is made, so none that holds such values is ever trained on or served.
-    """
-    if mx.isfinite(_joined(arrays)).all().item():
-        return
-    broken = next(name for name, array in arrays.items() if not mx.isfinite(array).all().item())
-    raise AdapterNotFinite(f"{broken} holds values that are not finite; take an earlier version of the adapter")
-
-
 def arrays_digest(arrays: Mapping[str, mx.array]) -> str:
     """SHA-256 over the names, the shapes and two checksums of all values in the order of the names.
 
     The checksums are worked out where the arrays are: reading them all would move them out of a GPU's memory. Each is
     the sum modulo 2^32 of MurmurHash3's finalizer (https://github.com/aappleby/smhasher) over a value's bits and place.
+
+    Raises AdapterNotFinite, naming an array, if one holds NaN or infinity. Every version passes here when it is made,
+    so none that holds such values is ever trained on or served.
     """
     names = sorted(arrays)
-    bits_N = _joined({name: arrays[name] for name in names}).view(mx.uint32)
-    places_N = mx.arange(bits_N.size, dtype=mx.uint32)
-    sums = mx.stack([_mixed(bits_N ^ (places_N * factor)).sum() for factor in _FACTORS])
+    # one operation on all values is faster than one on each array
+    values_N = mx.concatenate([arrays[name].reshape(-1).astype(mx.float32) for name in names])
+    places_N = mx.arange(values_N.size, dtype=mx.uint32)
+    sums = mx.stack([_mixed(values_N.view(mx.uint32) ^ (places_N * factor)).sum() for factor in _FACTORS])
+    is_finite = mx.isfinite(values_N).all()
+    mx.eval(sums, is_finite)
+    if not is_finite.item():
+        broken = next(name for name in names if not mx.isfinite(arrays[name]).all().item())
+        raise AdapterNotFinite(f"{broken} holds values that are not finite; take an earlier version of the adapter")
     shapes = [(name, arrays[name].shape) for name in names]
     return hashlib.sha256(f"{shapes} {sums.tolist()}".encode()).hexdigest()
 
@@ -74,8 +72,3 @@ def _mixed(bits_N: mx.array) -> mx.array:
     bits_N = (bits_N ^ (bits_N >> 16)) * 0x85EBCA6B
     bits_N = (bits_N ^ (bits_N >> 13)) * 0xC2B2AE35
     return bits_N ^ (bits_N >> 16)
-
-
-def _joined(arrays: Mapping[str, mx.array]) -> mx.array:
-    """All values, (N,) float32: one operation on them is faster than one on each array."""
-    return mx.concatenate([array.reshape(-1).astype(mx.float32) for array in arrays.values()])

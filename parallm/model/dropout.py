@@ -16,11 +16,11 @@ class DropoutAdapter:
     probability: float
     keys: Mapping[str, mx.array]
 
-    def delta(self, site: str, x: mx.array) -> mx.array | None:
+    def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
         if site not in self.keys:
-            return None
+            return y
         kept = mx.random.bernoulli(1 - self.probability, x.shape, key=self.keys[site])
-        return self.adapter.delta(site, mx.where(kept, x / (1 - self.probability), 0).astype(x.dtype))
+        return self.adapter.added(site, mx.where(kept, x / (1 - self.probability), 0).astype(x.dtype), y)
 
     def stretch(self, site: str) -> mx.array | None:
         return self.adapter.stretch(site)

@@ -19,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.attention import LEAST_COLUMNS, at_least_rows
+from parallm.model.cuda import on_cuda
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class Scaling:
 class View(Protocol):
     """What the sites apply during one forward."""
 
-    def delta(self, site: str, x: mx.array) -> mx.array | None:
-        """The adapter's product for the input `x` (B, T, I) of `site`, (B, T, O) in the dtype of `x`, or None."""
+    def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
+        """The output `y` (B, T, O) of `site`, and to it the adapter's product for its input `x` (B, T, I), if any."""
 
     def stretch(self, site: str) -> mx.array | None:
         """By how much more than 1 DoRA multiplies the outputs of `site`, (O,) or (B, 1, O), or None."""
@@ -54,13 +55,14 @@ class OneAdapter:
     stretch_O: Mapping[str, mx.array]
     joined: Mapping[str, "JoinedSites"] = field(default_factory=dict)
 
-    def delta(self, site: str, x: mx.array) -> mx.array | None:
+    def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
         if site not in self.a_IR:
-            return None
-        if site in self.joined:
-            return (self.joined[site].product(site, x) @ self.b_RO[site]).astype(x.dtype)
+            return y
+        hidden = self.joined[site].product(site, x) if site in self.joined else x @ self.a_IR[site]
+        if on_cuda() and hidden.dtype == y.dtype:  # one kernel, which reads and writes `y` once
+            return mx.addmm(y.flatten(0, -2), hidden.flatten(0, -2), self.b_RO[site]).reshape(y.shape)
         # .astype: factors in float32 beside a base in float16
-        return ((x @ self.a_IR[site]) @ self.b_RO[site]).astype(x.dtype)
+        return y + (hidden @ self.b_RO[site]).astype(y.dtype)
 
     def stretch(self, site: str) -> mx.array | None:
         return self.stretch_O.get(site)
@@ -96,12 +98,12 @@ class MixedAdapters:
     stretch_SO: Mapping[str, mx.array]
     index_B: mx.array
 
-    def delta(self, site: str, x: mx.array) -> mx.array | None:
+    def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
         if site not in self.a_SIR:
-            return None
+            return y
         rows = at_least_rows(x.astype(mx.float32), axis=1)  # the only type that a CPU's gather_mm knows
         hidden = mx.gather_mm(rows, self.a_SIR[site], rhs_indices=self.index_B)
-        return mx.gather_mm(hidden, self.b_SRO[site], rhs_indices=self.index_B)[:, : x.shape[1]].astype(x.dtype)
+        return y + mx.gather_mm(hidden, self.b_SRO[site], rhs_indices=self.index_B)[:, : x.shape[1]].astype(y.dtype)
 
     def stretch(self, site: str) -> mx.array | None:
         return self.stretch_SO[site][self.index_B][:, None] if site in self.stretch_SO else None
@@ -135,10 +137,9 @@ class LoraLinear(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         y = self.linear(x)
         view = self.binding.view
-        delta = None if view is None else view.delta(self.site, x)
-        if view is None or delta is None:
+        if view is None:
             return y
-        y = y + delta
+        y = view.added(self.site, x, y)
         stretch = view.stretch(self.site)
         if stretch is None:
             return y

@@ -47,15 +47,15 @@ class RowsSideBySide:
     is_own_B1K: Sequence[mx.array]
     """For each layout, whether a column is of the row's adapter."""
 
-    def delta(self, site: str, x: mx.array) -> mx.array | None:
+    def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
         factors = self.adapters.factors
         if site not in factors.a_IR:
-            return None
+            return y
         all_BTK = factors.joined[site].product(site, x) if site in factors.joined else x @ factors.a_IR[site]
         is_own_B1K = self.is_own_B1K[self.adapters.layout[site]]
         # not times 0: what another adapter makes of a row may be infinite
         own_BTK = mx.where(is_own_B1K, all_BTK, mx.zeros((), all_BTK.dtype))
-        return (own_BTK @ factors.b_RO[site]).astype(x.dtype)
+        return y + (own_BTK @ factors.b_RO[site]).astype(y.dtype)
 
     def stretch(self, site: str) -> mx.array | None:
         stretches = self.adapters.stretch_SO

@@ -61,11 +61,12 @@ class InputRecorder:
         self._x: mx.array | None = None
         self._groups: list[list[str]] = []
 
-    def delta(self, site: str, x: mx.array) -> None:
+    def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
         if x is not self._x:
             self._groups.append([])
         self._x = x
         self._groups[-1].append(site)
+        return y
 
     def stretch(self, site: str) -> None:
         return None

@@ -46,18 +46,16 @@ def test_a_site_that_only_some_adapters_have_changes_only_their_rows() -> None:
     part = OneAdapter({"second": 3 * a}, {"second": b}, {})
     rows = side_by_side([whole, part], ["first", "second", "third"]).for_rows([0, 1, -1])
     x = mx.array([[[1.0, 0, 0]], [[0, 2.0, 0]], [[0, 0, 3.0]]])
-    first, second = rows.delta("first", x), rows.delta("second", x)
-    assert first is not None
-    assert second is not None
-    assert first.tolist() == [[[16.0, 16.0]], [[0.0, 0.0]], [[0.0, 0.0]]]
-    assert second.tolist() == [[[32.0, 32.0]], [[96.0, 96.0]], [[0.0, 0.0]]]
-    assert rows.delta("third", x) is None
+    y = mx.ones((3, 1, 2))
+    assert rows.added("first", x, y).tolist() == [[[17.0, 17.0]], [[1.0, 1.0]], [[1.0, 1.0]]]
+    assert rows.added("second", x, y).tolist() == [[[33.0, 33.0]], [[97.0, 97.0]], [[1.0, 1.0]]]
+    assert rows.added("third", x, y) is y
 
 
 def test_what_another_adapter_makes_of_a_row_does_not_reach_it() -> None:
     small, huge = mx.ones((3, 16)), mx.full((3, 16), 3e38)
     views = [OneAdapter({"site": a}, {"site": mx.ones((16, 2))}, {}) for a in (small, huge)]
-    found = side_by_side(views, ["site"]).for_rows([0, 1]).delta("site", mx.full((2, 1, 3), 9.0))
-    assert found is not None
+    rows = side_by_side(views, ["site"]).for_rows([0, 1])
+    found = rows.added("site", mx.full((2, 1, 3), 9.0), mx.zeros((2, 1, 2)))
     assert found[0].tolist() == [[432.0, 432.0]]
     assert not mx.isfinite(found[1]).any().item()
