@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from parallm.engine.sampler import RowSampling, Sampled, row_sampling, sample
 from parallm.engine.sequence import Sequence
@@ -27,13 +28,20 @@ class Step:
 
     rows: Ordered[Sequence]
     sampled: Sampled
+    told_2B: mx.array
+    """Tokens, and the bits of log-probabilities, int32: one array to read, and one that the next step does not use."""
+
+    def arrays(self) -> list[mx.array]:
+        """What is read of it."""
+        every = (self.told_2B, self.sampled.top_tokens_BK, self.sampled.top_logprobs_BK)
+        return [array for array in every if array is not None]
 
     def read(self, tokenizer: ChatTokenizer, max_context: int) -> list[Sequence]:
         """Append each row's token, and wait for it if need be; the rows that got one: those that have not left."""
-        tokens, logprobs = self.sampled.tokens_B.tolist(), self.sampled.logprobs_B.tolist()
-        tops = _top_logprobs(self.sampled, len(tokens))
+        tokens_B, bits_B = np.array(self.told_2B)
+        parts = (tokens_B.tolist(), bits_B.view(np.float32).tolist(), _top_logprobs(self.sampled, len(tokens_B)))
         read: list[Sequence] = []
-        for row, token, logprob, top in zip(self.rows, tokens, logprobs, tops, strict=True):
+        for row, token, logprob, top in zip(self.rows, *parts, strict=True):
             if not row.has_left:
                 row.append(token, logprob, top, tokenizer, max_context)
                 read.append(row)
@@ -93,7 +101,8 @@ class Decoder:
         sampled = sample(mx.concatenate(logits), self._sampling, [row.num_launched for row in self.rows])
         for row in self.rows:
             row.num_launched += 1
-        self.in_flight = Step(rows=list(self.rows), sampled=sampled)
+        told_2B = mx.stack([sampled.tokens_B, sampled.logprobs_B.view(mx.int32)])
+        self.in_flight = Step(rows=list(self.rows), sampled=sampled, told_2B=told_2B)
         return self.in_flight
 
     def _newest_tokens(self, rows: list[Sequence]) -> mx.array:

@@ -217,7 +217,7 @@ class Engine:
         before = [decoder.in_flight for decoder in active] + [decoder.take() for decoder in resting]
         launched = self._lanes.run(Decoder.launch, active)
         if self._runs_ahead:
-            mx.async_eval([step.sampled.arrays() for step in launched])
+            mx.async_eval([step.arrays() for step in launched])
         self._read(state, [step for step in before if step is not None])
         if not self._runs_ahead:
             self._read(state, state.take_steps())
@@ -235,7 +235,7 @@ class Engine:
         """Wait for steps, hand out their tokens, and let the rows leave that have ended."""
         if not steps:
             return
-        mx.eval([step.sampled.arrays() for step in steps])
+        mx.eval([step.arrays() for step in steps])
         rows = [row for step in steps for row in step.read(self.model.tokenizer, self.max_context)]
         state.num_tokens += len(rows)
         events = [event for row in rows if (event := row.event(self.model.tokenizer)) is not None]

@@ -29,10 +29,6 @@ class Sampled:
     top_tokens_BK: mx.array | None
     top_logprobs_BK: mx.array | None
 
-    def arrays(self) -> list[mx.array]:
-        every = (self.tokens_B, self.logprobs_B, self.top_tokens_BK, self.top_logprobs_BK)
-        return [array for array in every if array is not None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
