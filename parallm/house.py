@@ -91,9 +91,8 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
     if config.model.adapter is not None and not is_reward_model(start):
         for name in adapters.policies:
             adapters.publish(dataclasses.replace(start, name=name))
-    core = await on_device(
-        device, partial(Engine, model, adapters, lanes, config.engine, emit=engine.emit, report=engine.report)
-    )
+    build = partial(Engine, model, adapters, lanes, config.engine, emit=engine.emit, report=engine.report)
+    core = await on_device(device, partial(build, runs_ahead=lanes.on_gpu))
     engine.attach(core)
     return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
 

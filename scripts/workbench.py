@@ -61,6 +61,7 @@ class Workbench:
                 settings,
                 emit=self.engine.emit,
                 report=self.engine.report,
+                runs_ahead=self.lanes.on_gpu,
             )
         )
         self.engine.attach(core)

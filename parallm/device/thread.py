@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
@@ -26,6 +27,9 @@ class Worker(Protocol):
 
     def step(self, traffic: TrafficClass) -> None: ...
 
+    def settle(self, traffic: TrafficClass) -> None:
+        """Finish what the last step of a class has left on the device, if anything."""
+
     def fail(self, traffic: TrafficClass, error: Exception) -> None: ...
 
 
@@ -43,6 +47,7 @@ class DeviceThread:
         self._scorings: deque[tuple[Iterator[Any], Future[Any], list[Any]]] = deque()
         self._waiting: deque[tuple[Iterator[Any], Future[Any]]] = deque()  # updates that come after it
         self._worker: Worker | None = None
+        self._unsettled: TrafficClass | None = None  # whose last step may still be on the device
         self._stopping = False
         self._wakeup = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="device", daemon=True)
@@ -148,17 +153,39 @@ class DeviceThread:
         return ready
 
     def _run_unit(self, work: Work) -> None:
-        start = time.perf_counter()
         if work == "learning":
-            self._run_update_unit()
+            self._settle()
+            with self._charged(work):
+                self._run_update_unit()
         elif work == "rollout" and self._scorings:
-            self._run_scoring_unit()
+            self._settle()
+            with self._charged(work):
+                self._run_scoring_unit()
         elif self._worker is not None:
+            if work != self._unsettled:
+                self._settle()
+            self._unsettled = work
+            self._run_worker(work, self._worker.step)
+
+    def _settle(self) -> None:
+        """Before the work of another begins: so everybody pays for the seconds of his own work, and no other's."""
+        if self._worker is not None and self._unsettled is not None:
+            self._run_worker(self._unsettled, self._worker.settle)
+        self._unsettled = None
+
+    def _run_worker(self, traffic: TrafficClass, unit: Callable[[TrafficClass], None]) -> None:
+        with self._charged(traffic):
             try:
-                self._worker.step(work)
+                unit(traffic)
             except Exception as error:  # the one broad except: the requests of this unit fail, the loop goes on
-                logger.exception("a %s step failed", work)
-                self._worker.fail(work, error)
+                logger.exception("a %s step failed", traffic)
+                assert self._worker is not None
+                self._worker.fail(traffic, error)
+
+    @contextmanager
+    def _charged(self, work: Work) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
         self.governor.charge(work, time.perf_counter() - start)
 
     def _run_update_unit(self) -> None:

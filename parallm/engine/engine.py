@@ -1,7 +1,8 @@
 """Continuous batching: prompts are computed in chunks, their completions join as rows and decode together.
 
 One heartbeat: a unit is either one prompt chunk per lane or one decode step of all rows of a traffic class, with one
-host synchronisation. Knows nothing of learning or HTTP. Everything here runs on the device thread.
+host synchronisation. An engine that runs ahead launches a step before it reads the one before, so that the device
+computes while Python works. Knows nothing of learning or HTTP. Everything here runs on the device thread.
 """
 
 import logging
@@ -13,17 +14,16 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
-from parallm.engine.sampler import Sampled, sample
+from parallm.engine.decoder import Decoder, Step
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
-from parallm.engine.shard import Shard, make_shard
 from parallm.engine.views import AdapterViews
 from parallm.errors import EngineFull, InvalidRequest
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.attention import LEAST_ROWS
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix
-from parallm.types import GenerationRequest, TokenEvent, TopLogprob, TrafficClass
+from parallm.types import GenerationRequest, TokenEvent, TrafficClass
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,8 @@ TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("serving", "rollout")
 class Traffic:
     """The prompts and rows of one traffic class. Each class has rows of its own, so that each can step alone."""
 
-    shards: list[Shard]
+    decoders: list[Decoder]
+    """One per lane."""
     prompts: deque[Prompt] = field(default_factory=deque)
     """Not yet computed, or computed with members that wait for a row; first come, first served."""
     decoded_last: bool = False
@@ -43,7 +44,14 @@ class Traffic:
 
     @property
     def num_rows(self) -> int:
-        return sum(len(shard.rows) for shard in self.shards)
+        return sum(len(decoder.rows) for decoder in self.decoders)
+
+    def rows(self) -> list[Sequence]:
+        return [row for decoder in self.decoders for row in decoder.rows]
+
+    def take_steps(self) -> list[Step]:
+        """The steps in flight, to be read now."""
+        return [step for decoder in self.decoders if (step := decoder.take()) is not None]
 
 
 class Engine:
@@ -58,7 +66,9 @@ class Engine:
         *,
         emit: Callable[[list[TokenEvent]], None],
         report: Callable[[list[str], Exception], None],
+        runs_ahead: bool = False,
     ) -> None:
+        """`runs_ahead`: launch each decode step before the one before is read, as pays where a GPU waits for Python."""
         self.model = model
         self.settings = settings
         self.max_context = settings.max_context or min(model.max_context, 8192)
@@ -67,7 +77,8 @@ class Engine:
         self._views = AdapterViews(model)
         self._emit = emit
         self._report = report
-        self._traffic = {name: Traffic([make_shard(model) for _ in range(lanes.width)]) for name in TRAFFIC_CLASSES}
+        self._runs_ahead = runs_ahead
+        self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
 
     def add(self, request: GenerationRequest, streams: bool) -> None:
         """Queue a validated request. Raises UnknownModel, EngineFull, or InvalidRequest for a name in use."""
@@ -99,32 +110,36 @@ class Engine:
             for prompt in [prompt for prompt in traffic.prompts if prompt.request.request_id in doomed]:
                 traffic.prompts.remove(prompt)
                 self._end(prompt.waiting)
-            for shard in traffic.shards:
-                self._drop_rows(shard, [row.request.request_id in doomed for row in shard.rows])
+            self._drop_rows(traffic, lambda row: row.request.request_id in doomed)
 
     def has_work(self, traffic: TrafficClass) -> bool:
         state = self._traffic[traffic]
-        return bool(state.prompts) or any(shard.rows for shard in state.shards)
+        return bool(state.prompts) or any(decoder.rows or decoder.in_flight for decoder in state.decoders)
 
     def step(self, traffic: TrafficClass) -> None:
-        """One unit of work for one traffic class."""
+        """One unit of work for one traffic class. Running ahead, a decode step's tokens come with the next unit."""
         state = self._traffic[traffic]
         self._switch_versions(state)
         prompts = self._next_prompts(state)
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
         if prompts and (traffic == "rollout" or state.decoded_last or state.num_rows == 0):
             state.decoded_last = False
-            self._compute_prompts(prompts)
+            self._compute_prompts(state, prompts)
         else:
             state.decoded_last = True
             self._decode(state)
+
+    def settle(self, traffic: TrafficClass) -> None:
+        """Read what is still in flight of a class, if anything is."""
+        state = self._traffic[traffic]
+        self._read(state, state.take_steps())
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
         """Give up all requests of a class after an error in its step, with their rows."""
         state = self._traffic[traffic]
         sequences = list(self._sequences(state))
         self._end(sequences)
-        self._traffic[traffic] = Traffic([make_shard(self.model) for _ in state.shards], num_tokens=state.num_tokens)
+        self._traffic[traffic] = Traffic(self._make_decoders(), num_tokens=state.num_tokens)
         self._report(sorted({sequence.request.request_id for sequence in sequences}), error)
 
     def num_running(self) -> int:
@@ -136,18 +151,23 @@ class Engine:
     def num_tokens(self) -> Mapping[TrafficClass, int]:
         return {name: state.num_tokens for name, state in self._traffic.items()}
 
+    def _make_decoders(self) -> list[Decoder]:
+        return [Decoder(self.model, self._views) for _ in range(self._lanes.width)]
+
     def _switch_versions(self, state: Traffic) -> None:
         """Move what switches in flight to the version that its name means now: rows, and prompts not yet begun.
 
         A row keeps its keys and values, which the versions before have made.
         """
         fresh = [one for prompt in state.prompts if prompt.num_computed == 0 for one in prompt.waiting]
-        rows = [row for shard in state.shards for row in shard.rows]
-        switching = [one for one in (*rows, *fresh) if one.request.switches_in_flight]
+        switching = [one for one in (*state.rows(), *fresh) if one.request.switches_in_flight]
         newest = {name: self._adapters.resolve(name) for name in {one.request.model for one in switching}}
-        for one in switching:
-            adapter = newest[one.request.model]
-            if adapter is not one.adapter:
+        moving = [one for one in switching if one.adapter is not newest[one.request.model]]
+        if moving:
+            self._read(state, state.take_steps())  # the tokens in flight are of the versions before
+        for one in moving:
+            if not one.has_left:
+                adapter = newest[one.request.model]
                 self._adapters.acquire(adapter)
                 self._adapters.release(one.adapter)
                 one.adapter = adapter
@@ -164,9 +184,14 @@ class Engine:
             free -= len(prompt.waiting)
         return chosen
 
-    def _compute_prompts(self, prompts: list[Prompt]) -> None:
-        """One chunk of each prompt, evaluated together."""
-        mx.eval(self._lanes.run(self._compute_chunk, prompts))
+    def _compute_prompts(self, state: Traffic, prompts: list[Prompt]) -> None:
+        """One chunk of each prompt, evaluated together; what was in flight is read meanwhile."""
+        chunks = self._lanes.run(self._compute_chunk, prompts)
+        before = state.take_steps()
+        if before:
+            mx.async_eval(chunks)
+            self._read(state, before)
+        mx.eval(chunks)
 
     def _compute_chunk(self, prompt: Prompt) -> list[mx.array]:
         tokens = prompt.request.prompt_tokens
@@ -185,60 +210,44 @@ class Engine:
         return self.settings.prefill_chunk - (LEAST_ROWS if 0 < rest < LEAST_ROWS else 0)
 
     def _decode(self, state: Traffic) -> None:
-        before = [len(shard.rows) for shard in state.shards]
-        first_logits = self._join(state)
-        active = [index for index, shard in enumerate(state.shards) if shard.rows]
-        sampled = self._lanes.run(
-            lambda index: self._sample_shard(state.shards[index], before[index], first_logits[index]), active
-        )
-        mx.eval([one.arrays() for one in sampled])
-        for index, one in zip(active, sampled, strict=True):
-            self._append(state.shards[index], one)
-            state.num_tokens += len(state.shards[index].rows)
-        self._finish(state)
+        """Launch the next step of all rows, and read the one before it; or both of one, not running ahead."""
+        self._join(state)
+        active = [decoder for decoder in state.decoders if decoder.goes_on(self.max_context)]
+        resting = [decoder for decoder in state.decoders if decoder not in active]
+        before = [decoder.in_flight for decoder in active] + [decoder.take() for decoder in resting]
+        launched = self._lanes.run(Decoder.launch, active)
+        if self._runs_ahead:
+            mx.async_eval([step.arrays() for step in launched])
+        self._read(state, [step for step in before if step is not None])
+        if not self._runs_ahead:
+            self._read(state, state.take_steps())
 
-    def _join(self, state: Traffic) -> list[list[mx.array]]:
-        """Give free rows to members of computed prompts; per shard the prompt logits (V,) of each new row."""
-        first_logits: list[list[mx.array]] = [[] for _ in state.shards]
+    def _join(self, state: Traffic) -> None:
+        """Give free rows to members of computed prompts."""
         for prompt in list(state.prompts):
             while prompt.logits_V is not None and prompt.waiting and state.num_rows < self.settings.max_rows:
-                index = min(range(len(state.shards)), key=lambda index: len(state.shards[index].rows))
-                state.shards[index].join(prompt.waiting.pop(0), prompt.cache)
-                first_logits[index].append(prompt.logits_V)
+                decoder = min(state.decoders, key=lambda decoder: len(decoder.rows))
+                decoder.join(prompt.waiting.pop(0), prompt.cache, prompt.logits_V)
             if not prompt.waiting:
                 state.prompts.remove(prompt)
-        return first_logits
 
-    def _sample_shard(self, shard: Shard, num_running: int, first_logits: list[mx.array]) -> Sampled:
-        logits = [mx.stack(first_logits)] if first_logits else []
-        if num_running:
-            logits.insert(0, self.model.head(shard.forward(self._views, num_running)))
-        return sample(
-            mx.concatenate(logits),
-            [row.request.sampling for row in shard.rows],
-            [row.seed for row in shard.rows],
-            [len(row.tokens) for row in shard.rows],
-        )
-
-    def _append(self, shard: Shard, sampled: Sampled) -> None:
-        tokens, logprobs = sampled.tokens_B.tolist(), sampled.logprobs_B.tolist()
-        tops = _top_logprobs(sampled, len(tokens))
-        for row, token, logprob, top in zip(shard.rows, tokens, logprobs, tops, strict=True):
-            row.append(token, logprob, top, self.model.tokenizer, self.max_context)
-
-    def _finish(self, state: Traffic) -> None:
-        rows = [row for shard in state.shards for row in shard.rows]
+    def _read(self, state: Traffic, steps: list[Step]) -> None:
+        """Wait for steps, hand out their tokens, and let the rows leave that have ended."""
+        if not steps:
+            return
+        mx.eval([step.arrays() for step in steps])
+        rows = [row for step in steps for row in step.read(self.model.tokenizer, self.max_context)]
+        state.num_tokens += len(rows)
         events = [event for row in rows if (event := row.event(self.model.tokenizer)) is not None]
-        for shard in state.shards:
-            self._drop_rows(shard, [row.finish_reason is not None for row in shard.rows])
+        self._drop_rows(state, lambda row: row.finish_reason is not None)
         if events:
             self._emit(events)
 
-    def _drop_rows(self, shard: Shard, leaves: list[bool]) -> None:
-        for row in reversed(range(len(leaves))):
-            if leaves[row]:
-                self._end([shard.rows[row]])
-                shard.leave(row)
+    def _drop_rows(self, state: Traffic, leaves: Callable[[Sequence], bool]) -> None:
+        for decoder in state.decoders:
+            places = [place for place, row in enumerate(decoder.rows) if leaves(row)]
+            self._end([decoder.rows[place] for place in places])
+            decoder.leave(places, waits=not self._runs_ahead)
 
     def _end(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -248,15 +257,7 @@ class Engine:
     def _sequences(self, state: Traffic) -> Iterable[Sequence]:
         for prompt in state.prompts:
             yield from prompt.waiting
-        for shard in state.shards:
-            yield from shard.rows
-
-
-def _top_logprobs(sampled: Sampled, num_rows: int) -> list[list[TopLogprob]]:
-    if sampled.top_tokens_BK is None or sampled.top_logprobs_BK is None:
-        return [[] for _ in range(num_rows)]
-    rows = zip(sampled.top_tokens_BK.tolist(), sampled.top_logprobs_BK.tolist(), strict=True)
-    return [[TopLogprob(token, logprob) for token, logprob in zip(*row, strict=True)] for row in rows]
+        yield from state.rows()
 
 
 def _arrays(state: object) -> list[mx.array]:

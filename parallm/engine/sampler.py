@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from parallm.model.logprobs import Softmax, softmax_of
-from parallm.seeds import mix
+from parallm.seeds import mix_all
 from parallm.types import SamplingParams
 
 DRAW_BLOCK = 128
+NO_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,35 +29,67 @@ class Sampled:
     top_tokens_BK: mx.array | None
     top_logprobs_BK: mx.array | None
 
-    def arrays(self) -> list[mx.array]:
-        every = (self.tokens_B, self.logprobs_B, self.top_tokens_BK, self.top_logprobs_BK)
-        return [array for array in every if array is not None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Limits per row, (B,) each; a row without one has a limit that excludes nothing."""
+
+    top_k_B: mx.array
+    top_p_B: mx.array
+    min_p_B: mx.array
 
 
-def sample(
-    logits_BV: mx.array, params_B: Sequence[SamplingParams], seeds_B: Sequence[int], positions_B: Sequence[int]
-) -> Sampled:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """What rows ask of the sampler: the same in every step, so made once for each set of rows."""
+
+    temperatures_B: mx.array
+    greedy_B: mx.array | None
+    """Which rows take the most likely token; None where no row does."""
+    all_greedy: bool
+    seeds_B: npt.NDArray[np.uint64]
+    filters: Filters | None
+    most_alternatives: int
+
+
+def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> RowSampling:
+    """`seeds_B` are 64-bit."""
+    is_greedy = [params.temperature == 0 for params in params_B]
+    return RowSampling(
+        temperatures_B=mx.array([params.temperature for params in params_B], mx.float32),
+        greedy_B=mx.array(is_greedy) if any(is_greedy) else None,
+        all_greedy=all(is_greedy),
+        seeds_B=np.array(seeds_B, np.uint64),
+        filters=_filters(params_B),
+        most_alternatives=max(params.top_logprobs for params in params_B),
+    )
+
+
+def sample(logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int]) -> Sampled:
     """Sample one token per row.
 
-    `seeds_B` are 64-bit; `positions_B` counts the tokens that the row has sampled before. Log-probabilities are
-    float32, after temperature and before top-k, top-p and min-p: those of the policy itself.
+    `positions_B` counts the tokens that the row has sampled before. Log-probabilities are float32, after temperature
+    and before top-k, top-p and min-p: those of the policy itself.
     """
-    softmax = softmax_of(logits_BV, mx.array([params.temperature for params in params_B], mx.float32))
-    is_greedy = [params.temperature == 0 for params in params_B]
-    if all(is_greedy):
-        tokens_B = mx.argmax(softmax.scaled_NV, axis=-1)
+    softmax = softmax_of(logits_BV, rows.temperatures_B)
+    if rows.all_greedy:
+        tokens_B = _most_likely(softmax)
     else:
-        tokens_B = _draw(_filtered(softmax, params_B), seeds_B, positions_B)
-        if any(is_greedy):
-            tokens_B = mx.where(mx.array(is_greedy), mx.argmax(softmax.scaled_NV, axis=-1), tokens_B)
+        tokens_B = _draw(_filtered(softmax, rows.filters), _uniforms(rows.seeds_B, positions_B))
+        if rows.greedy_B is not None:
+            tokens_B = mx.where(rows.greedy_B, _most_likely(softmax), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
-    top_tokens_BK, top_logprobs_BK = _alternatives(softmax, params_B)
+    top_tokens_BK, top_logprobs_BK = _alternatives(softmax, rows.most_alternatives)
     return Sampled(
         tokens_B=tokens_B, logprobs_B=logprobs_B, top_tokens_BK=top_tokens_BK, top_logprobs_BK=top_logprobs_BK
     )
 
 
-def _draw(weights_BV: mx.array, seeds_B: Sequence[int], positions_B: Sequence[int]) -> mx.array:
+def _most_likely(softmax: Softmax) -> mx.array:
+    return mx.argmax(softmax.scaled_NV, axis=-1).astype(mx.int32)
+
+
+def _draw(weights_BV: mx.array, uniforms_B2: mx.array) -> mx.array:
     """One index per row with probability proportional to `weights_BV`, (B,) int32.
 
     First a block of tokens, then a token of it, each by inverting the cumulative sum: two short sums round less than
@@ -64,7 +99,6 @@ def _draw(weights_BV: mx.array, seeds_B: Sequence[int], positions_B: Sequence[in
     missing = -vocabulary % DRAW_BLOCK
     padded_BV = mx.pad(weights_BV, [(0, 0), (0, missing)]) if missing else weights_BV
     blocks_BKW = padded_BV.reshape(rows, -1, DRAW_BLOCK)
-    uniforms_B2 = mx.array([_uniforms(*pair) for pair in zip(seeds_B, positions_B, strict=True)], mx.float32)
     block_B = _inverted(blocks_BKW.sum(axis=-1), uniforms_B2[:, 0])
     chosen_BW = mx.take_along_axis(blocks_BKW, block_B[:, None, None], axis=1)[:, 0]
     return block_B * DRAW_BLOCK + _inverted(chosen_BW, uniforms_B2[:, 1])
@@ -78,32 +112,39 @@ def _inverted(weights_BK: mx.array, uniforms_B: mx.array) -> mx.array:
     return mx.argmax(reached_BK > targets_B1, axis=-1).astype(mx.int32)
 
 
-def _uniforms(seed: int, position: int) -> tuple[float, float]:
-    """Two multiples of 2**-24 in [0, 1): exact in float32, and their product with a total stays below it."""
-    bits = mix(seed, position)
-    return (bits >> 40) * 2.0**-24, (bits & 0xFFFFFF) * 2.0**-24
+def _uniforms(seeds_B: npt.NDArray[np.uint64], positions_B: Sequence[int]) -> mx.array:
+    """Two multiples of 2**-24 in [0, 1) per row, (B, 2): exact in float32, and times a total they stay below it."""
+    bits_B = mix_all(seeds_B, np.array(positions_B, np.uint64))
+    pairs_B2 = np.stack([bits_B >> np.uint64(40), bits_B & np.uint64(0xFFFFFF)], axis=-1)
+    return mx.array(pairs_B2.astype(np.float32) * np.float32(2.0**-24))
 
 
-def _filtered(softmax: Softmax, params_B: Sequence[SamplingParams]) -> mx.array:
-    """Weights (B, V) to draw from: zero for tokens that top-k, top-p or min-p exclude."""
+def _filters(params_B: Sequence[SamplingParams]) -> Filters | None:
     if all(params.top_k == 0 and params.top_p >= 1 and params.min_p <= 0 for params in params_B):
+        return None
+    return Filters(
+        top_k_B=mx.array([params.top_k or NO_TOP_K for params in params_B]),
+        top_p_B=mx.array([params.top_p if params.top_p < 1 else 2.0 for params in params_B], mx.float32),
+        min_p_B=mx.array([params.min_p for params in params_B], mx.float32),
+    )
+
+
+def _filtered(softmax: Softmax, filters: Filters | None) -> mx.array:
+    """Weights (B, V) to draw from: zero for tokens that top-k, top-p or min-p exclude."""
+    if filters is None:
         return softmax.exponentials_NV
     vocabulary = softmax.scaled_NV.shape[-1]
-    top_k_B = mx.array([params.top_k or vocabulary for params in params_B])
-    top_p_B = mx.array([params.top_p if params.top_p < 1 else 2.0 for params in params_B], mx.float32)
-    min_p_B = mx.array([params.min_p for params in params_B], mx.float32)
     order_BV = mx.argsort(-softmax.scaled_NV, axis=-1)
     sorted_BV = mx.take_along_axis(softmax.probabilities(), order_BV, axis=-1)
     before_BV = mx.cumsum(sorted_BV, axis=-1, inclusive=False)
-    keep_BV = mx.arange(vocabulary)[None] < top_k_B[:, None]
-    keep_BV = keep_BV & (before_BV < top_p_B[:, None])
-    keep_BV = keep_BV & (sorted_BV >= min_p_B[:, None] * sorted_BV[:, :1])
+    keep_BV = mx.arange(vocabulary)[None] < filters.top_k_B[:, None]
+    keep_BV = keep_BV & (before_BV < filters.top_p_B[:, None])
+    keep_BV = keep_BV & (sorted_BV >= filters.min_p_B[:, None] * sorted_BV[:, :1])
     kept_BV = mx.put_along_axis(mx.zeros(keep_BV.shape, mx.bool_), order_BV, keep_BV, axis=-1)
     return mx.where(kept_BV, softmax.exponentials_NV, 0)
 
 
-def _alternatives(softmax: Softmax, params_B: Sequence[SamplingParams]) -> tuple[mx.array | None, mx.array | None]:
-    most = max(params.top_logprobs for params in params_B)
+def _alternatives(softmax: Softmax, most: int) -> tuple[mx.array | None, mx.array | None]:
     if most == 0:
         return None, None
     most = min(most, softmax.scaled_NV.shape[-1])

@@ -45,18 +45,26 @@ class Sequence:
     finish_reason: FinishReason | None = None
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(version, first token that it sampled), in order."""
+    num_launched: int = 0
+    """Tokens whose step was launched: those in `tokens`, and those of steps not read yet."""
+    has_left: bool = False
+    """It ended or was aborted; what a step in flight samples for it is dropped."""
     _text: GrowingText | None = None
     _num_shown: int = 0
     _stop_at: int | None = None
 
     @property
     def num_cached(self) -> int:
-        """Positions in the cache: the prompt and all tokens but the newest."""
-        return len(self.request.prompt_tokens) + len(self.tokens) - 1
+        """Positions in the cache behind the last launched step: the prompt and all launched tokens but the newest."""
+        return len(self.request.prompt_tokens) + self.num_launched - 1
 
     @property
     def version(self) -> int:
         return self.adapter.version if self.adapter else 0
+
+    def is_launched_whole(self, max_context: int) -> bool:
+        """Whether the newest launched token is the last one in any case, whatever it will be."""
+        return self._fills(self.num_launched, max_context)
 
     def append(
         self, token: int, logprob: float, tops: Ordered[TopLogprob], tokenizer: ChatTokenizer, max_context: int
@@ -73,7 +81,7 @@ class Sequence:
             self._grow_text(token, tokenizer)
         if is_end or self._stop_at is not None:
             self.finish_reason = "stop"
-        elif len(self.tokens) >= sampling.max_tokens or self.num_cached + 1 >= max_context:
+        elif self._fills(len(self.tokens), max_context):
             self.finish_reason = "length"
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
@@ -93,6 +101,10 @@ class Sequence:
             text=delta,
             completion=completion,
         )
+
+    def _fills(self, num_tokens: int, max_context: int) -> bool:
+        most = min(self.request.sampling.max_tokens, max_context - len(self.request.prompt_tokens))
+        return num_tokens >= most
 
     def _grow_text(self, token: int, tokenizer: ChatTokenizer) -> None:
         if self._text is None:

@@ -8,7 +8,7 @@ Axes: B rows, H hidden.
 
 import copy
 from collections.abc import Sequence as Ordered
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -18,6 +18,8 @@ from parallm.engine.views import AdapterViews
 from parallm.model.attention import LEAST_ROWS
 from parallm.model.shared_model import SharedModel
 
+Item = TypeVar("Item")
+
 
 class Shard(Protocol):
     rows: list[Sequence]
@@ -26,11 +28,14 @@ class Shard(Protocol):
     def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
         """Add a row that continues a computed prompt; the prompt's cache is copied."""
 
-    def leave(self, row: int) -> None:
-        """Take row `row` out; the last row takes its place."""
+    def leave(self, rows: Ordered[int], *, waits: bool) -> None:
+        """Take rows out; the last rows take their places.
 
-    def forward(self, views: AdapterViews, num_rows: int) -> mx.array:
-        """Feed the newest token of the first `num_rows` rows; hidden states (B, H), not evaluated."""
+        With `waits` it waits for the device, which saves a copy of all keys and values where no step is in flight.
+        """
+
+    def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array) -> mx.array:
+        """Feed `tokens_B`, the newest of the first `num_rows` rows, int32; hidden states (B, H), not evaluated."""
 
 
 class BatchedShard:
@@ -48,19 +53,19 @@ class BatchedShard:
             slots.join(len(self.rows), prompt)
         self.rows.append(sequence)
 
-    def leave(self, row: int) -> None:
-        last = len(self.rows) - 1
-        if row != last:
-            copies = [slots.row(last, self.rows[last].num_cached) for slots in self._caches]
+    def leave(self, rows: Ordered[int], *, waits: bool) -> None:
+        moves = _moves(rows, len(self.rows))
+        copies = [[slots.row(last, self.rows[last].num_cached) for _, last in moves] for slots in self._caches]
+        if moves and waits:
             mx.eval(copies)
-            for slots, copied in zip(self._caches, copies, strict=True):
-                slots.put(row, copied)
-        self.rows[row] = self.rows[last]
-        self.rows.pop()
+        for slots, copied in zip(self._caches, copies, strict=True):
+            for (row, _), one in zip(moves, copied, strict=True):
+                slots.put(row, one)
+        _fill(self.rows, moves, len(rows))
         if not self.rows:
             self._release()
 
-    def forward(self, views: AdapterViews, num_rows: int) -> mx.array:
+    def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array) -> mx.array:
         rows = self.rows[:num_rows]
         spare = max(0, LEAST_ROWS - num_rows)  # slots that decode along, for products of at least that many rows
         # A row that joins now may hold such a slot: its first token will replace what is written behind its prompt
@@ -69,7 +74,7 @@ class BatchedShard:
         lengths += [0] * (spare - len(joining))
         self._reserve(max(len(self.rows), LEAST_ROWS), max(lengths) + 1)
         self._active.set_lengths(lengths)
-        tokens_B1 = mx.array([row.tokens[-1:] for row in rows] + [[0]] * spare, mx.int32)
+        tokens_B1 = (mx.pad(tokens_B, (0, spare)) if spare else tokens_B)[:, None]
         adapters = [row.adapter for row in rows] + [rows[0].adapter] * spare
         return self._model.hidden(tokens_B1, self._caches, views.for_rows(adapters))[:num_rows, 0]
 
@@ -95,15 +100,15 @@ class RowByRowShard:
         self._caches.append(copy.deepcopy(list(prompt_cache)))
         self.rows.append(sequence)
 
-    def leave(self, row: int) -> None:
-        self.rows[row], self._caches[row] = self.rows[-1], self._caches[-1]
-        self.rows.pop()
-        self._caches.pop()
+    def leave(self, rows: Ordered[int], *, waits: bool) -> None:
+        moves = _moves(rows, len(self.rows))
+        _fill(self.rows, moves, len(rows))
+        _fill(self._caches, moves, len(rows))
 
-    def forward(self, views: AdapterViews, num_rows: int) -> mx.array:
+    def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array) -> mx.array:
         hidden_rows = [
-            self._model.hidden(mx.array([row.tokens[-1:]], mx.int32), cache, views.for_rows([row.adapter]))[:, 0]
-            for row, cache in zip(self.rows[:num_rows], self._caches, strict=False)
+            self._model.hidden(tokens_B[place : place + 1, None], cache, views.for_rows([row.adapter]))[:, 0]
+            for place, (row, cache) in enumerate(zip(self.rows[:num_rows], self._caches, strict=False))
         ]
         return mx.concatenate(hidden_rows, axis=0)
 
@@ -111,3 +116,22 @@ class RowByRowShard:
 def make_shard(model: SharedModel) -> Shard:
     """A shard of the kind that the model allows."""
     return BatchedShard(model, len(model.make_cache())) if model.batches_exactly else RowByRowShard(model)
+
+
+def _moves(leaving: Ordered[int], num_rows: int) -> list[tuple[int, int]]:
+    """(free place, row from behind) for each row that takes the place of one that leaves."""
+    num_left = num_rows - len(leaving)
+    gone = frozenset(leaving)
+    return list(
+        zip(
+            sorted(row for row in gone if row < num_left),
+            [row for row in range(num_left, num_rows) if row not in gone],
+            strict=True,
+        )
+    )
+
+
+def _fill(rows: list[Item], moves: Ordered[tuple[int, int]], num_leaving: int) -> None:
+    for place, row in moves:
+        rows[place] = rows[row]
+    del rows[len(rows) - num_leaving :]

@@ -21,6 +21,8 @@ class Counter:
         self.broken = broken
         self.done: list[str] = []
         self.failures: list[tuple[TrafficClass, str]] = []
+        self.settled: list[tuple[TrafficClass, int]] = []
+        """Class, and the units of all classes that were done by then."""
 
     def has_work(self, traffic: TrafficClass) -> bool:
         return self.units.get(traffic, 0) > 0
@@ -30,6 +32,9 @@ class Counter:
             raise ValueError("broken unit")
         self.units[traffic] -= 1
         self.done.append(traffic)
+
+    def settle(self, traffic: TrafficClass) -> None:
+        self.settled.append((traffic, len(self.done)))
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
         self.units[traffic] = 0
@@ -172,6 +177,35 @@ def test_a_failing_unit_fails_its_class_and_the_loop_goes_on(
     assert worker.failures == [("serving", "broken unit")]
     assert worker.done == ["rollout"] * 3
     assert "a serving step failed" in caplog.text
+
+
+def test_a_class_is_settled_before_another_kind_of_work_begins(device: DeviceThread) -> None:
+    worker = Counter({"serving": 4, "rollout": 4})
+    go, _ = blocked(device)
+    device.attach(worker)
+    update = device.iterate(iter([1, 2]))
+    go.set()
+    update.result(5)
+    deadline = time.monotonic() + 5
+    while len(worker.done) < 8 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    for place, (one, other) in enumerate(itertools.pairwise(worker.done), 1):
+        if one != other:
+            assert (one, place) in worker.settled
+    assert all(worker.done[place - 1] == traffic for traffic, place in worker.settled)
+
+
+def test_a_failure_to_settle_is_that_of_the_class_that_is_settled(device: DeviceThread) -> None:
+    class Unsettled(Counter):
+        def settle(self, traffic: TrafficClass) -> None:
+            raise ValueError(f"{traffic} is lost")
+
+    worker = Unsettled({"serving": 10**9})
+    device.attach(worker)
+    while not worker.done:
+        time.sleep(0.001)
+    assert device.iterate(iter([3])).result(5) == 3
+    assert worker.failures == [("serving", "serving is lost")]
 
 
 def test_stopping_fails_what_is_queued_and_what_is_asked_later() -> None:

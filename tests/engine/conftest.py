@@ -27,6 +27,7 @@ def make_engine(lanes: Lanes) -> Callable[..., Engine]:
         failures: Failures | None = None,
         table: AdapterTable | None = None,
         settings: EngineSettings | None = None,
+        runs_ahead: bool = False,
     ) -> Engine:
         heard = [] if events is None else events
         failed = [] if failures is None else failures
@@ -37,6 +38,7 @@ def make_engine(lanes: Lanes) -> Callable[..., Engine]:
             settings or EngineSettings(),
             emit=heard.extend,
             report=lambda names, error: failed.append((names, error)),
+            runs_ahead=runs_ahead,
         )
 
     return make

@@ -2,6 +2,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,12 @@ def core(device: DeviceThread, tiny_model: Callable[[str], Path]) -> tuple[Share
 def with_engine(device: DeviceThread, core: tuple[SharedModel, Lanes]) -> Callable[..., None]:
     """Run a coroutine function on an engine of its own."""
 
-    def run(work: Work, **settings: int) -> None:
+    def run(work: Work, *, runs_ahead: bool = False, **settings: int) -> None:
         async def main() -> None:
             engine = AsyncEngine(device, asyncio.get_running_loop())
             build = partial(
                 Engine, core[0], AdapterTable(), core[1], EngineSettings(**settings), emit=engine.emit,
-                report=engine.report,
+                report=engine.report, runs_ahead=runs_ahead,
             )  # fmt: skip
             engine.attach(await asyncio.wrap_future(device.call(build)))
             await asyncio.wait_for(work(engine, device), 60)
@@ -83,6 +84,25 @@ def test_streamed_events_add_up_to_the_completions(with_engine: Callable[..., No
         assert engine.stats().tokens_total == {"serving": 54, "rollout": 0}
 
     with_engine(work)
+
+
+def test_running_ahead_both_classes_and_the_learner_share_the_device(
+    with_engine: Callable[..., None], ask: Ask
+) -> None:
+    requests = [ask(f"r{i}", PROMPT[: 4 + i % 3], 5 + i, n=2, temperature=1.0, seed=i) for i in range(12)]
+    requests = [replace(one, traffic=("serving", "rollout")[place % 2]) for place, one in enumerate(requests)]
+    made: list[list[tuple[int, ...]]] = []
+
+    async def work(engine: AsyncEngine, device: DeviceThread) -> None:
+        update = device.iterate(iter(range(50)))
+        some = await asyncio.gather(*(engine.generate(request) for request in requests))
+        made.append([completion.tokens for completions in some for completion in completions])
+        assert await asyncio.wrap_future(update) == 49
+
+    for runs_ahead in (True, False):
+        with_engine(work, runs_ahead=runs_ahead)
+    assert made[0] == made[1]
+    assert [len(tokens) for tokens in made[0]] == [5 + i for i in range(12) for _ in range(2)]
 
 
 def test_requests_given_together_come_back_in_order(with_engine: Callable[..., None], ask: Ask) -> None:

@@ -1,0 +1,123 @@
+"""The rows of one lane on their way through decode steps. A step is launched first, and read later.
+
+The next step may be launched before the present one is read: it feeds the present one's tokens as the array that the
+device has yet to compute. What that samples for a row that turns out to have ended before is dropped.
+
+Axes: B rows, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from parallm.engine.sampler import RowSampling, Sampled, row_sampling, sample
+from parallm.engine.sequence import Sequence
+from parallm.engine.shard import make_shard
+from parallm.engine.views import AdapterViews
+from parallm.model.chat import ChatTokenizer
+from parallm.model.shared_model import SharedModel
+from parallm.types import TopLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A launched step: one token for each of `rows`, which may have left their lane by the time it is read."""
+
+    rows: Ordered[Sequence]
+    sampled: Sampled
+    told_2B: mx.array
+    """Tokens, and the bits of log-probabilities, int32: one array to read, and one that the next step does not use."""
+
+    def arrays(self) -> list[mx.array]:
+        """What is read of it."""
+        every = (self.told_2B, self.sampled.top_tokens_BK, self.sampled.top_logprobs_BK)
+        return [array for array in every if array is not None]
+
+    def read(self, tokenizer: ChatTokenizer, max_context: int) -> list[Sequence]:
+        """Append each row's token, and wait for it if need be; the rows that got one: those that have not left."""
+        tokens_B, bits_B = np.array(self.told_2B)
+        parts = (tokens_B.tolist(), bits_B.view(np.float32).tolist(), _top_logprobs(self.sampled, len(tokens_B)))
+        read: list[Sequence] = []
+        for row, token, logprob, top in zip(self.rows, *parts, strict=True):
+            if not row.has_left:
+                row.append(token, logprob, top, tokenizer, max_context)
+                read.append(row)
+        return read
+
+
+class Decoder:
+    """Launches the steps of one lane's rows."""
+
+    def __init__(self, model: SharedModel, views: AdapterViews) -> None:
+        self.in_flight: Step | None = None
+        """Launched and not read; whoever reads it takes it from here."""
+        self._model = model
+        self._views = views
+        self._shard = make_shard(model)
+        self._first_logits: list[mx.array] = []  # (V,) of each row that has joined since the last step
+        self._sampling: RowSampling | None = None  # of the present rows
+
+    @property
+    def rows(self) -> list[Sequence]:
+        return self._shard.rows
+
+    def take(self) -> Step | None:
+        """The step in flight, to be read now."""
+        step, self.in_flight = self.in_flight, None
+        return step
+
+    def join(self, sequence: Sequence, prompt_cache: Ordered[Any], logits_V: mx.array) -> None:
+        """Add a row that continues a computed prompt: the next step samples its first token from `logits_V`."""
+        self._shard.join(sequence, prompt_cache)
+        self._first_logits.append(logits_V)
+        self._sampling = None
+
+    def leave(self, rows: Ordered[int], *, waits: bool) -> None:
+        """Take rows out for good, between steps; `waits`: see `Shard.leave`."""
+        if rows:
+            for row in rows:
+                self.rows[row].has_left = True
+            self._shard.leave(rows, waits=waits)
+            self._sampling = None
+
+    def goes_on(self, max_context: int) -> bool:
+        """Whether a row may need another token: one at its limit ends with the step in flight, unread as it is."""
+        return any(not row.is_launched_whole(max_context) for row in self.rows)
+
+    def launch(self) -> Step:
+        """Build the next step of all rows, which is in flight from now on; not evaluated."""
+        num_running = len(self.rows) - len(self._first_logits)
+        logits = [mx.stack(self._first_logits)] if self._first_logits else []
+        if num_running:
+            hidden_BH = self._shard.forward(self._views, num_running, self._newest_tokens(self.rows[:num_running]))
+            logits.insert(0, self._model.head(hidden_BH))
+        self._first_logits = []
+        if self._sampling is None:
+            params = [row.request.sampling for row in self.rows]
+            self._sampling = row_sampling(params, [row.seed for row in self.rows])
+        sampled = sample(mx.concatenate(logits), self._sampling, [row.num_launched for row in self.rows])
+        for row in self.rows:
+            row.num_launched += 1
+        told_2B = mx.stack([sampled.tokens_B, sampled.logprobs_B.view(mx.int32)])
+        self.in_flight = Step(rows=list(self.rows), sampled=sampled, told_2B=told_2B)
+        return self.in_flight
+
+    def _newest_tokens(self, rows: list[Sequence]) -> mx.array:
+        """(B,) int32: from the step in flight, of whose rows some may have left, or as they were read."""
+        if self.in_flight is None:
+            return mx.array([row.tokens[-1] for row in rows], mx.int32)
+        tokens_B = self.in_flight.sampled.tokens_B
+        if self.in_flight.rows == rows:
+            return tokens_B
+        places = {row: place for place, row in enumerate(self.in_flight.rows)}
+        return tokens_B[mx.array([places[row] for row in rows])]
+
+
+def _top_logprobs(sampled: Sampled, num_rows: int) -> list[list[TopLogprob]]:
+    if sampled.top_tokens_BK is None or sampled.top_logprobs_BK is None:
+        return [[] for _ in range(num_rows)]
+    rows = zip(sampled.top_tokens_BK.tolist(), sampled.top_logprobs_BK.tolist(), strict=True)
+    return [[TopLogprob(token, logprob) for token, logprob in zip(*row, strict=True)] for row in rows]
