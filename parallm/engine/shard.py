@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from parallm.engine.kv_cache import ActiveRows, SlotCache
+from parallm.engine.active_rows import ActiveRows
+from parallm.engine.kv_cache import SlotCache
 from parallm.engine.sequence import Sequence
 from parallm.engine.views import AdapterViews
 from parallm.model.attention import LEAST_ROWS
