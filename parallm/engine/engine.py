@@ -212,7 +212,8 @@ class Engine:
     def _sample_shard(self, shard: Shard, num_running: int, first_logits: list[mx.array]) -> Sampled:
         logits = [mx.stack(first_logits)] if first_logits else []
         if num_running:
-            logits.insert(0, self.model.head(shard.forward(self._views, num_running)))
+            newest_B = mx.array([row.tokens[-1] for row in shard.rows[:num_running]], mx.int32)
+            logits.insert(0, self.model.head(shard.forward(self._views, num_running, newest_B)))
         return sample(
             mx.concatenate(logits),
             [row.request.sampling for row in shard.rows],

@@ -55,6 +55,10 @@ class SlotCache(OwnCache):
     def state(self) -> list[mx.array]:
         return [] if self._keys_SHLD is None or self._values_SHLD is None else [self._keys_SHLD, self._values_SHLD]
 
+    @state.setter
+    def state(self, pools: Sequence[mx.array]) -> None:
+        self._keys_SHLD, self._values_SHLD = pools
+
     @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.state)
