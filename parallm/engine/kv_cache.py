@@ -1,7 +1,7 @@
 """Keys and values of the rows that decode together: one slot per row, allocated in steps, written in O(1).
 
-All rows read as many positions as the longest one has; on a CPU, rows that are much longer are computed apart, so that
-the tail of one step does not make the next step's attention as long as its own.
+With MLX's CUDA build each row reads the positions that it has (`model/decode_attention.py`); elsewhere all rows read as
+many as the longest one has, or rows that are much longer are computed apart (`active_rows.py`).
 
 mlx-lm's models see a `SlotCache` per layer through the interface of mlx-lm's caches (`offset`, `update_and_fetch`,
 `make_mask`). Active rows are slots 0 to n-1; when one leaves, the last row moves into its slot.
@@ -16,42 +16,35 @@ from typing import Any
 
 import mlx.core as mx
 
+from parallm.engine.active_rows import ActiveRows
 from parallm.model.attention import OwnCache, attention
+from parallm.model.cuda import on_cuda
+from parallm.model.decode_attention import append_and_attend, fits
 from parallm.model.shared_model import PlainCache
-
-POSITION_STEP = 256
-SLOT_STEP = 8
-COPIED = 3  # what a position of a row apart costs, which is copied first, in positions that are not
-LEAST_SAVED = 1500  # positions of all rows; what computing rows apart costs in any case (nano, measured on a CPU)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowsApart:
-    """Rows that are so long that the others are better computed without them."""
+class Appended:
+    """One step's keys and values (B, H, 1, D), and what they were written to."""
 
-    rows: Sequence[int]
-    view: int
-    """Positions that the others read."""
-
-
-def rows_apart(lengths: Sequence[int]) -> RowsApart | None:
-    """The longest of rows that read `lengths` positions, if computing them apart saves enough."""
-    order = sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)
-    longest = max(lengths, default=0)
-    costs = [len(lengths) * lengths[order[count]] + COPIED * count * longest for count in range(len(order))]
-    best = min(range(len(order)), key=lambda count: costs[count], default=0)
-    if not order or costs[0] - costs[best] < LEAST_SAVED:
-        return None
-    return RowsApart(rows=sorted(order[:best]), view=lengths[order[best]])
+    keys: mx.array
+    values: mx.array
+    pools: tuple[mx.array, mx.array]
+    """Before the write."""
+    view: mx.array
+    """The keys that the model got, by which `attend` knows them again."""
 
 
 class SlotCache(OwnCache):
     """One layer's keys and values for all slots of a shard."""
 
-    def __init__(self, rows: "ActiveRows") -> None:
+    def __init__(
+        self, rows: ActiveRows, keys_SHLD: mx.array | None = None, values_SHLD: mx.array | None = None
+    ) -> None:
         self._rows = rows
-        self._keys_SHLD: mx.array | None = None
-        self._values_SHLD: mx.array | None = None
+        self._keys_SHLD = keys_SHLD
+        self._values_SHLD = values_SHLD
+        self._appended: Appended | None = None  # between `update_and_fetch` and `attend`, where a kernel may do both
 
     @property
     def offset(self) -> mx.array:
@@ -61,6 +54,10 @@ class SlotCache(OwnCache):
     @property
     def state(self) -> list[mx.array]:
         return [] if self._keys_SHLD is None or self._values_SHLD is None else [self._keys_SHLD, self._values_SHLD]
+
+    @state.setter
+    def state(self, pools: Sequence[mx.array]) -> None:
+        self._keys_SHLD, self._values_SHLD = pools
 
     @property
     def nbytes(self) -> int:
@@ -75,9 +72,15 @@ class SlotCache(OwnCache):
         rows = self._rows
         assert self._keys_SHLD is not None, "a row joined before the first step"
         assert self._values_SHLD is not None
+        before = self._keys_SHLD, self._values_SHLD
+        if on_cuda():  # a name of its own for what is written, so that `attend` finds the pools as they were
+            self._keys_SHLD, self._values_SHLD = before[0][...], before[1][...]
         self._keys_SHLD[rows.slots_B, :, rows.lengths_B] = keys_BH1D[:, :, 0]
         self._values_SHLD[rows.slots_B, :, rows.lengths_B] = values_BH1D[:, :, 0]
-        return self._keys_SHLD[: rows.num_rows, :, : rows.view], self._values_SHLD[: rows.num_rows, :, : rows.view]
+        view = self._keys_SHLD[: rows.num_rows, :, : rows.view]
+        if on_cuda():
+            self._appended = Appended(keys=keys_BH1D, values=values_BH1D, pools=before, view=view)
+        return view, self._values_SHLD[: rows.num_rows, :, : rows.view]
 
     def attend(
         self,
@@ -89,7 +92,24 @@ class SlotCache(OwnCache):
         mask: Any,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Queries (B, Q, 1, D) over views (B, H, L, D) -> (B, Q, 1, D)."""
+        """Queries (B, Q, 1, D) over views (B, H, L, D) -> (B, Q, 1, D).
+
+        Where the kernel can do it, it writes the step's keys and values too, and the write that the views wait for is
+        never evaluated.
+        """
+        appended, self._appended = self._appended, None
+        window = self._rows.window_of(mask)
+        if (
+            appended is not None
+            and keys is appended.view
+            and window is not None
+            and sinks is None
+            and fits(queries, *appended.pools)
+        ):
+            self._keys_SHLD, self._values_SHLD = appended.pools
+            new, lengths_B = (appended.keys, appended.values), self._rows.lengths_B
+            return append_and_attend(queries, *new, *appended.pools, lengths_B, scale=scale, window=window)
+        del appended  # nobody else may hold the pools when they are written, or MLX copies them
         apart = self._rows.apart
         if apart is None or not isinstance(mask, mx.array):
             return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
@@ -127,44 +147,6 @@ class SlotCache(OwnCache):
             self._values_SHLD[slot : slot + 1, :, : row[1].shape[2]] = row[1]
 
 
-class ActiveRows:
-    """How many positions each active row has: shared by the slot caches of all layers of a shard."""
-
-    def __init__(self) -> None:
-        self.num_slots = 0
-        self.num_positions = 0
-        self.set_lengths([])
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._lengths)
-
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Positions that each active row holds before the coming step."""
-        self._lengths = list(lengths)
-        self.lengths_B = mx.array(self._lengths, mx.int32)
-        self.slots_B = mx.arange(len(self._lengths), dtype=mx.int32)
-        self.view = max(self._lengths, default=0) + 1
-        on_cpu = mx.default_device() == mx.Device(mx.cpu)
-        self.apart = rows_apart([length + 1 for length in self._lengths]) if on_cpu else None
-
-    def reserve(self, num_slots: int, num_positions: int) -> bool:
-        """Raise the room to at least this many slots and positions, in steps. True if it changed."""
-        before = self.num_slots, self.num_positions
-        self.num_slots = max(self.num_slots, _rounded(num_slots, SLOT_STEP))
-        self.num_positions = max(self.num_positions, _rounded(num_positions, POSITION_STEP))
-        return before != (self.num_slots, self.num_positions)
-
-    def mask(self, window_size: int | None, return_array: bool) -> mx.array | None:
-        if not return_array and window_size is None and min(self._lengths) + 1 == self.view:
-            return None
-        positions_L = mx.arange(self.view, dtype=mx.int32)[None]
-        seen_BL = positions_L <= self.lengths_B[:, None]
-        if window_size is not None:
-            seen_BL = seen_BL & (positions_L > self.lengths_B[:, None] - window_size)
-        return seen_BL[:, None, None]
-
-
 def _grown(pool: mx.array | None, num_slots: int, num_positions: int, like: mx.array) -> mx.array:
     if pool is not None and pool.shape[0] >= num_slots and pool.shape[2] >= num_positions:
         return pool
@@ -173,7 +155,3 @@ def _grown(pool: mx.array | None, num_slots: int, num_positions: int, like: mx.a
     if pool is not None:
         larger[: pool.shape[0], :, : pool.shape[2]] = pool
     return larger
-
-
-def _rounded(number: int, step: int) -> int:
-    return -(-number // step) * step

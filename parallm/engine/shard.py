@@ -7,18 +7,24 @@ Axes: B rows, H hidden.
 """
 
 import copy
+import logging
 from collections.abc import Sequence as Ordered
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from parallm.engine.kv_cache import ActiveRows, SlotCache
+from parallm.engine.active_rows import ActiveRows
+from parallm.engine.compiled_forward import CompiledForward, row_bucket
+from parallm.engine.kv_cache import SlotCache
 from parallm.engine.sequence import Sequence
 from parallm.engine.views import AdapterViews
 from parallm.model.attention import LEAST_ROWS
+from parallm.model.cuda import on_cuda
+from parallm.model.lora import OneAdapter, View
 from parallm.model.shared_model import SharedModel
 
 Item = TypeVar("Item")
+logger = logging.getLogger(__name__)
 
 
 class Shard(Protocol):
@@ -41,11 +47,12 @@ class Shard(Protocol):
 class BatchedShard:
     """All rows in one forward over slot caches."""
 
-    def __init__(self, model: SharedModel, num_layers: int) -> None:
+    def __init__(self, model: SharedModel, num_layers: int, *, compiles: bool) -> None:
         self.rows: list[Sequence] = []
         self._model = model
         self._active = ActiveRows()
         self._caches = [SlotCache(self._active) for _ in range(num_layers)]
+        self._compiled = CompiledForward(model) if compiles else None
 
     def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
         self._reserve(len(self.rows) + 1, len(sequence.request.prompt_tokens) + 1)
@@ -67,19 +74,35 @@ class BatchedShard:
 
     def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array) -> mx.array:
         rows = self.rows[:num_rows]
-        spare = max(0, LEAST_ROWS - num_rows)  # slots that decode along, for products of at least that many rows
+        # slots that decode along: for products of LEAST_ROWS rows, and for few shapes
+        num_computed = row_bucket(num_rows) if self._compiled else max(num_rows, LEAST_ROWS)
+        spare = num_computed - num_rows
         # A row that joins now may hold such a slot: its first token will replace what is written behind its prompt
-        joining = self.rows[num_rows : num_rows + spare]
+        joining = self.rows[num_rows:num_computed]
         lengths = [row.num_cached for row in rows] + [len(row.request.prompt_tokens) for row in joining]
         lengths += [0] * (spare - len(joining))
-        self._reserve(max(len(self.rows), LEAST_ROWS), max(lengths) + 1)
-        self._active.set_lengths(lengths)
-        tokens_B1 = (mx.pad(tokens_B, (0, spare)) if spare else tokens_B)[:, None]
+        self._reserve(max(len(self.rows), num_computed), max(lengths) + 1)
         adapters = [row.adapter for row in rows] + [rows[0].adapter] * spare
-        return self._model.hidden(tokens_B1, self._caches, views.for_rows(adapters))[:num_rows, 0]
+        computed_B = mx.pad(tokens_B, (0, spare)) if spare else tokens_B
+        return self._hidden(computed_B, lengths, views.for_rows(adapters))[:num_rows]
+
+    def _hidden(self, tokens_B: mx.array, lengths: Ordered[int], view: View | None) -> mx.array:
+        if self._compiled and (view is None or isinstance(view, OneAdapter)):
+            pools = [array for slots in self._caches for array in slots.state]
+            try:
+                hidden_BH, pools = self._compiled(tokens_B, mx.array(lengths, mx.int32), pools, view)
+            except ValueError as error:  # MLX's, for a model that reads an array while it runs, such as dbrx
+                logger.warning("decoding is not compiled: %s", error)
+                self._compiled = None
+            else:
+                for slots, keys, values in zip(self._caches, pools[::2], pools[1::2], strict=True):
+                    slots.state = [keys, values]
+                return hidden_BH
+        self._active.set_lengths(lengths)
+        return self._model.hidden(tokens_B[:, None], self._caches, view)[:, 0]
 
     def _reserve(self, num_slots: int, num_positions: int) -> None:
-        if self._active.reserve(num_slots, num_positions):
+        if self._active.reserve(row_bucket(num_slots) if self._compiled else num_slots, num_positions):
             for slots in self._caches:
                 slots.grow()
 
@@ -114,8 +137,13 @@ class RowByRowShard:
 
 
 def make_shard(model: SharedModel) -> Shard:
-    """A shard of the kind that the model allows."""
-    return BatchedShard(model, len(model.make_cache())) if model.batches_exactly else RowByRowShard(model)
+    """A shard of the kind that the model allows.
+
+    Only with MLX's CUDA build is a step compiled: on a CPU that needs a C++ compiler and saves little.
+    """
+    if not model.batches_exactly:
+        return RowByRowShard(model)
+    return BatchedShard(model, len(model.make_cache()), compiles=on_cuda())
 
 
 def _moves(leaving: Ordered[int], num_rows: int) -> list[tuple[int, int]]:

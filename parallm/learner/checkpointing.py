@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.dropout import DropoutAdapter
-from parallm.model.lora import Binding, JoinedSites, LoraLinear, OneAdapter, View
+from parallm.model.lora import Binding, LoraLinear, OneAdapter, View, join_sites
 from parallm.model.shared_model import SharedModel
 
 Arrays = dict[str, dict[str, mx.array]]
@@ -79,7 +79,7 @@ def _with_arrays(view: OneAdapter | DropoutAdapter, arrays: Arrays) -> View:
     if isinstance(view, DropoutAdapter):
         return replace(view, adapter=OneAdapter(arrays["a"], arrays["b"], arrays["stretch"]))
     groups = {group.sites for site, group in view.joined.items() if site in arrays["a"]}
-    joined = [JoinedSites({site: arrays["a"][site] for site in sites}) for sites in groups]
+    joined = [join_sites({site: arrays["a"][site] for site in sites}) for sites in groups]
     return OneAdapter(
         arrays["a"], arrays["b"], arrays["stretch"], {site: group for group in joined for site in group.sites}
     )

@@ -67,14 +67,44 @@ class OneAdapter:
     def stretch(self, site: str) -> mx.array | None:
         return self.stretch_O.get(site)
 
+    def structure(self) -> "AdapterStructure":
+        """What adapters have in common for which the same operations are computed."""
+        groups = tuple((group.sites, group.cuts) for group in self._groups())
+        return AdapterStructure(sites=tuple(self.a_IR), stretched=tuple(self.stretch_O), groups=groups)
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays, in the order in which `AdapterStructure.view` takes them."""
+        joined = [group.a_IK for group in self._groups()]
+        return [*self.a_IR.values(), *(self.b_RO[site] for site in self.a_IR), *self.stretch_O.values(), *joined]
+
+    def _groups(self) -> list["JoinedSites"]:
+        return list(dict.fromkeys(self.joined.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStructure:
+    """Names of an adapter's sites, without arrays."""
+
+    sites: tuple[str, ...]
+    stretched: tuple[str, ...]
+    groups: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
+    """Sites and cuts of the `JoinedSites`."""
+
+    def view(self, arrays: Sequence[mx.array]) -> OneAdapter:
+        """The view with other arrays, which `OneAdapter.arrays` gave."""
+        rest = iter(arrays)
+        named = (self.sites, self.sites, self.stretched)
+        a_IR, b_RO, stretch_O = ({name: next(rest) for name in names} for names in named)
+        joined = [JoinedSites(sites, cuts, a_IK) for (sites, cuts), a_IK in zip(self.groups, rest, strict=True)]
+        return OneAdapter(a_IR, b_RO, stretch_O, {site: group for group in joined for site in group.sites})
+
 
 class JoinedSites:
     """Sites that are called with the same input, one after the other: one product with all their A serves them."""
 
-    def __init__(self, a_IR: Mapping[str, mx.array]) -> None:
-        self.sites = tuple(a_IR)
-        self._a_IK = mx.concatenate(list(a_IR.values()), axis=1)
-        self._cuts = list(accumulate(a.shape[1] for a in a_IR.values()))[:-1]
+    def __init__(self, sites: tuple[str, ...], cuts: tuple[int, ...], a_IK: mx.array) -> None:
+        """`cuts` are the columns at which a site's A ends and the next one's begins."""
+        self.sites, self.cuts, self.a_IK = sites, cuts, a_IK
         self._x: mx.array | None = None  # the input that the parts are of; nothing is kept when all are fetched
         self._parts: dict[str, mx.array] = {}
 
@@ -82,7 +112,7 @@ class JoinedSites:
         """`x` (B, T, I) times A of `site`, (B, T, R)."""
         if self._x is not x or site not in self._parts:
             self._x = x
-            self._parts = dict(zip(self.sites, mx.split(x @ self._a_IK, self._cuts, axis=-1), strict=True))
+            self._parts = dict(zip(self.sites, mx.split(x @ self.a_IK, list(self.cuts), axis=-1), strict=True))
         part = self._parts.pop(site)
         if not self._parts:
             self._x = None
@@ -147,6 +177,12 @@ class LoraLinear(nn.Module):
         return y + (stretch * (y - self.linear.bias if "bias" in self.linear else y)).astype(y.dtype)
 
 
+def join_sites(a_IR: Mapping[str, mx.array]) -> JoinedSites:
+    """The matrices A of sites that get the same input, beside each other."""
+    ends = tuple(accumulate(a.shape[1] for a in a_IR.values()))
+    return JoinedSites(tuple(a_IR), ends[:-1], mx.concatenate(list(a_IR.values()), axis=1))
+
+
 def initial_arrays(
     sites: Mapping[str, tuple[int, int]],
     rank: int,
@@ -177,7 +213,7 @@ def one_adapter(arrays: Mapping[str, mx.array], scaling: Scaling) -> OneAdapter:
     sites = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
     least = LEAST_COLUMNS if mx.default_device() == mx.Device(mx.cpu) else 1
     a_IR = {site: _padded(arrays[f"{site}.lora_a"], 1, least).astype(scaling.dtype) for site in sites}
-    joined = [JoinedSites({site: a_IR[site] for site in group}) for group in _present(scaling.joined, a_IR)]
+    joined = [join_sites({site: a_IR[site] for site in group}) for group in _present(scaling.joined, a_IR)]
     return OneAdapter(
         a_IR,
         {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.model.lora import JoinedSites, OneAdapter
+from parallm.model.lora import JoinedSites, OneAdapter, join_sites
 
 MOST_ADAPTERS = 4
 """With more of them the columns that are dropped cost more than products of their own."""
@@ -93,7 +93,7 @@ def _joined(adapters: Sequence[OneAdapter], a_IK: Mapping[str, mx.array]) -> lis
     for sites in sorted(groups, key=len, reverse=True):  # an adapter of fewer sites knows parts of another's groups
         if not taken & set(sites):
             taken |= set(sites)
-            found.append(JoinedSites({site: a_IK[site] for site in sites}))
+            found.append(join_sites({site: a_IK[site] for site in sites}))
     return found
 
 

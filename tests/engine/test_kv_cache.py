@@ -7,7 +7,7 @@ import pytest
 
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
-from parallm.engine.kv_cache import RowsApart, rows_apart
+from parallm.engine.active_rows import RowsApart, rows_apart
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest
 
@@ -37,7 +37,7 @@ def test_short_rows_in_the_company_of_long_ones_get_the_bits_that_they_get_alone
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found: list[RowsApart | None] = []
-    monkeypatch.setattr("parallm.engine.kv_cache.rows_apart", lambda lengths: _noted(found, rows_apart(lengths)))
+    monkeypatch.setattr("parallm.engine.active_rows.rows_apart", lambda lengths: _noted(found, rows_apart(lengths)))
     model, random = load_tiny(architecture), np.random.default_rng(3)
     lengths = [300 if row in (3, 16, 17) else 4 + row % 9 for row in range(30)]
     requests = [

@@ -1,0 +1,91 @@
+"""Which slots a step computes, and how many positions each has: shared by the slot caches of all layers of a shard.
+
+On a CPU, rows that are much longer than the others are computed apart, so that the tail of one step does not make the
+next step's attention as long as its own.
+
+Axes: B active rows, L positions.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+POSITION_STEP = 256
+SLOT_STEP = 8
+COPIED = 3  # what a position of a row apart costs, which is copied first, in positions that are not
+LEAST_SAVED = 1500  # positions of all rows; what computing rows apart costs in any case (nano, measured on a CPU)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsApart:
+    """Rows that are so long that the others are better computed without them."""
+
+    rows: Sequence[int]
+    view: int
+    """Positions that the others read."""
+
+
+def rows_apart(lengths: Sequence[int]) -> RowsApart | None:
+    """The longest of rows that read `lengths` positions, if computing them apart saves enough."""
+    order = sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True)
+    longest = max(lengths, default=0)
+    costs = [len(lengths) * lengths[order[count]] + COPIED * count * longest for count in range(len(order))]
+    best = min(range(len(order)), key=lambda count: costs[count], default=0)
+    if not order or costs[0] - costs[best] < LEAST_SAVED:
+        return None
+    return RowsApart(rows=sorted(order[:best]), view=lengths[order[best]])
+
+
+class ActiveRows:
+    """The rows of one step; row b is slot b."""
+
+    def __init__(self) -> None:
+        self.num_slots = 0
+        self.num_positions = 0
+        self.set_lengths([])
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Positions that each active row holds before the coming step."""
+        on_cpu = mx.default_device() == mx.Device(mx.cpu)
+        self.apart = rows_apart([length + 1 for length in lengths]) if on_cpu else None
+        self._all_equal = min(lengths, default=0) == max(lengths, default=0)
+        self._set(mx.array(list(lengths), mx.int32), len(lengths), view=max(lengths, default=0) + 1)
+
+    def set_traced(self, lengths_B: mx.array, num_positions: int) -> None:
+        """Rows of a step that is being compiled: their lengths are not known yet, only that there is room for them."""
+        self.apart, self._all_equal = None, False
+        self._set(lengths_B, lengths_B.shape[0], view=num_positions)
+
+    def _set(self, lengths_B: mx.array, num_rows: int, view: int) -> None:
+        self.lengths_B, self.num_rows, self.view = lengths_B, num_rows, view
+        self.slots_B = mx.arange(num_rows, dtype=mx.int32)
+        self._masks: list[tuple[mx.array, int]] = []  # that this step's `mask` gave, with their windows
+
+    def reserve(self, num_slots: int, num_positions: int) -> bool:
+        """Raise the room to at least this many slots and positions, in steps. True if it changed."""
+        before = self.num_slots, self.num_positions
+        self.num_slots = max(self.num_slots, _rounded(num_slots, SLOT_STEP))
+        self.num_positions = max(self.num_positions, _rounded(num_positions, POSITION_STEP))
+        return before != (self.num_slots, self.num_positions)
+
+    def mask(self, window_size: int | None, return_array: bool) -> mx.array | None:
+        """Which positions each row may see, (B, 1, 1, L), or None where all may see all."""
+        if not return_array and window_size is None and self._all_equal:
+            return None
+        positions_L = mx.arange(self.view, dtype=mx.int32)[None]
+        seen_BL = positions_L <= self.lengths_B[:, None]
+        if window_size is not None:
+            seen_BL = seen_BL & (positions_L > self.lengths_B[:, None] - window_size)
+        self._masks.append((seen_BL[:, None, None], window_size or 0))
+        return self._masks[-1][0]
+
+    def window_of(self, mask: object) -> int | None:
+        """The window that a mask of this step leaves of each row's positions, 0: all of them. None for other masks."""
+        if mask is None:
+            return 0
+        return next((window for known, window in self._masks if known is mask), None)
+
+
+def _rounded(number: int, step: int) -> int:
+    return -(-number // step) * step

@@ -1,0 +1,63 @@
+"""A decode step's forward through `mx.compile`: Python builds the graph once per shape and not for every token.
+
+Building the graph of hundreds of modules takes Python longer than a GPU needs to compute it. What differs from step to
+step comes in as arrays: tokens, lengths, pools, the adapter's factors. A trace is made for each number of rows (see
+`row_bucket`), shape of the pools and structure of the adapter; MLX keeps all of them.
+
+Axes: B rows, H hidden.
+"""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from parallm.engine.active_rows import ActiveRows
+from parallm.engine.kv_cache import SlotCache
+from parallm.model.lora import AdapterStructure, OneAdapter
+from parallm.model.shared_model import SharedModel
+
+Function = Callable[[mx.array, mx.array, list[mx.array], list[mx.array]], tuple[mx.array, list[mx.array]]]
+
+
+def row_bucket(num_rows: int) -> int:
+    """The number of rows that are computed for `num_rows`: at least 4, at most a third more from 12 on."""
+    step = next((step for most, step in ((8, 4), (32, 8), (64, 16)) if num_rows <= most), 32)
+    return max(1, -(-num_rows // step)) * step
+
+
+class CompiledForward:
+    """The trunk of a model over slot caches, for rows of the base or of one adapter version."""
+
+    def __init__(self, model: SharedModel) -> None:
+        mx.eval(model.base.parameters())  # a trace would repeat what makes an array that is not evaluated yet
+        self._model = model
+        self._functions: dict[AdapterStructure | None, Function] = {}
+        self._view: OneAdapter | None = None  # the last one, its arrays and structure
+        self._arrays: list[mx.array] = []
+        self._structure: AdapterStructure | None = None
+
+    def __call__(
+        self, tokens_B: mx.array, lengths_B: mx.array, pools: list[mx.array], view: OneAdapter | None
+    ) -> tuple[mx.array, list[mx.array]]:
+        """Hidden states (B, H) and the pools after the step: keys and values (S, heads, L, D) of each layer in turn."""
+        if view is not self._view:
+            self._view = view
+            self._arrays, self._structure = ([], None) if view is None else (view.arrays(), view.structure())
+        if self._structure not in self._functions:
+            self._functions[self._structure] = self._compile(self._structure)
+        return self._functions[self._structure](tokens_B, lengths_B, pools, self._arrays)
+
+    def _compile(self, structure: AdapterStructure | None) -> Function:
+        def forward(
+            tokens_B: mx.array, lengths_B: mx.array, pools: Sequence[mx.array], factors: Sequence[mx.array]
+        ) -> tuple[mx.array, list[mx.array]]:
+            rows = ActiveRows()
+            rows.set_traced(lengths_B, num_positions=pools[0].shape[2])
+            pairs = zip(pools[::2], pools[1::2], strict=True)
+            caches = [SlotCache(rows, keys_SHLD, values_SHLD) for keys_SHLD, values_SHLD in pairs]
+            view = None if structure is None else structure.view(factors)
+            hidden_B1H = self._model.hidden(tokens_B[:, None], caches, view)
+            return hidden_B1H[:, 0], [array for cache in caches for array in cache.state]
+
+        compiled: Function = mx.compile(forward)
+        return compiled

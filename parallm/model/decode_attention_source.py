@@ -1,0 +1,188 @@
+"""Source of the kernels in `decode_attention`.
+
+T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team, WINDOW
+positions that are seen (0: all), SCALE a float32's bits: the constants of both kernels over the pools.
+"""
+
+THREADS = 128  # of a block
+
+HEADER = """
+template <typename T>
+struct alignas(16) Pack {
+  static constexpr int size = 16 / sizeof(T);
+  T values[size];
+};
+"""
+_BODY = """
+  using P = Pack<T>;
+  constexpr int PACKS = D / (LANES * P::size), SIZE = PACKS * P::size;  // of a lane
+  constexpr int TEAMS = THREADS / LANES, TILES = G / TILE;
+  constexpr int AHEAD = PACKS == 1 ? 4 : PACKS == 2 ? 2 : 1;  // tokens whose loads are under way together
+  constexpr float LEAST = -1e30f;  // finite: the difference of two is a number
+  __shared__ float team_largest[TEAMS][TILE], team_total[TEAMS][TILE], team_sums[TEAMS][TILE][D];
+
+  const int lane = threadIdx.x % LANES, team = threadIdx.x / LANES;
+  const int tile = blockIdx.x % TILES;
+  const int64_t head = blockIdx.x / TILES;  // row and key-value head
+  const int capacity = keys_shape[2], length = lengths[head / H];
+  const int part = ((capacity + gridDim.y - 1) / gridDim.y + 15) / 16 * 16;
+  const int first = WINDOW > 0 ? max(0, length + 1 - WINDOW) : 0;
+  const int begin = max(first, int(blockIdx.y) * part), end = min(length, (int(blockIdx.y) + 1) * part);
+  const bool has_newest = int(blockIdx.y) == length / part;
+  const int64_t first_query = head * G + tile * TILE;
+  if (begin >= end && !has_newest) {
+    WRITE_NOTHING
+    return;
+  }
+  const T* key_pool = keys + head * capacity * D + lane * P::size;
+  const T* value_pool = values + head * capacity * D + lane * P::size;
+  auto pack = [](const T* from, int index) { return *reinterpret_cast<const P*>(from + index * LANES * P::size); };
+
+  float query[TILE][SIZE], sum[TILE][SIZE], largest[TILE], total[TILE];
+#pragma unroll
+  for (int g = 0; g < TILE; g++) {
+    largest[g] = LEAST;
+    total[g] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < PACKS; c++) {
+      P raw = pack(queries + (first_query + g) * D + lane * P::size, c);
+#pragma unroll
+      for (int j = 0; j < P::size; j++) {
+        query[g][c * P::size + j] = float(raw.values[j]) * __int_as_float(SCALE);
+        sum[g][c * P::size + j] = 0.0f;
+      }
+    }
+  }
+  // Scores of one token, alike in all lanes of its team
+  auto scores_of = [&](const P (&key)[PACKS], bool is_seen, float (&score)[TILE]) {
+    float wide[SIZE];
+#pragma unroll
+    for (int e = 0; e < SIZE; e++) wide[e] = float(key[e / P::size].values[e % P::size]);
+#pragma unroll
+    for (int g = 0; g < TILE; g++) {
+      float product = 0.0f;
+#pragma unroll
+      for (int e = 0; e < SIZE; e++) product += query[g][e] * wide[e];
+#pragma unroll
+      for (int step = LANES / 2; step > 0; step /= 2) product += __shfl_xor_sync(0xffffffff, product, step);
+      score[g] = is_seen ? product : -INFINITY;
+    }
+  };
+  // Make room in the sums of query g for scores up to `most`
+  auto raise = [&](int g, float most) {
+    float shrink = exp2f(largest[g] - most);
+    largest[g] = most;
+    total[g] *= shrink;
+#pragma unroll
+    for (int e = 0; e < SIZE; e++) sum[g][e] *= shrink;
+  };
+  auto add = [&](const P (&value)[PACKS], const float (&score)[TILE]) {
+    float wide[SIZE];
+#pragma unroll
+    for (int e = 0; e < SIZE; e++) wide[e] = float(value[e / P::size].values[e % P::size]);
+#pragma unroll
+    for (int g = 0; g < TILE; g++) {
+      float weight = exp2f(score[g] - largest[g]);
+      total[g] += weight;
+#pragma unroll
+      for (int e = 0; e < SIZE; e++) sum[g][e] += weight * wide[e];
+    }
+  };
+
+  for (int base = begin; base < end; base += TEAMS * AHEAD) {  // alike in all threads: `scores_of` needs whole warps
+    P key[AHEAD][PACKS], value[AHEAD][PACKS];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) {
+      int64_t place = int64_t(min(base + u * TEAMS + team, end - 1)) * D;
+#pragma unroll
+      for (int c = 0; c < PACKS; c++) {
+        key[u][c] = pack(key_pool + place, c);
+        value[u][c] = pack(value_pool + place, c);
+      }
+    }
+    float score[AHEAD][TILE];
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) scores_of(key[u], base + u * TEAMS + team < end, score[u]);
+#pragma unroll
+    for (int g = 0; g < TILE; g++) {
+      float most = largest[g];
+#pragma unroll
+      for (int u = 0; u < AHEAD; u++) most = fmaxf(most, score[u][g]);
+      raise(g, most);
+    }
+#pragma unroll
+    for (int u = 0; u < AHEAD; u++) add(value[u], score[u]);
+  }
+
+  if (has_newest) {
+    P key[PACKS], value[PACKS];
+    float score[TILE];
+#pragma unroll
+    for (int c = 0; c < PACKS; c++) {
+      key[c] = pack(new_keys + head * D + lane * P::size, c);
+      value[c] = pack(new_values + head * D + lane * P::size, c);
+      if (team == 0 && tile == 0) {
+        int64_t place = int64_t(length) * D + c * LANES * P::size;
+        *reinterpret_cast<P*>(const_cast<T*>(key_pool + place)) = key[c];
+        *reinterpret_cast<P*>(const_cast<T*>(value_pool + place)) = value[c];
+      }
+    }
+    scores_of(key, team == 0, score);
+#pragma unroll
+    for (int g = 0; g < TILE; g++) raise(g, fmaxf(largest[g], score[g]));
+    add(value, score);
+  }
+
+#pragma unroll
+  for (int g = 0; g < TILE; g++) {
+    if (lane == 0) {
+      team_largest[team][g] = largest[g];
+      team_total[team][g] = total[g];
+    }
+#pragma unroll
+    for (int e = 0; e < SIZE; e++)
+      team_sums[team][g][(e / P::size * LANES + lane) * P::size + e % P::size] = sum[g][e];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < TILE * D; i += blockDim.x) {
+    int g = i / D, d = i % D;
+    float most = LEAST, all = 0.0f, found = 0.0f;
+    for (int t = 0; t < TEAMS; t++) most = fmaxf(most, team_largest[t][g]);
+    for (int t = 0; t < TEAMS; t++) {
+      float weight = exp2f(team_largest[t][g] - most);
+      all += weight * team_total[t][g];
+      found += weight * team_sums[t][g][d];
+    }
+    WRITE_RESULT
+  }
+"""
+_WRITE_WHOLE = "attended[(first_query + g) * D + d] = T(found / all);"
+_WRITE_PART = """
+    int64_t place = (first_query + g) * gridDim.y + blockIdx.y;
+    sums[place * D + d] = found;
+    if (d == 0) {
+      largests[place] = most;
+      totals[place] = all;
+    }
+"""
+_WRITE_NOTHING = """
+    if (threadIdx.x < TILE) {
+      largests[(first_query + threadIdx.x) * gridDim.y + blockIdx.y] = LEAST;
+      totals[(first_query + threadIdx.x) * gridDim.y + blockIdx.y] = 0.0f;
+    }
+"""
+MERGE = """
+  const int num_parts = totals_shape[2];
+  const int64_t place = int64_t(blockIdx.x) * num_parts;
+  float most = -1e30f, all = 0.0f, found = 0.0f;
+  for (int p = 0; p < num_parts; p++) most = fmaxf(most, largests[place + p]);
+  for (int p = 0; p < num_parts; p++) {
+    if (totals[place + p] == 0.0f) continue;  // a part without tokens, whose sums are not written
+    float weight = exp2f(largests[place + p] - most);
+    all += weight * totals[place + p];
+    found += weight * sums[(place + p) * D + threadIdx.x];
+  }
+  attended[int64_t(blockIdx.x) * D + threadIdx.x] = T(found / all);
+"""
+WHOLE = _BODY.replace("WRITE_NOTHING", "").replace("WRITE_RESULT", _WRITE_WHOLE)
+PART = _BODY.replace("WRITE_NOTHING", _WRITE_NOTHING).replace("WRITE_RESULT", _WRITE_PART)

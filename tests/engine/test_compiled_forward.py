@@ -1,0 +1,131 @@
+"""The compiled forward gives what the other one gives, and is traced once per bucket of shapes."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from parallm.engine.compiled_forward import row_bucket
+from parallm.engine.sequence import Sequence
+from parallm.engine.shard import BatchedShard
+from parallm.engine.views import AdapterViews
+from parallm.model.adapter import Adapter
+from parallm.model.shared_model import SharedModel
+from parallm.types import GenerationRequest
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles for a CPU with g++")
+
+
+def joined_rows(shard: BatchedShard, model: SharedModel, ask: Callable[..., GenerationRequest], count: int) -> None:
+    for row in range(len(shard.rows), count):
+        request, cache = ask(f"r{row}", [5 + row, 7, 9 + 2 * row][: 1 + row % 3], 40), model.make_cache()
+        mx.eval(model.hidden(mx.array([request.prompt_tokens]), cache, None))
+        shard.join(Sequence(request=request, index=0, seed=0, adapter=None, streams=False, tokens=[3 + row]), cache)
+
+
+def steps(shard: BatchedShard, views: AdapterViews, adapter: Adapter | None, num_rows: int, count: int) -> mx.array:
+    """Hidden states of the last of `count` steps."""
+    for row in shard.rows:
+        row.adapter = adapter
+    for _ in range(count):
+        hidden_BH = shard.forward(views, num_rows, mx.array([row.tokens[-1] for row in shard.rows[:num_rows]]))
+        mx.eval(hidden_BH)
+        for row in shard.rows[:num_rows]:
+            row.tokens.append(11 + len(row.tokens))
+    return hidden_BH
+
+
+@needs_compiler
+def test_the_compiled_forward_gives_the_same_hidden_states(
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+    random_adapter: Callable[..., Adapter],
+) -> None:
+    model = load_tiny("gemma3_text")  # some of its layers see a window
+    views = AdapterViews(model)
+    shards = [BatchedShard(model, len(model.make_cache()), compiles=compiles) for compiles in (False, True)]
+    adapters = [None, random_adapter(model, 1), random_adapter(model, 2), random_adapter(model, 3, dora=True)]
+    for adapter, num_rows in zip(adapters, (3, 5, 5, 9), strict=True):
+        for shard in shards:
+            joined_rows(shard, model, ask, num_rows)
+        plain, compiled = (steps(shard, views, adapter, num_rows, 3) for shard in shards)
+        assert mx.abs(plain - compiled).max().item() <= 2e-5
+        assert mx.abs(plain).max().item() > 0.1
+
+
+@needs_compiler
+def test_a_step_of_known_shapes_runs_no_module_again(
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+    random_adapter: Callable[..., Adapter],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_tiny("llama")
+    views, shard = AdapterViews(model), BatchedShard(model, len(model.make_cache()), compiles=True)
+    joined_rows(shard, model, ask, 7)
+    traced: list[int] = []
+    hidden = SharedModel.hidden
+
+    def noted(self: SharedModel, tokens_BT: mx.array, *others: Any) -> mx.array:
+        traced.append(tokens_BT.shape[0])
+        return hidden(self, tokens_BT, *others)
+
+    monkeypatch.setattr(SharedModel, "hidden", noted)
+    for adapter, num_rows in [(None, 7), (None, 5), (random_adapter(model, 1), 7), (random_adapter(model, 2), 6)]:
+        steps(shard, views, adapter, num_rows, 2)
+    assert traced == [8, 8], "once for the base, once for adapters of one structure"
+
+
+@needs_compiler
+def test_a_compiled_step_writes_into_the_pools_without_a_copy(
+    load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest]
+) -> None:
+    model = load_tiny("llama")
+    views, shard = AdapterViews(model), BatchedShard(model, len(model.make_cache()), compiles=True)
+    joined_rows(shard, model, ask, 8)
+    shard._reserve(8, 32768)
+    steps(shard, views, None, 8, 2)
+    pools = sum(slots.nbytes for slots in shard._caches)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    tokens = mx.array([row.tokens[-1] for row in shard.rows])
+    hidden_BH = shard.forward(views, 8, tokens)
+    mx.eval(hidden_BH, *(slots.state for slots in shard._caches))
+    assert mx.get_peak_memory() - before < pools // 2
+
+
+def test_rows_are_computed_in_few_sizes() -> None:
+    assert [row_bucket(rows) for rows in (1, 4, 5, 9, 17, 33, 65, 100, 128, 129)] == [
+        4,
+        4,
+        8,
+        16,
+        24,
+        48,
+        96,
+        128,
+        128,
+        160,
+    ]
+
+
+def test_a_model_that_reads_arrays_while_it_runs_is_not_compiled(
+    load_tiny: Callable[..., SharedModel],
+    ask: Callable[..., GenerationRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = load_tiny("llama")
+    views, shard = AdapterViews(model), BatchedShard(model, len(model.make_cache()), compiles=True)
+    joined_rows(shard, model, ask, 2)
+    hidden = SharedModel.hidden
+
+    def reading(self: SharedModel, tokens_BT: mx.array, *others: Any) -> mx.array:
+        assert tokens_BT.tolist()
+        return hidden(self, tokens_BT, *others)
+
+    monkeypatch.setattr(SharedModel, "hidden", reading)
+    assert steps(shard, views, None, 2, 2).shape[0] == 2
+    assert caplog.text.count("decoding is not compiled") == 1

@@ -1,0 +1,120 @@
+"""The kernel of a decode step against a plain write and MLX's operations; skipped without MLX's CUDA build."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.model.cuda import on_cuda
+from parallm.model.decode_attention import append_and_attend, fits, lanes_of, num_parts, queries_at_once
+
+needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
+Arrays = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
+
+
+def step(dtype: mx.Dtype, rows: int, heads: tuple[int, int], size: int, positions: int, seed: int = 0) -> Arrays:
+    """Queries, new keys and values, and pools with three slots more than rows."""
+    queries, pairs = heads
+    shapes = [(rows, queries, 1, size), *[(rows, pairs, 1, size)] * 2, *[(rows + 3, pairs, positions, size)] * 2]
+    keys = mx.random.split(mx.random.key(seed), 5)
+    arrays = [mx.random.normal(shape, key=key).astype(dtype) for shape, key in zip(shapes, keys, strict=True)]
+    mx.eval(arrays)
+    return arrays[0], arrays[1], arrays[2], arrays[3], arrays[4]
+
+
+def plain(arrays: Arrays, lengths: list[int], window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What is attended, and the pools after the write."""
+    queries, new_keys, new_values, keys, values = (np.array(array.astype(mx.float32)) for array in arrays)
+    rows, repeats = np.arange(len(lengths)), queries.shape[1] // keys.shape[1]
+    keys[rows, :, lengths], values[rows, :, lengths] = new_keys[:, :, 0], new_values[:, :, 0]
+    found = np.zeros_like(queries)
+    for row, length in enumerate(lengths):
+        seen = slice(max(0, length + 1 - window) if window else 0, length + 1)
+        for head in range(queries.shape[1]):
+            pair = row, head // repeats, seen
+            scores = keys[pair] @ queries[row, head, 0] * 0.11
+            weights = np.exp(scores - scores.max())
+            found[row, head, 0] = weights @ values[pair] / weights.sum()
+    return found, keys, values
+
+
+@needs_cuda
+@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 2e-5), (mx.float16, 2e-3), (mx.bfloat16, 1.5e-2)])
+@pytest.mark.parametrize(
+    ("heads", "size"),
+    [
+        ((14, 2), 64),
+        ((32, 8), 128),
+        ((8, 8), 64),
+        ((12, 2), 96),
+        ((8, 1), 256),
+        ((6, 2), 160),
+        ((4, 2), 224),
+        ((24, 2), 128),
+    ],
+)
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize(("rows", "positions"), [(1, 256), (5, 768), (130, 256)])
+def test_the_kernel_agrees_with_the_operations(
+    dtype: mx.Dtype, tolerance: float, heads: tuple[int, int], size: int, window: int, rows: int, positions: int
+) -> None:
+    arrays = step(dtype, rows, heads, size, positions)
+    lengths = np.random.default_rng(rows).integers(0, positions, rows).tolist()
+    lengths[0] = positions - 1
+    if rows > 2:
+        lengths[1], lengths[2] = 0, 64
+    expected = plain(arrays, lengths, window)
+    assert fits(arrays[0], *arrays[3:])
+    found = append_and_attend(*arrays, mx.array(lengths, mx.int32), scale=0.11, window=window)
+    assert found.dtype == dtype
+    assert found.shape == arrays[0].shape
+    assert np.abs(np.array(found.astype(mx.float32)) - expected[0]).max() <= tolerance
+    for pool, wanted in zip(arrays[3:], expected[1:], strict=True):
+        assert np.array_equal(np.array(pool.astype(mx.float32)), wanted), "one position of each row, and no other"
+
+
+@needs_cuda
+def test_steps_that_follow_each_other_see_what_was_written() -> None:
+    queries, *_, keys, values = step(mx.float32, 4, (8, 2), 64, 256)
+    pools = mx.array(np.array(keys)), mx.array(np.array(values))
+    wanted = queries
+    for place in range(5):
+        lengths = [length + place for length in (0, 3, 100, 250)]
+        _, *new, _, _ = step(mx.float32, 4, (8, 2), 64, 256, seed=place + 1)
+        queries = append_and_attend(queries, *new, *pools, mx.array(lengths, mx.int32), scale=0.11)
+        wanted, keys, values = map(mx.array, plain((wanted, *new, keys, values), lengths, 0))
+    assert mx.abs(queries - wanted).max().item() <= 1e-4
+
+
+@needs_cuda
+def test_queries_over_half_of_a_product_are_copied_right() -> None:
+    arrays = step(mx.bfloat16, 6, (8, 2), 64, 256)
+    wide = mx.concatenate([arrays[0], arrays[0] * 2], axis=1)
+    lengths = mx.array([5, 80, 0, 33, 200, 255], mx.int32)
+    found = append_and_attend(wide[:, :8], *arrays[1:], lengths, scale=0.11)
+    assert mx.array_equal(found, append_and_attend(*arrays, lengths, scale=0.11)).item()
+
+
+def test_the_kernel_is_not_used_on_a_cpu() -> None:
+    arrays = step(mx.float32, 2, (4, 2), 64, 32)
+    assert fits(arrays[0], *arrays[3:]) == on_cuda()
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "lanes"),
+    [(64, mx.bfloat16, 8), (128, mx.bfloat16, 16), (96, mx.float16, 4), (256, mx.float32, 32), (224, mx.bfloat16, 4)],
+)
+def test_a_token_is_shared_by_a_power_of_two_of_lanes(size: int, dtype: mx.Dtype, lanes: int) -> None:
+    assert lanes_of(size, dtype) == lanes
+
+
+def test_a_block_serves_as_many_queries_as_its_registers_hold() -> None:
+    assert [queries_at_once(7, 8), queries_at_once(24, 8), queries_at_once(11, 8), queries_at_once(2, 56)] == [
+        7,
+        8,
+        1,
+        1,
+    ]
+
+
+def test_rows_are_shared_by_blocks_where_there_are_few() -> None:
+    assert [num_parts(2, 1024), num_parts(256, 1024), num_parts(1024, 1024), num_parts(1024, 256)] == [16, 4, 2, 1]
