@@ -203,8 +203,18 @@ def test_a_step_is_launched_before_the_one_before_is_read_and_none_behind_the_la
     engine.step("serving")
     order: list[str] = []
     launch, wait = mx.async_eval, mx.eval
-    monkeypatch.setattr(mx, "async_eval", lambda *arrays: (order.append("launch"), launch(*arrays)) if arrays[0] else 0)
-    monkeypatch.setattr(mx, "eval", lambda *arrays: (order.append("read"), wait(*arrays)))
+
+    def launched(arrays: list[list[mx.array]]) -> None:
+        if arrays:
+            order.append("launch")
+            launch(arrays)
+
+    def read(arrays: list[list[mx.array]]) -> None:
+        order.append("read")
+        wait(arrays)
+
+    monkeypatch.setattr(mx, "async_eval", launched)
+    monkeypatch.setattr(mx, "eval", read)
     while engine.has_work("serving"):
         engine.step("serving")
     assert order == ["launch", "launch", "read", "launch", "read", "launch", "read", "read"]

@@ -79,9 +79,10 @@ def test_steps_that_follow_each_other_see_what_was_written() -> None:
     wanted = queries
     for place in range(5):
         lengths = [length + place for length in (0, 3, 100, 250)]
-        _, *new, _, _ = step(mx.float32, 4, (8, 2), 64, 256, seed=place + 1)
-        queries = append_and_attend(queries, *new, *pools, mx.array(lengths, mx.int32), scale=0.11)
-        wanted, keys, values = map(mx.array, plain((wanted, *new, keys, values), lengths, 0))
+        _, new_keys, new_values, _, _ = step(mx.float32, 4, (8, 2), 64, 256, seed=place + 1)
+        lengths_B = mx.array(lengths, mx.int32)
+        queries = append_and_attend(queries, new_keys, new_values, *pools, lengths_B, scale=0.11)
+        wanted, keys, values = map(mx.array, plain((wanted, new_keys, new_values, keys, values), lengths, 0))
     assert mx.abs(queries - wanted).max().item() <= 1e-4
 
 
