@@ -16,6 +16,7 @@ from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_table import AdapterTable
+from parallm.model.cuda import on_cuda
 from parallm.model.load import load_shared_model
 from parallm.model.reward_head import is_reward_model, refuse_reward_model
 from parallm.model.shared_model import SharedModel
@@ -92,7 +93,7 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
         for name in adapters.policies:
             adapters.publish(dataclasses.replace(start, name=name))
     build = partial(Engine, model, adapters, lanes, config.engine, emit=engine.emit, report=engine.report)
-    core = await on_device(device, partial(build, runs_ahead=lanes.on_gpu))
+    core = await on_device(device, partial(build, runs_ahead=on_cuda()))
     engine.attach(core)
     return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
 

@@ -21,6 +21,7 @@ from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.adapter_table import AdapterTable
+from parallm.model.cuda import on_cuda
 from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
 from parallm.model.settings import ModelSettings
@@ -61,7 +62,7 @@ class Workbench:
                 settings,
                 emit=self.engine.emit,
                 report=self.engine.report,
-                runs_ahead=self.lanes.on_gpu,
+                runs_ahead=on_cuda(),
             )
         )
         self.engine.attach(core)

@@ -23,8 +23,7 @@ class Lanes:
         # One thread per product even where only one lane has work: with more, the result of a product would depend on
         # how the threads divide it, and so on what else runs
         set_blas_threads(1)
-        self.on_gpu = mx.default_device() != mx.Device(mx.cpu)
-        if not self.on_gpu:
+        if mx.default_device() == mx.Device(mx.cpu):
             first = mx.default_stream(mx.cpu)
             others = [mx.new_stream(mx.cpu) for _ in range(min(available_cores(), MOST_CPU_LANES) - 1)]
             self.streams = [first, *others]

@@ -94,8 +94,8 @@ class LearnerSettings:
     weight_decay: float = Field(default=0.0, ge=0)
     max_gradient_norm: float = Field(default=1.0, gt=0)
     micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
-    """Tokens (padding included) of one forward and backward pass: the longest that decoding ever waits. `auto`: 1,024
-    on a CPU, 5,120 on a GPU."""
+    """Tokens (padding included) of one forward and backward pass: the longest that decoding ever waits. `auto`: 5,120
+    with CUDA, else 1,024."""
     checkpoint_layers: Literal["auto", "all", "none"] = "auto"
     """Compute each layer again in the backward instead of keeping it. `auto`: where a pass would need more than half
     of the memory that the base leaves."""

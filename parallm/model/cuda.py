@@ -7,6 +7,16 @@ import mlx.core as mx
 
 Kernel = Callable[..., list[mx.array]]
 
+VECTOR_BYTES = 16  # what a thread reads at once
+PACK = """
+template <typename T>
+struct alignas(16) Pack {
+  static constexpr int size = 16 / sizeof(T);
+  T values[size];
+};
+"""
+"""A header: as many values as a thread reads at once."""
+
 
 def on_cuda() -> bool:
     return mx.cuda.is_available() and mx.default_device() != mx.Device(mx.cpu)

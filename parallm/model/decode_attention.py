@@ -17,10 +17,9 @@ import struct
 
 import mlx.core as mx
 
-from parallm.model.cuda import Kernel, kernel, on_cuda
-from parallm.model.decode_attention_source import HEADER, MERGE, PART, THREADS, WHOLE
+from parallm.model.cuda import PACK, VECTOR_BYTES, Kernel, kernel, on_cuda
+from parallm.model.decode_attention_source import MERGE, PART, THREADS, WHOLE
 
-VECTOR_BYTES = 16  # what a lane loads at once
 LEAST_SIZE, MOST_SIZE, SIZE_STEP = 64, 256, 32  # of heads
 MOST_VALUES = 64  # of queries, and as many sums, in a thread's registers
 WANTED_BLOCKS = 6 * 132  # of the grid: for each of an H200's processors a few, so that rows of unlike lengths even out
@@ -133,12 +132,12 @@ def _bits(number: float) -> int:
 
 
 def _whole_kernel() -> Kernel:
-    return kernel("decode_attention", _INPUTS, ("attended",), WHOLE, HEADER)
+    return kernel("decode_attention", _INPUTS, ("attended",), WHOLE, PACK)
 
 
 def _part_kernel() -> Kernel:
     outputs = ("sums", "largests", "totals")
-    return kernel("decode_attention_parts", _INPUTS, outputs, PART, HEADER)
+    return kernel("decode_attention_parts", _INPUTS, outputs, PART, PACK)
 
 
 def _merge_kernel() -> Kernel:

@@ -6,13 +6,6 @@ positions that are seen (0: all), SCALE a float32's bits: the constants of both 
 
 THREADS = 128  # of a block
 
-HEADER = """
-template <typename T>
-struct alignas(16) Pack {
-  static constexpr int size = 16 / sizeof(T);
-  T values[size];
-};
-"""
 _BODY = """
   using P = Pack<T>;
   constexpr int PACKS = D / (LANES * P::size), SIZE = PACKS * P::size;  // of a lane

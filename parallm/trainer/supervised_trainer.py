@@ -74,8 +74,7 @@ class SupervisedTrainer:
         self._cursor = self._demonstrations.stream.cursor = int(state.counters["cursor"])
         self._evaluations.resume(dict(state.counters))
         self._publication.resume(state.counters["publication"], BEST)
-        if "guard" in state.counters:  # checkpoints from before it was watched lack it
-            self._guard.resume(state.counters["guard"])
+        self._guard.resume(state.counters["guard"])
 
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save, and leave."""

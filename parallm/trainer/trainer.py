@@ -66,9 +66,8 @@ class Trainer:
         self._parts.collector.curriculum.restore(state.counters)
         self._idle_steps = int(state.counters["idle_steps"])
         self._evaluations.resume(dict(state.counters))
-        if "guard" in state.counters:  # checkpoints from before there was one lack both
-            self._publication.resume(state.counters["publication"], BEST)
-            self._guard.resume(state.counters["guard"])
+        self._publication.resume(state.counters["publication"], BEST)
+        self._guard.resume(state.counters["guard"])
 
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save, and leave."""
