@@ -14,8 +14,10 @@ import mlx.core as mx
 from parallm.engine.active_rows import ActiveRows
 from parallm.engine.kv_cache import SlotCache
 from parallm.model.lora import AdapterStructure, OneAdapter
+from parallm.model.row_lora import RowAdapters, RowStructure
 from parallm.model.shared_model import SharedModel
 
+Structure = AdapterStructure | RowStructure
 Function = Callable[[mx.array, mx.array, list[mx.array], list[mx.array]], tuple[mx.array, list[mx.array]]]
 
 
@@ -26,18 +28,18 @@ def row_bucket(num_rows: int) -> int:
 
 
 class CompiledForward:
-    """The trunk of a model over slot caches, for rows of the base or of one adapter version."""
+    """The trunk of a model over slot caches, for rows whose adapters come as arrays alone."""
 
     def __init__(self, model: SharedModel) -> None:
         mx.eval(model.base.parameters())  # a trace would repeat what makes an array that is not evaluated yet
         self._model = model
-        self._functions: dict[AdapterStructure | None, Function] = {}
-        self._view: OneAdapter | None = None  # the last one, its arrays and structure
+        self._functions: dict[Structure | None, Function] = {}
+        self._view: OneAdapter | RowAdapters | None = None  # the last one, its arrays and structure
         self._arrays: list[mx.array] = []
-        self._structure: AdapterStructure | None = None
+        self._structure: Structure | None = None
 
     def __call__(
-        self, tokens_B: mx.array, lengths_B: mx.array, pools: list[mx.array], view: OneAdapter | None
+        self, tokens_B: mx.array, lengths_B: mx.array, pools: list[mx.array], view: OneAdapter | RowAdapters | None
     ) -> tuple[mx.array, list[mx.array]]:
         """Hidden states (B, H) and the pools after the step: keys and values (S, heads, L, D) of each layer in turn."""
         if view is not self._view:
@@ -47,7 +49,7 @@ class CompiledForward:
             self._functions[self._structure] = self._compile(self._structure)
         return self._functions[self._structure](tokens_B, lengths_B, pools, self._arrays)
 
-    def _compile(self, structure: AdapterStructure | None) -> Function:
+    def _compile(self, structure: Structure | None) -> Function:
         def forward(
             tokens_B: mx.array, lengths_B: mx.array, pools: Sequence[mx.array], factors: Sequence[mx.array]
         ) -> tuple[mx.array, list[mx.array]]:

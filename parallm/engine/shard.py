@@ -21,6 +21,7 @@ from parallm.engine.views import AdapterViews
 from parallm.model.attention import LEAST_ROWS
 from parallm.model.cuda import on_cuda
 from parallm.model.lora import OneAdapter, View
+from parallm.model.row_lora import RowAdapters
 from parallm.model.shared_model import SharedModel
 
 Item = TypeVar("Item")
@@ -87,7 +88,7 @@ class BatchedShard:
         return self._hidden(computed_B, lengths, views.for_rows(adapters))[:num_rows]
 
     def _hidden(self, tokens_B: mx.array, lengths: Ordered[int], view: View | None) -> mx.array:
-        if self._compiled and (view is None or isinstance(view, OneAdapter)):
+        if self._compiled and (view is None or isinstance(view, OneAdapter | RowAdapters)):
             pools = [array for slots in self._caches for array in slots.state]
             try:
                 hidden_BH, pools = self._compiled(tokens_B, mx.array(lengths, mx.int32), pools, view)

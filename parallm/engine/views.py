@@ -1,7 +1,10 @@
-"""Which LoRA view a set of rows needs: none for the base, one adapter, a few side by side, or stacks of many."""
+"""Which LoRA view a set of rows needs: none for the base, one adapter, a few side by side, or stacks of many.
+
+With MLX's CUDA build one view serves rows of up to eight versions, see `row_lora`; the others do what it cannot.
+"""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -10,6 +13,7 @@ import mlx.core as mx
 from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
 from parallm.model.lora import MixedAdapters, OneAdapter, View, one_adapter, stack_adapters
+from parallm.model.row_lora import MOST_VERSIONS, NO_ADAPTER, RowAdapters, group_factors
 from parallm.model.shared_model import SharedModel
 from parallm.model.side_by_side import MOST_ADAPTERS, SideBySide, side_by_side
 
@@ -29,14 +33,18 @@ class AdapterViews:
         self._ones: OrderedDict[Key, OneAdapter] = OrderedDict()
         self._few: OrderedDict[tuple[Key, ...], SideBySide] = OrderedDict()
         self._stacks: OrderedDict[tuple[Key | None, ...], MixedAdapters] = OrderedDict()
+        self._row_views: OrderedDict[tuple[Key | None, ...], RowAdapters] = OrderedDict()
 
     def for_rows(self, adapters_B: Sequence[Adapter | None]) -> View | None:
         """The view for rows that use `adapters_B` (None: the base)."""
         distinct = {_key(adapter): adapter for adapter in adapters_B}
-        if len(distinct) == 1:
-            adapter = adapters_B[0]
-            return None if adapter is None else self._one(adapter)
+        if all(adapter is None for adapter in distinct.values()):
+            return None
         present = {key: adapter for key, adapter in distinct.items() if key is not None and adapter is not None}
+        if self._model.groups and (rows := self._rows([_key(adapter) for adapter in adapters_B], present)):
+            return rows
+        if len(distinct) == 1:
+            return self._one(next(iter(present.values())))
         if len(present) <= MOST_ADAPTERS:
             places = {key: place for place, key in enumerate(sorted(present))}
             few = self._side_by_side(tuple(sorted(present)), [present[key] for key in sorted(present)])
@@ -46,6 +54,25 @@ class AdapterViews:
         stack = self._stack(tuple(order), [distinct[key] for key in order])
         index = {key: place for place, key in enumerate(order)}
         return replace(stack, index_B=mx.array([index[_key(adapter)] for adapter in adapters_B], mx.uint32))
+
+    def _rows(self, keys_B: Sequence[Key | None], present: Mapping[Key, Adapter]) -> RowAdapters | None:
+        """The view of the kernels, or None where they cannot serve these versions together."""
+        chosen = tuple(keys_B)
+        if chosen not in self._row_views:
+            versions = sorted(present)
+            if len(versions) > MOST_VERSIONS:
+                return None
+            # few numbers of versions, as each is compiled anew
+            count = 1 << (len(versions) - 1).bit_length()
+            ones = [self._one(present[key]) for key in [*versions, *[versions[0]] * (count - len(versions))]]
+            factors = group_factors(ones, self._model.groups, self._model.dtype)
+            if factors is None:
+                return None
+            index_B = [NO_ADAPTER if key is None else versions.index(key) for key in keys_B]
+            self._row_views[chosen] = RowAdapters(factors=factors, index_B=mx.array(index_B, mx.int32))
+            _shrink(self._row_views, MOST_SETS)
+        self._row_views.move_to_end(chosen)
+        return self._row_views[chosen]
 
     def _one(self, adapter: Adapter) -> OneAdapter:
         key = (adapter.name, adapter.version)

@@ -23,9 +23,11 @@ from parallm.errors import ModelError
 from parallm.model.activations import install_swiglu
 from parallm.model.attention import install_attention
 from parallm.model.chat import ChatTokenizer
+from parallm.model.cuda import on_cuda
 from parallm.model.lora import Binding
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch, find_trunk
+from parallm.model.site_group import form_groups
 from parallm.model.sites import InputRecorder, install_sites
 
 logger = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ def share_model(
         trunk_owner=owner,
         trunk_name=name,
         joined=(),
+        groups=(),
         batches_exactly=can_batch(base, model_type),
     )
     return _with_joined(_checked_split(model, model_type))
@@ -136,10 +139,11 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> ChatTokenizer:
 
 
 def _with_joined(model: SharedModel) -> SharedModel:
-    """`model` with the groups of sites that a forward calls with one input; nothing is computed for it."""
+    """`model` with the groups of sites that a forward calls with one input; nothing is computed to find them."""
     recorder = InputRecorder()
     model.hidden(mx.array([[0, 1, 2, 3]]), model.make_cache(), recorder)
-    return replace(model, joined=recorder.groups())
+    joined = recorder.groups()
+    return replace(model, joined=joined, groups=form_groups(model.base, joined) if on_cuda() else ())
 
 
 def _checked_split(model: SharedModel, model_type: str) -> SharedModel:

@@ -155,6 +155,14 @@ class Binding:
             self.view = previous
 
 
+class Group(Protocol):
+    """Computes the outputs of several sites at once; see `SiteGroup`."""
+
+    def serves(self, view: View | None) -> bool: ...
+
+    def output(self, site: str, x: mx.array, view: View | None) -> mx.array: ...
+
+
 class LoraLinear(nn.Module):
     """A frozen linear layer and the name under which views know it."""
 
@@ -163,10 +171,13 @@ class LoraLinear(nn.Module):
         self.linear = linear
         self.site = site
         self.binding = binding
+        self.group: Group | None = None
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = self.linear(x)
         view = self.binding.view
+        if self.group is not None and self.group.serves(view):
+            return self.group.output(self.site, x, view)
+        y = self.linear(x)
         if view is None:
             return y
         y = view.added(self.site, x, y)
@@ -207,22 +218,28 @@ def initial_arrays(
 def one_adapter(arrays: Mapping[str, mx.array], scaling: Scaling) -> OneAdapter:
     """View of an adapter's arrays (`{site}.lora_a`, `{site}.lora_b`, for DoRA `{site}.m`).
 
-    The scale is multiplied into B. Ranks below `LEAST_COLUMNS` are padded with zeros on a CPU, where a product with
-    fewer columns may be rounded in another way for each number of rows.
+    The scale is multiplied into B. Ranks are padded with zeros to what products take; see `_computed_rank`.
     """
     sites = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
-    least = LEAST_COLUMNS if mx.default_device() == mx.Device(mx.cpu) else 1
-    a_IR = {site: _padded(arrays[f"{site}.lora_a"], 1, least).astype(scaling.dtype) for site in sites}
+    ranks = {site: _computed_rank(arrays[f"{site}.lora_a"].shape[1]) for site in sites}
+    a_IR = {site: _padded(arrays[f"{site}.lora_a"], 1, ranks[site]).astype(scaling.dtype) for site in sites}
     joined = [join_sites({site: a_IR[site] for site in group}) for group in _present(scaling.joined, a_IR)]
     return OneAdapter(
         a_IR,
         {
-            site: _padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, least).astype(scaling.dtype)
+            site: _padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, ranks[site]).astype(scaling.dtype)
             for site in sites
         },
         {site: arrays[f"{site}.m"] / norm_O - 1 for site, norm_O in scaling.norms_O.items()},
         {site: group for group in joined for site in group.sites},
     )
+
+
+def _computed_rank(rank: int) -> int:
+    """A CPU may round products of fewer columns in another way for each number of rows; kernels read eight at once."""
+    if mx.default_device() == mx.Device(mx.cpu):
+        return max(rank, LEAST_COLUMNS)
+    return rank + -rank % 8 if on_cuda() else rank
 
 
 def _present(groups: Sequence[tuple[str, ...]], a_IR: Mapping[str, mx.array]) -> list[list[str]]:

@@ -44,6 +44,8 @@ class SharedModel:
     trunk_name: str
     joined: tuple[tuple[str, ...], ...]
     """Sites that are called with the same input."""
+    groups: tuple[tuple[str, ...], ...]
+    """Sites whose outputs are computed at once, with MLX's CUDA build; see `SiteGroup`."""
     batches_exactly: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""
 

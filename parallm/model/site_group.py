@@ -1,0 +1,102 @@
+"""Sites that get the same input, such as queries, keys and values: on CUDA one product of the base serves them.
+
+Their weights are rows of one array, and each layer keeps a view of its own rows, which the learner uses: so nothing is
+kept twice. The first site that is called computes the outputs of all.
+
+Axes: B rows, T tokens, I input, O output.
+"""
+
+import copy
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from parallm.model.cuda import VECTOR_BYTES
+from parallm.model.lora import LoraLinear, View
+from parallm.model.row_lora import RowAdapters, outputs
+
+ARRAYS = ("weight", "scales", "biases", "bias")
+"""Of linear layers, quantized or not; the first axis of each is the output."""
+
+
+class SiteGroup:
+    """What the sites of a group share. Device thread only, one forward at a time."""
+
+    def __init__(self, layers: Sequence[LoraLinear], joined: nn.Module) -> None:
+        """`joined` is the linear layer with the outputs of `layers` beside each other."""
+        self.sites = tuple(layer.site for layer in layers)
+        self._widths = [layer.linear.weight.shape[0] for layer in layers]
+        self._joined = joined
+        self._x: mx.array | None = None  # the input that the outputs are of; nothing is kept when all are fetched
+        self._outputs: dict[str, mx.array] = {}
+
+    def serves(self, view: View | None) -> bool:
+        """Whether this is how to compute `view`: gradients do not pass here."""
+        return view is None or isinstance(view, RowAdapters)
+
+    def output(self, site: str, x: mx.array, view: View | None) -> mx.array:
+        """`site`'s output (B, T, O) for `x` (B, T, I), the product of the rows' adapters added."""
+        if self._x is not x or site not in self._outputs:
+            self._x = x
+            self._outputs = dict(zip(self.sites, self._all(x, view), strict=True))
+        output = self._outputs.pop(site)
+        if not self._outputs:
+            self._x = None
+        return output
+
+    def _all(self, x: mx.array, view: View | None) -> list[mx.array]:
+        y = self._joined(x)
+        factors = view.factors.get(self.sites) if isinstance(view, RowAdapters) else None
+        if factors is None and len(self.sites) == 1:
+            return [y]
+        return outputs(y, x, self._widths, factors, view.index_B if isinstance(view, RowAdapters) else None)
+
+
+def form_groups(base: nn.Module, called: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Join the sites that were `called` with one input, where they are alike. Returns the groups, one of each site."""
+    layers = {module.site: module for module in base.modules() if isinstance(module, LoraLinear)}
+    together = [sites for sites in called if _are_alike([layers[site] for site in sites])]
+    joined = {site for sites in together for site in sites}
+    groups = [*together, *((site,) for site in layers if site not in joined)]
+    groups = [sites for sites in groups if _is_aligned([layers[site] for site in sites])]
+    for sites in groups:
+        members = [layers[site] for site in sites]
+        group = SiteGroup(members, members[0].linear if len(members) == 1 else _join(members))
+        for member in members:
+            member.group = group
+    return tuple(groups)
+
+
+def _are_alike(layers: Sequence[LoraLinear]) -> bool:
+    """Whether their arrays can be rows of the same ones."""
+    forms = [
+        (
+            type(layer.linear),
+            [(name, layer.linear[name].shape[1:], layer.linear[name].dtype) for name in ARRAYS if name in layer.linear],
+            [getattr(layer.linear, name, None) for name in ("bits", "group_size", "mode")],
+        )
+        for layer in layers
+    ]
+    return all(form == forms[0] for form in forms) and type(layers[0].linear) in (nn.Linear, nn.QuantizedLinear)
+
+
+def _is_aligned(layers: Sequence[LoraLinear]) -> bool:
+    """Whether the kernels can read each output in whole vectors."""
+    return all(layer.linear.weight.shape[0] * 2 % VECTOR_BYTES == 0 for layer in layers)
+
+
+def _join(layers: Sequence[LoraLinear]) -> nn.Module:
+    """One layer with the outputs of all; theirs become views of its arrays."""
+    joined = copy.copy(layers[0].linear)
+    for name in (name for name in ARRAYS if name in joined):
+        array = mx.concatenate([layer.linear[name] for layer in layers])
+        mx.eval(array)
+        start = 0
+        for layer in layers:
+            end = start + layer.linear[name].shape[0]
+            layer.linear[name] = array[start:end]
+            start = end
+        mx.eval([layer.linear[name] for layer in layers])
+        joined[name] = array
+    return joined

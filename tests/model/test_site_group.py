@@ -1,0 +1,101 @@
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from parallm.model.cuda import on_cuda
+from parallm.model.lora import Binding, LoraLinear, Scaling, initial_arrays, one_adapter
+from parallm.model.row_lora import RowAdapters, group_factors
+from parallm.model.site_group import form_groups
+
+needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
+WIDTHS = {"q": 64, "k": 32, "v": 32, "o": 64}
+CALLED = [("q", "k", "v")]
+
+
+class Layers(nn.Module):
+    """Four sites, of which three get the same input."""
+
+    def __init__(self, binding: Binding, *, bias: bool, bits: int | None = None) -> None:
+        super().__init__()
+        for name, width in WIDTHS.items():
+            linear: nn.Module = nn.Linear(64, width, bias=bias)
+            if bits is not None:
+                linear = nn.QuantizedLinear.from_linear(linear, group_size=32, bits=bits)
+            setattr(self, name, LoraLinear(linear, name, binding))
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        return [self.q(x), self.k(x), self.v(x), self.o(x + 1)]
+
+
+@pytest.mark.parametrize(("bias", "bits"), [(False, None), (True, None), (True, 4)])
+def test_joined_layers_keep_their_weights_as_views_of_one_array(bias: bool, bits: int | None) -> None:
+    layers = Layers(Binding(), bias=bias, bits=bits)
+    x = mx.random.normal((2, 3, 64))
+    before = [name.linear(x) for name in (layers.q, layers.k, layers.v)]
+
+    groups = form_groups(layers, CALLED)
+
+    assert groups == (("q", "k", "v"), ("o",))
+    after = [name.linear(x) for name in (layers.q, layers.k, layers.v)]
+    assert all(mx.allclose(one, other, atol=1e-5).item() for one, other in zip(before, after, strict=True))
+    joined = layers.q.group._joined(x)
+    assert mx.allclose(mx.concatenate(before, axis=-1), joined, atol=1e-5).item()
+
+
+def test_layers_that_are_not_alike_stay_apart() -> None:
+    layers = Layers(Binding(), bias=True)
+    layers.v.linear = nn.Linear(64, 32, bias=False)
+
+    assert sorted(form_groups(layers, CALLED)) == [("k",), ("o",), ("q",), ("v",)]
+
+
+def test_gradients_take_the_way_of_single_layers() -> None:
+    binding = Binding()
+    layers = Layers(binding, bias=False)
+    form_groups(layers, CALLED)
+    arrays = initial_arrays(dict.fromkeys(WIDTHS, (64, 32)), 8, mx.random.key(0))
+    view = one_adapter({name: array for name, array in arrays.items() if name.startswith("v.")}, scaling())
+
+    assert layers.q.group.serves(None)
+    assert not layers.q.group.serves(view)
+
+
+@needs_cuda
+@pytest.mark.parametrize(("bias", "bits"), [(False, None), (True, None), (True, 4)])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, bits: int | None, tokens: int) -> None:
+    binding = Binding()
+    layers = Layers(binding, bias=bias, bits=bits)
+    x = mx.random.normal((4, tokens, 64))
+    views = [one_adapter(random_arrays(seed), scaling()) for seed in (1, 2)]
+    plain = [outputs_of(layers, binding, x, view) for view in (None, *views)]
+
+    groups = form_groups(layers, CALLED)
+    factors = group_factors(views, groups, mx.float32)
+    assert factors is not None
+    rows = RowAdapters(factors=factors, index_B=mx.array([1, -1, 0, 0], mx.int32))
+
+    for site, found in enumerate(outputs_of(layers, binding, x, rows)):
+        wanted = mx.stack([plain[choice][site][row] for row, choice in enumerate([2, 0, 1, 1])])
+        assert mx.allclose(found, wanted, atol=2e-3).item()
+    for one, other in zip(outputs_of(layers, binding, x, None), plain[0], strict=True):
+        assert mx.allclose(one, other, atol=2e-3).item()
+
+
+def outputs_of(layers: Layers, binding: Binding, x: mx.array, view: object) -> Sequence[mx.array]:
+    with binding.applied(view):  # type: ignore[arg-type]
+        found = layers(x)
+    mx.eval(found)
+    return found
+
+
+def random_arrays(seed: int) -> dict[str, mx.array]:
+    mx.random.seed(seed)
+    sizes = {site: {"lora_a": (64, 4), "lora_b": (4, width)} for site, width in WIDTHS.items()}
+    return {f"{site}.{name}": mx.random.normal(shape) for site, parts in sizes.items() for name, shape in parts.items()}
+
+
+def scaling() -> Scaling:
+    return Scaling(dict.fromkeys(WIDTHS, 2.0), {}, mx.float32, CALLED)
