@@ -20,7 +20,8 @@ from parallm.model.row_lora_source import EXPAND_THREADS, SHRINK_THREADS, expand
 
 MOST_VERSIONS = 8  # each is an input of the kernels
 CHUNKS = (256, 128, 64)  # of the input that a block takes, at most 256 by its shared memory
-WANTED_BLOCKS = 132  # one for each of an H200's processors
+RANK_STEP = 8  # rows of B that are read together
+WANTED_BLOCKS = 100  # of the grid: most of an H200's processors have one
 NO_ADAPTER = -1
 
 Sites = tuple[str, ...]
@@ -148,7 +149,7 @@ def _shrunk(x_BTI: mx.array, factors: GroupFactors, index_B: mx.array, tile: int
     """What `expand` reads of the input: its products with A, in parts that are still to be added up."""
     rows, inputs = x_BTI.shape[0] * x_BTI.shape[1], x_BTI.shape[2]
     tiles, columns = -(-rows // tile), factors.a_IK[0].shape[1]
-    chunk = next((size for size in CHUNKS if tiles * (inputs // size) >= WANTED_BLOCKS), CHUNKS[-1])
+    chunk = next((size for size in CHUNKS if tiles * -(-inputs // size) >= WANTED_BLOCKS), CHUNKS[-1])
     num_parts = -(-inputs // chunk)
     names = [f"a{version}" for version in range(len(factors.a_IK))]
     shrink = kernel(f"lora_shrink_{len(names)}", ("x", "index", *names), ("parts",), shrink_source(len(names)), PACK)
@@ -171,11 +172,11 @@ def _fits(factors: GroupFactors, dtype: mx.Dtype) -> bool:
     """Whether threads can read whole vectors, and one block all columns."""
     values = VECTOR_BYTES // dtype.size
     inputs, columns = factors.a_IK[0].shape
-    sizes = (inputs, *factors.ranks, *(versions[0].shape[1] for versions in factors.b_RO))
-    same = all(array.dtype == dtype for array in factors.arrays())
+    widths = [versions[0].shape[1] for versions in factors.b_RO]
     return (
-        same
+        all(array.dtype == dtype for array in factors.arrays())
         and columns == sum(factors.ranks)
         and columns <= SHRINK_THREADS * values
-        and not any(size % values for size in sizes)
+        and not any(rank % RANK_STEP for rank in factors.ranks)
+        and not any(size % values for size in (inputs, *widths))
     )

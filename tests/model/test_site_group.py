@@ -11,6 +11,7 @@ from parallm.model.site_group import form_groups
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 WIDTHS = {"q": 64, "k": 32, "v": 32, "o": 64}
+TOLERANCE = 2e-3  # of the largest output: products of float32 are TF32's on a GPU
 CALLED = [("q", "k", "v")]
 
 
@@ -79,9 +80,9 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
 
     for site, found in enumerate(outputs_of(layers, binding, x, rows)):
         wanted = mx.stack([plain[choice][site][row] for row, choice in enumerate([2, 0, 1, 1])])
-        assert mx.allclose(found, wanted, atol=2e-3).item()
+        assert mx.abs(found - wanted).max().item() <= TOLERANCE * mx.abs(wanted).max().item()
     for one, other in zip(outputs_of(layers, binding, x, None), plain[0], strict=True):
-        assert mx.allclose(one, other, atol=2e-3).item()
+        assert mx.abs(one - other).max().item() <= TOLERANCE * mx.abs(other).max().item()
 
 
 def outputs_of(layers: Layers, binding: Binding, x: mx.array, view: object) -> Sequence[mx.array]:
