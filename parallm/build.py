@@ -26,6 +26,7 @@ from parallm.rollout.problem_stream import make_stream
 from parallm.server.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
+from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
 from parallm.trainer.restoring import restore
 from parallm.trainer.reward_training import open_reward_model, paired, reward_parts
@@ -94,11 +95,11 @@ async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         display.close()
 
 
-async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Trainer | SupervisedTrainer:
+async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
     """A trainer that goes on where its checkpoints end."""
     config, parts = run.config, await _make_parts(run, house, lessons)
     per_step, save_every = config.rollout.problems_per_step, config.checkpoint.every
-    trainer: Trainer | SupervisedTrainer
+    trainer: Loop
     if lessons.pairs is not None:
         make = partial(reward_parts, parts, lessons.pairs, config.learner, config.trainer, start=house.start)
         make = partial(make, model=house.model, lanes=house.lanes, seed=config.seed)

@@ -21,8 +21,7 @@ from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.record import RunRecorder
 from parallm.model.adapter_table import AdapterTable
 from parallm.reports import TrainingStatus
-from parallm.trainer.supervised_trainer import SupervisedTrainer
-from parallm.trainer.trainer import Trainer
+from parallm.trainer.loop import Loop
 
 ENDED = ("finished", "failed")
 _at_work: ContextVar[str] = ContextVar("policy", default="")
@@ -44,7 +43,7 @@ class PolicyRun:
     recorder: RunRecorder
     display: Display
     """That of the run, or lines that begin with the policy's name where there are several."""
-    trainer: Trainer | SupervisedTrainer | None = None  # set by build.py as soon as there is a model
+    trainer: Loop | None = None  # set by build.py as soon as there is a model
     adapters: AdapterTable | None = None  # the trainer's versions; set with it
 
     @property

@@ -108,11 +108,14 @@ class JoinedSites:
         self._x: mx.array | None = None  # the input that the parts are of; nothing is kept when all are fetched
         self._parts: dict[str, mx.array] = {}
 
-    def product(self, site: str, x: mx.array) -> mx.array:
-        """`x` (B, T, I) times A of `site`, (B, T, R)."""
+    def product(self, site: str, x: mx.array, keeps_B1K: mx.array | None = None) -> mx.array:
+        """`x` (B, T, I) times A of `site`, (B, T, R), with zeros where `keeps_B1K` of all columns is false."""
         if self._x is not x or site not in self._parts:
             self._x = x
-            self._parts = dict(zip(self.sites, mx.split(x @ self.a_IK, list(self.cuts), axis=-1), strict=True))
+            all_BTK = x @ self.a_IK
+            if keeps_B1K is not None:
+                all_BTK = mx.where(keeps_B1K, all_BTK, 0)
+            self._parts = dict(zip(self.sites, mx.split(all_BTK, list(self.cuts), axis=-1), strict=True))
         part = self._parts.pop(site)
         if not self._parts:
             self._x = None

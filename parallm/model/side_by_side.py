@@ -8,6 +8,7 @@ Axes: B rows, T tokens, I input, O output, K ranks of all adapters side by side.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import mlx.core as mx
 
@@ -24,9 +25,9 @@ class SideBySide:
     factors: OneAdapter
     """A side by side and B on top of each other; its stretches are not used."""
     layouts: Sequence[mx.array]
-    """Which adapter each of K columns belongs to, int32 (K,): one array for all sites of the same ranks."""
+    """Which adapter each of K columns belongs to, int32 (K,): one array for all products of the same ranks."""
     layout: Mapping[str, int]
-    """A site's place in `layouts`."""
+    """Place in `layouts` of the product that serves a site."""
     stretch_SO: Mapping[str, mx.array]
     """As in `MixedAdapters`; the last entry is of rows without an adapter."""
 
@@ -51,10 +52,12 @@ class RowsSideBySide:
         factors = self.adapters.factors
         if site not in factors.a_IR:
             return y
-        all_BTK = factors.joined[site].product(site, x) if site in factors.joined else x @ factors.a_IR[site]
         is_own_B1K = self.is_own_B1K[self.adapters.layout[site]]
         # not times 0: what another adapter makes of a row may be infinite
-        own_BTK = mx.where(is_own_B1K, all_BTK, mx.zeros((), all_BTK.dtype))
+        if site in factors.joined:
+            own_BTK = factors.joined[site].product(site, x, is_own_B1K)
+        else:
+            own_BTK = mx.where(is_own_B1K, x @ factors.a_IR[site], 0)
         return y + (own_BTK @ factors.b_RO[site]).astype(y.dtype)
 
     def stretch(self, site: str) -> mx.array | None:
@@ -74,6 +77,7 @@ def side_by_side(adapters: Sequence[OneAdapter], sites: Iterable[str]) -> SideBy
             b_KO[site] = mx.concatenate([one.b_RO[site] for _, one in having], axis=0)
             owners[site] = tuple(place for place, one in having for _ in range(one.a_IR[site].shape[1]))
     joined = {site: group for group in _joined(adapters, a_IK) for site in group.sites}
+    owners |= {site: tuple(chain(*(owners[one] for one in group.sites))) for site, group in joined.items()}
     layouts = list(dict.fromkeys(owners.values()))
     found = SideBySide(
         factors=OneAdapter(a_IK, b_KO, {}, joined),

@@ -80,7 +80,7 @@ class _FusedScores:
         (found_NV,) = _gradient_kernel()(
             inputs=[*self._inputs, *given],
             template=_template(logits_NV),
-            grid=(-(-columns // GRADIENT_THREADS) * GRADIENT_THREADS, rows, 1),
+            grid=(-(-columns // GRADIENT_THREADS) * GRADIENT_THREADS, min(rows, MOST_BLOCKS), 1),
             threadgroup=(GRADIENT_THREADS, 1, 1),
             output_shapes=[logits_NV.shape],
             output_dtypes=[logits_NV.dtype],
@@ -90,6 +90,7 @@ class _FusedScores:
 
 ROW_THREADS = 512  # of the block that reads a row
 GRADIENT_THREADS = 256
+MOST_BLOCKS = 65_535  # along the grid's second axis, by CUDA; a block takes several rows where there are more
 
 
 def _template(logits_NV: mx.array) -> list[tuple[str, object]]:
@@ -154,12 +155,14 @@ _SCORES = """
 _GRADIENT = """
   int column = blockIdx.x * blockDim.x + threadIdx.x;
   if (column >= V) return;
-  int64_t row = blockIdx.y, place = row * V + column;
-  float scale = 1.0f / divisor[row];
-  float logprob = float(logits[place]) * scale - logsumexp[row], probability = expf(logprob);
-  float chosen = column == tokens[row] ? 1.0f : 0.0f;
-  float slope = gradient[row] * (chosen - probability);
-  if (entropy_gradient[row] != 0.0f && probability > 0.0f)
-    slope -= entropy_gradient[row] * probability * (logprob + entropies[row]);
-  found[place] = T(slope * scale);
+  for (int64_t row = blockIdx.y; row < logits_shape[0]; row += gridDim.y) {
+    int64_t place = row * V + column;
+    float scale = 1.0f / divisor[row];
+    float logprob = float(logits[place]) * scale - logsumexp[row], probability = expf(logprob);
+    float chosen = column == tokens[row] ? 1.0f : 0.0f;
+    float slope = gradient[row] * (chosen - probability);
+    if (entropy_gradient[row] != 0.0f && probability > 0.0f)
+      slope -= entropy_gradient[row] * probability * (logprob + entropies[row]);
+    found[place] = T(slope * scale);
+  }
 """

@@ -16,8 +16,6 @@ from parallm.types import BEST, LATEST
 
 logger = logging.getLogger(__name__)
 
-"""Alias of the version with the highest held-out accuracy, the earliest of equal ones."""
-
 
 class Evaluations:
     """Runs on the asyncio thread, between two steps."""

@@ -53,6 +53,15 @@ def test_the_kernels_agree_with_the_operations(dtype: mx.Dtype, tolerance: float
 
 
 @needs_cuda
+def test_the_gradient_reaches_every_row_where_there_are_more_than_a_grid_has() -> None:
+    given = mx.random.normal((150_000, 8), key=mx.random.key(2))
+    tokens, ones = mx.arange(150_000, dtype=mx.int32) % 8, mx.ones((150_000,))
+    fused = module._FusedScores(given, ones, tokens).gradient(ones, ones)
+    plain = module._PlainScores(given, ones, tokens).gradient(ones, ones)
+    assert mx.abs(fused - plain).max().item() <= 2e-6
+
+
+@needs_cuda
 @pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 1e-5), (mx.bfloat16, 5e-2)])
 def test_the_swiglu_kernels_agree_with_the_operations(dtype: mx.Dtype, tolerance: float) -> None:
     gate, x, cotangent = (mx.random.normal((5, 64), key=mx.random.key(seed)).astype(dtype) for seed in range(3))

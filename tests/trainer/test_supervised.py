@@ -94,6 +94,15 @@ def test_a_resumed_run_remembers_its_faults(train: Train, data: str, tmp_path: P
     assert [(row["guard/skipped"], row["guard/rollbacks"]) for row in rows] == [(0, 0), (1, 0), (2, 0), (3, 1)]
 
 
+def test_training_ends_when_patience_is_over_and_says_so(
+    train: Train, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = {"steps": 9, "evaluate_problems": 4, "evaluate_every": 1, "patience": 2}
+    assert train(learner=learner(data, learning_rate=0), trainer=trainer, metrics={"display": "lines"}) == 0
+    assert len(rows_of(tmp_path / "run")) == 3  # version 1 is the best, and versions 2 and 3 are no better
+    assert "training ends after step 3: the last 2 evaluations were no better" in capsys.readouterr().out
+
+
 def test_a_run_without_data_is_refused_before_the_model_loads(train: Train) -> None:
     with pytest.raises(ConfigError, match=r"learner\.data: must be given"):
         train(learner={"preset": "sft"}, model={"path": "/nothing"})

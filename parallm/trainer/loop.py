@@ -1,0 +1,188 @@
+"""What every training loop does: step after step, evaluate, save, and leave the finished steps behind whatever happens.
+
+It decides the order and nothing else; `trainer` and `supervised_trainer` say where a step's groups come from.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from parallm.checkpoint.state import TrainingState
+from parallm.errors import CheckpointError, TrainingStopped
+from parallm.metrics.step import StepMetrics
+from parallm.reports import TrainingStatus, UpdateReport
+from parallm.trainer.evaluations import Evaluations
+from parallm.trainer.guard import Guard, Verdict
+from parallm.trainer.parts import Parts
+from parallm.trainer.publication import Publication
+from parallm.trainer.recovery import Recovery
+from parallm.trainer.saving import Saver
+from parallm.trainer.settings import TrainerSettings
+from parallm.types import BEST, TrajectoryGroup
+
+State = Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "finished", "failed"]
+
+
+class Loop(ABC):
+    """Runs on the asyncio thread; what touches arrays goes to the device thread.
+
+    Loop contract: consumes the groups of each step / waits for its update / produces adapter versions, metrics and
+    checkpoints / ends after the last step, when patience is over, when `stop` was called, or with an error.
+    """
+
+    def __init__(self, parts: Parts, settings: TrainerSettings, *, compares: bool, save_every: int) -> None:
+        """`compares`: whether the log-probs of sampling and learning should agree."""
+        self._parts = parts
+        self._settings = settings
+        self._evaluations = Evaluations(parts, settings)
+        self._publication = Publication(parts.adapters, parts.policy, settings)
+        self._guard = Guard(settings.guard, compares=compares)
+        self._recovery = Recovery(parts, self._guard, self._publication)
+        self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
+        self._stopping = asyncio.Event()
+        self._step = 0  # finished steps
+        self._version = parts.learner.adapter.version  # that the last finished step has left
+        self.status = TrainingStatus(state="starting", total_steps=settings.steps)
+
+    @abstractmethod
+    async def _one_step(self) -> Verdict:
+        """One step from its groups to `_finish`; the guard's verdict on it."""
+
+    @abstractmethod
+    def _counters(self) -> Mapping[str, Any]:
+        """What a checkpoint keeps of the subclass itself, for its `resume`."""
+
+    async def _give_up_work_ahead(self) -> None:  # noqa: B027  # most loops have none
+        """Drop what is under way for later steps: the run ends, or the version it was made with was undone."""
+
+    def resume(self, state: TrainingState) -> None:
+        """Go on after `state`; the adapter and the optimizer were restored on the device thread already."""
+        self._step = self._saver.saved_step = state.step
+        self._version = state.version
+        self._evaluations.resume(dict(state.counters))
+        self._publication.resume(state.counters["publication"], BEST)
+        self._guard.resume(state.counters["guard"])
+
+    def stop(self) -> None:
+        """Finish the present step, or drop the present evaluation; save, and leave."""
+        self._stopping.set()
+
+    @property
+    def was_stopped(self) -> bool:
+        return self._stopping.is_set()
+
+    async def run(self) -> None:
+        """Raises TrainingStopped when going on makes no sense, and whatever a part raises.
+
+        The finished steps are saved before.
+        """
+        try:
+            await self._run()
+        except Exception as error:
+            if not isinstance(error, CheckpointError):
+                await self._rescue()
+            self._set("failed", message=str(error))
+            raise
+        self._set("finished")
+
+    async def _run(self) -> None:
+        if self._step == 0:
+            await self._evaluate()
+        try:
+            while not self._is_over():
+                await self._step_and_save()
+        finally:
+            await self._give_up_work_ahead()
+        if self._saver.saved_step < self._step:
+            self._set("saving")
+            await self._saver.save()
+
+    async def _step_and_save(self) -> None:
+        verdict = await self._one_step()
+        if verdict.action == "stop":
+            raise TrainingStopped(verdict.reason)
+        if self._evaluations.is_due(self._step):
+            await self._evaluate()
+        if self._saver.is_due(self._step) and not self._is_over():
+            self._set("saving")
+            await self._saver.try_save()
+
+    def _is_over(self) -> bool:
+        return self.was_stopped or self._step >= self._settings.steps or self._evaluations.is_hopeless
+
+    async def _update(self, groups: Sequence[TrajectoryGroup], *, max_tokens: int) -> UpdateReport:
+        """Train on `groups` and publish the new version, if there is one."""
+        units: Iterator[UpdateReport | None] = self._parts.learner.update(
+            groups, step=self._step, max_tokens=max_tokens
+        )
+        report = await asyncio.wrap_future(self._parts.device.iterate(units))
+        assert report is not None, "an update ends with its report"
+        if report.skipped is None:
+            self._publication.publish(self._parts.learner.adapter)
+        return report
+
+    async def _judge(
+        self, metrics: StepMetrics, *, trained: Sequence[TrajectoryGroup], sampled: Sequence[TrajectoryGroup] = ()
+    ) -> Verdict:
+        """What the guard says of a step, acted upon but for the end of the run."""
+        verdict = await self._recovery.after(metrics, trained=trained, sampled=sampled)
+        if verdict.action == "roll_back":
+            await self._give_up_work_ahead()
+        return verdict
+
+    def _finish(self, metrics: StepMetrics, sampled: Sequence[TrajectoryGroup] = ()) -> None:
+        """Count a step that was judged as finished, and report it."""
+        self._step += 1
+        self._version = self._parts.learner.adapter.version
+        metrics = replace(metrics, guard=self._guard.row())
+        self._parts.recorder.step(metrics, sampled)
+        self._parts.display.step(metrics)
+        self.status = replace(self.status, metrics=metrics.to_flat())
+
+    async def _evaluate(self) -> None:
+        if self._parts.evaluator is not None:
+            self._set("evaluating")
+        report = await self._evaluations.evaluate(self._step, self._stopping)
+        if report is not None:
+            self._publication.evaluated(report)
+        if self._evaluations.is_hopeless:
+            self._parts.display.message(
+                f"training ends after step {self._step}: the last {self._settings.patience} evaluations were no better "
+                "than the best before them (trainer.patience)"
+            )
+
+    async def _rescue(self) -> None:
+        """Save the finished steps, unless the error left a step half done."""
+        if self._saver.saved_step < self._step and self._parts.learner.adapter.version == self._version:
+            self._set("saving")
+            await self._saver.rescue()
+
+    def _state(self) -> TrainingState:
+        learner = self._parts.learner
+        return TrainingState(
+            step=self._step,
+            version=learner.adapter.version,
+            adapter=learner.adapter,
+            optimizer=learner.optimizer_state(),
+            schedule_step=self._step,
+            counters={
+                **self._counters(),
+                "publication": self._publication.counters(),
+                "guard": self._guard.counters(),
+                **self._evaluations.counters(),
+            },
+            groups=(),  # what was sampled ahead is sampled again: its problems are the first that are drawn
+            score=self._evaluations.score(self._step),
+            fingerprint=self._parts.fingerprint,
+        )
+
+    def _served(self) -> int:
+        return self._parts.engine.stats().tokens_total["serving"]
+
+    def _set(self, state: State, message: str = "") -> None:
+        self.status = replace(
+            self.status, state=state, step=self._step, version=self._parts.learner.adapter.version, message=message
+        )
+        self._parts.display.phase(self.status)
