@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 TrafficClass = Literal["serving", "rollout"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -17,6 +17,30 @@ LATEST = "latest"
 """The newest version of `policy`, whether clients get it as `policy` already or not."""
 BEST = "best"
 """The best version by evaluation."""
+
+
+class TokenMask(Protocol):
+    """Where one completion stands in its grammar. Used on the device thread, between its steps; must not raise."""
+
+    def allowed(self) -> bytes:
+        """One bit for each token id that may come next, the lowest bit of the first byte first.
+
+        Ids beyond its end are not allowed. The model's end tokens are, where the text may end there. If nothing is
+        allowed, the completion ends.
+        """
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on behind a sampled token, which was allowed and does not end the completion."""
+        ...
+
+
+class Grammar(Protocol):
+    """Which texts a request's completions may have. Compiled before the engine gets it."""
+
+    def start(self) -> TokenMask:
+        """The beginning, anew for each completion. Called on the device thread: must be cheap."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +58,8 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int = 0
     """How many most likely tokens to report beside each sampled one."""
+    grammar: Grammar | None = None
+    """Restricts which tokens are sampled; log-probabilities stay those of the policy itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

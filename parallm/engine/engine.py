@@ -97,6 +97,8 @@ class Engine:
             Sequence(request=request, index=index, seed=mix(seed, index), adapter=adapter, streams=streams)
             for index in range(request.n)
         ]
+        if not all(member.begin_grammar() for member in members):
+            raise InvalidRequest("the grammar allows no token to begin with", "grammar")
         if adapter is not None:
             for _ in members:
                 self._adapters.acquire(adapter)
@@ -217,9 +219,13 @@ class Engine:
         before = [decoder.in_flight for decoder in active] + [decoder.take() for decoder in resting]
         launched = self._lanes.run(Decoder.launch, active)
         if self._runs_ahead:
-            mx.async_eval([step.arrays() for step in launched])
+            mx.async_eval(launched)
         self._read(state, [step for step in before if step is not None])
-        if not self._runs_ahead:
+        masked = [decoder for decoder in active if decoder.waits_for_masks]
+        sampled = self._lanes.run(Decoder.sample, masked)
+        if self._runs_ahead:
+            mx.async_eval(sampled)
+        else:
             self._read(state, state.take_steps())
 
     def _join(self, state: Traffic) -> None:

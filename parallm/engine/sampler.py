@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from parallm.engine.token_masks import masked
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.seeds import mix_all
 from parallm.types import SamplingParams
@@ -65,19 +66,25 @@ def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> 
     )
 
 
-def sample(logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int]) -> Sampled:
+def sample(
+    logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int], allowed_B: Sequence[bytes | None] = ()
+) -> Sampled:
     """Sample one token per row.
 
-    `positions_B` counts the tokens that the row has sampled before. Log-probabilities are float32, after temperature
-    and before top-k, top-p and min-p: those of the policy itself.
+    `positions_B` counts the tokens that the row has sampled before; `allowed_B` are the masks of grammars, if any.
+    Log-probabilities are float32, after temperature and before masks, top-k, top-p and min-p: those of the policy
+    itself.
     """
     softmax = softmax_of(logits_BV, rows.temperatures_B)
+    chosen = softmax
+    if any(allowed is not None for allowed in allowed_B):
+        chosen = softmax_of(masked(logits_BV, allowed_B), rows.temperatures_B)
     if rows.all_greedy:
-        tokens_B = _most_likely(softmax)
+        tokens_B = _most_likely(chosen)
     else:
-        tokens_B = _draw(_filtered(softmax, rows.filters), _uniforms(rows.seeds_B, positions_B))
+        tokens_B = _draw(_filtered(chosen, rows.filters), _uniforms(rows.seeds_B, positions_B))
         if rows.greedy_B is not None:
-            tokens_B = mx.where(rows.greedy_B, _most_likely(softmax), tokens_B)
+            tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
     top_tokens_BK, top_logprobs_BK = _alternatives(softmax, rows.most_alternatives)
     return Sampled(

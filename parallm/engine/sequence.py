@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from parallm.model.adapter import Adapter
 from parallm.model.chat import ChatTokenizer, GrowingText
-from parallm.types import Completion, FinishReason, GenerationRequest, TokenEvent, TopLogprob, WeightSpan
+from parallm.types import Completion, FinishReason, GenerationRequest, TokenEvent, TokenMask, TopLogprob, WeightSpan
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -49,6 +49,9 @@ class Sequence:
     """Tokens whose step was launched: those in `tokens`, and those of steps not read yet."""
     has_left: bool = False
     """It ended or was aborted; what a step in flight samples for it is dropped."""
+    allowed: bytes | None = None
+    """Bits of the tokens that its grammar allows next; None: all of them."""
+    _mask: TokenMask | None = None
     _text: GrowingText | None = None
     _num_shown: int = 0
     _stop_at: int | None = None
@@ -61,6 +64,15 @@ class Sequence:
     @property
     def version(self) -> int:
         return self.adapter.version if self.adapter else 0
+
+    def begin_grammar(self) -> bool:
+        """Ask the grammar, if there is one, for the first token's mask; False where it allows nothing."""
+        grammar = self.request.sampling.grammar
+        if grammar is None:
+            return True
+        self._mask = grammar.start()
+        self.allowed = self._mask.allowed()
+        return any(self.allowed)
 
     def is_launched_whole(self, max_context: int) -> bool:
         """Whether the newest launched token is the last one in any case, whatever it will be."""
@@ -83,6 +95,11 @@ class Sequence:
             self.finish_reason = "stop"
         elif self._fills(len(self.tokens), max_context):
             self.finish_reason = "length"
+        elif self._mask is not None:
+            self._mask.accept(token)
+            self.allowed = self._mask.allowed()
+            if not any(self.allowed):
+                self.finish_reason = "stop"
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
         """What the last step added, or None where nobody listens before the end."""
