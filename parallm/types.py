@@ -58,6 +58,18 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int = 0
     """How many most likely tokens to report beside each sampled one."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the completion has."""
+    frequency_penalty: float = 0.0
+    """Taken from it for each time that the completion has it."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens that prompt or completion have are divided by this, others multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    min_tokens: int = 0
+    """Before so many tokens nothing but `max_tokens` and the context ends the completion."""
+    prompt_logprobs: int | None = None
+    """How many most likely tokens to report beside each token of the prompt; 0: the token alone; None: nothing."""
     grammar: Grammar | None = None
     """Restricts which tokens are sampled; log-probabilities stay those of the policy itself."""
 

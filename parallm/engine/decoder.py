@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from parallm.engine.adjustments import Adjustments
 from parallm.engine.sampler import RowSampling, Sampled, row_sampling, sample
 from parallm.engine.sequence import Sequence
 from parallm.engine.shard import make_shard
@@ -69,6 +70,7 @@ class Decoder:
         self._shard = make_shard(model)
         self._first_logits: list[mx.array] = []  # (V,) of each row that has joined since the last step
         self._sampling: RowSampling | None = None  # of the present rows
+        self._adjustments = Adjustments(model.tokenizer.eos_token_ids)
         self._waiting: Forward | None = None
 
     @property
@@ -93,6 +95,8 @@ class Decoder:
                 self.rows[row].has_left = True
             self._shard.leave(rows, waits=waits)
             self._sampling = None
+        if not self.rows:
+            self._adjustments.clear()
 
     def goes_on(self, max_context: int) -> bool:
         """Whether a row may need another token: one at its limit ends with the step in flight, unread as it is."""
@@ -129,8 +133,13 @@ class Decoder:
         if self._sampling is None:
             params = [row.request.sampling for row in forward.rows]
             self._sampling = row_sampling(params, [row.seed for row in forward.rows])
-        allowed = [row.allowed for row in forward.rows]
-        sampled = sample(forward.logits_BV, self._sampling, forward.positions_B, allowed)
+        if self._sampling.is_adjusted:
+            adjusted_BV = self._adjustments.adjusted(forward.logits_BV, forward.rows, forward.positions_B)
+            sampled = sample(forward.logits_BV, self._sampling, forward.positions_B, adjusted_BV)
+            self._adjustments.count(forward.rows, sampled.tokens_B)
+        else:
+            self._adjustments.clear()
+            sampled = sample(forward.logits_BV, self._sampling, forward.positions_B)
         if forward.rows != self.rows:
             self._sampling = None
         told_2B = mx.stack([sampled.tokens_B, sampled.logprobs_B.view(mx.int32)])

@@ -12,8 +12,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from parallm.engine.adjustments import is_adjusted
 from parallm.engine.filters import Filters, filtered, filters_of
-from parallm.engine.token_masks import masked
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.seeds import mix_all
 from parallm.types import SamplingParams
@@ -42,6 +42,8 @@ class RowSampling:
     seeds_B: npt.NDArray[np.uint64]
     filters: Sequence[Filters]
     most_alternatives: int
+    is_adjusted: bool
+    """Whether a row asks for tokens from other logits than the policy's."""
 
 
 def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> RowSampling:
@@ -54,22 +56,21 @@ def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> 
         seeds_B=np.array(seeds_B, np.uint64),
         filters=filters_of(params_B),
         most_alternatives=max(params.top_logprobs for params in params_B),
+        is_adjusted=any(map(is_adjusted, params_B)),
     )
 
 
 def sample(
-    logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int], allowed_B: Sequence[bytes | None] = ()
+    logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int], adjusted_BV: mx.array | None = None
 ) -> Sampled:
     """Sample one token per row.
 
-    `positions_B` counts the tokens that the row has sampled before; `allowed_B` are the masks of grammars, if any.
-    Log-probabilities are float32, after temperature and before masks, top-k, top-p and min-p: those of the policy
-    itself.
+    `positions_B` counts the tokens that the row has sampled before; `adjusted_BV` are logits to sample from in place of
+    the policy's own. Log-probabilities are float32, after temperature and before adjustments, top-k, top-p and min-p:
+    those of the policy itself.
     """
     softmax = softmax_of(logits_BV, rows.temperatures_B)
-    chosen = softmax
-    if any(allowed is not None for allowed in allowed_B):
-        chosen = softmax_of(masked(logits_BV, allowed_B), rows.temperatures_B)
+    chosen = softmax if adjusted_BV is None else softmax_of(adjusted_BV, rows.temperatures_B)
     if rows.all_greedy:
         tokens_B = _most_likely(chosen)
     else:

@@ -129,6 +129,8 @@ class Sequence:
         known = len(self._text.text)
         self._text.add(token)
         stops = self.request.sampling.stop
+        if len(self.tokens) < self.request.sampling.min_tokens:
+            return
         longest = max(map(len, stops), default=0)
         found = [self._text.text.find(stop, max(0, known - longest + 1)) for stop in stops]
         self._stop_at = min((place for place in found if place >= 0), default=None)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from parallm.engine.filter_kernel import PROBABILITY_ONE, ends_by_kernel
-from parallm.engine.filters import limits_of, ends_by_counting, ends_by_sorting, filtered, filters_of, packed
+from parallm.engine.filters import ends_by_counting, ends_by_sorting, filtered, filters_of, limits_of, packed
 from parallm.model.cuda import on_cuda
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.types import SamplingParams

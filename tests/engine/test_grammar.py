@@ -72,7 +72,7 @@ def test_masked_tokens_have_the_log_probs_of_the_policy_itself() -> None:
     logits = np.random.default_rng(0).normal(size=(1, VOCABULARY_SIZE)).astype(np.float32)
     for temperature in (0.0, 0.7):
         params = SamplingParams(max_tokens=1, temperature=temperature, top_p=0.9)
-        drawn = sample(mx.array(logits), row_sampling([params], [3]), [0], [bits([4, 9])])
+        drawn = sample(mx.array(logits), row_sampling([params], [3]), [0], masked(mx.array(logits), [bits([4, 9])]))
         scaled = logits[0].astype(np.float64) / (temperature or 1.0)
         token = drawn.tokens_B.item()
         assert token in (4, 9)
