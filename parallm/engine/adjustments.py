@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from parallm.engine.sequence import Sequence
 from parallm.engine.token_masks import masked
-from parallm.types import SamplingParams
 
 IN_PROMPT = 1 << 24  # added to a token's count in the completion
 
@@ -46,7 +45,7 @@ class Adjustments:
         """
         num_tokens = logits_BV.shape[1]
         changes = _changes(rows, positions_B, num_tokens, self._end_tokens)
-        asking = [place for place, row in enumerate(rows) if has_penalties(row.request.sampling)]
+        asking = [place for place, row in enumerate(rows) if row.request.sampling.has_penalties]
         of_asking = [rows[place] for place in asking], [positions_B[place] for place in asking]
         self._penalised = self._aligned(*of_asking, num_tokens)
         allowed = [row.allowed for row in rows]
@@ -96,16 +95,6 @@ class Adjustments:
         places |= {key: len(places) + place for place, key in enumerate(fresh)}
         counts_RV = mx.concatenate(parts)[mx.array([places[key] for key in wanted])]
         return Penalised(rows=rows, num_counted=positions_R, counts_RV=counts_RV)
-
-
-def is_adjusted(sampling: SamplingParams) -> bool:
-    """Whether tokens are sampled from something else than the policy's own distribution and filters on it."""
-    return bool(sampling.logit_bias or sampling.min_tokens or sampling.grammar or has_penalties(sampling))
-
-
-def has_penalties(sampling: SamplingParams) -> bool:
-    penalties = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
-    return penalties != (0, 0, 1)
 
 
 def _changes(

@@ -166,7 +166,7 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
 
 def _validate_sampling(sampling: SamplingParams) -> None:
     limits = {
-        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+        "max_tokens": (sampling.max_tokens >= 0, "at least 0"),
         "temperature": (0 <= sampling.temperature < math.inf, "0 or a positive number"),
         "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
         "top_k": (sampling.top_k >= 0, "0 for off, or positive"),
@@ -177,6 +177,7 @@ def _validate_sampling(sampling: SamplingParams) -> None:
         "frequency_penalty": (-2 <= sampling.frequency_penalty <= 2, "from -2 to 2"),
         "repetition_penalty": (0 < sampling.repetition_penalty < math.inf, "positive"),
         "logit_bias": (all(abs(bias) <= 100 for _, bias in sampling.logit_bias), "from -100 to 100"),
+        "prompt_logprobs": ((sampling.prompt_logprobs or 0) >= 0, "at least 0"),
         "min_tokens": (0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
     }
     for name, (is_met, limit) in limits.items():

@@ -12,7 +12,6 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from parallm.engine.adjustments import is_adjusted
 from parallm.engine.filters import Filters, filtered, filters_of
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.seeds import mix_all
@@ -56,7 +55,7 @@ def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> 
         seeds_B=np.array(seeds_B, np.uint64),
         filters=filters_of(params_B),
         most_alternatives=max(params.top_logprobs for params in params_B),
-        is_adjusted=any(map(is_adjusted, params_B)),
+        is_adjusted=any(params.is_adjusted for params in params_B),
     )
 
 
@@ -78,7 +77,7 @@ def sample(
         if rows.greedy_B is not None:
             tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
-    top_tokens_BK, top_logprobs_BK = _alternatives(softmax, rows.most_alternatives)
+    top_tokens_BK, top_logprobs_BK = alternatives(softmax, rows.most_alternatives)
     return Sampled(
         tokens_B=tokens_B, logprobs_B=logprobs_B, top_tokens_BK=top_tokens_BK, top_logprobs_BK=top_logprobs_BK
     )
@@ -118,7 +117,8 @@ def _uniforms(seeds_B: npt.NDArray[np.uint64], positions_B: Sequence[int]) -> mx
     return mx.array(pairs_B2.astype(np.float32) * np.float32(2.0**-24))
 
 
-def _alternatives(softmax: Softmax, most: int) -> tuple[mx.array | None, mx.array | None]:
+def alternatives(softmax: Softmax, most: int) -> tuple[mx.array | None, mx.array | None]:
+    """The `most` likely tokens and their log-probs, the likeliest first, (N, K) each; None where none are asked for."""
     if most == 0:
         return None, None
     most = min(most, softmax.scaled_NV.shape[-1])
