@@ -14,7 +14,8 @@ from parallm.model.logprobs import Softmax
 
 COUNT_BITS = 20  # for numbers of tokens: in one integer with probabilities, so that one sum gives both
 PROBABILITY_ONE = 2**42
-THREADS = 1024  # of a block; the kernel gives each two bins
+THREADS = 1024  # of a block that looks for an end; each has two bins
+WEIGHT_THREADS = 256  # of a block that writes weights
 
 
 def ends_by_kernel(softmax: Softmax, top_k_R: mx.array, top_p_R: mx.array) -> tuple[mx.array, mx.array]:
@@ -32,7 +33,30 @@ def ends_by_kernel(softmax: Softmax, top_k_R: mx.array, top_p_R: mx.array) -> tu
     return lowest_R, last_R
 
 
+def weights_by_kernel(softmax: Softmax, lowest_R: mx.array, last_R: mx.array, min_p_R: mx.array) -> mx.array:
+    """Weights to draw from, (R, V): zero behind the ends that `ends_by_kernel` has found, and below min-p."""
+    rows, vocabulary = softmax.scaled_NV.shape
+    names = ("scaled", "exponentials", "lowest", "last", "least")
+    (weights_RV,) = kernel("filter_weights", names, ("weights",), _WEIGHTS)(
+        inputs=[softmax.scaled_NV, softmax.exponentials_NV, lowest_R, last_R, min_p_R],
+        template=[("V", vocabulary)],
+        grid=(-(-vocabulary // WEIGHT_THREADS) * WEIGHT_THREADS, rows, 1),
+        threadgroup=(WEIGHT_THREADS, 1, 1),
+        output_shapes=[(rows, vocabulary)],
+        output_dtypes=[mx.float32],
+    )
+    return weights_RV
+
+
 NAMES = ("scaled", "exponentials", "largest", "sums", "top_k", "top_p")
+_WEIGHTS = """
+  int id = blockIdx.x * blockDim.x + threadIdx.x;
+  if (id >= V) return;
+  int64_t row = blockIdx.y, place = row * V + id;
+  float value = scaled[place], weight = exponentials[place];
+  bool is_kept = value > lowest[row] || (value == lowest[row] && id <= last[row]);
+  weights[place] = is_kept && weight >= least[row] ? weight : 0.0f;
+"""
 _ENDS = """
   using Packed = unsigned long long;
   constexpr int count_bits = 20, bins = 2048, no_bin = -1;

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from parallm.engine.filter_kernel import COUNT_BITS, PROBABILITY_ONE, ends_by_kernel
+from parallm.engine.filter_kernel import COUNT_BITS, PROBABILITY_ONE, ends_by_kernel, weights_by_kernel
 from parallm.model.cuda import on_cuda
 from parallm.model.logprobs import Softmax
 from parallm.types import SamplingParams
@@ -82,28 +82,27 @@ def filtered(softmax: Softmax, filters: Sequence[Filters]) -> mx.array:
     weights_BV = softmax.exponentials_NV
     for some in filters:
         if some.rows is None:
-            return mx.where(kept(softmax, some), weights_BV, 0)
+            return _weights(softmax, some)
         rows_R = mx.array(some.rows)
         asked = softmax.of_rows(rows_R)
         weights_BV = weights_BV[...]  # a name of its own for what is written
-        weights_BV[rows_R] = mx.where(kept(asked, some), asked.exponentials_NV, 0)
+        weights_BV[rows_R] = _weights(asked, some)
     return weights_BV
 
 
-def kept(softmax: Softmax, filters: Filters) -> mx.array:
-    """Whether the filters leave a token, (R, V), for the rows that `filters` are of."""
-    kept_RV = softmax.exponentials_NV >= filters.min_p_R[:, None]
+def _weights(softmax: Softmax, filters: Filters) -> mx.array:
+    """(R, V), for the rows that `filters` are of."""
     if filters.most == 0:
-        return kept_RV
-    values_RV = softmax.scaled_NV
+        return mx.where(softmax.exponentials_NV >= filters.min_p_R[:, None], softmax.exponentials_NV, 0)
     if on_cuda():
-        lowest_R, last_R = ends_by_kernel(softmax, filters.top_k_R, filters.top_p_R)
-        within_RV = mx.arange(values_RV.shape[1], dtype=mx.int32) <= last_R[:, None]
-    else:
-        lowest_R, num_equal_R = _ends(softmax, filters)
-        within_RV = mx.cumsum(values_RV == lowest_R[:, None], axis=-1) <= num_equal_R[:, None]
-    is_lowest_RV = values_RV == lowest_R[:, None]
-    return kept_RV & ((values_RV > lowest_R[:, None]) | (is_lowest_RV & within_RV))
+        ends = ends_by_kernel(softmax, filters.top_k_R, filters.top_p_R)
+        return weights_by_kernel(softmax, *ends, filters.min_p_R)
+    lowest_R, num_equal_R = _ends(softmax, filters)
+    is_lowest_RV = softmax.scaled_NV == lowest_R[:, None]
+    within_RV = mx.cumsum(is_lowest_RV, axis=-1) <= num_equal_R[:, None]
+    kept_RV = (softmax.scaled_NV > lowest_R[:, None]) | (is_lowest_RV & within_RV)
+    kept_RV = kept_RV & (softmax.exponentials_NV >= filters.min_p_R[:, None])
+    return mx.where(kept_RV, softmax.exponentials_NV, 0)
 
 
 def _ends(softmax: Softmax, filters: Filters) -> tuple[mx.array, mx.array]:

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from parallm.engine.filter_kernel import PROBABILITY_ONE, ends_by_kernel
+from parallm.engine.filter_kernel import PROBABILITY_ONE, ends_by_kernel, weights_by_kernel
 from parallm.engine.filters import ends_by_counting, ends_by_sorting, filtered, filters_of, limits_of, packed
 from parallm.model.cuda import on_cuda
 from parallm.model.logprobs import Softmax, softmax_of
@@ -151,11 +151,14 @@ def test_counting_ends_where_sorting_does(name: str, size: int) -> None:
 @pytest.mark.skipif(not on_cuda(), reason="the kernel needs MLX's CUDA build and a GPU")
 @pytest.mark.parametrize("size", [1, 9, 385, 5000, 151_936])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_kernel_ends_where_counting_does(name: str, size: int) -> None:
+def test_the_kernels_end_where_counting_does(name: str, size: int) -> None:
     params = asked(CUTS)
     softmax, limits = softmax_for(made(name, size), params), limits_of(range(len(params)), params)
-    lowest_R, last_R = map(np.array, ends_by_kernel(softmax, limits.top_k_R, limits.top_p_R))
-    values = np.array(softmax.scaled_NV)
-    is_lowest = (values == lowest_R[:, None]) & (np.arange(size) <= last_R[:, None])
-    found = (values > lowest_R[:, None]) | is_lowest
-    assert (found == within(softmax, *ends_by_counting(softmax.scaled_NV, packed(softmax), limits))).all()
+    lowest_R, last_R = ends_by_kernel(softmax, limits.top_k_R, limits.top_p_R)
+    expected = within(softmax, *ends_by_counting(softmax.scaled_NV, packed(softmax), limits))
+    weights = np.array(softmax.exponentials_NV)
+    expected_weights = np.where(expected & (weights >= np.array(limits.min_p_R)[:, None]), weights, 0)
+    assert (np.array(weights_by_kernel(softmax, lowest_R, last_R, limits.min_p_R)) == expected_weights).all()
+    values, lowest, last = np.array(softmax.scaled_NV), np.array(lowest_R)[:, None], np.array(last_R)[:, None]
+    found = (values > lowest) | ((values == lowest) & (np.arange(size) <= last))
+    assert (found == expected).all()
