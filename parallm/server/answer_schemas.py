@@ -105,11 +105,27 @@ class ChatLogprobs(Wire):
     content: list[TokenLogprob]
 
 
+class AnsweredFunction(Wire):
+    name: str | None = None
+    arguments: str
+
+
+class AnsweredToolCall(Wire):
+    """A call, or in a stream a part of one: then `index` says of which."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: AnsweredFunction
+
+
 class ChatText(Wire):
     """A whole message, or a delta of one."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredToolCall] | None = None
 
 
 class ChatChoice(ChoiceFields):

@@ -4,14 +4,14 @@ import math
 from collections.abc import Sequence
 
 from parallm.server.answer_schemas import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopTokenLogprob
-from parallm.server.service import Tokenizer
+from parallm.server.service import TokenTexts
 from parallm.types import Completion, TokenEvent, TopLogprob
 
 IMPOSSIBLE = -9999.0  # JSON has no -inf; this is what OpenAI's servers send for "very unlikely"
 REPLACEMENT = "\ufffd"  # a token that is part of a character has no text of its own
 
 
-def completion_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer, offset: int) -> CompletionLogprobs:
+def completion_logprobs(source: TokenEvent | Completion, tokenizer: TokenTexts, offset: int) -> CompletionLogprobs:
     """`offset` is the number of characters of all token texts before this one."""
     texts = [tokenizer.token_text(token) for token in source.tokens]
     offsets = [offset + sum(map(len, texts[:position])) for position in range(len(texts))]
@@ -28,7 +28,7 @@ def completion_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer, o
     )
 
 
-def chat_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer) -> ChatLogprobs:
+def chat_logprobs(source: TokenEvent | Completion, tokenizer: TokenTexts) -> ChatLogprobs:
     tops = source.top_logprobs or ((),) * len(source.tokens)
     content = []
     for token, logprob, top in zip(source.tokens, source.logprobs, tops, strict=True):
@@ -38,7 +38,7 @@ def chat_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer) -> Chat
     return ChatLogprobs(content=content)
 
 
-def _with_sampled(text: str, logprob: float, top: Sequence[TopLogprob], tokenizer: Tokenizer) -> dict[str, float]:
+def _with_sampled(text: str, logprob: float, top: Sequence[TopLogprob], tokenizer: TokenTexts) -> dict[str, float]:
     """The most likely tokens and the sampled one. Of tokens with the same text the likeliest stays."""
     entries: dict[str, float] = {}
     for item in top:
@@ -47,7 +47,7 @@ def _with_sampled(text: str, logprob: float, top: Sequence[TopLogprob], tokenize
     return entries
 
 
-def _top_entry(item: TopLogprob, tokenizer: Tokenizer) -> TopTokenLogprob:
+def _top_entry(item: TopLogprob, tokenizer: TokenTexts) -> TopTokenLogprob:
     text = tokenizer.token_text(item.token)
     return TopTokenLogprob(token=text, logprob=finite(item.logprob), bytes=_bytes(text))
 

@@ -9,11 +9,12 @@ from starlette.responses import Response
 
 from parallm.server.answers import Answers, Head
 from parallm.server.chat_answers import ChatAnswers
+from parallm.server.chat_schemas import ChatBody
 from parallm.server.completion_answers import CompletionAnswers
 from parallm.server.connection import read_body
 from parallm.server.generation import respond_stream, respond_whole
 from parallm.server.parse import parse_body
-from parallm.server.schemas import ChatBody, CompletionBody, GenerationBody
+from parallm.server.schemas import CompletionBody, GenerationBody
 from parallm.server.service import Service
 from parallm.server.translate import chat_request, completion_requests
 from parallm.types import GenerationRequest
@@ -40,7 +41,7 @@ def generation_routes(service: Service) -> APIRouter:
     async def chat_completions(http: Request) -> Response:
         body = parse_body(await read_body(http, service.settings.max_body_bytes), ChatBody)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        request = chat_request(
+        request, reading = chat_request(
             body,
             answer_id,
             tokenizer=service.tokenizer,
@@ -48,7 +49,7 @@ def generation_routes(service: Service) -> APIRouter:
             max_context=service.engine.max_context,
         )
         head = _head(service, answer_id, body, [request], logprobs=body.logprobs)
-        return await _respond(service, http, body, ChatAnswers(head))
+        return await _respond(service, http, body, ChatAnswers(head, reading))
 
     return router
 

@@ -51,12 +51,6 @@ def read_stop(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 
-def read_content(value: object) -> object:
-    if not isinstance(value, str | list):
-        raise ValueError("should be a string or a list of text parts")
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 class StreamOptions(Wire):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -105,29 +99,3 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
     echo: bool = False
     """Begin each text, and its `logprobs`, with the prompt's."""
-
-
-class TextPart(Wire):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Wire):
-    """One turn. The fields that must be null are there because clients send earlier answers back as they got them."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_content)]
-    refusal: None = None
-    tool_calls: None = None
-    function_call: None = None
-    annotations: None = None
-    audio: None = None
-
-
-class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 from parallm.errors import ContextTooLong, InvalidRequest
-from parallm.server.schemas import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from parallm.server.chat_prompt import chat_prompt, shown_tools
+from parallm.server.chat_schemas import ChatBody, NamedTool
+from parallm.server.message_reader import Reading
+from parallm.server.schemas import CompletionBody, GenerationBody
 from parallm.server.service import Tokenizer
 from parallm.server.settings import ServerSettings
-from parallm.types import GenerationRequest, Message, SamplingParams
+from parallm.types import GenerationRequest, SamplingParams
 
 
 def completion_requests(
@@ -37,27 +40,36 @@ def completion_requests(
 
 def chat_request(
     body: ChatBody, request_id: str, *, tokenizer: Tokenizer, settings: ServerSettings, max_context: int
-) -> GenerationRequest:
+) -> tuple[GenerationRequest, Reading]:
     """Raises InvalidRequest, also where the chat template refuses the messages."""
     _check_limits(body, 1, settings)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     top_logprobs = _checked_top_logprobs("top_logprobs", body.top_logprobs or 0, settings)
-    prompt = tokenizer.encode_chat([to_message(message) for message in body.messages])
-    max_tokens = _chat_max_tokens(body) or _room(prompt, settings, max_context, "messages")
-    return GenerationRequest(
+    prompt = chat_prompt(body, tokenizer)
+    max_tokens = _chat_max_tokens(body) or _room(prompt.tokens, settings, max_context, "messages")
+    request = GenerationRequest(
         request_id=request_id,
-        prompt_tokens=prompt,
+        prompt_tokens=prompt.tokens,
         sampling=_sampling(body, max_tokens, top_logprobs, body.prompt_logprobs),
         n=body.n,
         model=body.model,
     )
+    return request, _reading(body, tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
 
 
-def to_message(message: ChatMessage) -> Message:
-    """Text parts are joined as they are; `developer` is the newer name of `system`, which templates do not know."""
-    role = "system" if message.role == "developer" else message.role
-    return Message(role=role, content="".join(part.text for part in message.content))
+def _reading(body: ChatBody, tokenizer: Tokenizer, *, begins_in_reasoning: bool) -> Reading:
+    tools = shown_tools(body)
+    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
+        raise InvalidRequest("tool_choice can be 'none' or 'auto' on this server", "tool_choice")
+    if tools and tokenizer.output.tool_marks is None:
+        raise InvalidRequest("how this model writes tool calls is unknown; leave tools out", "tools")
+    strict = next((tool.function.name for tool in body.tools if tool.function.strict), None)
+    if tools and strict is not None:
+        raise InvalidRequest(f"strict of function {strict!r} cannot be promised; send false", "tools")
+    return Reading(
+        begins_in_reasoning=begins_in_reasoning, tools=tools, max_calls=None if body.parallel_tool_calls else 1
+    )
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:

@@ -26,7 +26,7 @@ UNSUPPORTED = {
     "store": True,
     "suffix": "end",
     "tool_choice": "required",
-    "tools": [{"type": "function"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
     "web_search_options": {},
     "no_such_field": None,
 }
@@ -114,6 +114,10 @@ def test_a_wrong_value_is_refused_by_name(complete: Call, name: str, value: obje
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}],
         [{"role": "user", "content": "a", "name": "b"}],
         [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
+        [{"role": "assistant"}],
+        [{"role": "assistant", "content": None, "tool_calls": []}],
+        [{"role": "tool", "content": "a", "tool_call_id": "unknown"}],
+        [{"role": "function", "name": "f", "content": "a"}],
     ],
 )
 def test_wrong_messages_are_refused(chat: Call, messages: object) -> None:

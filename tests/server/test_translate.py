@@ -4,7 +4,8 @@ import pytest
 
 from parallm.errors import ContextTooLong, InvalidRequest
 from parallm.server.catalog import resolved, resolved_to
-from parallm.server.schemas import ChatBody, CompletionBody
+from parallm.server.chat_schemas import ChatBody
+from parallm.server.schemas import CompletionBody
 from parallm.server.settings import ServerSettings
 from parallm.server.translate import chat_request, completion_requests
 from parallm.types import AdapterCard, SamplingParams
@@ -89,7 +90,7 @@ def test_a_prompt_that_fills_the_context_is_named_and_not_its_max_tokens(tokeniz
 
 def test_minus_one_for_top_k_is_off(tokenizer: Any) -> None:
     body = ChatBody.model_validate({"model": "policy", "messages": [{"role": "user", "content": "a"}], "top_k": -1})
-    request = chat_request(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+    request, _ = chat_request(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
     assert request.sampling.top_k == 0
 
 
