@@ -27,3 +27,19 @@ class ToolCall:
     """JSON."""
     call_id: str | None = None
     """The model's own id, where its notation has one."""
+
+
+GrammarForm = Literal["json", "regex", "choice", "lark"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSource:
+    """What a text must look like: a JSON schema, a regular expression, one of a JSON list of strings.
+
+    Or rules in llguidance's variant of Lark, of which `answer` is the first.
+    """
+
+    form: GrammarForm
+    text: str
+    parameter: str
+    """The field that it comes from."""

@@ -5,11 +5,12 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from parallm.conversation import ChatPrompt, PromptEnd
+from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd
 from parallm.errors import InvalidRequest
 from parallm.model.chat_output import OutputFormat
 from parallm.model.chat_template import ChatTemplate
-from parallm.types import Message
+from parallm.model.grammar import GrammarCompiler
+from parallm.types import Grammar, Message
 
 REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
 
@@ -24,6 +25,7 @@ class ChatTokenizer:
         self.template = ChatTemplate(self._tokenizer)
         self.output = OutputFormat(wrapper)
         self._hidden = self._hidden_tokens()
+        self._grammars = GrammarCompiler(self._tokenizer, self.eos_token_ids, self.output.reasoning_marks)
 
     @property
     def template_variables(self) -> frozenset[str]:
@@ -73,6 +75,13 @@ class ChatTokenizer:
         else:
             in_reasoning = self.output.ends_with_reasoning_mark(text)
         return ChatPrompt(tokens=self.encode_more(text), begins_in_reasoning=in_reasoning)
+
+    def compile_grammar(self, source: GrammarSource, *, reasoning: bool | None = None) -> Grammar:
+        """What `source` allows, perhaps behind reasoning; see `GrammarCompiler.compile`. Takes up to a second.
+
+        Raises InvalidRequest where the source is wrong or asks for what cannot be enforced.
+        """
+        return self._grammars.compile(source, reasoning=reasoning)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of `tokens` without special tokens, except those that mark reasoning and tool calls."""

@@ -30,6 +30,10 @@ class OutputFormat:
         return tuple(mark for mark in (*marks, *wrapper.structural_markers) if mark)
 
     @property
+    def reasoning_marks(self) -> tuple[str, str] | None:
+        return (self._wrapper.think_start, self._wrapper.think_end) if self._wrapper.has_thinking else None
+
+    @property
     def tool_marks(self) -> tuple[str, str] | None:
         """What stands before and behind a tool call; None for a model whose notation is unknown."""
         return (self._wrapper.tool_call_start, self._wrapper.tool_call_end or "") if self._parse else None

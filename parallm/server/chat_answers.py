@@ -16,8 +16,9 @@ from parallm.server.answer_schemas import (
     Usage,
 )
 from parallm.server.answers import UNFINISHED, Head, Provenance, num_tokens, provenance
+from parallm.server.forced_calls import new_reader
 from parallm.server.logprobs import chat_logprobs
-from parallm.server.message_reader import MarkedMessageReader, MessagePart, MessageReader, Reading, read_whole
+from parallm.server.message_reader import MessagePart, MessageReader, Reading, read_whole
 from parallm.server.prompt_answers import PromptLogprobs, prompt_logprobs
 from parallm.types import Completion, TokenEvent
 
@@ -86,7 +87,7 @@ class ChatAnswers:
         return choice.model_copy(update=self._token_ids(completion.tokens))
 
     def _new_reader(self) -> MessageReader:
-        return MarkedMessageReader(self.head.tokenizer.output, self._reading)
+        return new_reader(self.head.tokenizer.output, self._reading)
 
     def _delta(self, index: int, part: MessagePart) -> ChatText:
         """A part of a message; the calls in it have been counted already."""

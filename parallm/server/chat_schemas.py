@@ -107,6 +107,31 @@ def read_tool_choice(value: object) -> object:
     raise ValueError('should be "none", "auto", "required" or an object that names a function')
 
 
+class TextFormat(Wire):
+    type: Literal["text"]
+
+
+class JsonFormat(Wire):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Wire):
+    """The schema is enforced, strict or not; the model sees none of it, so its name and description change nothing."""
+
+    name: Name
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Wire):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -123,3 +148,4 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     """Go on inside the last message, which must be the assistant's, instead of answering it."""
+    response_format: ResponseFormat | None = None

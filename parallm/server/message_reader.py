@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from parallm.conversation import Section, ToolCall
 from parallm.server.service import OutputFormat
@@ -16,6 +16,11 @@ class Reading:
     tools: Sequence[Mapping[str, object]] = ()
     """What may be called; without tools, nothing is taken for a call."""
     max_calls: int | None = None
+    answer: Literal["message", "arguments", "calls"] = "message"
+    """What stands behind the reasoning: a message with the model's own marks, or JSON that a grammar has made of it.
+
+    That is of the arguments of `called` or of a list of calls."""
+    called: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from parallm.server.chat_schemas import ChatBody
 from parallm.server.completion_answers import CompletionAnswers
 from parallm.server.connection import read_body
 from parallm.server.generation import respond_stream, respond_whole
+from parallm.server.grammars import body_grammar, chat_grammar, constrained
 from parallm.server.parse import parse_body
 from parallm.server.schemas import CompletionBody, GenerationBody
 from parallm.server.service import Service
@@ -34,6 +35,7 @@ def generation_routes(service: Service) -> APIRouter:
             settings=service.settings,
             max_context=service.engine.max_context,
         )
+        requests = await constrained(requests, body_grammar(body), service, reasoning=None)
         head = _head(service, answer_id, body, requests, logprobs=body.logprobs is not None)
         return await _respond(service, http, body, CompletionAnswers(head, body))
 
@@ -48,7 +50,8 @@ def generation_routes(service: Service) -> APIRouter:
             settings=service.settings,
             max_context=service.engine.max_context,
         )
-        head = _head(service, answer_id, body, [request], logprobs=body.logprobs)
+        requests = await constrained([request], chat_grammar(body), service, reasoning=reading.begins_in_reasoning)
+        head = _head(service, answer_id, body, requests, logprobs=body.logprobs)
         return await _respond(service, http, body, ChatAnswers(head, reading))
 
     return router

@@ -3,7 +3,7 @@
 Optional fields that are null count as absent; that and the refused fields are the work of parse.py.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
@@ -57,6 +57,18 @@ class StreamOptions(Wire):
     continuous_usage_stats: Literal[False] = False
 
 
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class StructuredOutputs(Wire):
+    """vLLM's ways to say what the text must look like: exactly one of them."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    json_object: Literal[True] | None = None
+
+
 class GenerationBody(Wire):
     """What both kinds of request share."""
 
@@ -88,6 +100,11 @@ class GenerationBody(Wire):
     user: str | None = None
     """Accepted and unused, as `store: false` is: by definition it changes nothing in the answer."""
     store: Literal[False] = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    """The older names of what is in `structured_outputs`."""
 
 
 class CompletionBody(GenerationBody):

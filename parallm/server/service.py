@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from parallm.conversation import ChatPrompt, PromptEnd, Section, ToolCall
+from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, Completion, GenerationRequest, TokenEvent
+from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent
 
 
 class EngineLoad(Protocol):
@@ -82,6 +82,12 @@ class Tokenizer(TokenTexts, Protocol):
         variables: Mapping[str, object] | None = None,
         end: PromptEnd = "answer",
     ) -> ChatPrompt: ...
+    def compile_grammar(self, source: GrammarSource, *, reasoning: bool | None = None) -> Grammar:
+        """Takes up to a second. `reasoning`: the text begins inside of some, or may begin with some; None: it has none.
+
+        Raises InvalidRequest.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

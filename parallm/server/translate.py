@@ -59,14 +59,20 @@ def chat_request(
 
 
 def _reading(body: ChatBody, tokenizer: Tokenizer, *, begins_in_reasoning: bool) -> Reading:
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        return Reading(begins_in_reasoning=begins_in_reasoning, answer="arguments", called=name)
+    if body.tool_choice == "required":
+        return Reading(begins_in_reasoning=begins_in_reasoning, answer="calls")
     tools = shown_tools(body)
-    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
-        raise InvalidRequest("tool_choice can be 'none' or 'auto' on this server", "tool_choice")
     if tools and tokenizer.output.tool_marks is None:
         raise InvalidRequest("how this model writes tool calls is unknown; leave tools out", "tools")
     strict = next((tool.function.name for tool in body.tools if tool.function.strict), None)
     if tools and strict is not None:
-        raise InvalidRequest(f"strict of function {strict!r} cannot be promised; send false", "tools")
+        raise InvalidRequest(
+            f"strict of function {strict!r} can be promised with tool_choice 'required' or its name only; send false",
+            "tools",
+        )
     return Reading(
         begins_in_reasoning=begins_in_reasoning, tools=tools, max_calls=None if body.parallel_tool_calls else 1
     )

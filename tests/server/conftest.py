@@ -248,7 +248,9 @@ def application(engine: EchoEngine, tokenizer: Any) -> FastAPI:
         status=lambda: TrainingStatus(
             state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")}
         ),
-        settings=ServerSettings(max_n=8, max_completions=16, max_stop=4, max_top_logprobs=5, max_body_bytes=20_000),
+        settings=ServerSettings(
+            max_n=8, max_completions=16, max_stop=4, max_top_logprobs=5, max_body_bytes=20_000, max_grammar_bytes=8_000
+        ),
         base_name="nano",
     )
 

@@ -1,0 +1,142 @@
+"""Texts that a completion may have, as masks over the model's tokens; computed by llguidance.
+
+Its library limits of fuel and items bound the time of a compilation and of each mask.
+"""
+
+import json
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from parallm.conversation import GrammarSource
+from parallm.errors import InvalidRequest
+from parallm.types import Grammar
+
+NUM_CACHED = 128
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Between the tokens of JSON. With no bound, a model can write white space until its tokens are used up."""
+REASONING = r"/(.|\n)*/"
+BEHIND_REASONING = r"/[ \n]{0,4}/"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """Where all texts of a grammar begin."""
+
+    matcher: LLMatcher
+
+    def start(self) -> "GrammarMask":
+        return GrammarMask(self.matcher.deep_copy())
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMask:
+    """Where one text stands."""
+
+    matcher: LLMatcher
+
+    def allowed(self) -> bytes:
+        mask = self.matcher.compute_bitmask()
+        return b"" if self.matcher.is_error() else mask
+
+    def accept(self, token: int) -> None:
+        self.matcher.consume_token(token)
+
+
+class GrammarCompiler:
+    """Grammars over one model's tokens. Usable on any thread; the first use may take a second."""
+
+    def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], reasoning_marks: tuple[str, str] | None) -> None:
+        self._tokenizer = tokenizer  # the Hugging Face tokenizer
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._reasoning_marks = reasoning_marks
+        self._compiled = lru_cache(NUM_CACHED)(self._compile)
+
+    def compile(self, source: GrammarSource, *, reasoning: bool | None) -> Grammar:
+        """`reasoning`: whether the text begins inside of reasoning, or may begin with some; None where it never does.
+
+        Raises InvalidRequest with the library's reason.
+        """
+        return self._compiled(source, reasoning if self._reasoning_marks else None)
+
+    def _compile(self, source: GrammarSource, reasoning: bool | None) -> Grammar:
+        lark = self._lark(source, reasoning)
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:500]
+            raise InvalidRequest(f"{source.parameter} cannot be enforced: {reason}", source.parameter)
+        return CompiledGrammar(matcher)
+
+    def _lark(self, source: GrammarSource, reasoning: bool | None) -> str:
+        match source.form:
+            case "json":
+                rules = f"answer: %json {_bounded(source.text)}"
+            case "regex":
+                rules = f"answer: /{_slashed(source.text)}/"
+            case "choice":
+                rules = "answer: " + " | ".join(
+                    json.dumps(choice, ensure_ascii=False) for choice in json.loads(source.text)
+                )
+            case "lark":
+                rules = source.text
+        return "\n".join([f"start: {self._prefix(reasoning)} answer", rules, *self._reasoning_rules])
+
+    def _prefix(self, reasoning: bool | None) -> str:
+        return {None: "", True: "reasoning", False: "(reasoning_start reasoning)?"}[reasoning]
+
+    @cached_property
+    def _reasoning_rules(self) -> Sequence[str]:
+        if self._reasoning_marks is None:
+            return ()
+        start, end = (self._special(mark) for mark in self._reasoning_marks)
+        first = start or json.dumps(self._reasoning_marks[0])
+        if end is not None:
+            rest = [f"reasoning: REASONING {end} BEHIND", f"REASONING: {REASONING}", f"BEHIND: {BEHIND_REASONING}"]
+        else:
+            mark = "".join(f"\\x{{{ord(character):x}}}" for character in self._reasoning_marks[1])
+            rest = ["reasoning: thoughts BEHIND", f"thoughts[lazy]: /(.|\\n)*{mark}/", f"BEHIND: {BEHIND_REASONING}"]
+        return [f"reasoning_start: {first}", *rest]
+
+    def _special(self, mark: str) -> str | None:
+        """The mark as llguidance writes it, where it is a token that no text can contain."""
+        token = self._tokenizer.convert_tokens_to_ids(mark)
+        is_special = isinstance(token, int) and token < self._tokens.vocab_size and self._tokens.is_special_token(token)
+        return f"<[{token}]>" if is_special else None
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InvalidRequest("grammars need a fast tokenizer, which this model has not", "response_format")
+        backend = copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        return LLTokenizer(backend.to_str(), eos_token=self._eos_token_ids)
+
+
+def _bounded(schema: str) -> str:
+    """The schema with a bound on the white space."""
+    value = json.loads(schema)
+    if isinstance(value, dict):
+        value["x-guidance"] = {"whitespace_pattern": WHITE_SPACE}
+    return json.dumps(value)
+
+
+def _slashed(regex: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return "".join("\\/" if part == "/" else part for part in _pieces(regex)).replace("\n", "\\n")
+
+
+def _pieces(regex: str) -> list[str]:
+    """Characters, with what a backslash escapes in one piece."""
+    pieces, place = [], 0
+    while place < len(regex):
+        length = 2 if regex[place] == "\\" else 1
+        pieces.append(regex[place : place + length])
+        place += length
+    return pieces
