@@ -98,7 +98,9 @@ class GenerationBody(Wire):
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     user: str | None = None
-    """Accepted and unused, as `store: false` is: by definition it changes nothing in the answer."""
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    """These three are accepted and unused, as `store: false` is: by definition they change nothing in the answer."""
     store: Literal[False] = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None

@@ -274,6 +274,19 @@ def ask(engine: EchoEngine, hermes: ChatTokenizer) -> Callable[..., httpx.Respon
 
 
 @pytest.fixture
+def respond(engine: EchoEngine, hermes: ChatTokenizer) -> Callable[..., httpx.Response]:
+    """Post the input "hello" to `/v1/responses` of the model that calls functions; it `says` this, or its prompt."""
+    engine.max_context = 2000
+
+    def send(says: str | None = None, **fields: Any) -> httpx.Response:
+        engine.says = says
+        body = {"model": "policy", "input": "hello"} | fields
+        return send_to(application(engine, hermes), "POST", "/v1/responses", json=body)
+
+    return send
+
+
+@pytest.fixture
 def call(app: FastAPI) -> Callable[..., httpx.Response]:
     """Send one request: `call("GET", "/health")`, `call("POST", path, json=...)`."""
 
