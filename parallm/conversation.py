@@ -29,14 +29,15 @@ class ToolCall:
     """The model's own id, where its notation has one."""
 
 
-GrammarForm = Literal["json", "regex", "choice", "lark"]
+GrammarForm = Literal["json", "regex", "choice", "calls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarSource:
     """What a text must look like: a JSON schema, a regular expression, one of a JSON list of strings.
 
-    Or rules in llguidance's variant of Lark, of which `answer` is the first.
+    Or `calls`, a JSON list of calls `{"name": ..., "arguments": ...}`. Then the text here is JSON of `functions`, a
+    list of names and schemas of `parameters`, and `several`, whether more than one may be called.
     """
 
     form: GrammarForm

@@ -17,7 +17,7 @@ from parallm.errors import InvalidRequest
 from parallm.types import Grammar
 
 NUM_CACHED = 128
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the tokens of JSON. With no bound, a model can write white space until its tokens are used up."""
 REASONING = r"/(.|\n)*/"
 BEHIND_REASONING = r"/[ \n]{0,4}/"
@@ -82,8 +82,8 @@ class GrammarCompiler:
                 rules = "answer: " + " | ".join(
                     json.dumps(choice, ensure_ascii=False) for choice in json.loads(source.text)
                 )
-            case "lark":
-                rules = source.text
+            case "calls":
+                rules = _call_rules(**json.loads(source.text))
         return "\n".join([f"start: {self._prefix(reasoning)} answer", rules, *self._reasoning_rules])
 
     def _prefix(self, reasoning: bool | None) -> str:
@@ -117,6 +117,17 @@ class GrammarCompiler:
         backend.no_padding()
         backend.no_truncation()
         return LLTokenizer(backend.to_str(), eos_token=self._eos_token_ids)
+
+
+def _call_rules(functions: Sequence[dict[str, Any]], several: bool) -> str:
+    more = ' (", " call)*' if several else ""
+    calls = " | ".join(f"call_{place}" for place in range(len(functions)))
+    rules = [f'answer: "[" call{more} "]"', f"call: {calls}"]
+    for place, function in enumerate(functions):
+        begin = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+        rules.append(f'call_{place}: {begin} arguments_{place} "}}"')
+        rules.append(f"arguments_{place}: %json {_bounded(json.dumps(function['parameters']))}")
+    return "\n".join(rules)
 
 
 def _bounded(schema: str) -> str:

@@ -1,6 +1,7 @@
 """Tool calls that a grammar has made of an answer: no marks of the model's own, but JSON from its first character."""
 
 import json
+from typing import Any
 
 from parallm.conversation import GrammarSource, ToolCall
 from parallm.errors import InvalidRequest
@@ -46,21 +47,17 @@ def forced_grammar(body: ChatBody) -> GrammarSource:
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
         (tool,) = (tool for tool in body.tools if tool.function.name == name)
-        return GrammarSource(form="json", text=_parameters(tool), parameter="tool_choice")
-    calls = " | ".join(f"call_{place}" for place in range(len(body.tools)))
-    more = ' (", " call)*' if body.parallel_tool_calls else ""
-    rules = [f'answer: "[" call{more} "]"', f"call: {calls}"]
-    for place, tool in enumerate(body.tools):
-        begin = json.dumps(f'{{"name": {json.dumps(tool.function.name)}, "arguments": ')
-        rules.append(f'call_{place}: {begin} arguments_{place} "}}"\narguments_{place}: %json {_parameters(tool)}')
-    return GrammarSource(form="lark", text="\n".join(rules), parameter="tools")
+        return GrammarSource(form="json", text=json.dumps(_parameters(tool)), parameter="tool_choice")
+    functions = [{"name": tool.function.name, "parameters": _parameters(tool)} for tool in body.tools]
+    text = json.dumps({"functions": functions, "several": body.parallel_tool_calls})
+    return GrammarSource(form="calls", text=text, parameter="tools")
 
 
-def _parameters(tool: Tool) -> str:
+def _parameters(tool: Tool) -> dict[str, Any]:
     parameters = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
     if parameters.get("type", "object") != "object":
         raise InvalidRequest(f"the parameters of function {tool.function.name!r} should be an object", "tools")
-    return json.dumps({"type": "object"} | parameters)
+    return {"type": "object"} | parameters
 
 
 def _calls(text: str) -> list[ToolCall]:

@@ -19,6 +19,10 @@ POINT = {
     "additionalProperties": False,
     "$defs": {"number": {"type": "integer"}},
 }
+CALLS = {"functions": [{"name": "draw", "parameters": POINT}, {"name": "stop", "parameters": {"type": "object"}}]}
+ONE = '[{"name": "draw", "arguments": {"x": 1, "y": 2}}]'
+OTHER = '[{"name": "stop", "arguments": {}}]'
+WRONG = '[{"name": "draw", "arguments": {}}]'
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,8 @@ def test_a_schema_is_kept(tokenizer: ChatTokenizer, text: str, expected: bool) -
     [
         ("regex", r"[0-9]+/[0-9]+|a\/b", ["1/2", "a/b"], ["1", "1/", "a"]),
         ("choice", ["yes", 'no "né\n🙂"'], ["yes", 'no "né\n🙂"'], ["no", "maybe", "yesyes"]),
-        ("lark", 'answer: "a" answer?', ["a", "aaa"], ["", "ab"]),
+        ("calls", CALLS | {"several": False}, [ONE, OTHER], [f"[{ONE[1:-1]}, {ONE[1:-1]}]", "[]", WRONG]),
+        ("calls", CALLS | {"several": True}, [ONE, f"[{ONE[1:-1]}, {OTHER[1:-1]}]"], ["[]", WRONG, ONE[:-1]]),
     ],
 )
 def test_other_forms_are_kept(
@@ -122,7 +127,7 @@ def test_what_the_grammar_does_not_allow_leaves_nothing_to_say(tokenizer: ChatTo
         ("json", {"type": "string", "pattern": "(?=a)"}, "look-ahead"),
         ("json", {"anyOf": [False]}, "Unsatisfiable"),
         ("regex", "(", "unclosed group"),
-        ("lark", "answer: other", "other"),
+        ("calls", {"functions": [{"name": "a", "parameters": {"not": {}}}], "several": True}, "Unimplemented"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_with_the_reason(

@@ -209,3 +209,47 @@ def test_random_bodies_never_make_a_server_error(call: Call, complete: Call, see
         if response.status_code != 200:
             error_of(response)
     assert complete().status_code == 200
+
+
+WORDS = {
+    "role": ["user", "assistant", "tool", "system"],
+    "type": ["function", "text", "json_schema", "json_object", "message", "function_call", "function_call_output"],
+    "name": ["f", "has space"],
+    "id": ["1"],
+    "call_id": ["1"],
+    "tool_call_id": ["1"],
+    "arguments": ["{}", "[]", "{"],
+    "content": ["a", "<think>", [{"type": "text", "text": "a"}]],
+    "tools": [[{"type": "function", "function": {"name": "f"}}], [{"type": "function", "name": "f"}]],
+    "tool_choice": ["none", "required", {"type": "function", "function": {"name": "f"}}],
+    "regex": ["a*", "(", "\\", "a{99999}"],
+    "schema": [{"type": "object"}, {"$ref": "#/a"}, True],
+}
+NESTED = [
+    *("messages", "input", "tools", "tool_choice", "response_format", "text", "reasoning", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "chat_template_kwargs", "metadata", "function", "format"),
+    *("json_schema", "tool_calls", "output", "parameters", "json", "choice", "enable_thinking", *WORDS),
+]
+
+
+def random_tree(source: random.Random, name: str, depth: int) -> object:
+    """Something like what belongs under `name`."""
+    if name in WORDS and source.random() < 0.7:
+        return source.choice(WORDS[name])
+    if depth == 0 or source.random() < 0.3:
+        return random_json(source, 1)
+    if source.random() < 0.4:
+        return [random_tree(source, "", depth - 1) for _ in range(source.randrange(3))]
+    return {key: random_tree(source, key, depth - 1) for key in source.sample(NESTED, 4)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_trees_never_make_a_server_error(ask: Call, respond: Call, seed: int) -> None:
+    source = random.Random(seed)
+    for _ in range(30):
+        fields = {name: random_tree(source, name, 4) for name in source.sample(NESTED, source.randrange(1, 4))}
+        says = source.choice([None, "<tool_call>{}</tool_call>", "<think>", '[{"name": 5}]'])
+        for send in (ask, respond):
+            response = send(says, **fields)
+            assert response.status_code in (200, 400), (fields, response.text)
+    assert ask().status_code == respond().status_code == 200
