@@ -29,7 +29,7 @@ class ToolCall:
     """The model's own id, where its notation has one."""
 
 
-GrammarForm = Literal["json", "regex", "choice", "calls"]
+GrammarForm = Literal["json", "regex", "choice", "calls", "text_and_calls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,8 @@ class GrammarSource:
     """What a text must look like: a JSON schema, a regular expression, one of a JSON list of strings.
 
     Or `calls`, a JSON list of calls `{"name": ..., "arguments": ...}`. Then the text here is JSON of `functions`, a
-    list of names and schemas of `parameters`, and `several`, whether more than one may be called.
+    list of names and schemas of `parameters`, and `several`, whether more than one may be called. `text_and_calls` is
+    the same in the model's own notation: any text, and calls of these functions between it.
     """
 
     form: GrammarForm

@@ -25,7 +25,12 @@ class ChatTokenizer:
         self.template = ChatTemplate(self._tokenizer)
         self.output = OutputFormat(wrapper)
         self._hidden = self._hidden_tokens()
-        self._grammars = GrammarCompiler(self._tokenizer, self.eos_token_ids, self.output.reasoning_marks)
+        self._grammars = GrammarCompiler(
+            self._tokenizer,
+            self.eos_token_ids,
+            reasoning_marks=self.output.reasoning_marks,
+            call_marks=self.output.json_call_marks,
+        )
 
     @property
     def template_variables(self) -> frozenset[str]:

@@ -38,6 +38,12 @@ class OutputFormat:
         """What stands before and behind a tool call; None for a model whose notation is unknown."""
         return (self._wrapper.tool_call_start, self._wrapper.tool_call_end or "") if self._parse else None
 
+    @property
+    def json_call_marks(self) -> tuple[str, str] | None:
+        """The marks of calls, where JSON of a name and arguments stands between them."""
+        parser = getattr(self._parse, "__module__", "")
+        return self.tool_marks if parser.endswith(".json_tools") else None
+
     def opens_reasoning(self, text: str) -> bool:
         """Whether `text` ends inside of reasoning, or as a prompt does that begins some."""
         start, end = self._wrapper.think_start, self._wrapper.think_end

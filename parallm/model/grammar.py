@@ -19,7 +19,7 @@ from parallm.types import Grammar
 NUM_CACHED = 128
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between the tokens of JSON. With no bound, a model can write white space until its tokens are used up."""
-REASONING = r"/(.|\n)*/"
+TEXT = r"/(.|\n)*/"
 BEHIND_REASONING = r"/[ \n]{0,4}/"
 
 
@@ -50,10 +50,19 @@ class GrammarMask:
 class GrammarCompiler:
     """Grammars over one model's tokens. Usable on any thread; the first use may take a second."""
 
-    def __init__(self, tokenizer: Any, eos_token_ids: frozenset[int], reasoning_marks: tuple[str, str] | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_ids: frozenset[int],
+        *,
+        reasoning_marks: tuple[str, str] | None,
+        call_marks: tuple[str, str] | None,
+    ) -> None:
+        """`call_marks` are those of a model that writes JSON between them."""
         self._tokenizer = tokenizer  # the Hugging Face tokenizer
         self._eos_token_ids = sorted(eos_token_ids)
         self._reasoning_marks = reasoning_marks
+        self._call_marks = call_marks
         self._compiled = lru_cache(NUM_CACHED)(self._compile)
 
     def compile(self, source: GrammarSource, *, reasoning: bool | None) -> Grammar:
@@ -83,8 +92,29 @@ class GrammarCompiler:
                     json.dumps(choice, ensure_ascii=False) for choice in json.loads(source.text)
                 )
             case "calls":
-                rules = _call_rules(**json.loads(source.text))
+                rules = _calls(**json.loads(source.text))
+            case "text_and_calls":
+                rules = self._text_and_calls(source.parameter, **json.loads(source.text))
         return "\n".join([f"start: {self._prefix(reasoning)} answer", rules, *self._reasoning_rules])
+
+    def _text_and_calls(self, parameter: str, functions: Sequence[dict[str, Any]], several: bool) -> str:
+        if self._call_marks is None:
+            raise InvalidRequest(
+                f"{parameter}: strict functions need a model that writes its calls as JSON, or a tool_choice of "
+                "'required' or of one function; send strict false",
+                parameter,
+            )
+        start, end = self._call_marks
+        turn = f"turn: before WHITE? call WHITE? {self._special(end) or json.dumps(end)}"
+        rules = [f"answer: turn{'*' if several else '?'} TEXT", turn, *self._up_to("before", start)]
+        return "\n".join([*rules, f"TEXT: {TEXT}", r"WHITE: /\n/", _functions(functions)])
+
+    def _up_to(self, rule: str, mark: str) -> Sequence[str]:
+        """`rule` is any text up to and with the mark."""
+        if special := self._special(mark):
+            return [f"{rule}: {rule.upper()} {special}", f"{rule.upper()}: {TEXT}"]
+        spelled = "".join(f"\\x{{{ord(character):x}}}" for character in mark)
+        return [f"{rule}[lazy]: /(.|\\n)*{spelled}/"]
 
     def _prefix(self, reasoning: bool | None) -> str:
         return {None: "", True: "reasoning", False: "(reasoning_start reasoning)?"}[reasoning]
@@ -93,14 +123,9 @@ class GrammarCompiler:
     def _reasoning_rules(self) -> Sequence[str]:
         if self._reasoning_marks is None:
             return ()
-        start, end = (self._special(mark) for mark in self._reasoning_marks)
-        first = start or json.dumps(self._reasoning_marks[0])
-        if end is not None:
-            rest = [f"reasoning: REASONING {end} BEHIND", f"REASONING: {REASONING}", f"BEHIND: {BEHIND_REASONING}"]
-        else:
-            mark = "".join(f"\\x{{{ord(character):x}}}" for character in self._reasoning_marks[1])
-            rest = ["reasoning: thoughts BEHIND", f"thoughts[lazy]: /(.|\\n)*{mark}/", f"BEHIND: {BEHIND_REASONING}"]
-        return [f"reasoning_start: {first}", *rest]
+        start, end = self._reasoning_marks
+        rules = [f"reasoning_start: {self._special(start) or json.dumps(start)}", "reasoning: thoughts BEHIND"]
+        return [*rules, *self._up_to("thoughts", end), f"BEHIND: {BEHIND_REASONING}"]
 
     def _special(self, mark: str) -> str | None:
         """The mark as llguidance writes it, where it is a token that no text can contain."""
@@ -119,10 +144,14 @@ class GrammarCompiler:
         return LLTokenizer(backend.to_str(), eos_token=self._eos_token_ids)
 
 
-def _call_rules(functions: Sequence[dict[str, Any]], several: bool) -> str:
+def _calls(functions: Sequence[dict[str, Any]], several: bool) -> str:
     more = ' (", " call)*' if several else ""
-    calls = " | ".join(f"call_{place}" for place in range(len(functions)))
-    rules = [f'answer: "[" call{more} "]"', f"call: {calls}"]
+    return f'answer: "[" call{more} "]"\n{_functions(functions)}'
+
+
+def _functions(functions: Sequence[dict[str, Any]]) -> str:
+    """The rule `call`: a call of one of them."""
+    rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(functions)))]
     for place, function in enumerate(functions):
         begin = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         rules.append(f'call_{place}: {begin} arguments_{place} "}}"')

@@ -1,4 +1,4 @@
-"""Tool calls that a grammar has made of an answer: no marks of the model's own, but JSON from its first character."""
+"""Tool calls by grammar. Those that are forced are JSON from the first character, without the model's own marks."""
 
 import json
 from typing import Any
@@ -48,9 +48,25 @@ def forced_grammar(body: ChatBody) -> GrammarSource:
         name = body.tool_choice.function.name
         (tool,) = (tool for tool in body.tools if tool.function.name == name)
         return GrammarSource(form="json", text=json.dumps(_parameters(tool)), parameter="tool_choice")
-    functions = [{"name": tool.function.name, "parameters": _parameters(tool)} for tool in body.tools]
-    text = json.dumps({"functions": functions, "several": body.parallel_tool_calls})
-    return GrammarSource(form="calls", text=text, parameter="tools")
+    return GrammarSource(form="calls", text=_functions(body), parameter="tools")
+
+
+def strict_grammar(body: ChatBody) -> GrammarSource | None:
+    """What keeps strict functions to their schemas where the model chooses whether to call them; None without any."""
+    if not any(tool.function.strict for tool in body.tools):
+        return None
+    return GrammarSource(form="text_and_calls", text=_functions(body, all_strict=False), parameter="tools")
+
+
+def _functions(body: ChatBody, *, all_strict: bool = True) -> str:
+    functions = [
+        {
+            "name": tool.function.name,
+            "parameters": _parameters(tool) if all_strict or tool.function.strict else {"type": "object"},
+        }
+        for tool in body.tools
+    ]
+    return json.dumps({"functions": functions, "several": body.parallel_tool_calls})
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from parallm.conversation import GrammarForm, GrammarSource
 from parallm.errors import InvalidRequest
 from parallm.server.chat_prompt import shown_tools
 from parallm.server.chat_schemas import ChatBody, JsonFormat, NamedTool, SchemaFormat
-from parallm.server.forced_calls import forced_grammar
+from parallm.server.forced_calls import forced_grammar, strict_grammar
 from parallm.server.schemas import GenerationBody, StructuredOutputs
 from parallm.server.service import Service
 from parallm.types import GenerationRequest
@@ -44,11 +44,14 @@ def chat_grammar(body: ChatBody) -> GrammarSource | None:
             found.append(_source("json", asked.json_schema, "response_format"))
     if is_forced(body):
         found.append(forced_grammar(body))
-    elif found and shown_tools(body):
-        raise InvalidRequest(
-            f"{found[0].parameter} leaves no place for tool calls; send tool_choice 'none' or leave one of them out",
-            found[0].parameter,
-        )
+    elif shown_tools(body):
+        if found:
+            name = found[0].parameter
+            raise InvalidRequest(
+                f"{name} leaves no place for tool calls; send tool_choice 'none' or leave one of them out", name
+            )
+        strict = strict_grammar(body)
+        found += [] if strict is None else [strict]
     if found and body.continue_final_message:
         raise InvalidRequest(f"{found[0].parameter} excludes continue_final_message", found[0].parameter)
     return _only(found)

@@ -69,6 +69,7 @@ class MarkedMessageReader:
         self._reader = output.reader(begins_in_reasoning=reading.begins_in_reasoning, has_tools=bool(reading.tools))
         self._section: Section = "reasoning" if reading.begins_in_reasoning else "text"
         self._is_at_mark = reading.begins_in_reasoning
+        self._has_marks = bool(output.marks)
         self._held = ""  # white space that may stand before a mark
         self._call = ""
         self.num_calls = 0
@@ -100,7 +101,7 @@ class MarkedMessageReader:
         piece = self._held + piece
         if self._is_at_mark:
             piece = piece.lstrip()
-        shown = piece.rstrip()
+        shown = piece.rstrip() if self._has_marks else piece
         self._held = piece[len(shown) :]
         self._is_at_mark = self._is_at_mark and not piece
         if section == "text":

@@ -49,6 +49,11 @@ class OutputFormat(Protocol):
     """The face of `model.chat_output.OutputFormat` that the server uses."""
 
     @property
+    def marks(self) -> tuple[str, ...]:
+        """Everything that begins or ends a section."""
+        ...
+
+    @property
     def tool_marks(self) -> tuple[str, str] | None:
         """None for a model whose notation of tool calls is unknown."""
         ...

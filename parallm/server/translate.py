@@ -67,12 +67,6 @@ def _reading(body: ChatBody, tokenizer: Tokenizer, *, begins_in_reasoning: bool)
     tools = shown_tools(body)
     if tools and tokenizer.output.tool_marks is None:
         raise InvalidRequest("how this model writes tool calls is unknown; leave tools out", "tools")
-    strict = next((tool.function.name for tool in body.tools if tool.function.strict), None)
-    if tools and strict is not None:
-        raise InvalidRequest(
-            f"strict of function {strict!r} can be promised with tool_choice 'required' or its name only; send false",
-            "tools",
-        )
     return Reading(
         begins_in_reasoning=begins_in_reasoning, tools=tools, max_calls=None if body.parallel_tool_calls else 1
     )

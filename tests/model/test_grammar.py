@@ -10,7 +10,9 @@ from mlx_lm.utils import load_tokenizer
 from parallm.conversation import GrammarForm, GrammarSource
 from parallm.errors import InvalidRequest
 from parallm.model.chat import ChatTokenizer
+from parallm.model.grammar import GrammarCompiler
 from parallm.model.load import NANO
+from parallm.types import Grammar
 
 POINT = {
     "type": "object",
@@ -44,8 +46,12 @@ def source(form: GrammarForm, text: object) -> GrammarSource:
 
 
 def is_allowed(tokenizer: ChatTokenizer, what: GrammarSource, text: str, reasoning: bool | None = None) -> bool:
+    return lets_through(tokenizer, tokenizer.compile_grammar(what, reasoning=reasoning), text)
+
+
+def lets_through(tokenizer: ChatTokenizer, grammar: Grammar, text: str) -> bool:
     """Whether each token of `text` is allowed in its turn, and the end behind it."""
-    mask = tokenizer.compile_grammar(what, reasoning=reasoning).start()
+    mask = grammar.start()
     (end,) = tokenizer.eos_token_ids
     for token in (*tokenizer.encode_more(text), end):
         bits = np.unpackbits(np.frombuffer(mask.allowed(), np.uint8), bitorder="little")
@@ -101,6 +107,24 @@ def test_reasoning_may_stand_before_the_answer(tmp_path: Path, special: bool) ->
     assert not is_allowed(tokenizer, schema, "{}", reasoning=True)
     assert not is_allowed(tokenizer, schema, "<think>1</think>{}", reasoning=None)
     assert not is_allowed(tokenizer, schema, "<think>1</think>one", reasoning=False)
+
+
+def test_marks_that_are_plain_text_are_found_in_it(tokenizer: ChatTokenizer) -> None:
+    marks = ("[a]", "[/a]"), ("(call)", "(end)")
+    compiler = GrammarCompiler(
+        tokenizer._tokenizer, tokenizer.eos_token_ids, reasoning_marks=marks[0], call_marks=marks[1]
+    )
+    what = source("text_and_calls", CALLS | {"several": True})
+    call = f"(call){ONE[1:-1]}(end)"
+    for text in ("hello", call, f"well {call} and {call}", f"[a]hm[/a]\n{call}"):
+        assert lets_through(tokenizer, compiler.compile(what, reasoning=False), text)
+    for text in ("(call)no(end)", f"(call){WRONG[1:-1]}(end)"):
+        assert not lets_through(tokenizer, compiler.compile(what, reasoning=False), text)
+
+
+def test_a_model_with_another_notation_of_calls_cannot_promise_them(tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="send strict false"):
+        tokenizer.compile_grammar(source("text_and_calls", CALLS | {"several": True}))
 
 
 def test_completions_go_their_own_ways(tokenizer: ChatTokenizer) -> None:

@@ -62,6 +62,7 @@ class PlainOutput:
     """Of a model that marks nothing."""
 
     tool_marks = None
+    marks = ()
 
     def reader(self, *, begins_in_reasoning: bool, has_tools: bool) -> PlainReader:
         return PlainReader()

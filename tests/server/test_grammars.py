@@ -102,6 +102,18 @@ def test_one_of_the_functions_is_called_where_that_is_required(ask: Call, engine
     assert lets_through(engine, hermes, '[{"name": "nothing", "arguments": {}}]')
 
 
+def test_a_strict_function_is_kept_to_its_schema_where_the_model_chooses(ask: Call, engine: Any, hermes: Any) -> None:
+    good = '<tool_call>\n{"name": "add", "arguments": {"x": 5}}\n</tool_call>'
+    wrong = good.replace('"x": 5', "")
+    message = ask(says=good, tools=[ADD, NOTHING]).json()["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"x": 5}'}
+    free = '<tool_call>{"name": "nothing", "arguments": {"any": 1}}</tool_call>'
+    for text in ("Five.", "", f"I add. {good}\n{free}", f"<think>hm</think>{good} done"):
+        assert lets_through(engine, hermes, text)
+    for text in (wrong, "<tool_call>add</tool_call>", "<tool_call>", free.replace("nothing", "other")):
+        assert not lets_through(engine, hermes, text)
+
+
 @pytest.mark.parametrize(
     ("says", "tool_choice", "arguments"),
     [('{"x": 5}', NAMED, '{"x": 5}'), ('[{"name": "add", "arguments": {"x": 5}}]', "required", '{"x": 5}')],
@@ -138,7 +150,6 @@ def test_a_required_call_that_was_cut_off_is_shown_as_text(ask: Call) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"grammar": "a"}}, "structured_outputs"),
         ({"guided_regex": "a" * 70_000}, None),
-        ({"tools": [ADD]}, "tools"),
     ],
 )
 def test_wrong_forms_are_refused_by_name(ask: Call, fields: dict[str, object], parameter: str | None) -> None:

@@ -211,7 +211,7 @@ def test_random_bodies_never_make_a_server_error(call: Call, complete: Call, see
     assert complete().status_code == 200
 
 
-WORDS = {
+WORDS: dict[str, list[object]] = {
     "role": ["user", "assistant", "tool", "system"],
     "type": ["function", "text", "json_schema", "json_object", "message", "function_call", "function_call_output"],
     "name": ["f", "has space"],

@@ -161,7 +161,7 @@ def test_a_failure_in_a_stream_is_an_event(respond: Call, engine: Any) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": [ADD | {"strict": True}]}, "tools"),
+        ({"tools": [ADD | {"strict": True, "parameters": {"not": {}}}]}, "tools"),
         ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "auto"}}, "reasoning"),
         ({"text": {"format": {"type": "xml"}}}, "text"),
