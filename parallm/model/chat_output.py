@@ -1,6 +1,7 @@
 """What a model's text means: reasoning, tool calls and the answer itself, by the marks that mlx-lm knows of it."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from parallm.conversation import Section, ToolCall
 
+NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+"""Of a function, as OpenAI's API has it; some parsers take any text for one."""
 SECTIONS: Mapping[str, Section] = {"normal": "text", "reasoning": "reasoning", "tool": "tool"}
 """mlx-lm's names of states; text in others, such as headers of turns, is not shown by it either."""
 
@@ -107,8 +110,9 @@ def _machine(wrapper: TokenizerWrapper, has_tools: bool) -> TextStateMachine:
 
 def _tool_call(parsed: object) -> ToolCall:
     """Raises ValueError."""
-    if not isinstance(parsed, dict) or not isinstance(parsed.get("name"), str):
-        raise ValueError("a call needs a name")
+    name = parsed.get("name") if isinstance(parsed, dict) else None
+    if not isinstance(parsed, dict) or not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ValueError("a call needs a name of a function")
     arguments = parsed.get("arguments") or {}
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -116,7 +120,7 @@ def _tool_call(parsed: object) -> ToolCall:
         raise ValueError("the arguments of a call are an object")
     call_id = parsed.get("id")
     return ToolCall(
-        name=parsed["name"],
+        name=name,
         arguments=json.dumps(arguments, ensure_ascii=False),
         call_id=call_id if isinstance(call_id, str) else None,
     )
