@@ -12,6 +12,7 @@ from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
 from parallm.server.failures import Failure, failure, failure_of
 from parallm.server.generation import json_response
+from parallm.server.routes_data import data_routes
 from parallm.server.routes_generation import generation_routes
 from parallm.server.routes_status import status_routes
 from parallm.server.service import Engine, Service, Tokenizer
@@ -49,6 +50,7 @@ def create_app(
     app = FastAPI(title="ParaLLM", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(generation_routes(service))
     app.include_router(status_routes(service))
+    app.include_router(data_routes(service), tags=["inference"])
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

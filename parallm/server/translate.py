@@ -23,6 +23,8 @@ def completion_requests(
             sampling=_sampling(body, body.max_tokens or _room(prompt, settings, max_context, "prompt"), top_logprobs),
             n=body.n,
             model=body.model,
+            priority=body.priority,
+            user=body.user,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -44,6 +46,8 @@ def chat_request(
         sampling=_sampling(body, max_tokens, top_logprobs),
         n=body.n,
         model=body.model,
+        priority=body.priority,
+        user=body.user,
     )
 
 

@@ -31,6 +31,12 @@ class CharacterTokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return self.encode("".join(f"<{message.role}>{message.content}" for message in messages))
 
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        return self.encode(text)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return "".join(self.token_text(token) for token in tokens if special or token != END)
+
     def token_text(self, token: int) -> str:
         return "<end>" if token == END else chr(token)
 
