@@ -13,10 +13,15 @@ from parallm.reports import TrainingStatus
 from parallm.server.failures import Failure, failure, failure_of
 from parallm.server.generation import json_response
 from parallm.server.routes_data import data_routes
+from parallm.server.routes_engine import engine_routes, queue_routes
 from parallm.server.routes_generation import generation_routes
+from parallm.server.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.routes_status import status_routes
-from parallm.server.service import Engine, Service, Tokenizer
+from parallm.server.service import Service, SteerableEngine, Tokenizer
 from parallm.server.settings import ServerSettings
+from parallm.server.splits import Splits
+from parallm.server.steered_engine import SteeredEngine
+from parallm.server.version_statistics import Statistics
 from parallm.types import POLICY, AdapterCard
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
@@ -24,7 +29,7 @@ CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the 
 
 def create_app(
     *,
-    engine: Engine,
+    engine: SteerableEngine,
     tokenizer: Tokenizer,
     catalog: Callable[[], tuple[AdapterCard, ...]],
     status: Callable[[], TrainingStatus],
@@ -36,8 +41,10 @@ def create_app(
 
     `policies` can be asked for before they have a version, and answer as the base then.
     """
+    splits, statistics = Splits(catalog, policies), Statistics(catalog)
+    steering = SteeredEngine(engine, statistics.count)
     service = Service(
-        engine=engine,
+        engine=steering,
         tokenizer=tokenizer,
         catalog=catalog,
         status=status,
@@ -45,12 +52,18 @@ def create_app(
         base_name=base_name,
         policies=policies,
         started=int(time.time()),
+        routed=splits.routed,
     )
     # no schema pages: bodies are read by parse.py, so FastAPI has nothing to show on them
     app = FastAPI(title="ParaLLM", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(generation_routes(service))
     app.include_router(status_routes(service))
     app.include_router(data_routes(service), tags=["inference"])
+    app.include_router(queue_routes(steering), tags=["inference"])
+    app.include_router(engine_routes(service, steering), tags=["admin"])
+    app.include_router(split_routes(service, splits, statistics), tags=["admin"])
+    app.include_router(statistics_routes(splits, statistics), tags=["inference"])
+    app.include_router(reward_routes(service, statistics), tags=["inference"])
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

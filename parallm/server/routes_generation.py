@@ -59,7 +59,7 @@ def head_of(
     return Head(
         answer_id=answer_id,
         created=int(time.time()),
-        requests=requests,
+        requests=service.routed(requests),
         tokenizer=service.tokenizer,
         logprobs=logprobs,
         token_ids=body.return_token_ids,

@@ -1,6 +1,6 @@
 """What the routes need from the rest of the program, as narrow faces: no import of MLX, none of the trainer."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +37,24 @@ class Engine(Protocol):
     def stats(self) -> EngineLoad: ...
 
 
+class SteerableEngine(Engine, Protocol):
+    """What `SteeredEngine` needs of the engine beyond that."""
+
+    async def cancel(self, request_ids: Collection[str]) -> int:
+        """End requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""
+        ...
+
+    async def hold(self) -> None:
+        """Freeze serving traffic where it is, until `release`."""
+        ...
+
+    async def release(self) -> None: ...
+
+    async def reset_caches(self) -> None:
+        """Forget what only saves work."""
+        ...
+
+
 class Tokenizer(Protocol):
     """The face of `model.chat.ChatTokenizer` that the server uses."""
 
@@ -61,3 +79,5 @@ class Service:
     """Names that are the base until their first version is published."""
     started: int
     """Unix seconds."""
+    routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list
+    """The requests of one answer, to the models that a split of their name chooses."""

@@ -18,7 +18,7 @@ def completion_requests(
     top_logprobs = _checked_top_logprobs("logprobs", body.logprobs or 0, settings)
     return [
         GenerationRequest(
-            request_id=f"{request_id}-{index}",
+            request_id=f"{request_id}#{index}",
             prompt_tokens=prompt,
             sampling=_sampling(body, body.max_tokens or _room(prompt, settings, max_context, "prompt"), top_logprobs),
             n=body.n,
