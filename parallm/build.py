@@ -77,7 +77,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
             await until_signal()
 
     try:
-        return await with_house(config, blas, status, work)
+        return await with_house(config, blas, status, work, trained=tuple(policy_configs(config)))
     finally:
         display.close()
 

@@ -9,6 +9,7 @@ ParallmError
   ConfigError (ValueError)        a key, type or recipe that does not exist
   ModelError                      a model folder that cannot be loaded
   AdapterError                    an adapter that does not fit the base
+    AdapterMissing                an adapter folder that is not there
     AdapterNotFinite              an adapter that holds NaN or infinity
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
@@ -57,6 +58,10 @@ class ModelError(ParallmError):
 
 class AdapterError(ParallmError):
     """An adapter that does not fit the base model or cannot be read."""
+
+
+class AdapterMissing(AdapterError):
+    """An adapter folder that is not there, or not yet."""
 
 
 class AdapterNotFinite(AdapterError):

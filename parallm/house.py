@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
@@ -51,8 +52,13 @@ async def with_house(
     blas: BlasReport,
     status: Callable[[], TrainingStatus],
     work: Callable[[House, HttpServer | None], Awaitable[None]],
+    *,
+    trained: tuple[str, ...] = (),
 ) -> int:
-    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads."""
+    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads.
+
+    `trained` are the policies whose versions `work` makes.
+    """
     bound = bind(config.server) if config.server.enabled else None
     device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
     server: HttpServer | None = None
@@ -67,6 +73,7 @@ async def with_house(
                 settings=config.server,
                 base_name=config.model.path,
                 policies=house.adapters.policies,
+                adapters=_adapter_store(config, house, trained=trained),
             )
             server = HttpServer(app, bound)
             await server.start()
@@ -78,6 +85,18 @@ async def with_house(
             bound.close()
         device.stop()
     return 0
+
+
+def _adapter_store(config: RunConfig, house: House, *, trained: tuple[str, ...]) -> AdapterStore:
+    return AdapterStore(
+        house.device,
+        house.model,
+        house.adapters,
+        root=config.server.adapters_root,
+        max_bytes=config.server.max_adapter_bytes,
+        max_names=config.server.max_adapters,
+        trained=trained,
+    )
 
 
 async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread) -> House:

@@ -12,12 +12,14 @@ from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
 from parallm.server.failures import Failure, failure, failure_of
 from parallm.server.generation import json_response
+from parallm.server.routes_adapter_aliases import adapter_alias_routes
+from parallm.server.routes_adapters import adapter_list_routes, adapter_routes
 from parallm.server.routes_data import data_routes
 from parallm.server.routes_engine import engine_routes, queue_routes
 from parallm.server.routes_generation import generation_routes
 from parallm.server.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.routes_status import status_routes
-from parallm.server.service import Service, SteerableEngine, Tokenizer
+from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer
 from parallm.server.settings import ServerSettings
 from parallm.server.splits import Splits
 from parallm.server.steered_engine import SteeredEngine
@@ -36,12 +38,14 @@ def create_app(
     settings: ServerSettings,
     base_name: str,
     policies: tuple[str, ...] = (POLICY,),
+    adapters: Adapters | None = None,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
     `policies` can be asked for before they have a version, and answer as the base then.
     """
-    splits, statistics = Splits(catalog, policies), Statistics(catalog)
+    statistics = Statistics(catalog)
+    splits = Splits(catalog, policies) if adapters is None else Splits(catalog, policies, adapters.hold)
     steering = SteeredEngine(engine, statistics.count)
     service = Service(
         engine=steering,
@@ -59,6 +63,10 @@ def create_app(
     app.include_router(generation_routes(service))
     app.include_router(status_routes(service))
     app.include_router(data_routes(service), tags=["inference"])
+    app.include_router(adapter_list_routes(service), tags=["inference"])
+    if adapters is not None:
+        app.include_router(adapter_routes(service, adapters), tags=["admin"])
+        app.include_router(adapter_alias_routes(service, adapters), tags=["admin"])
     app.include_router(queue_routes(steering), tags=["inference"])
     app.include_router(engine_routes(service, steering), tags=["admin"])
     app.include_router(split_routes(service, splits, statistics), tags=["admin"])

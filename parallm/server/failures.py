@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parallm.errors import ContextTooLong, EngineFull, EngineStopped, InvalidRequest, UnknownModel
+from parallm.errors import (
+    AdapterError,
+    AdapterMissing,
+    ContextTooLong,
+    EngineFull,
+    EngineStopped,
+    InvalidRequest,
+    UnknownModel,
+)
 from parallm.server.answer_schemas import ErrorAnswer, ErrorDetail
 
 RETRY_AFTER_SECONDS = 1
@@ -31,6 +39,10 @@ def failure_of(error: Exception) -> Failure:
             return failure(400, str(error), param=error.parameter, code="context_length_exceeded")
         case InvalidRequest():
             return failure(400, str(error), param=error.parameter, code="invalid_value")
+        case AdapterMissing():
+            return failure(404, str(error), code="adapter_not_found")
+        case AdapterError():
+            return failure(400, str(error), code="invalid_adapter")
         case UnknownModel():
             return failure(404, str(error), param="model", code="model_not_found")
         case EngineFull():
