@@ -13,6 +13,7 @@ ParallmError
     AdapterNotFinite              an adapter that holds NaN or infinity
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
+  Unavailable                     what this process does not do, or not at this time
   TrainingStopped                 training cannot go on: the message says why
 """
 
@@ -74,6 +75,10 @@ class CheckpointError(ParallmError):
 
 class ProblemError(ParallmError):
     """An environment whose problems cannot be read or have no answers."""
+
+
+class Unavailable(ParallmError):
+    """What this process does not do, or not at this time; the message says why."""
 
 
 class TrainingStopped(ParallmError):

@@ -25,6 +25,7 @@ from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.listen import HttpServer, bind
+from parallm.server.service import Training
 from parallm.types import POLICY
 
 Result = TypeVar("Result")
@@ -54,10 +55,11 @@ async def with_house(
     work: Callable[[House, HttpServer | None], Awaitable[None]],
     *,
     trained: tuple[str, ...] = (),
+    training: Training | None = None,
 ) -> int:
     """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads.
 
-    `trained` are the policies whose versions `work` makes.
+    `trained` are the policies whose versions `work` makes, `training` is what clients may do to it.
     """
     bound = bind(config.server) if config.server.enabled else None
     device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
@@ -74,6 +76,7 @@ async def with_house(
                 base_name=config.model.path,
                 policies=house.adapters.policies,
                 adapters=_adapter_store(config, house, trained=trained),
+                training=training,
             )
             server = HttpServer(app, bound)
             await server.start()

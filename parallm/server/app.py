@@ -19,7 +19,8 @@ from parallm.server.routes_engine import engine_routes, queue_routes
 from parallm.server.routes_generation import generation_routes
 from parallm.server.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.routes_status import status_routes
-from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer
+from parallm.server.routes_training import training_routes
+from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training
 from parallm.server.settings import ServerSettings
 from parallm.server.splits import Splits
 from parallm.server.steered_engine import SteeredEngine
@@ -39,10 +40,12 @@ def create_app(
     base_name: str,
     policies: tuple[str, ...] = (POLICY,),
     adapters: Adapters | None = None,
+    training: Training | None = None,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
-    `policies` can be asked for before they have a version, and answer as the base then.
+    `policies` can be asked for before they have a version, and answer as the base then. Without `adapters` or
+    `training` the routes about them answer that this process has none.
     """
     statistics = Statistics(catalog)
     splits = Splits(catalog, policies) if adapters is None else Splits(catalog, policies, adapters.hold)
@@ -64,9 +67,9 @@ def create_app(
     app.include_router(status_routes(service))
     app.include_router(data_routes(service), tags=["inference"])
     app.include_router(adapter_list_routes(service), tags=["inference"])
-    if adapters is not None:
-        app.include_router(adapter_routes(service, adapters), tags=["admin"])
-        app.include_router(adapter_alias_routes(service, adapters), tags=["admin"])
+    app.include_router(adapter_routes(service, adapters), tags=["admin"])
+    app.include_router(adapter_alias_routes(service, adapters), tags=["admin"])
+    app.include_router(training_routes(service, training), tags=["training"])
     app.include_router(queue_routes(steering), tags=["inference"])
     app.include_router(engine_routes(service, steering), tags=["admin"])
     app.include_router(split_routes(service, splits, statistics), tags=["admin"])

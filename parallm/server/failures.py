@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from parallm.errors import (
     AdapterError,
     AdapterMissing,
+    CheckpointError,
     ContextTooLong,
     EngineFull,
     EngineStopped,
     InvalidRequest,
+    Unavailable,
     UnknownModel,
 )
 from parallm.server.answer_schemas import ErrorAnswer, ErrorDetail
@@ -39,6 +41,10 @@ def failure_of(error: Exception) -> Failure:
             return failure(400, str(error), param=error.parameter, code="context_length_exceeded")
         case InvalidRequest():
             return failure(400, str(error), param=error.parameter, code="invalid_value")
+        case Unavailable():
+            return failure(409, str(error), code="unavailable")
+        case CheckpointError():
+            return failure(500, str(error), kind="server_error", code="checkpoint_failed")
         case AdapterMissing():
             return failure(404, str(error), code="adapter_not_found")
         case AdapterError():

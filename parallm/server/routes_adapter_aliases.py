@@ -20,14 +20,14 @@ from parallm.server.adapter_bodies import (
 from parallm.server.connection import read_body
 from parallm.server.generation import json_response
 from parallm.server.parse import checked, read_object
-from parallm.server.routes_adapters import adapter_body, name_of, unload_model
+from parallm.server.routes_adapters import adapter_body, name_of, store, unload_model
 from parallm.server.schemas import Wire
 from parallm.server.service import Adapters, Service
 
 Body = TypeVar("Body", bound=Wire)
 
 
-def adapter_alias_routes(service: Service, adapters: Adapters) -> APIRouter:
+def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
     router = APIRouter()
     loaded: dict[str, str] = {}  # SGLang's answers tell what was loaded from where
 
@@ -35,14 +35,14 @@ def adapter_alias_routes(service: Service, adapters: Adapters) -> APIRouter:
     async def load_of_vllm(http: Request) -> Response:
         """vLLM's, answered in words."""
         body = await _body(service, http, LoadBody)
-        await adapters.load(body.name, body.path)
+        await store(given).load(body.name, body.path)
         return PlainTextResponse(f"Success: LoRA adapter '{body.name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter")
     async def unload_of_vllm(http: Request) -> Response:
         """vLLM's, answered in words."""
         body = await _body(service, http, UnloadBody)
-        unload_model(adapters, body.name)
+        unload_model(store(given), body.name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.name}' removed successfully.")
 
     @router.post("/load_lora_adapter")
@@ -50,26 +50,26 @@ def adapter_alias_routes(service: Service, adapters: Adapters) -> APIRouter:
     async def load_of_sglang(http: Request) -> Response:
         """SGLang's, prime-rl's and SkyRL's."""
         body = await _body(service, http, LoadBody)
-        await adapters.load(body.name, body.path)
+        await store(given).load(body.name, body.path)
         loaded[body.name] = body.path
         return _told(service, loaded)
 
     @router.post("/unload_lora_adapter")
     async def unload_of_sglang(http: Request) -> Response:
         """SGLang's."""
-        unload_model(adapters, (await _body(service, http, UnloadBody)).name)
+        unload_model(store(given), (await _body(service, http, UnloadBody)).name)
         return _told(service, loaded)
 
     @router.post("/load_adapter")
     async def load(http: Request) -> Response:
         """`POST /v1/adapters/load`."""
         body = await _body(service, http, LoadBody)
-        return json_response(entry(await adapters.load(body.name, body.path)))
+        return json_response(entry(await store(given).load(body.name, body.path)))
 
     @router.post("/upload_adapter")
     async def upload(http: Request) -> Response:
         """`PUT /v1/adapters/{name}`, with `?name=`."""
-        return json_response(entry(await adapters.upload(name_of(http), await adapter_body(service, http))))
+        return json_response(entry(await store(given).upload(name_of(http), await adapter_body(service, http))))
 
     @router.post("/model/switch-lora")
     async def switch(http: Request) -> Response:
@@ -78,10 +78,10 @@ def adapter_alias_routes(service: Service, adapters: Adapters) -> APIRouter:
         if (body.version is None) == (body.path is None):
             raise InvalidRequest("send either the version to serve or the path of a folder to load", "version")
         if body.path is not None:
-            card = await adapters.load(body.name, body.path)
+            card = await store(given).load(body.name, body.path)
             return json_response(NameMeans(name=card.name, version=card.version))
         assert body.version is not None
-        adapters.promote(body.name, body.version)
+        store(given).promote(body.name, body.version)
         return json_response(NameMeans(name=body.name, version=body.version))
 
     return router

@@ -1,6 +1,6 @@
 """What the routes need from the rest of the program, as narrow faces: no import of MLX, none of the trainer."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +85,24 @@ class Adapters(Protocol):
     def remove_alias(self, alias: str, name: str) -> None: ...
     def hold(self, models: Iterable[str]) -> None:
         """Keep what these names mean in memory, and nothing of an earlier call."""
+        ...
+
+
+class Training(Protocol):
+    """The face of `training_control.TrainingControl`: one policy, or all. Raises UnknownModel, Unavailable."""
+
+    def pause(self, policy: str | None) -> None:
+        """Begin no further step; the present one ends first."""
+        ...
+
+    def resume(self, policy: str | None) -> None: ...
+
+    async def step(self, policy: str | None) -> None:
+        """Wait for one more step: a new one where paused, which stays so, else the one at work."""
+        ...
+
+    async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
+        """Save after the present step; folders by policy. Raises CheckpointError."""
         ...
 
 

@@ -179,5 +179,6 @@ def test_a_split_holds_its_versions(client: TestClient, adapters: FakeAdapters) 
     assert adapters.held == []
 
 
-def test_without_a_store_the_routes_are_not_there(call: Callable[..., httpx.Response]) -> None:
-    assert call("POST", "/v1/adapters/load", json={"name": "a", "path": "b"}).status_code == 404
+def test_a_process_without_a_store_says_so(call: Callable[..., httpx.Response]) -> None:
+    assert call("POST", "/v1/adapters/load", json={"name": "a", "path": "b"}).status_code == 409
+    assert call("DELETE", "/v1/adapters/a").status_code == 409
