@@ -17,6 +17,7 @@ from parallm.server.routes_adapters import adapter_list_routes, adapter_routes
 from parallm.server.routes_data import data_routes
 from parallm.server.routes_engine import engine_routes, queue_routes
 from parallm.server.routes_generation import generation_routes
+from parallm.server.routes_identity import absent_routes, identity_routes
 from parallm.server.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.routes_status import status_routes
 from parallm.server.routes_training import training_routes
@@ -66,6 +67,8 @@ def create_app(
     app.include_router(generation_routes(service))
     app.include_router(status_routes(service))
     app.include_router(data_routes(service), tags=["inference"])
+    app.include_router(identity_routes(service), tags=["inference"])
+    app.include_router(absent_routes(), tags=["admin"])
     app.include_router(adapter_list_routes(service), tags=["inference"])
     app.include_router(adapter_routes(service, adapters), tags=["admin"])
     app.include_router(adapter_alias_routes(service, adapters), tags=["admin"])

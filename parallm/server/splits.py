@@ -38,6 +38,7 @@ class Splits:
         self._hold = hold
         self._splits: dict[str, Split] = {}
         self._turns = turns()
+        self._left: dict[str, frozenset[str]] = {}  # models of each split that were there at its last request
 
     def all(self) -> tuple[Split, ...]:
         return tuple(self._splits.values())
@@ -78,6 +79,7 @@ class Splits:
         return [replace(request, model=model, split=split.name) for request in requests]
 
     def _change(self, splits: dict[str, Split]) -> None:
+        self._left.clear()
         self._hold([model for split in splits.values() for model in split.shares])
         self._splits = splits
 
@@ -85,8 +87,9 @@ class Splits:
         """The model at this place from 0 to 1, among those that are still there; `split.name` itself if none is."""
         cards = self._catalog()
         shares = {model: share for model, share in split.shares.items() if self._is_there(model, cards)}
-        if len(shares) < len(split.shares):
+        if shares.keys() != self._left.get(split.name, split.shares.keys()):
             logger.warning("of the split of %s are left %s", split.name, ", ".join(shares) or "none")
+        self._left[split.name] = frozenset(shares)
         rest = place * sum(shares.values())
         for model, share in shares.items():
             rest -= share
