@@ -30,6 +30,7 @@ def data_routes(service: Service) -> APIRouter:
 
     @router.post("/generate")
     @router.post("/generate/")
+    @router.post("//generate")  # Atropos makes it of a base URL that ends with a slash
     async def generate(http: Request) -> Response:
         return await _answer(service, http, NATIVE, dialect_of)
 

@@ -60,7 +60,7 @@ def test_atropos_gets_one_object_in_a_list_for_each_token_the_sampled_one_first(
 
 def test_atropos_without_logprobs_and_without_max_tokens_gets_vllms_sixteen_tokens(call: Call) -> None:
     body = {"prompt": {"prompt_token_ids": [97] * 30}, "timeout": 20}
-    answer = call("POST", "/generate", json=body).json()
+    answer = call("POST", "http://test//generate", json=body).json()
     assert answer["logprobs"] is None
     assert (len(answer["token_ids"][0]), answer["finish_reasons"]) == (16, ["length"])
 
@@ -173,6 +173,8 @@ REFUSED: list[tuple[str, dict[str, Any], Callable[[Any], str]]] = [
         {"prompt": {"prompt_token_ids": [1]}, "prompt_logprobs": 1},
         lambda answer: answer["error"]["message"],
     ),
+    ("/generate", {"prompt": "a", "echo": True}, lambda answer: answer["error"]["message"]),
+    ("/generate", {"prompt": "a", "prompt_logprobs": 0}, lambda answer: answer["error"]["message"]),
     ("/generate", {"prompt": "a", "stream": True}, lambda answer: answer["error"]["message"]),
     ("/generate", {"prompt": "a", "split": "train"}, lambda answer: answer["error"]["message"]),
     ("/inference/v1/generate", {"model": "policy", "token_ids": []}, lambda answer: answer["error"]["message"]),

@@ -6,9 +6,14 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from parallm.errors import InvalidRequest
 from parallm.server.answers import Answers, Head, WholeAnswers
 from parallm.server.failures import Failure
+from parallm.server.parse import checked
 from parallm.server.schemas import CompletionBody
+
+SHAPES = ("echo", "prompt_logprobs")
+"""Fields of `/v1/completions` that change what an answer holds, which a dialect has to have a place for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,3 +36,12 @@ class Dialect:
     """A JSON object that names its `model`. Raises InvalidRequest."""
     refusal: Callable[[Failure], BaseModel]
     """The body of an error's answer."""
+
+
+def completion_body(fields: Mapping[str, Any]) -> CompletionBody:
+    """The fields of `/v1/completions`, checked there. Raises InvalidRequest, also for what has no place in answers."""
+    for name in SHAPES:
+        value = fields.get(name)
+        if value is not None and value is not False:
+            raise InvalidRequest(f"{name} is not answered here; send token ids to /v1/completions", name)
+    return checked(fields, CompletionBody)

@@ -12,7 +12,7 @@ from pydantic import Field
 from parallm.errors import EngineStopped, InvalidRequest
 from parallm.server.answer_schemas import WeightVersions
 from parallm.server.answers import Head, version_of, weight_versions
-from parallm.server.dialects.dialect import Asked, Dialect
+from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.dialects.vllm_fields import refusal, sampling_fields
 from parallm.server.logprobs import finite
 from parallm.server.parse import checked
@@ -86,7 +86,7 @@ def read(value: Mapping[str, Any]) -> Asked:
         raise InvalidRequest('prompt should be a text or {"prompt_token_ids": [...]} and nothing else', "prompt")
     controls = checked({"timeout": value.get("timeout")}, LegacyControls)
     rest = {name: item for name, item in value.items() if name not in ("prompt", "timeout")}
-    body = checked(sampling_fields(rest, has_text=True) | {"prompt": tokens}, CompletionBody)
+    body = completion_body(sampling_fields(rest, has_text=True) | {"prompt": tokens})
     if body.stream:
         raise InvalidRequest("this body gets no stream here; send token ids to /v1/completions", "stream")
     return Asked(body=body, whole=lambda head: LegacyAnswers(head, body), timeout_seconds=controls.timeout)

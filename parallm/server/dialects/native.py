@@ -6,10 +6,9 @@ from typing import Any, Literal
 from parallm.errors import InvalidRequest
 from parallm.server.answer_schemas import ErrorAnswer, Usage, WeightVersions
 from parallm.server.answers import Head, num_tokens, version_of, weight_versions
-from parallm.server.dialects.dialect import Asked, Dialect
+from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.failures import Failure
 from parallm.server.logprobs import finite
-from parallm.server.parse import checked
 from parallm.server.schemas import CompletionBody, Wire
 from parallm.types import Completion
 
@@ -58,7 +57,7 @@ class NativeAnswers:
 
 
 def read(value: Mapping[str, Any]) -> Asked:
-    body = checked(value, CompletionBody)
+    body = completion_body(value)
     if body.stream:
         raise InvalidRequest("this body gets no stream here; send it to /v1/completions", "stream")
     if body.logprobs:

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from parallm.errors import InvalidRequest
-from parallm.server.dialects.dialect import Asked, Dialect
+from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.dialects.sglang_answers import SglangAnswers, Shown
 from parallm.server.failures import Failure
 from parallm.server.parse import checked
-from parallm.server.schemas import LARGEST_INT, CompletionBody, Wire, is_tokens, read_prompts
+from parallm.server.schemas import LARGEST_INT, Wire, is_tokens, read_prompts
 
 RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 DEFAULT_MAX_TOKENS = 128
@@ -93,7 +93,7 @@ def read(value: Mapping[str, Any]) -> Asked:
         "request_id": own.rid,
         "step_id": own.step_id,
     }
-    body = checked(fields, CompletionBody)
+    body = completion_body(fields)
     answers = partial(SglangAnswers, body=body, shown=shown)
     return Asked(body=body, whole=answers, stream=answers)
 

@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator
 from parallm.errors import InvalidRequest
 from parallm.server.answer_schemas import Usage, WeightVersions
 from parallm.server.answers import Head, num_tokens, version_of, weight_versions
-from parallm.server.dialects.dialect import Asked, Dialect
+from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.dialects.vllm_fields import refusal, sampling_fields
 from parallm.server.logprobs import finite
 from parallm.server.parse import checked
@@ -140,7 +140,7 @@ def read(value: Mapping[str, Any]) -> Asked:
         "request_id": own.request_id,
         "step_id": own.step_id,
     }
-    body = checked(fields, CompletionBody)
+    body = completion_body(fields)
     if body.stream:
         raise InvalidRequest("this route has no streams", "sampling_params.stream")
     return Asked(body=body, whole=lambda head: TokensAnswers(head, body))

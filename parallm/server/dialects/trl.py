@@ -8,12 +8,12 @@ from pydantic import Field, PlainValidator
 from parallm.errors import InvalidRequest
 from parallm.server.answer_schemas import WeightVersions
 from parallm.server.answers import Head, weight_versions
-from parallm.server.dialects.dialect import Asked, Dialect
+from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.dialects.vllm_fields import sampling_fields
 from parallm.server.failures import Failure
 from parallm.server.logprobs import finite
 from parallm.server.parse import checked
-from parallm.server.schemas import CompletionBody, Wire, read_prompts
+from parallm.server.schemas import Wire, read_prompts
 from parallm.types import Completion
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -81,7 +81,7 @@ def read(value: Mapping[str, Any]) -> Asked:
     asked = checked(own, TrlBody, NEUTRAL)
     # without the field TRL wants the log-probs of the sampled tokens, with null none
     rest = {"logprobs": 0} | {name: item for name, item in value.items() if name not in own} | asked.generation_kwargs
-    body = checked(sampling_fields(rest, has_text=False) | {"prompt": asked.prompts}, CompletionBody)
+    body = completion_body(sampling_fields(rest, has_text=False) | {"prompt": asked.prompts})
     if body.stream:
         raise InvalidRequest("this body gets no stream; send its prompts to /v1/completions", "stream")
     return Asked(body=body, whole=lambda head: TrlAnswers(head, has_logprobs=body.logprobs is not None))
