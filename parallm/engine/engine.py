@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.engine.decoder import Decoder, Step
+from parallm.engine.prompt_scores import PromptScores
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.engine.views import AdapterViews
@@ -100,11 +101,15 @@ class Engine:
             Sequence(request=request, index=index, seed=mix(seed, index), adapter=adapter, streams=streams)
             for index in range(request.n)
         ]
+        if not all(member.begin_grammar() for member in members):
+            raise InvalidRequest("the grammar allows no token to begin with", "grammar")
         if adapter is not None:
             for _ in members:
                 self._adapters.acquire(adapter)
         cache = self.model.make_cache()
-        insert(traffic.prompts, Prompt(request=request, cache=cache, waiting=members, streams=streams))
+        scores = PromptScores(sampling=request.sampling) if request.needs_whole_prompt else None
+        prompt = Prompt(request=request, cache=cache, waiting=members, streams=streams, scores=scores)
+        insert(traffic.prompts, prompt)
 
     def abort(self, *request_ids: str) -> None:
         """End all completions of these requests before the next unit. Unknown or finished ids are fine."""
@@ -219,17 +224,37 @@ class Engine:
             mx.async_eval(chunks)
             self._read(state, before)
         mx.eval(chunks)
+        for prompt in [prompt for prompt in prompts if prompt.is_computed]:
+            self._tell_prompt(state, prompt)
+
+    def _tell_prompt(self, state: Traffic, prompt: Prompt) -> None:
+        """Hand out what is known once a prompt is computed; that is all where no token is to be sampled."""
+        if prompt.scores is not None:
+            told = prompt.scores.read()
+            for member in prompt.waiting:
+                member.prompt_logprobs = told
+        if prompt.request.sampling.max_tokens == 0:
+            for member in prompt.waiting:
+                member.end_unsampled()
+            state.prompts.remove(prompt)
+            self._end(prompt.waiting)
+            self._emit([event for one in prompt.waiting if (event := one.event(self.model.tokenizer)) is not None])
 
     def _compute_chunk(self, prompt: Prompt) -> list[mx.array]:
         tokens = prompt.request.prompt_tokens
         chunk = tokens[prompt.num_computed : prompt.num_computed + self._chunk_size(prompt)]
         view = self._views.for_rows([prompt.waiting[0].adapter])
         hidden_1TH = self.model.hidden(mx.array([chunk], mx.int32), prompt.cache, view)
+        scored: list[mx.array] = []
+        if prompt.scores is not None:
+            behind = tokens[prompt.num_computed + 1 : prompt.num_computed + len(chunk) + 1]
+            scored = prompt.scores.add(self.model, hidden_1TH[0], behind)
         prompt.num_computed += len(chunk)
+        arrays = [*scored, *(state for layer in prompt.cache for state in _arrays(layer.state))]
         if prompt.num_computed < len(tokens):
-            return [state for layer in prompt.cache for state in _arrays(layer.state)]
+            return arrays
         prompt.logits_V = self.model.head(hidden_1TH[0, -1:])[0]
-        return [prompt.logits_V, *(state for layer in prompt.cache for state in _arrays(layer.state))]
+        return [prompt.logits_V, *arrays]
 
     def _chunk_size(self, prompt: Prompt) -> int:
         """The chunk of the settings, or a little less where the rest would be too few rows for exact products."""
@@ -244,9 +269,13 @@ class Engine:
         before = [decoder.in_flight for decoder in active] + [decoder.take() for decoder in resting]
         launched = self._lanes.run(Decoder.launch, active)
         if self._runs_ahead:
-            mx.async_eval([step.arrays() for step in launched])
+            mx.async_eval(launched)
         self._read(state, [step for step in before if step is not None])
-        if not self._runs_ahead:
+        masked = [decoder for decoder in active if decoder.waits_for_masks]
+        sampled = self._lanes.run(Decoder.sample, masked)
+        if self._runs_ahead:
+            mx.async_eval(sampled)
+        else:
             self._read(state, state.take_steps())
 
     def _join(self, state: Traffic) -> None:

@@ -6,9 +6,19 @@ from typing import Any
 
 import mlx.core as mx
 
+from parallm.engine.prompt_scores import PromptScores
 from parallm.model.adapter import Adapter
 from parallm.model.chat import ChatTokenizer, GrowingText
-from parallm.types import Completion, FinishReason, GenerationRequest, TokenEvent, TopLogprob, WeightSpan
+from parallm.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    PromptLogprob,
+    TokenEvent,
+    TokenMask,
+    TopLogprob,
+    WeightSpan,
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,6 +33,8 @@ class Prompt:
     num_computed: int = 0
     logits_V: mx.array | None = None
     """Logits after the last prompt token, once all chunks are done."""
+    scores: PromptScores | None = None
+    """Where log-probs of the prompt are asked for."""
 
     @property
     def is_computed(self) -> bool:
@@ -49,6 +61,11 @@ class Sequence:
     """Tokens whose step was launched: those in `tokens`, and those of steps not read yet."""
     has_left: bool = False
     """It ended or was aborted; what a step in flight samples for it is dropped."""
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
+    """Once the prompt is computed, where they are asked for."""
+    allowed: bytes | None = None
+    """Bits of the tokens that its grammar allows next; None: all of them."""
+    _mask: TokenMask | None = None
     _text: GrowingText | None = None
     _num_shown: int = 0
     _stop_at: int | None = None
@@ -61,6 +78,20 @@ class Sequence:
     @property
     def version(self) -> int:
         return self.adapter.version if self.adapter else 0
+
+    def begin_grammar(self) -> bool:
+        """Ask the grammar, if there is one, for the first token's mask; False where it allows nothing."""
+        grammar = self.request.sampling.grammar
+        if grammar is None:
+            return True
+        self._mask = grammar.start()
+        self.allowed = self._mask.allowed()
+        return any(self.allowed)
+
+    def end_unsampled(self) -> None:
+        """End a completion of no tokens, whose prompt is computed."""
+        self.version_starts.append((self.version, 0))
+        self.finish_reason = "length"
 
     def is_launched_whole(self, max_context: int) -> bool:
         """Whether the newest launched token is the last one in any case, whatever it will be."""
@@ -83,6 +114,11 @@ class Sequence:
             self.finish_reason = "stop"
         elif self._fills(len(self.tokens), max_context):
             self.finish_reason = "length"
+        elif self._mask is not None:
+            self._mask.accept(token)
+            self.allowed = self._mask.allowed()
+            if not any(self.allowed):
+                self.finish_reason = "stop"
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
         """What the last step added, or None where nobody listens before the end."""
@@ -126,6 +162,8 @@ class Sequence:
         known = len(self._text.text)
         self._text.add(token)
         stops = self.request.sampling.stop
+        if len(self.tokens) < self.request.sampling.min_tokens:
+            return
         longest = max(map(len, stops), default=0)
         found = [self._text.text.find(stop, max(0, known - longest + 1)) for stop in stops]
         self._stop_at = min((place for place in found if place >= 0), default=None)
@@ -150,6 +188,7 @@ class Sequence:
             text=self._final_text(tokenizer),
             finish_reason=self.finish_reason,
             weight_versions=self._weight_versions(),
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def _weight_versions(self) -> tuple[WeightSpan, ...]:

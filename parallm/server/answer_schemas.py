@@ -58,15 +58,26 @@ class ChoiceFields(Wire):
 
 class CompletionLogprobs(Wire):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class RankedLogprob(Wire):
+    """Of one token at a position of the prompt."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str
 
 
 class CompletionChoice(ChoiceFields):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = None
+    """By position and token id, the prompt's own token first."""
 
 
 class Echo(Wire):
@@ -128,6 +139,8 @@ class ChatAnswer(Echo):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = None
+    """By position and token id, the prompt's own token first."""
 
 
 class ChatChunk(Echo):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from parallm.server.answer_schemas import ChatAnswer, ChatChoice, ChatChunk, ChatChunkChoice, ChatText, Usage
 from parallm.server.answers import UNFINISHED, Head, num_tokens, provenance
 from parallm.server.logprobs import chat_logprobs
+from parallm.server.prompt_answers import PromptLogprobs, prompt_logprobs
 from parallm.types import Completion, TokenEvent
 
 
@@ -25,7 +26,7 @@ class ChatAnswers:
             ],
             usage=self.head.usage(num_tokens(completions)),
         )
-        return answer.model_copy(update=self._prompt_ids())
+        return answer.model_copy(update=self._prompt_ids() | self._prompt_logprobs(completions))
 
     def opening(self, model: str) -> list[ChatChunk]:
         """The role of each choice; the first chunk has the prompt's token ids, where asked for."""
@@ -67,6 +68,13 @@ class ChatAnswers:
 
     def _prompt_ids(self) -> dict[str, list[int]]:
         return {"prompt_token_ids": list(self.head.requests[0].prompt_tokens)} if self.head.token_ids else {}
+
+    def _prompt_logprobs(self, completions: Sequence[Sequence[Completion]]) -> dict[str, PromptLogprobs]:
+        most = self.head.requests[0].sampling.prompt_logprobs
+        told = completions[0][0].prompt_logprobs
+        if most is None or told is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(told, most, self.head.tokenizer)}
 
     def _chunk(self, model: str, choice: ChatChunkChoice | None, usage: Usage | None = None) -> ChatChunk:
         chunk = ChatChunk(

@@ -19,7 +19,7 @@ def completion_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer, o
     tops = source.top_logprobs or ((),) * len(texts)
     return CompletionLogprobs(
         tokens=texts,
-        token_logprobs=logprobs,
+        token_logprobs=list(logprobs),
         top_logprobs=[
             _with_sampled(text, logprob, top, tokenizer)
             for text, logprob, top in zip(texts, logprobs, tops, strict=True)

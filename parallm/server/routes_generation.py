@@ -35,7 +35,7 @@ def generation_routes(service: Service) -> APIRouter:
             max_context=service.engine.max_context,
         )
         head = head_of(service, answer_id, body, requests, logprobs=body.logprobs is not None)
-        return await _respond(service, http, body, CompletionAnswers(head))
+        return await _respond(service, http, body, CompletionAnswers(head, body))
 
     @router.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:

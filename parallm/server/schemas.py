@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 LARGEST_INT = 2**31 - 1  # token ids and counts are 32-bit in the arrays behind
+MOST_BIASES = 1024
 FIRST_FAULT = Field(fail_fast=True)  # or a body of a million wrong items makes a million error objects
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -31,6 +32,19 @@ def read_prompts(value: object) -> list[str | list[int]]:
     if not value or not all(value):
         raise ValueError("should not be empty: the model needs at least one token to continue from")
     return value
+
+
+def read_bias(value: object) -> list[tuple[int, float]]:
+    """Token ids, which are text in JSON, and numbers. By hand: strict and stops at the first wrong item."""
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise ValueError(f"should be an object of at most {MOST_BIASES} token ids and numbers")
+    found = []
+    for token, bias in value.items():
+        is_token = token.isascii() and token.isdecimal() and len(token) < 10
+        if not is_token or type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError('should have token ids as names and numbers from -100 to 100, as in {"50256": -100}')
+        found.append((int(token), float(bias)))
+    return found
 
 
 def read_stop(value: object) -> list[object]:
@@ -64,6 +78,16 @@ class GenerationBody(Wire):
     stop: Annotated[list[StopString], FIRST_FAULT, BeforeValidator(read_stop)] = []
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INT)]], FIRST_FAULT] = []
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST_INT)] = 0
+    """Before so many tokens only `max_tokens` ends the completion."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    logit_bias: Annotated[list[tuple[int, float]], PlainValidator(read_bias)] = []
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+    """Log-probabilities of the prompt's tokens, and of so many most likely ones beside each."""
+    best_of: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
+    """Refused unless it is `n`: nothing is sampled that is not given back."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -84,7 +108,11 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
+    max_tokens: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+    """0 with `echo` or `prompt_logprobs`: nothing is sampled."""
     logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+    echo: bool = False
+    """Begin each text, and its `logprobs`, with the prompt's."""
 
 
 class TextPart(Wire):

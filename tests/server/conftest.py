@@ -14,7 +14,16 @@ from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, Unknow
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, Completion, GenerationRequest, Message, TokenEvent, TopLogprob, WeightSpan
+from parallm.types import (
+    AdapterCard,
+    Completion,
+    GenerationRequest,
+    Message,
+    PromptLogprob,
+    TokenEvent,
+    TopLogprob,
+    WeightSpan,
+)
 
 VERSIONS = {"base": 0, "policy": 3, "policy@2": 2, "policy@3": 3, "best": 2}
 END = 0
@@ -121,6 +130,18 @@ class EchoEngine:
         completion = self._completion(request, index)
         texts = [*completion.text, *[""] * (len(completion.tokens) - len(completion.text))]
         last = len(completion.tokens) - 1
+        if not completion.tokens:
+            return [
+                TokenEvent(
+                    request_id=request.request_id,
+                    index=index,
+                    tokens=(),
+                    logprobs=(),
+                    top_logprobs=(),
+                    text="",
+                    completion=completion,
+                )
+            ]
         return [
             TokenEvent(
                 request_id=request.request_id,
@@ -139,7 +160,7 @@ class EchoEngine:
         whole = "".join(map(chr, request.prompt_tokens)) + f" {index}"
         cuts = [position for position in map(whole.find, sampling.stop) if position >= 0]
         tokens = (*map(ord, whole), END)[: min(sampling.max_tokens, *cuts) if cuts else sampling.max_tokens]
-        is_stopped = bool(cuts) or tokens[-1] == END
+        is_stopped = bool(cuts) or END in tokens
         tops = tuple(TopLogprob(token, -0.5 - rank) for rank, token in enumerate((120, 121)[: sampling.top_logprobs]))
         return Completion(
             request_id=request.request_id,
@@ -150,7 +171,17 @@ class EchoEngine:
             text="".join(chr(token) for token in tokens if token != END),
             finish_reason="stop" if is_stopped else "length",
             weight_versions=(WeightSpan(version=VERSIONS[request.model], start=0, end=len(tokens)),),
+            prompt_logprobs=prompt_logprobs(request),
         )
+
+
+def prompt_logprobs(request: GenerationRequest) -> tuple[PromptLogprob | None, ...] | None:
+    """Every token has rank 3 behind "x" and "y"."""
+    if request.sampling.prompt_logprobs is None:
+        return None
+    tops = tuple(TopLogprob(token, -0.5 - place) for place, token in enumerate((120, 121)))
+    top = tops[: request.sampling.prompt_logprobs]
+    return (None, *(PromptLogprob(token=one, logprob=-2.0, rank=3, top=top) for one in request.prompt_tokens[1:]))
 
 
 def card(version: int, *aliases: str) -> AdapterCard:
