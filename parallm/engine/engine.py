@@ -7,9 +7,7 @@ computes while Python works. Knows nothing of learning or HTTP. Everything here 
 
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -18,6 +16,7 @@ from parallm.engine.decoder import Decoder, Step
 from parallm.engine.prompt_scores import PromptScores
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
+from parallm.engine.traffic import Traffic
 from parallm.engine.views import AdapterViews
 from parallm.engine.waiting import insert
 from parallm.errors import EngineFull, InvalidRequest
@@ -30,32 +29,6 @@ from parallm.types import GenerationRequest, TokenEvent, TrafficClass
 logger = logging.getLogger(__name__)
 
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("serving", "rollout")
-
-
-@dataclass(slots=True)
-class Traffic:
-    """The prompts and rows of one traffic class. Each class has rows of its own, so that each can step alone."""
-
-    decoders: list[Decoder]
-    """One per lane."""
-    prompts: deque[Prompt] = field(default_factory=deque)
-    """Not yet computed, or computed with members that wait for a row; in the order of `waiting`."""
-    decoded_last: bool = False
-    is_held: bool = False
-    """Nothing is computed until `release`."""
-    num_tokens: int = 0
-    """Sampled since the start."""
-
-    @property
-    def num_rows(self) -> int:
-        return sum(len(decoder.rows) for decoder in self.decoders)
-
-    def rows(self) -> list[Sequence]:
-        return [row for decoder in self.decoders for row in decoder.rows]
-
-    def take_steps(self) -> list[Step]:
-        """The steps in flight, to be read now."""
-        return [step for decoder in self.decoders if (step := decoder.take()) is not None]
 
 
 class Engine:

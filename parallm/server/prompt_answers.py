@@ -38,8 +38,8 @@ def echoed_logprobs(completion: Completion, first_token: int, most: int, tokeniz
 
 
 def prompt_text(prompt: str | Sequence[int], tokenizer: Tokenizer) -> str:
-    """As it was sent; token ids as the texts of the tokens, special ones shown."""
-    return prompt if isinstance(prompt, str) else "".join(map(tokenizer.token_text, prompt))
+    """As it was sent; token ids as their text, special ones shown."""
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)
 
 
 def _ranked(one: PromptLogprob, most: int, tokenizer: Tokenizer) -> dict[str, RankedLogprob]:

@@ -65,6 +65,33 @@ def test_atropos_without_logprobs_and_without_max_tokens_gets_vllms_sixteen_toke
     assert (len(answer["token_ids"][0]), answer["finish_reasons"]) == (16, ["length"])
 
 
+def test_atropos_gets_log_probs_of_the_prompt_the_prompts_own_token_first(call: Call) -> None:
+    body = {"prompt": {"prompt_token_ids": HELLO}, "prompt_logprobs": 1, "n": 1, "temperature": 0.0, "max_tokens": 1}
+    first, second, *_ = call("POST", "/generate", json=body).json()["prompt_logprobs"]
+    assert first is None
+    assert next(iter(second)) == "101"
+    assert len(second) == 2
+
+
+def test_the_prompts_log_probs_are_in_the_forms_of_sglang_and_of_token_in_token_out(call: Call) -> None:
+    body = {
+        "input_ids": HELLO,
+        "return_logprob": True,
+        "logprob_start_len": 3,
+        "sampling_params": {"max_new_tokens": 1},
+    }
+    told = call("POST", "/generate", json=body).json()["meta_info"]["input_token_logprobs"]
+    assert [(token, text) for _, token, text in told] == [(108, None), (111, None)]
+    assert all(logprob < 0 for logprob, _, _ in told)
+    whole = call("POST", "/generate", json=body | {"logprob_start_len": 0}).json()["meta_info"]["input_token_logprobs"]
+    assert whole[0] == [None, 104, None]
+    params = {"prompt_logprobs": 1, "max_tokens": 1}
+    tokens = {"model": "policy", "token_ids": HELLO, "sampling_params": params}
+    first, second, *_ = call("POST", "/inference/v1/generate", json=tokens).json()["prompt_logprobs"]
+    assert first is None
+    assert set(second["101"]) == {"logprob", "rank", "decoded_token"}
+
+
 def test_a_request_that_gives_itself_too_little_time_fails_and_is_aborted(call: Call, engine: Any) -> None:
     engine.is_endless = True
     body = {"prompt": {"prompt_token_ids": HELLO}, "timeout": 0.05}
@@ -163,16 +190,16 @@ def test_token_in_token_out_has_both_names_of_a_token(call: Call) -> None:
 REFUSED: list[tuple[str, dict[str, Any], Callable[[Any], str]]] = [
     ("/generate", {"prompts": ["a"], "images": [1]}, lambda answer: answer["detail"]),
     ("/generate", {"prompts": []}, lambda answer: answer["detail"]),
-    ("/generate", {"text": "a", "logprob_start_len": 0}, lambda answer: answer["error"]["message"]),
+    (
+        "/generate",
+        {"text": "a", "logprob_start_len": 0, "return_logprob": False},
+        lambda answer: answer["error"]["message"],
+    ),
     ("/generate", {"text": "a", "input_ids": [1]}, lambda answer: answer["error"]["message"]),
     ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, lambda answer: answer["error"]["message"]),
     ("/generate", {"input_ids": [1.5]}, lambda answer: answer["error"]["message"]),
     ("/generate", {"prompt": {"prompt_token_ids": ["a"]}}, lambda answer: answer["error"]["message"]),
-    (
-        "/generate",
-        {"prompt": {"prompt_token_ids": [1]}, "prompt_logprobs": 1},
-        lambda answer: answer["error"]["message"],
-    ),
+    ("/generate", {"prompts": ["a"], "prompt_logprobs": 1}, lambda answer: answer["detail"]),
     ("/generate", {"prompt": "a", "echo": True}, lambda answer: answer["error"]["message"]),
     ("/generate", {"prompt": "a", "prompt_logprobs": 0}, lambda answer: answer["error"]["message"]),
     ("/generate", {"prompt": "a", "stream": True}, lambda answer: answer["error"]["message"]),

@@ -38,10 +38,10 @@ class Dialect:
     """The body of an error's answer."""
 
 
-def completion_body(fields: Mapping[str, Any]) -> CompletionBody:
+def completion_body(fields: Mapping[str, Any], *, has_prompt_logprobs: bool = False) -> CompletionBody:
     """The fields of `/v1/completions`, checked there. Raises InvalidRequest, also for what has no place in answers."""
     for name in SHAPES:
         value = fields.get(name)
-        if value is not None and value is not False:
+        if value is not None and value is not False and not (has_prompt_logprobs and name == "prompt_logprobs"):
             raise InvalidRequest(f"{name} is not answered here; send token ids to /v1/completions", name)
     return checked(fields, CompletionBody)

@@ -17,7 +17,7 @@ from parallm.server.dialects.vllm_fields import refusal, sampling_fields
 from parallm.server.logprobs import finite
 from parallm.server.parse import checked
 from parallm.server.schemas import CompletionBody, Wire, is_tokens
-from parallm.types import Completion
+from parallm.types import Completion, PromptLogprob
 
 Position = list[dict[str, float]]
 """One object in a list: log-probs by token id, the sampled one first."""
@@ -37,6 +37,8 @@ class LegacyAnswer(Wire):
     token_ids: list[list[int]]
     finish_reasons: list[str]
     logprobs: list[list[Position]] | None
+    prompt_logprobs: list[dict[str, float] | None] | None
+    """By position of the prompt: null for the first, else log-probs by token id, its own first."""
     logprobs_mode: Literal["temperature"]
     request_id: str
     step_id: int | str | None
@@ -62,6 +64,7 @@ class LegacyAnswers:
             token_ids=[list(one.tokens) for one in made],
             finish_reasons=[one.finish_reason for one in made],
             logprobs=None if self._body.logprobs is None else [positions(one) for one in made],
+            prompt_logprobs=_of_prompt(made[0], self._body.prompt_logprobs),
             logprobs_mode="temperature",
             request_id=self._body.request_id or self.head.answer_id,
             step_id=self._body.step_id,
@@ -79,6 +82,18 @@ def positions(completion: Completion) -> list[Position]:
     ]
 
 
+def _of_prompt(completion: Completion, most: int | None) -> list[dict[str, float] | None] | None:
+    if most is None or completion.prompt_logprobs is None:
+        return None
+    # not wrapped in lists as `logprobs` is: Atropos would take those for several prompts
+    return [None if one is None else _position(one, most) for one in completion.prompt_logprobs]
+
+
+def _position(one: PromptLogprob, most: int) -> dict[str, float]:
+    others = {str(other.token): finite(other.logprob) for other in one.top[:most] if other.token != one.token}
+    return {str(one.token): finite(one.logprob)} | others
+
+
 def read(value: Mapping[str, Any]) -> Asked:
     prompt = value["prompt"]
     tokens = prompt.get("prompt_token_ids")
@@ -86,7 +101,7 @@ def read(value: Mapping[str, Any]) -> Asked:
         raise InvalidRequest('prompt should be a text or {"prompt_token_ids": [...]} and nothing else', "prompt")
     controls = checked({"timeout": value.get("timeout")}, LegacyControls)
     rest = {name: item for name, item in value.items() if name not in ("prompt", "timeout")}
-    body = completion_body(sampling_fields(rest, has_text=True) | {"prompt": tokens})
+    body = completion_body(sampling_fields(rest, has_text=True) | {"prompt": tokens}, has_prompt_logprobs=True)
     if body.stream:
         raise InvalidRequest("this body gets no stream here; send token ids to /v1/completions", "stream")
     return Asked(body=body, whole=lambda head: LegacyAnswers(head, body), timeout_seconds=controls.timeout)

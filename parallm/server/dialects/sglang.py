@@ -25,7 +25,6 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "image_data": ([],),
     "input_embeds": (),
     "log_metrics": (True, False),
-    "logprob_start_len": (-1,),
     "modalities": ([],),
     "return_hidden_states": (False,),
     "return_routed_experts": (False,),
@@ -57,6 +56,8 @@ class SglangBody(Wire):
     lora_path: str | None = None
     """Name of an adapter, and stronger than `model`."""
     return_logprob: bool = False
+    logprob_start_len: Annotated[int, Field(ge=-1, le=LARGEST_INT)] = -1
+    """First token of the prompt to tell the log-prob of; -1: none of it."""
     top_logprobs_num: Annotated[int, Field(ge=0, le=LARGEST_INT)] = 0
     return_text_in_logprobs: bool = False
     stream: bool = False
@@ -78,6 +79,8 @@ def read(value: Mapping[str, Any]) -> Asked:
         raise InvalidRequest("send either text or input_ids", "text")
     if own.top_logprobs_num and not own.return_logprob:
         raise InvalidRequest("top_logprobs_num needs return_logprob: true", "top_logprobs_num")
+    if own.logprob_start_len >= 0 and (not own.return_logprob or own.top_logprobs_num):
+        raise InvalidRequest("send return_logprob: true with it, and no top_logprobs_num", "logprob_start_len")
     prompts = own.text if own.input_ids is None else own.input_ids
     params = dict(own.sampling_params)
     given = value["text" if own.input_ids is None else "input_ids"]
@@ -90,10 +93,11 @@ def read(value: Mapping[str, Any]) -> Asked:
         "stream": own.stream,
         "priority": own.priority,
         "logprobs": own.top_logprobs_num if own.return_logprob else None,
+        "prompt_logprobs": 0 if own.logprob_start_len >= 0 else None,
         "request_id": own.rid,
         "step_id": own.step_id,
     }
-    body = completion_body(fields)
+    body = completion_body(fields, has_prompt_logprobs=True)
     answers = partial(SglangAnswers, body=body, shown=shown)
     return Asked(body=body, whole=answers, stream=answers)
 
@@ -111,6 +115,7 @@ def _shown(own: SglangBody, params: dict[str, Any], *, is_batch: bool) -> Shown:
     return Shown(
         is_batch=is_batch,
         logprobs=own.return_logprob,
+        prompt_from=own.logprob_start_len,
         texts_in_logprobs=own.return_text_in_logprobs,
         special_tokens=not chosen["skip_special_tokens"],
         stop=chosen["no_stop_trim"],

@@ -13,8 +13,8 @@ from parallm.server.logprobs import finite
 from parallm.server.schemas import CompletionBody, Wire
 from parallm.types import Completion, GenerationRequest, TokenEvent, TopLogprob
 
-Logprob = tuple[float, int, str | None]
-"""Log-probability, token id, and its text if that was asked for."""
+Logprob = tuple[float | None, int, str | None]
+"""Log-probability (null for the first token of a prompt), token id, and its text if that was asked for."""
 
 
 class FinishReason(Wire):
@@ -58,6 +58,8 @@ class Shown:
     is_batch: bool
     """Prompts came in a list, so answers do."""
     logprobs: bool
+    prompt_from: int
+    """First token of the prompt whose log-prob is told; -1: none."""
     texts_in_logprobs: bool
     special_tokens: bool
     stop: bool
@@ -150,15 +152,23 @@ class SglangAnswers:
         )
         if not self._shown.logprobs:
             return meta
-        update: dict[str, object] = {"input_token_logprobs": []}
+        update: dict[str, object] = {"input_token_logprobs": self._of_prompt(request, completion)}
         update["output_token_logprobs"] = [self._logprob(*pair) for pair in zip(logprobs, tokens, strict=True)]
         if self._body.logprobs:
             update["output_top_logprobs"] = [[self._logprob(one.logprob, one.token) for one in top] for top in tops]
         return meta.model_copy(update=update)
 
-    def _logprob(self, logprob: float, token: int) -> Logprob:
+    def _of_prompt(self, request: GenerationRequest, completion: Completion | None) -> list[Logprob]:
+        told = None if completion is None else completion.prompt_logprobs
+        if self._shown.prompt_from < 0 or told is None:
+            return []
+        pairs = zip(told, request.prompt_tokens, strict=True)
+        whole = [self._logprob(None if one is None else one.logprob, token) for one, token in pairs]
+        return whole[self._shown.prompt_from :]
+
+    def _logprob(self, logprob: float | None, token: int) -> Logprob:
         text = self.head.tokenizer.token_text(token) if self._shown.texts_in_logprobs else None
-        return finite(logprob), token, text
+        return None if logprob is None else finite(logprob), token, text
 
     def _finish_reason(self, completion: Completion, request: GenerationRequest) -> FinishReason:
         match completion.finish_reason:

@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from parallm.errors import InvalidRequest
-from parallm.server.answer_schemas import Usage, WeightVersions
+from parallm.server.answer_schemas import RankedLogprob, Usage, WeightVersions
 from parallm.server.answers import Head, num_tokens, version_of, weight_versions
 from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.dialects.vllm_fields import refusal, sampling_fields
 from parallm.server.logprobs import finite
 from parallm.server.parse import checked
+from parallm.server.prompt_answers import PromptLogprobs, prompt_logprobs
 from parallm.server.schemas import CompletionBody, Wire, is_tokens
 from parallm.types import Completion, TopLogprob
 
@@ -73,7 +74,7 @@ class TokensAnswer(Wire):
     model: str
     created: int
     choices: list[TokensChoice]
-    prompt_logprobs: None
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | None
     prompt_token_ids: list[int]
     logprobs_mode: Literal["temperature"]
     usage: Usage
@@ -91,11 +92,17 @@ class TokensAnswers:
             model=model,
             created=self.head.created,
             choices=[self._choice(one) for one in completions[0]],
-            prompt_logprobs=None,
+            prompt_logprobs=self._of_prompt(completions[0][0]),
             prompt_token_ids=list(self.head.requests[0].prompt_tokens),
             logprobs_mode="temperature",
             usage=self.head.usage(num_tokens(completions)),
         )
+
+    def _of_prompt(self, completion: Completion) -> PromptLogprobs | None:
+        most = self._body.prompt_logprobs
+        if most is None or completion.prompt_logprobs is None:
+            return None
+        return prompt_logprobs(completion.prompt_logprobs, most, self.head.tokenizer)
 
     def _choice(self, completion: Completion) -> TokensChoice:
         return TokensChoice(
@@ -140,7 +147,7 @@ def read(value: Mapping[str, Any]) -> Asked:
         "request_id": own.request_id,
         "step_id": own.step_id,
     }
-    body = completion_body(fields)
+    body = completion_body(fields, has_prompt_logprobs=True)
     if body.stream:
         raise InvalidRequest("this route has no streams", "sampling_params.stream")
     return Asked(body=body, whole=lambda head: TokensAnswers(head, body))
