@@ -23,6 +23,7 @@ from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.keys import read_keys
 from parallm.server.listen import HttpServer, bind
 from parallm.types import POLICY
 
@@ -53,6 +54,7 @@ async def with_house(
     work: Callable[[House, HttpServer | None], Awaitable[None]],
 ) -> int:
     """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads."""
+    keys = read_keys(config.server)
     bound = bind(config.server) if config.server.enabled else None
     device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
     server: HttpServer | None = None
@@ -67,6 +69,7 @@ async def with_house(
                 settings=config.server,
                 base_name=config.model.path,
                 policies=house.adapters.policies,
+                keys=keys,
             )
             server = HttpServer(app, bound)
             await server.start()

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
@@ -12,6 +13,8 @@ from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
 from parallm.server.failures import Failure, failure, failure_of
 from parallm.server.generation import json_response
+from parallm.server.keys import StoredKey
+from parallm.server.roles import authorizer, check_roles
 from parallm.server.routes_generation import generation_routes
 from parallm.server.routes_status import status_routes
 from parallm.server.service import Engine, Service, Tokenizer
@@ -30,6 +33,7 @@ def create_app(
     settings: ServerSettings,
     base_name: str,
     policies: tuple[str, ...] = (POLICY,),
+    keys: tuple[StoredKey, ...] = (),
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
@@ -46,14 +50,30 @@ def create_app(
         started=int(time.time()),
     )
     # no schema pages: bodies are read by parse.py, so FastAPI has nothing to show on them
-    app = FastAPI(title="ParaLLM", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.include_router(generation_routes(service))
-    app.include_router(status_routes(service))
+    app = FastAPI(
+        title="ParaLLM",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        dependencies=[Depends(authorizer(keys, settings))],
+    )
+    routers = (generation_routes(service), status_routes(service))
+    check_roles(routers)
+    for router in routers:
+        app.include_router(router)
+    _allow_origins(app, settings)
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_error)
     return app
+
+
+def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
+    if settings.cors_origins:
+        origins = list(settings.cors_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
 async def _on_error(http: Request, error: Exception) -> Response:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parallm.errors import ContextTooLong, EngineFull, EngineStopped, InvalidRequest, UnknownModel
+from parallm.errors import ContextTooLong, EngineFull, EngineStopped, InvalidRequest, ParallmError, UnknownModel
 from parallm.server.answer_schemas import ErrorAnswer, ErrorDetail
 
 RETRY_AFTER_SECONDS = 1
@@ -11,6 +11,18 @@ RETRY_AFTER_SECONDS = 1
 
 class BodyTooLarge(InvalidRequest):
     """The request body is larger than `server.max_body_bytes`."""
+
+
+class WrongKey(ParallmError):
+    """No API key, or one that this server does not know."""
+
+
+class NotAllowed(ParallmError):
+    """The key's role, or the server's settings, do not allow this route."""
+
+
+class ForeignOrigin(NotAllowed):
+    """A browser sent this for a page of another origin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +45,11 @@ def failure_of(error: Exception) -> Failure:
             return failure(400, str(error), param=error.parameter, code="invalid_value")
         case UnknownModel():
             return failure(404, str(error), param="model", code="model_not_found")
+        case WrongKey():
+            headers = {"WWW-Authenticate": "Bearer"}
+            return failure(401, str(error), kind="authentication_error", code="invalid_api_key", headers=headers)
+        case NotAllowed():
+            return failure(403, str(error), kind="permission_error", code="not_allowed")
         case EngineFull():
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)

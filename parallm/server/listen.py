@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import socket
 from collections.abc import Generator
 
@@ -34,6 +35,7 @@ def bind(settings: ServerSettings) -> socket.socket:
         raise ListenError(f"server.host={settings.host} is not an address of this machine: {error}") from error
     # `localhost` is often both; clients try 127.0.0.1
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    _check_exposure(settings, str(address[0]))
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -45,6 +47,17 @@ def bind(settings: ServerSettings) -> socket.socket:
         raise _listen_error(settings, error) from error
     bound.setblocking(False)
     return bound
+
+
+def _check_exposure(settings: ServerSettings, address: str) -> None:
+    """Whoever can reach a server without keys can also train it, so it stays on this machine. Raises ListenError."""
+    is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    if not is_local and settings.control_routes and not settings.api_keys:
+        raise ListenError(
+            f"server.host={settings.host} can be reached from other machines and there are no keys; name one with "
+            "'server.api_keys=[{name: operator, role: admin, env: PARALLM_API_KEY}]', switch the routes that control "
+            "training off with server.control_routes=false, or stay on this machine with server.host=127.0.0.1"
+        )
 
 
 def _listen_error(settings: ServerSettings, error: OSError) -> ListenError:

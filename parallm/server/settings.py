@@ -1,8 +1,28 @@
 """Settings of the HTTP server."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from parallm.settings import settings
+
+KeyRole = Literal["inference", "training", "admin"]
+"""What a key is good for; each includes those before it. `roles.py` says which route needs which."""
+
+
+@settings
+class ApiKey:
+    """One key. Exactly one of `env`, `file` and `sha256` says where it is: no key stands in a printed config."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """For the log; clients never see it."""
+    role: KeyRole
+    env: str | None = None
+    """Environment variable with the key."""
+    file: str | None = None
+    """File with the key; white space around it does not count."""
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{64}$")
+    """Digest of the key, as `printf %s KEY | sha256sum` prints it."""
 
 
 @settings
@@ -11,6 +31,12 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 picks a free port and prints it."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """None: every route is open, and the server listens on this machine only unless `control_routes` is false."""
+    control_routes: bool = True
+    """False refuses every route of the roles training and admin."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins such as `https://example.org` whose pages may read answers in a browser; `*` is every one."""
     max_n: int = Field(default=64, ge=1)
     max_completions: int = Field(default=256, ge=1)
     """Prompts times `n` of one HTTP request."""
