@@ -70,8 +70,9 @@ async def with_house(
                 base_name=config.model.path,
                 policies=house.adapters.policies,
                 keys=keys,
+                device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
             )
-            server = HttpServer(app, bound)
+            server = HttpServer(app, bound, drain_seconds=config.server.drain_seconds)
             await server.start()
         await work(house, server)
     finally:

@@ -55,6 +55,11 @@ class AsyncEngine:
             num_running=engine.num_running(), num_waiting=engine.num_waiting(), tokens_total=engine.num_tokens()
         )
 
+    async def ping(self) -> None:
+        """Returns when the device thread has come by, between two units of work. Raises EngineStopped."""
+        self._attached()
+        await asyncio.wrap_future(self._device.call(lambda: None))
+
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """All completions of a request, by index. Cancelling the task aborts the request.
 

@@ -1,7 +1,7 @@
 """The ASGI application: routes, and one place where exceptions become responses."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from fastapi import Depends, FastAPI
 from starlette.exceptions import HTTPException
@@ -11,11 +11,18 @@ from starlette.responses import Response
 
 from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
+from parallm.server.doors import Doors
 from parallm.server.failures import Failure, failure, failure_of
+from parallm.server.front import Front
+from parallm.server.gate import gate
+from parallm.server.gauges import Gauges
 from parallm.server.generation import json_response
 from parallm.server.keys import StoredKey
-from parallm.server.roles import authorizer, check_roles
+from parallm.server.metered_engine import MeteredEngine
+from parallm.server.meters import Meters
+from parallm.server.roles import check_roles
 from parallm.server.routes_generation import generation_routes
+from parallm.server.routes_operation import operation_routes
 from parallm.server.routes_status import status_routes
 from parallm.server.service import Engine, Service, Tokenizer
 from parallm.server.settings import ServerSettings
@@ -34,13 +41,15 @@ def create_app(
     base_name: str,
     policies: tuple[str, ...] = (POLICY,),
     keys: tuple[StoredKey, ...] = (),
+    device_seconds: Callable[[], Mapping[str, float]] = dict,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
     `policies` can be asked for before they have a version, and answer as the base then.
     """
+    meters, doors = Meters(base_name), Doors()
     service = Service(
-        engine=engine,
+        engine=MeteredEngine(engine, meters, settings),
         tokenizer=tokenizer,
         catalog=catalog,
         status=status,
@@ -48,6 +57,7 @@ def create_app(
         base_name=base_name,
         policies=policies,
         started=int(time.time()),
+        device_seconds=device_seconds,
     )
     # no schema pages: bodies are read by parse.py, so FastAPI has nothing to show on them
     app = FastAPI(
@@ -56,13 +66,20 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(authorizer(keys, settings))],
+        dependencies=[Depends(gate(keys, settings, doors))],
     )
-    routers = (generation_routes(service), status_routes(service))
+    app.state.doors = doors
+    meters.registry.register(Gauges(service))
+    routers = (
+        generation_routes(service),
+        status_routes(service),
+        operation_routes(service, doors, meters.registry),
+    )
     check_roles(routers)
     for router in routers:
         app.include_router(router)
     _allow_origins(app, settings)
+    app.add_middleware(Front, meters=meters, doors=doors)  # added last, so it is outermost
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)

@@ -25,6 +25,18 @@ class ForeignOrigin(NotAllowed):
     """A browser sent this for a page of another origin."""
 
 
+class Draining(ParallmError):
+    """The server ends and takes no new requests; another one may be there after `seconds`."""
+
+    def __init__(self, message: str, seconds: int) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class DeadlineExceeded(ParallmError):
+    """The answer was not there in the time that the client or the server gave it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """What a client is told: the status counts only before the first byte of a response."""
@@ -53,6 +65,13 @@ def failure_of(error: Exception) -> Failure:
         case EngineFull():
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)
+        case Draining():
+            headers = {"Retry-After": str(error.seconds), "Connection": "close"}
+            return failure(503, str(error), kind="server_error", code="draining", headers=headers)
+        case DeadlineExceeded():
+            # OpenAI's clients repeat what failed with 5xx, and would wait as long again for nothing
+            headers = {"x-should-retry": "false"}
+            return failure(504, str(error), kind="server_error", code="deadline_exceeded", headers=headers)
         case EngineStopped():
             return failure(503, str(error), kind="server_error", code="engine_stopped")
         case _:

@@ -12,10 +12,11 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from parallm.errors import ParallmError
+from parallm.server.doors import Doors
 from parallm.server.settings import ServerSettings
 
-GRACE_SECONDS = 5
-"""How long responses that are under way may go on after `stop`."""
+LAST_BYTES_SECONDS = 1
+"""For connections to close after the last answer."""
 KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they and not we close idle connections
 
 
@@ -73,9 +74,11 @@ def _listen_error(settings: ServerSettings, error: OSError) -> ListenError:
 class HttpServer:
     """Serves `app` on `bound` from `start` to `stop`, on the running event loop. Installs no signal handlers."""
 
-    def __init__(self, app: FastAPI, bound: socket.socket, *, grace_seconds: int = GRACE_SECONDS) -> None:
+    def __init__(self, app: FastAPI, bound: socket.socket, *, drain_seconds: float) -> None:
         self.host, self.port = bound.getsockname()[:2]
         self._app = app
+        self._doors: Doors = app.state.doors
+        self._drain_seconds = drain_seconds
         self._socket = bound
         self._task: asyncio.Task[None] | None = None
         self._server = _Server(
@@ -89,7 +92,7 @@ class HttpServer:
                 lifespan="off",
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=grace_seconds,
+                timeout_graceful_shutdown=LAST_BYTES_SECONDS,
             )
         )
 
@@ -112,8 +115,15 @@ class HttpServer:
         if self._task is not None:
             await asyncio.shield(self._task)
 
+    def drain(self) -> None:
+        """From now on new requests for completions get 503; those under way go on until `stop` is through."""
+        self._doors.close()
+
     async def stop(self) -> None:
-        """Take no more connections, let responses end for the grace period, then cancel them. Can be called twice."""
+        """Refuse new requests, let answers end for `drain_seconds`, then cancel them. Can be called twice."""
+        self.drain()
+        if self._task is not None and not self._task.done():
+            await self._doors.wait_until_empty(self._drain_seconds)
         self._server.should_exit = True
         if self._task is None:
             self._socket.close()
@@ -130,7 +140,7 @@ class HttpServer:
 
 async def serve(app: FastAPI, settings: ServerSettings) -> None:
     """Bind and serve until cancelled; then stop gracefully."""
-    server = HttpServer(app, bind(settings))
+    server = HttpServer(app, bind(settings), drain_seconds=settings.drain_seconds)
     await server.start()
     try:
         await server.wait()

@@ -1,6 +1,6 @@
-"""Who may use which route: the one table, and the check before every route."""
+"""Who may use which route: the one table, and the check of keys."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
 
@@ -16,6 +16,8 @@ Role = Literal["public"] | KeyRole
 
 ROLES: Mapping[str, Role] = {
     "GET /health": "public",
+    "GET /ready": "public",
+    "GET /metrics": "inference",
     "GET /v1/models": "inference",
     "POST /v1/chat/completions": "inference",
     "POST /v1/completions": "inference",
@@ -25,21 +27,21 @@ ROLES: Mapping[str, Role] = {
 RANK: Mapping[Role, int] = {"public": 0, "inference": 1, "training": 2, "admin": 3}
 
 
-def authorizer(keys: tuple[StoredKey, ...], settings: ServerSettings) -> Callable[[Request], Awaitable[None]]:
-    """The check, as a dependency of all routes. It runs before anything of the body is read."""
+def role_of(http: Request) -> Role:
+    return ROLES[f"{http.method} {http.scope['route'].path}"]
 
-    async def authorize(http: Request) -> None:
-        role = ROLES[f"{http.method} {http.scope['route'].path}"]
-        if role == "public":
-            return
-        if RANK[role] > RANK["inference"] and not settings.control_routes:
-            raise NotAllowed("this route is off; the server runs with server.control_routes=false")
-        if keys:
-            _check_key(http, role, keys)
-        else:
-            _check_origin(http, settings)
 
-    return authorize
+def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> StoredKey | None:
+    """The key that the request came with, if the route needs one. Raises WrongKey, NotAllowed, ForeignOrigin."""
+    role = role_of(http)
+    if role == "public":
+        return None
+    if RANK[role] > RANK["inference"] and not settings.control_routes:
+        raise NotAllowed("this route is off; the server runs with server.control_routes=false")
+    if keys:
+        return _checked_key(http, role, keys)
+    _check_origin(http, settings)
+    return None
 
 
 def check_roles(routers: Iterable[APIRouter]) -> None:
@@ -55,7 +57,7 @@ def rows_of(route: APIRoute) -> list[str]:
     return [f"{method} {route.path}" for method in sorted(route.methods or ())]
 
 
-def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
+def _checked_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> StoredKey:
     presented = presented_key(http.headers)
     if presented is None:
         raise WrongKey("this server needs an API key; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`")
@@ -64,7 +66,7 @@ def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
         raise WrongKey("the API key is not one of this server's")
     if RANK[key.role] < RANK[role]:
         raise NotAllowed(f"this route needs a key with the role {role}; yours has the role {key.role}")
-    http.scope["api_key_name"] = key.name
+    return key
 
 
 def _check_origin(http: Request, settings: ServerSettings) -> None:

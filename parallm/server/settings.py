@@ -37,6 +37,14 @@ class ServerSettings:
     """False refuses every route of the roles training and admin."""
     cors_origins: tuple[str, ...] = ()
     """Origins such as `https://example.org` whose pages may read answers in a browser; `*` is every one."""
+    drain_seconds: float = Field(default=20.0, ge=0)
+    """How long answers may go on after the signal to end; new requests get 503 meanwhile."""
+    request_seconds: float | None = Field(default=None, gt=0)
+    """By when an answer must be complete; null: no limit but what a client asks for with `x-request-timeout`."""
+    stall_seconds: float = Field(default=60.0, gt=0)
+    """A stream whose client takes nothing for so long is given up."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Of one prompt; null: what the context allows."""
     max_n: int = Field(default=64, ge=1)
     max_completions: int = Field(default=256, ge=1)
     """Prompts times `n` of one HTTP request."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,16 @@ from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, Unknow
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, Completion, GenerationRequest, Message, TokenEvent, TopLogprob, WeightSpan
+from parallm.types import (
+    AdapterCard,
+    Completion,
+    GenerationRequest,
+    Message,
+    TokenEvent,
+    TopLogprob,
+    TrafficClass,
+    WeightSpan,
+)
 
 VERSIONS = {"base": 0, "policy": 3, "policy@2": 2, "policy@3": 3, "best": 2}
 END = 0
@@ -39,6 +48,7 @@ class CharacterTokenizer:
 class Load:
     num_running: int = 0
     num_waiting: int = 0
+    tokens_total: Mapping[TrafficClass, int] = field(default_factory=lambda: {"serving": 7, "rollout": 11})
 
 
 @dataclass
@@ -50,11 +60,16 @@ class EchoEngine:
     refusal: Exception | None = None
     crash: Exception | None = None
     is_endless: bool = False
+    is_stuck: bool = False
     requests: list[GenerationRequest] = field(default_factory=list)
     num_aborted: int = 0
 
     def stats(self) -> Load:
         return Load()
+
+    async def ping(self) -> None:
+        while self.is_stuck:
+            await asyncio.sleep(0.01)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         events = [event async for event in self.stream(request)]
@@ -65,6 +80,7 @@ class EchoEngine:
         self.requests.append(request)
         is_finished = False
         try:
+            await self.ping()
             for index in range(request.n):
                 for event in self._events(request, index):
                     await asyncio.sleep(0)

@@ -1,0 +1,126 @@
+"""The engine as the routes use it: the same face, bounded by the server's limits and counted for `/metrics`."""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from parallm.errors import ContextTooLong
+from parallm.server.merge import close
+from parallm.server.meters import Meters
+from parallm.server.request_context import current_request
+from parallm.server.service import Engine, EngineLoad
+from parallm.server.settings import ServerSettings
+from parallm.types import Completion, FinishReason, GenerationRequest, TokenEvent
+
+
+class MeteredEngine:
+    """Costs two counters for each event of a stream, and no second look at its tokens."""
+
+    def __init__(self, engine: Engine, meters: Meters, settings: ServerSettings) -> None:
+        self._engine = engine
+        self._meters = meters
+        self._settings = settings
+
+    @property
+    def max_context(self) -> int:
+        return self._engine.max_context
+
+    @property
+    def is_alive(self) -> bool:
+        return self._engine.is_alive
+
+    def stats(self) -> EngineLoad:
+        return self._engine.stats()
+
+    async def ping(self) -> None:
+        await self._engine.ping()
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        """Raises as the engine, and ContextTooLong for more prompt tokens than `server.max_prompt_tokens`."""
+        self._check(request)
+        watch = _Watch(request, self._meters)
+        try:
+            completions = await self._engine.generate(request)
+            for completion in completions:
+                watch.tokens(len(completion.tokens))
+                watch.finished(completion.finish_reason, len(completion.tokens))
+            return completions
+        finally:
+            watch.end()
+
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Raises as `generate`."""
+        self._check(request)
+        watch = _Watch(request, self._meters)
+        events: AsyncIterator[TokenEvent] = self._engine.stream(request)
+        try:
+            async for event in events:
+                watch.event(event)
+                yield event
+        finally:
+            watch.end()
+            await close(events)
+
+    def _check(self, request: GenerationRequest) -> None:
+        limit, found = self._settings.max_prompt_tokens, len(request.prompt_tokens)
+        if limit is not None and found > limit:
+            raise ContextTooLong(
+                f"the prompt has {found} tokens, the limit is {limit}; shorten it or raise server.max_prompt_tokens",
+                "prompt",
+            )
+
+
+class _Watch:
+    """The clock of one request."""
+
+    def __init__(self, request: GenerationRequest, meters: Meters) -> None:
+        self._request = request
+        self._meters = meters
+        self._began = time.perf_counter()
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self._unfinished = request.n
+        self._context = current_request.get()
+        meters.n.observe(request.n)
+        meters.max_tokens.observe(request.sampling.max_tokens)
+        meters.prompt_lengths.observe(len(request.prompt_tokens))
+        if self._context is not None:
+            self._context.model = request.model
+            self._context.num_prompt_tokens += len(request.prompt_tokens)
+
+    def event(self, event: TokenEvent) -> None:
+        """Of a stream: also the times between tokens."""
+        index = event.index
+        if event.tokens:
+            now = time.perf_counter()
+            last = self._last.get(index)
+            if last is not None:
+                self._meters.inter_token.observe(now - last)
+            else:
+                if not self._first:
+                    self._meters.first_token.observe(now - self._began)
+                self._first[index] = now
+            self._last[index] = now
+            self.tokens(len(event.tokens))
+        if event.completion is not None:
+            num_tokens = len(event.completion.tokens)
+            if num_tokens > 1 and index in self._first:
+                self._meters.per_token.observe((self._last[index] - self._first[index]) / (num_tokens - 1))
+            self.finished(event.completion.finish_reason, num_tokens)
+
+    def tokens(self, count: int) -> None:
+        self._meters.generation_tokens.inc(count)
+        if self._context is not None:
+            self._context.num_completion_tokens += count
+
+    def finished(self, reason: FinishReason, num_tokens: int) -> None:
+        self._unfinished -= 1
+        self._meters.finished[reason].inc()
+        self._meters.lengths.observe(num_tokens)
+
+    def end(self) -> None:
+        """What is unfinished was aborted by the client, by a limit or by an error; its kind is in the HTTP status."""
+        self._meters.request.observe(time.perf_counter() - self._began)
+        if self._unfinished < self._request.n or self._first:
+            self._meters.prompt_tokens.inc(len(self._request.prompt_tokens))
+        if self._unfinished:
+            self._meters.finished["abort"].inc(self._unfinished)
