@@ -1,4 +1,4 @@
-"""The engine as the routes use it: the same face, bounded by the server's limits and counted for `/metrics`."""
+"""The engine as the routes use it: the same face, bounded and paced by the settings and counted for `/metrics`."""
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from parallm.errors import ContextTooLong
 from parallm.server.merge import close
 from parallm.server.meters import Meters
+from parallm.server.pace import Pace
 from parallm.server.request_context import current_request
 from parallm.server.service import Engine, EngineLoad
 from parallm.server.settings import ServerSettings
@@ -19,6 +20,7 @@ class MeteredEngine:
         self._engine = engine
         self._meters = meters
         self._settings = settings
+        self._pace = Pace(settings.coalesce_ms)
 
     @property
     def max_context(self) -> int:
@@ -52,10 +54,16 @@ class MeteredEngine:
         self._check(request)
         watch = _Watch(request, self._meters)
         events: AsyncIterator[TokenEvent] = self._engine.stream(request)
+        num_since_rest = 0
         try:
-            async for event in events:
-                watch.event(event)
-                yield event
+            with self._pace.stream():
+                async for event in events:
+                    watch.event(event)
+                    yield event
+                    num_since_rest += 1
+                    if num_since_rest >= watch.num_unfinished > 0:  # all completions have told what they had
+                        num_since_rest = 0
+                        await self._pace.rest()
         finally:
             watch.end()
             await close(events)
@@ -78,7 +86,7 @@ class _Watch:
         self._began = time.perf_counter()
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
-        self._unfinished = request.n
+        self.num_unfinished = request.n
         self._context = current_request.get()
         meters.n.observe(request.n)
         meters.max_tokens.observe(request.sampling.max_tokens)
@@ -94,7 +102,7 @@ class _Watch:
             now = time.perf_counter()
             last = self._last.get(index)
             if last is not None:
-                self._meters.inter_token.observe(now - last)
+                self._meters.inter_token.observe((now - last) / len(event.tokens))
             else:
                 if not self._first:
                     self._meters.first_token.observe(now - self._began)
@@ -113,14 +121,14 @@ class _Watch:
             self._context.num_completion_tokens += count
 
     def finished(self, reason: FinishReason, num_tokens: int) -> None:
-        self._unfinished -= 1
+        self.num_unfinished -= 1
         self._meters.finished[reason].inc()
         self._meters.lengths.observe(num_tokens)
 
     def end(self) -> None:
         """What is unfinished was aborted by the client, by a limit or by an error; its kind is in the HTTP status."""
         self._meters.request.observe(time.perf_counter() - self._began)
-        if self._unfinished < self._request.n or self._first:
+        if self.num_unfinished < self._request.n or self._first:
             self._meters.prompt_tokens.inc(len(self._request.prompt_tokens))
-        if self._unfinished:
-            self._meters.finished["abort"].inc(self._unfinished)
+        if self.num_unfinished:
+            self._meters.finished["abort"].inc(self.num_unfinished)

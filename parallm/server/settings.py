@@ -43,6 +43,8 @@ class ServerSettings:
     """By when an answer must be complete; null: no limit but what a client asks for with `x-request-timeout`."""
     stall_seconds: float = Field(default=60.0, gt=0)
     """A stream whose client takes nothing for so long is given up."""
+    coalesce_ms: float = Field(default=50.0, ge=0, le=1000)
+    """While more than 16 streams are open, each sends what it has so often; 0: each token at once."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Of one prompt; null: what the context allows."""
     max_n: int = Field(default=64, ge=1)
