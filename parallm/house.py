@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -25,6 +26,8 @@ from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.keys import read_keys
 from parallm.server.listen import HttpServer, bind
+from parallm.server.request_log import writing_request_log
+from parallm.server.traces import exporting_traces
 from parallm.types import POLICY
 
 Result = TypeVar("Result")
@@ -54,11 +57,14 @@ async def with_house(
     work: Callable[[House, HttpServer | None], Awaitable[None]],
 ) -> int:
     """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads."""
-    keys = read_keys(config.server)
+    keys = read_keys(config.server) if config.server.enabled else ()
     bound = bind(config.server) if config.server.enabled else None
     device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
     server: HttpServer | None = None
+    resources = ExitStack()
     try:
+        resources.enter_context(writing_request_log(config.server.request_log))
+        traces = resources.enter_context(exporting_traces(config.server.otlp_endpoint))
         house = await _build_house(config, blas, device)
         if bound is not None:
             app = create_app(
@@ -70,6 +76,7 @@ async def with_house(
                 base_name=config.model.path,
                 policies=house.adapters.policies,
                 keys=keys,
+                traces=traces,
                 device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
             )
             server = HttpServer(app, bound, drain_seconds=config.server.drain_seconds)
@@ -81,6 +88,7 @@ async def with_house(
         elif bound is not None:
             bound.close()
         device.stop()
+        resources.close()
     return 0
 
 

@@ -26,6 +26,7 @@ from parallm.server.routes_operation import operation_routes
 from parallm.server.routes_status import status_routes
 from parallm.server.service import Engine, Service, Tokenizer
 from parallm.server.settings import ServerSettings
+from parallm.server.traces import Traces
 from parallm.types import POLICY, AdapterCard
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
@@ -42,6 +43,7 @@ def create_app(
     policies: tuple[str, ...] = (POLICY,),
     keys: tuple[StoredKey, ...] = (),
     device_seconds: Callable[[], Mapping[str, float]] = dict,
+    traces: Traces | None = None,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
@@ -49,7 +51,7 @@ def create_app(
     """
     meters, doors = Meters(base_name), Doors()
     service = Service(
-        engine=MeteredEngine(engine, meters, settings),
+        engine=MeteredEngine(engine, meters, settings, traces),
         tokenizer=tokenizer,
         catalog=catalog,
         status=status,

@@ -11,10 +11,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from parallm.server.doors import Doors
 from parallm.server.meters import Meters
 from parallm.server.request_context import RequestContext, current_request
+from parallm.server.request_log import request_log
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
-
-request_log = logging.getLogger("parallm.requests")
 
 
 class Front:
@@ -48,12 +47,12 @@ class Front:
             status = 500
             raise
         finally:
-            current_request.reset(token)
             self._doors.leave()
             self._tell(scope, context, status, time.perf_counter() - began)
+            current_request.reset(token)
 
     def _tell(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", None)
+        route = context.route
         self._meters.http_request(route, scope["method"], status, seconds)
         if request_log.isEnabledFor(logging.INFO):
             fields = {

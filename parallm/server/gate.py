@@ -28,6 +28,7 @@ def gate(keys: tuple[StoredKey, ...], settings: ServerSettings, doors: Doors) ->
         context = current_request.get()
         if context is not None:
             context.api_key = None if key is None else key.name
+            context.route = http.scope["route"].path
             seconds_left = _seconds_left(http, settings)
             context.deadline = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
 

@@ -1,5 +1,7 @@
 """The engine as the routes use it: the same face, bounded and paced by the settings and counted for `/metrics`."""
 
+import asyncio
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
@@ -10,16 +12,18 @@ from parallm.server.pace import Pace
 from parallm.server.request_context import current_request
 from parallm.server.service import Engine, EngineLoad
 from parallm.server.settings import ServerSettings
+from parallm.server.traces import Finished, Traces
 from parallm.types import Completion, FinishReason, GenerationRequest, TokenEvent
 
 
 class MeteredEngine:
     """Costs two counters for each event of a stream, and no second look at its tokens."""
 
-    def __init__(self, engine: Engine, meters: Meters, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, meters: Meters, settings: ServerSettings, traces: Traces | None) -> None:
         self._engine = engine
         self._meters = meters
         self._settings = settings
+        self._traces = traces
         self._pace = Pace(settings.coalesce_ms)
 
     @property
@@ -47,7 +51,7 @@ class MeteredEngine:
                 watch.finished(completion.finish_reason, len(completion.tokens))
             return completions
         finally:
-            watch.end()
+            self._end(watch)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Raises as `generate`."""
@@ -65,8 +69,13 @@ class MeteredEngine:
                         num_since_rest = 0
                         await self._pace.rest()
         finally:
-            watch.end()
+            self._end(watch)
             await close(events)
+
+    def _end(self, watch: "_Watch") -> None:
+        done = watch.end()
+        if self._traces is not None:
+            self._traces.record(done)
 
     def _check(self, request: GenerationRequest) -> None:
         limit, found = self._settings.max_prompt_tokens, len(request.prompt_tokens)
@@ -87,6 +96,8 @@ class _Watch:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self.num_unfinished = request.n
+        self._finish_reasons: list[FinishReason] = []
+        self._num_tokens = 0
         self._context = current_request.get()
         meters.n.observe(request.n)
         meters.max_tokens.observe(request.sampling.max_tokens)
@@ -116,19 +127,38 @@ class _Watch:
             self.finished(event.completion.finish_reason, num_tokens)
 
     def tokens(self, count: int) -> None:
+        self._num_tokens += count
         self._meters.generation_tokens.inc(count)
         if self._context is not None:
             self._context.num_completion_tokens += count
 
     def finished(self, reason: FinishReason, num_tokens: int) -> None:
         self.num_unfinished -= 1
+        self._finish_reasons.append(reason)
         self._meters.finished[reason].inc()
         self._meters.lengths.observe(num_tokens)
 
-    def end(self) -> None:
+    def end(self) -> Finished:
         """What is unfinished was aborted by the client, by a limit or by an error; its kind is in the HTTP status."""
-        self._meters.request.observe(time.perf_counter() - self._began)
+        ended, error = time.perf_counter(), sys.exception()
+        self._meters.request.observe(ended - self._began)
         if self.num_unfinished < self._request.n or self._first:
             self._meters.prompt_tokens.inc(len(self._request.prompt_tokens))
         if self.num_unfinished:
             self._meters.finished["abort"].inc(self.num_unfinished)
+        return Finished(
+            request=self._request,
+            context=self._context,
+            began=self._began,
+            first_token=min(self._first.values(), default=None),
+            ended=ended,
+            finish_reasons=self._finish_reasons,
+            num_tokens=self._num_tokens,
+            error=_name(error),
+        )
+
+
+def _name(error: BaseException | None) -> str | None:
+    if isinstance(error, GeneratorExit | asyncio.CancelledError):
+        return "cancelled"
+    return None if error is None else type(error).__name__

@@ -13,6 +13,8 @@ class RequestContext:
     headers: Mapping[str, str] = field(default_factory=dict)
     deadline: float | None = None
     """Time of the event loop at which the answer is given up."""
+    route: str | None = None
+    """Path of the route, with its parameters by name."""
     api_key: str | None = None
     """Name of the key."""
     model: str | None = None

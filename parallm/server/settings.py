@@ -47,6 +47,10 @@ class ServerSettings:
     """While more than 16 streams are open, each sends what it has so often; 0: each token at once."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Of one prompt; null: what the context allows."""
+    request_log: str | None = None
+    """File to which each request and each failure appends a line of JSON, or `stderr`; null: none."""
+    otlp_endpoint: str | None = None
+    """Where OpenTelemetry spans go, such as `http://localhost:4318/v1/traces`; needs `parallm[otel]`. null: nowhere."""
     max_n: int = Field(default=64, ge=1)
     max_completions: int = Field(default=256, ge=1)
     """Prompts times `n` of one HTTP request."""
