@@ -2,8 +2,10 @@
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from fastapi import Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -20,6 +22,7 @@ from parallm.server.generation import json_response
 from parallm.server.keys import StoredKey
 from parallm.server.metered_engine import MeteredEngine
 from parallm.server.meters import Meters
+from parallm.server.openapi import openapi_document
 from parallm.server.roles import check_roles
 from parallm.server.routes_generation import generation_routes
 from parallm.server.routes_operation import operation_routes
@@ -61,16 +64,15 @@ def create_app(
         started=int(time.time()),
         device_seconds=device_seconds,
     )
-    # no schema pages: bodies are read by parse.py, so FastAPI has nothing to show on them
     app = FastAPI(
         title="ParaLLM",
-        openapi_url=None,
-        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         dependencies=[Depends(gate(keys, settings, doors))],
     )
     app.state.doors = doors
+    # bodies are read by parse.py: FastAPI alone has nothing to show on them
+    setattr(app, "openapi", partial(openapi_document, app, has_keys=bool(keys)))  # noqa: B010
     meters.registry.register(Gauges(service))
     routers = (
         generation_routes(service),
@@ -84,6 +86,7 @@ def create_app(
     app.add_middleware(Front, meters=meters, doors=doors)  # added last, so it is outermost
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_error)
     return app
@@ -104,6 +107,14 @@ async def _on_http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path[:200]}: {error.detail}"
     return _response(failure(error.status_code, message, headers=error.headers))
+
+
+async def _on_wrong_parameter(http: Request, error: Exception) -> Response:
+    """Parameters of paths and queries, which FastAPI reads."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return _response(failure(400, f"{name}: {first['msg']}", param=name, code="invalid_value"))
 
 
 async def _on_disconnect(http: Request, error: Exception) -> Response:

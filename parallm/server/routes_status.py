@@ -17,10 +17,12 @@ def status_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
+        """Every name that `model` may be: the base, adapters, their versions and aliases."""
         return json_response(model_list(service))
 
     @router.get("/v1/training/status")
     async def training_status() -> Response:
+        """What the trainer does now, and the numbers of its last step."""
         return _json(_plain(service.status()))
 
     return router
