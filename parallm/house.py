@@ -25,8 +25,9 @@ from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.keys import read_keys
-from parallm.server.listen import HttpServer, bind
+from parallm.server.listen import HttpServer
 from parallm.server.request_log import writing_request_log
+from parallm.server.sockets import bind
 from parallm.server.traces import exporting_traces
 from parallm.types import POLICY
 
@@ -79,7 +80,7 @@ async def with_house(
                 traces=traces,
                 device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
             )
-            server = HttpServer(app, bound, drain_seconds=config.server.drain_seconds)
+            server = HttpServer(app, bound, config.server)
             await server.start()
         await work(house, server)
     finally:

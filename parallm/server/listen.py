@@ -1,84 +1,32 @@
-"""The socket and the uvicorn server around an application. The caller starts it, stops it and owns the signals."""
+"""The uvicorn server around an application. The caller starts it, stops it and owns the signals."""
 
 import asyncio
 import contextlib
-import errno
-import ipaddress
 import socket
+import ssl
 from collections.abc import Generator
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from parallm.errors import ParallmError
 from parallm.server.doors import Doors
 from parallm.server.settings import ServerSettings
+from parallm.server.sockets import bind
 
 LAST_BYTES_SECONDS = 1
 """For connections to close after the last answer."""
 KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they and not we close idle connections
 
 
-class ListenError(ParallmError):
-    """The address cannot be used: another process has it, or it is not of this machine."""
-
-
-def bind(settings: ServerSettings) -> socket.socket:
-    """A listening socket on `host:port`; port 0 takes a free one. Raises ListenError with the way out.
-
-    Apart from HttpServer so that a port in use can stop a run before a model is loaded. Clients that connect before the
-    server starts wait.
-    """
-    try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ListenError(f"server.host={settings.host} is not an address of this machine: {error}") from error
-    # `localhost` is often both; clients try 127.0.0.1
-    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    _check_exposure(settings, str(address[0]))
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        # with SO_REUSEADDR two programs can bind, but only one can listen
-        bound.listen(2048)
-    except OSError as error:
-        bound.close()
-        raise _listen_error(settings, error) from error
-    bound.setblocking(False)
-    return bound
-
-
-def _check_exposure(settings: ServerSettings, address: str) -> None:
-    """Whoever can reach a server without keys can also train it, so it stays on this machine. Raises ListenError."""
-    is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    if not is_local and settings.control_routes and not settings.api_keys:
-        raise ListenError(
-            f"server.host={settings.host} can be reached from other machines and there are no keys; name one with "
-            "'server.api_keys=[{name: operator, role: admin, env: PARALLM_API_KEY}]', switch the routes that control "
-            "training off with server.control_routes=false, or stay on this machine with server.host=127.0.0.1"
-        )
-
-
-def _listen_error(settings: ServerSettings, error: OSError) -> ListenError:
-    where = f"{settings.host}:{settings.port}"
-    if error.errno == errno.EADDRINUSE:
-        return ListenError(
-            f"{where} is in use by another process; choose another port with server.port=..., let the system choose "
-            "with server.port=0, or run without HTTP: server.enabled=false"
-        )
-    return ListenError(f"cannot listen on {where}: {error}; change server.host=... or server.port=...")
-
-
 class HttpServer:
     """Serves `app` on `bound` from `start` to `stop`, on the running event loop. Installs no signal handlers."""
 
-    def __init__(self, app: FastAPI, bound: socket.socket, *, drain_seconds: float) -> None:
-        self.host, self.port = bound.getsockname()[:2]
+    def __init__(self, app: FastAPI, bound: socket.socket, settings: ServerSettings) -> None:
         self._app = app
         self._doors: Doors = app.state.doors
-        self._drain_seconds = drain_seconds
+        self._settings = settings
         self._socket = bound
         self._task: asyncio.Task[None] | None = None
         self._server = _Server(
@@ -93,13 +41,14 @@ class HttpServer:
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=LAST_BYTES_SECONDS,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_ca_certs=settings.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
             )
         )
 
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        self.url = _url(bound, settings)
 
     async def start(self) -> None:
         """Returns when requests are answered."""
@@ -123,11 +72,13 @@ class HttpServer:
         """Refuse new requests, let answers end for `drain_seconds`, then cancel them. Can be called twice."""
         self.drain()
         if self._task is not None and not self._task.done():
-            await self._doors.wait_until_empty(self._drain_seconds)
+            await self._doors.wait_until_empty(self._settings.drain_seconds)
         self._server.should_exit = True
         if self._task is None:
             self._socket.close()
         await self.wait()
+        if self._settings.uds:
+            Path(self._settings.uds).unlink(missing_ok=True)
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -140,12 +91,20 @@ class HttpServer:
 
 async def serve(app: FastAPI, settings: ServerSettings) -> None:
     """Bind and serve until cancelled; then stop gracefully."""
-    server = HttpServer(app, bind(settings), drain_seconds=settings.drain_seconds)
+    server = HttpServer(app, bind(settings), settings)
     await server.start()
     try:
         await server.wait()
     finally:
         await server.stop()
+
+
+def _url(bound: socket.socket, settings: ServerSettings) -> str:
+    if settings.uds:
+        return f"unix:{settings.uds}"
+    host, port = bound.getsockname()[:2]
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):

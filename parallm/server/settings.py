@@ -31,6 +31,14 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 picks a free port and prints it."""
+    uds: str | None = None
+    """Path of a unix socket to listen on instead of host and port."""
+    ssl_certfile: str | None = None
+    """Certificate chain in PEM: HTTPS instead of HTTP."""
+    ssl_keyfile: str | None = None
+    """Its key, without a password, if it is not in the same file."""
+    ssl_ca_certs: str | None = None
+    """Clients must show a certificate that one of these has signed."""
     api_keys: tuple[ApiKey, ...] = ()
     """None: every route is open, and the server listens on this machine only unless `control_routes` is false."""
     control_routes: bool = True

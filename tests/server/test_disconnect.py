@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -20,8 +21,9 @@ from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.listen import HttpServer, bind
+from parallm.server.listen import HttpServer
 from parallm.server.settings import ServerSettings
+from parallm.server.sockets import bind
 from parallm.types import TrafficClass
 
 SECONDS_OF_A_STEP = 0.03
@@ -64,9 +66,9 @@ async def steps_around_leaving(device: DeviceThread, path: str, stream: bool) ->
         settings=ServerSettings(),
         base_name="tiny",
     )
-    server = HttpServer(app, bind(ServerSettings(port=0)), drain_seconds=0)
+    server = HttpServer(app, bind(ServerSettings(port=0)), ServerSettings(drain_seconds=0))
     await server.start()
-    _, writer = await asyncio.open_connection(server.host, server.port)
+    _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(server.url).port)
     body = {"model": "policy", "prompt": [5, 9, 44], "n": 2, "max_tokens": 100, "stream": stream, "ignore_eos": True}
     text = json.dumps(body)
     writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())

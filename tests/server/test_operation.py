@@ -12,8 +12,9 @@ from starlette.types import Message
 from parallm.reports import TrainingStatus
 from parallm.server import routes_operation
 from parallm.server.app import create_app
-from parallm.server.listen import HttpServer, bind
+from parallm.server.listen import HttpServer
 from parallm.server.settings import ServerSettings
+from parallm.server.sockets import bind
 from parallm.server.sse import EventStream
 
 FREE_PORT = ServerSettings(port=0)
@@ -134,7 +135,7 @@ def test_a_prompt_above_its_limit_is_refused_on_every_route(app_with: Callable[.
 
 
 async def started(app: FastAPI, drain_seconds: float) -> HttpServer:
-    server = HttpServer(app, bind(FREE_PORT), drain_seconds=drain_seconds)
+    server = HttpServer(app, bind(FREE_PORT), ServerSettings(drain_seconds=drain_seconds))
     await server.start()
     return server
 
