@@ -1,6 +1,8 @@
-"""Whether new requests come in, and how many are inside: what a graceful end needs."""
+"""Whether new requests come in, and which are inside: what a graceful end needs."""
 
 import asyncio
+
+from parallm.server.request_context import RequestContext
 
 
 class Doors:
@@ -8,25 +10,21 @@ class Doors:
 
     def __init__(self) -> None:
         self.is_closed = False
-        self._num_inside = 0
+        self._inside: set[RequestContext] = set()
         self._empty = asyncio.Event()
         self._empty.set()
-
-    @property
-    def num_inside(self) -> int:
-        return self._num_inside
 
     def close(self) -> None:
         """From now on new requests for completions are refused; those inside go on."""
         self.is_closed = True
 
-    def enter(self) -> None:
-        self._num_inside += 1
+    def enter(self, context: RequestContext) -> None:
+        self._inside.add(context)
         self._empty.clear()
 
-    def leave(self) -> None:
-        self._num_inside -= 1
-        if not self._num_inside:
+    def leave(self, context: RequestContext) -> None:
+        self._inside.remove(context)
+        if not self._inside:
             self._empty.set()
 
     async def wait_until_empty(self, seconds: float) -> bool:
@@ -37,3 +35,9 @@ class Doors:
         except TimeoutError:
             return False
         return True
+
+    def cut_off(self) -> None:
+        """Let those who are still inside tell their clients that the server ends."""
+        for context in self._inside:
+            if context.give_up is not None:
+                context.give_up()

@@ -40,15 +40,15 @@ class Front:
             await send(message)
 
         token = current_request.set(context)
-        self._doors.enter()
+        self._doors.enter(context)
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
             status = 500
             raise
         finally:
-            self._doors.leave()
             self._tell(scope, context, status, time.perf_counter() - began)
+            self._doors.leave(context)
             current_request.reset(token)
 
     def _tell(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:

@@ -21,16 +21,16 @@ def gate(keys: tuple[StoredKey, ...], settings: ServerSettings, doors: Doors) ->
     """A dependency of all routes, which runs before anything of the body is read."""
 
     async def check(http: Request) -> None:
+        context = current_request.get()
+        assert context is not None, "front.py is around every request"
+        context.route = http.scope["route"].path
         key = authorize(http, keys, settings)
+        context.api_key = None if key is None else key.name
         if role_of(http) == "inference" and doors.is_closed:
             seconds = math.ceil(settings.drain_seconds)
             raise Draining("the server is finishing its last answers; ask another one, or this one later", seconds)
-        context = current_request.get()
-        if context is not None:
-            context.api_key = None if key is None else key.name
-            context.route = http.scope["route"].path
-            seconds_left = _seconds_left(http, settings)
-            context.deadline = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
+        seconds_left = _seconds_left(http, settings)
+        context.deadline = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
 
     return check
 

@@ -69,10 +69,12 @@ class HttpServer:
         self._doors.close()
 
     async def stop(self) -> None:
-        """Refuse new requests, let answers end for `drain_seconds`, then cancel them. Can be called twice."""
+        """Refuse new requests, let answers end for `drain_seconds`, then cut them off. Can be called twice."""
         self.drain()
-        if self._task is not None and not self._task.done():
-            await self._doors.wait_until_empty(self._settings.drain_seconds)
+        is_running = self._task is not None and not self._task.done()
+        if is_running and not await self._doors.wait_until_empty(self._settings.drain_seconds):
+            self._doors.cut_off()
+            await self._doors.wait_until_empty(LAST_BYTES_SECONDS)
         self._server.should_exit = True
         if self._task is None:
             self._socket.close()

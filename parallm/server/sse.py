@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from parallm.server.connection import while_connected
-from parallm.server.failures import DeadlineExceeded, failure_of
+from parallm.server.failures import DeadlineExceeded, Draining, failure_of
 from parallm.server.schemas import Wire
 
 DONE = b"data: [DONE]\n\n"
@@ -40,7 +40,7 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await while_connected(receive, self._send_events(send))
-        except DeadlineExceeded as error:
+        except (DeadlineExceeded, Draining) as error:
             with suppress(ClientDisconnect):
                 await self._send(send, encode_events([failure_of(error).answer]), is_last=True)
         except ClientDisconnect:

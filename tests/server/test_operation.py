@@ -1,4 +1,5 @@
 import asyncio
+import json
 import re
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -163,20 +164,22 @@ def test_draining_refuses_new_requests_and_lets_old_ones_finish(app: FastAPI, en
     asyncio.run(run())
 
 
-def test_what_outlives_the_drain_is_aborted(app: FastAPI, engine: Any) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_outlives_the_drain_is_aborted_and_says_so(app: FastAPI, engine: Any, stream: bool) -> None:
     engine.is_endless = True
 
-    async def run() -> None:
+    async def run() -> httpx.Response:
         server = await started(app, 0.1)
         async with httpx.AsyncClient(base_url=server.url) as client:
-            request = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": True}))
+            request = asyncio.create_task(client.post("/v1/completions", json=BODY | {"stream": stream}))
             while not engine.requests:
                 await asyncio.sleep(0.01)
             await server.stop()
-            with pytest.raises(httpx.RemoteProtocolError):
-                await request
+            return await request
 
-    asyncio.run(run())
+    answer = asyncio.run(run())
+    last = answer.text.removesuffix("\n\n").rpartition("data: ")[2]
+    assert (answer.status_code, json.loads(last)["error"]["code"]) == (200 if stream else 503, "draining")
     assert engine.num_aborted == 1
 
 
