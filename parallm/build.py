@@ -33,6 +33,7 @@ from parallm.trainer.reward_training import open_reward_model, paired, reward_pa
 from parallm.trainer.saving import fingerprint_of, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
+from parallm.training_control import TrainingControl
 
 
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
@@ -77,7 +78,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
             await until_signal()
 
     try:
-        return await with_house(config, blas, status, work)
+        trained, training = tuple(policy_configs(config)), TrainingControl(runs)
+        return await with_house(config, blas, status, work, trained=trained, training=training)
     finally:
         display.close()
 

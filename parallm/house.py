@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
@@ -27,6 +28,7 @@ from parallm.server.app import create_app
 from parallm.server.keys import read_keys
 from parallm.server.listen import HttpServer
 from parallm.server.request_log import writing_request_log
+from parallm.server.service import Training
 from parallm.server.sockets import bind
 from parallm.server.traces import exporting_traces
 from parallm.types import POLICY
@@ -56,8 +58,14 @@ async def with_house(
     blas: BlasReport,
     status: Callable[[], TrainingStatus],
     work: Callable[[House, HttpServer | None], Awaitable[None]],
+    *,
+    trained: tuple[str, ...] = (),
+    training: Training | None = None,
 ) -> int:
-    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads."""
+    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads.
+
+    `trained` are the policies whose versions `work` makes, `training` is what clients may do to it.
+    """
     keys = read_keys(config.server) if config.server.enabled else ()
     bound = bind(config.server) if config.server.enabled else None
     device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
@@ -79,6 +87,8 @@ async def with_house(
                 keys=keys,
                 traces=traces,
                 device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
+                adapters=_adapter_store(config, house, trained=trained),
+                training=training,
             )
             server = HttpServer(app, bound, config.server)
             await server.start()
@@ -91,6 +101,18 @@ async def with_house(
         device.stop()
         resources.close()
     return 0
+
+
+def _adapter_store(config: RunConfig, house: House, *, trained: tuple[str, ...]) -> AdapterStore:
+    return AdapterStore(
+        house.device,
+        house.model,
+        house.adapters,
+        root=config.server.adapters_root,
+        max_bytes=config.server.max_adapter_bytes,
+        max_names=config.server.max_adapters,
+        trained=trained,
+    )
 
 
 async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread) -> House:

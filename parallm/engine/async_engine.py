@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
@@ -86,6 +86,27 @@ class AsyncEngine:
         What comes while the consumer is elsewhere waits for it, joined: at most one event for each completion.
         """
         return self._events([request], streams=True)
+
+    async def cancel(self, request_ids: Collection[str]) -> int:
+        """End these requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""
+        engine = self._attached()
+        own = [name for name in self._channels if name.rpartition("/")[0] in request_ids]
+        await asyncio.wrap_future(self._device.call(lambda: engine.cancel(*own)))
+        return len(own)
+
+    async def hold(self) -> None:
+        """Freeze serving traffic where it is; rollouts and learning go on."""
+        engine = self._attached()
+        await asyncio.wrap_future(self._device.call(lambda: engine.hold("serving")))
+
+    async def release(self) -> None:
+        """Undo `hold`."""
+        engine = self._attached()
+        await asyncio.wrap_future(self._device.call(lambda: engine.release("serving")))
+
+    async def reset_caches(self) -> None:
+        engine = self._attached()
+        await asyncio.wrap_future(self._device.call(engine.reset_caches))
 
     def emit(self, events: list[TokenEvent]) -> None:
         """Deliver one unit's events: one hop for all of them."""

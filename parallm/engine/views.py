@@ -74,6 +74,13 @@ class AdapterViews:
         self._row_views.move_to_end(chosen)
         return self._row_views[chosen]
 
+    def clear(self) -> None:
+        """Forget what is kept; views that are in use go on."""
+        self._ones.clear()
+        self._few.clear()
+        self._stacks.clear()
+        self._row_views.clear()
+
     def _one(self, adapter: Adapter) -> OneAdapter:
         key = (adapter.name, adapter.version)
         if key not in self._ones:

@@ -46,9 +46,9 @@ class ChatTokenizer:
         except Exception as error:  # templates are user-supplied programs: whatever they raise is about the messages
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens` without special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of `tokens`, without special tokens unless `special`."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
         """Token ids of `answer` as the template writes it behind the generation prompt, with the token that ends it.

@@ -69,7 +69,16 @@ class CompletionChoice(ChoiceFields):
     prompt_token_ids: list[int] | None = None
 
 
-class CompletionAnswer(Wire):
+class Echo(Wire):
+    """What a training framework finds its answers again by; each field is there if it was asked for."""
+
+    request_id: str | None = None
+    step_id: int | str | None = None
+    logprobs_mode: Literal["temperature"] | None = None
+    """Log-probabilities are after temperature and before top_k, top_p and min_p."""
+
+
+class CompletionAnswer(Echo):
     """Also the shape of each chunk of a stream."""
 
     id: str
@@ -111,7 +120,7 @@ class ChatChunkChoice(ChoiceFields):
     logprobs: ChatLogprobs | None
 
 
-class ChatAnswer(Wire):
+class ChatAnswer(Echo):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -121,7 +130,7 @@ class ChatAnswer(Wire):
     prompt_token_ids: list[int] | None = None
 
 
-class ChatChunk(Wire):
+class ChatChunk(Echo):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int

@@ -1,11 +1,13 @@
 """The ASGI application: routes, and one place where exceptions become responses."""
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -24,12 +26,22 @@ from parallm.server.metered_engine import MeteredEngine
 from parallm.server.meters import Meters
 from parallm.server.openapi import openapi_document
 from parallm.server.roles import check_roles
+from parallm.server.routes_adapter_aliases import adapter_alias_routes
+from parallm.server.routes_adapters import adapter_list_routes, adapter_routes
+from parallm.server.routes_data import data_routes
+from parallm.server.routes_engine import engine_routes, queue_routes
 from parallm.server.routes_generation import generation_routes
+from parallm.server.routes_identity import absent_routes, identity_routes
 from parallm.server.routes_operation import operation_routes
+from parallm.server.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.routes_status import status_routes
-from parallm.server.service import Engine, Service, Tokenizer
+from parallm.server.routes_training import training_routes
+from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training
 from parallm.server.settings import ServerSettings
+from parallm.server.splits import Splits
+from parallm.server.steered_engine import SteeredEngine
 from parallm.server.traces import Traces
+from parallm.server.version_statistics import Statistics
 from parallm.types import POLICY, AdapterCard
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
@@ -37,7 +49,7 @@ CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the 
 
 def create_app(
     *,
-    engine: Engine,
+    engine: SteerableEngine,
     tokenizer: Tokenizer,
     catalog: Callable[[], tuple[AdapterCard, ...]],
     status: Callable[[], TrainingStatus],
@@ -47,14 +59,20 @@ def create_app(
     keys: tuple[StoredKey, ...] = (),
     device_seconds: Callable[[], Mapping[str, float]] = dict,
     traces: Traces | None = None,
+    adapters: Adapters | None = None,
+    training: Training | None = None,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
-    `policies` can be asked for before they have a version, and answer as the base then.
+    `policies` can be asked for before they have a version, and answer as the base then. Without `adapters` or
+    `training` the routes about them answer that this process has none.
     """
     meters, doors = Meters(base_name), Doors()
+    statistics = Statistics(catalog)
+    splits = Splits(catalog, policies) if adapters is None else Splits(catalog, policies, adapters.hold)
+    steering = SteeredEngine(engine, statistics.count)
     service = Service(
-        engine=MeteredEngine(engine, meters, settings, traces),
+        engine=MeteredEngine(steering, meters, settings, traces),
         tokenizer=tokenizer,
         catalog=catalog,
         status=status,
@@ -62,12 +80,14 @@ def create_app(
         base_name=base_name,
         policies=policies,
         started=int(time.time()),
+        routed=splits.routed,
         device_seconds=device_seconds,
     )
     app = FastAPI(
         title="ParaLLM",
         redoc_url=None,
         redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
         dependencies=[Depends(gate(keys, settings, doors))],
     )
     app.state.doors = doors
@@ -78,6 +98,18 @@ def create_app(
         generation_routes(service),
         status_routes(service),
         operation_routes(service, doors, meters.registry),
+        data_routes(service),
+        identity_routes(service),
+        absent_routes(),
+        adapter_list_routes(service),
+        adapter_routes(service, adapters),
+        adapter_alias_routes(service, adapters),
+        training_routes(service, training),
+        queue_routes(steering),
+        engine_routes(service, steering),
+        split_routes(service, splits, statistics),
+        statistics_routes(splits, statistics),
+        reward_routes(service, statistics),
     )
     check_roles(routers)
     for router in routers:
@@ -90,6 +122,11 @@ def create_app(
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_error)
     return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    """One for each path: FastAPI's own is the same for `/generate` and `/generate/`."""
+    return re.sub(r"\W", "_", "".join(sorted(route.methods or ())) + route.path)
 
 
 def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:

@@ -13,13 +13,13 @@ from parallm.server.request_context import RequestContext, current_request
 Result = TypeVar("Result")
 
 
-async def read_body(http: Request, max_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`."""
+async def read_body(http: Request, max_bytes: int, setting: str = "max_body_bytes") -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says."""
     body = bytearray()
     async for chunk in http.stream():
         body += chunk
         if len(body) > max_bytes:
-            raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.max_body_bytes")
+            raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
     return bytes(body)
 
 

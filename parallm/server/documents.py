@@ -1,31 +1,12 @@
 """What the page of each route shows: the types that parse.py reads and that answers are written with, and examples."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
-
-from pydantic import BaseModel
 
 from parallm.server.answer_schemas import ChatAnswer, CompletionAnswer, ModelList
+from parallm.server.document import Document
+from parallm.server.documents_control import CONTROL_DOCUMENTS
+from parallm.server.documents_data import DATA_DOCUMENTS
 from parallm.server.schemas import ChatBody, CompletionBody
-
-Example = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """Of one route. Its description is the docstring of its function; its errors follow from its role."""
-
-    bodies: tuple[type[BaseModel], ...] = ()
-    """What it reads, one of them; none: no body."""
-    example: Example | None = None
-    """A body that works."""
-    answers: tuple[type[BaseModel], ...] = ()
-    """None: an object without a fixed form."""
-    answer: Example = field(default_factory=dict)
-    """An example of an answer."""
-    media_type: str = "application/json"
-
 
 DOCUMENTS: Mapping[str, Document] = {
     "GET /health": Document(answer={"status": "ok", "num_running": 3, "num_waiting": 0}),
@@ -98,5 +79,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "GET /v1/training/status": Document(
         answer={"state": "updating", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
     ),
+    **CONTROL_DOCUMENTS,
+    **DATA_DOCUMENTS,
 }
 """One row for each route, as in roles.py."""

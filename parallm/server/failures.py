@@ -3,7 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parallm.errors import ContextTooLong, EngineFull, EngineStopped, InvalidRequest, ParallmError, UnknownModel
+from parallm.errors import (
+    AdapterError,
+    AdapterMissing,
+    CheckpointError,
+    ContextTooLong,
+    EngineFull,
+    EngineStopped,
+    InvalidRequest,
+    ParallmError,
+    Unavailable,
+    UnknownModel,
+)
 from parallm.server.answer_schemas import ErrorAnswer, ErrorDetail
 
 RETRY_AFTER_SECONDS = 1
@@ -57,14 +68,22 @@ def failure_of(error: Exception) -> Failure:
             return failure(400, str(error), param=error.parameter, code="invalid_value")
         case UnknownModel():
             return failure(404, str(error), param="model", code="model_not_found")
+        case EngineFull():
+            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)
+        case EngineStopped():
+            return failure(503, str(error), kind="server_error", code="engine_stopped")
+        case _:
+            return _failure_of_access(error) or _failure_of_control(error) or _internal()
+
+
+def _failure_of_access(error: Exception) -> Failure | None:
+    match error:
         case WrongKey():
             headers = {"WWW-Authenticate": "Bearer"}
             return failure(401, str(error), kind="authentication_error", code="invalid_api_key", headers=headers)
         case NotAllowed():
             return failure(403, str(error), kind="permission_error", code="not_allowed")
-        case EngineFull():
-            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-            return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)
         case Draining():
             headers = {"Retry-After": str(error.seconds), "Connection": "close"}
             return failure(503, str(error), kind="server_error", code="draining", headers=headers)
@@ -72,11 +91,27 @@ def failure_of(error: Exception) -> Failure:
             # OpenAI's clients repeat what failed with 5xx, and would wait as long again for nothing
             headers = {"x-should-retry": "false"}
             return failure(504, str(error), kind="server_error", code="deadline_exceeded", headers=headers)
-        case EngineStopped():
-            return failure(503, str(error), kind="server_error", code="engine_stopped")
         case _:
-            message = "the server failed to answer; its log has the cause"
-            return failure(500, message, kind="server_error", code="internal_error")
+            return None
+
+
+def _failure_of_control(error: Exception) -> Failure | None:
+    match error:
+        case Unavailable():
+            return failure(409, str(error), code="unavailable")
+        case CheckpointError():
+            return failure(500, str(error), kind="server_error", code="checkpoint_failed")
+        case AdapterMissing():
+            return failure(404, str(error), code="adapter_not_found")
+        case AdapterError():
+            return failure(400, str(error), code="invalid_adapter")
+        case _:
+            return None
+
+
+def _internal() -> Failure:
+    message = "the server failed to answer; its log has the cause"
+    return failure(500, message, kind="server_error", code="internal_error")
 
 
 def failure(

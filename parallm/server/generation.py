@@ -4,16 +4,16 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import ParallmError
-from parallm.server.answers import Answers, version_of
+from parallm.server.answers import Answers, WholeAnswers, version_of
 from parallm.server.catalog import resolved, resolved_to
 from parallm.server.connection import while_connected
 from parallm.server.failures import failure_of
 from parallm.server.merge import merged
-from parallm.server.schemas import Wire
 from parallm.server.service import Engine, Service
 from parallm.server.sse import DONE, EventStream, encode_events
 from parallm.types import Completion, GenerationRequest, TokenEvent
@@ -22,16 +22,16 @@ logger = logging.getLogger(__name__)
 Events = AsyncGenerator[tuple[int, TokenEvent], None]
 
 
-def json_response(wire: Wire, status: int = 200) -> Response:
+def json_response(wire: BaseModel, status: int = 200) -> Response:
     return Response(wire.model_dump_json(exclude_unset=True), status, media_type="application/json")
 
 
-async def respond_whole(service: Service, http: Request, answers: Answers) -> Response:
+async def respond_whole(service: Service, http: Request, answers: WholeAnswers) -> Response:
     """Errors of any prompt fail the whole response and abort the others. Raises ClientDisconnect."""
     requests = answers.head.requests
     completions = await while_connected(http.receive, generate_all(service.engine, requests))
     model = resolved_to(requests[0].model, version_of(completions[0][0]), service.catalog())
-    return json_response(answers.whole(model, completions))
+    return json_response(_echoing(answers, [answers.whole(model, completions)])[0])
 
 
 async def respond_stream(service: Service, http: Request, answers: Answers) -> Response:
@@ -70,14 +70,14 @@ async def _encoded(
     """Bytes of the stream; a failure after the first event becomes an event of its own, without `[DONE]`."""
     num_tokens = 0
     try:
-        yield encode_events([*answers.opening(model), *_chunks(service, answers, model, *first)])
+        yield encode_events(_echoing(answers, [*answers.opening(model), *_chunks(service, answers, model, *first)]))
         num_tokens += len(first[1].tokens)
         async for prompt, event in events:
             num_tokens += len(event.tokens)
             if chunks := _chunks(service, answers, model, prompt, event):
-                yield encode_events(chunks)
+                yield encode_events(_echoing(answers, chunks))
         if answers.head.usage_chunk:
-            yield encode_events([answers.usage_chunk(model, num_tokens)])
+            yield encode_events(_echoing(answers, [answers.usage_chunk(model, num_tokens)]))
         yield DONE
     except ParallmError as error:
         yield encode_events([failure_of(error).answer])
@@ -86,9 +86,15 @@ async def _encoded(
         yield encode_events([failure_of(error).answer])
 
 
-def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: TokenEvent) -> list[Wire]:
+def _echoing(answers: WholeAnswers, chunks: Sequence[BaseModel]) -> list[BaseModel]:
+    """The same with what the client wants to find its answer again by."""
+    echo = answers.head.echo
+    return [chunk.model_copy(update=echo) for chunk in chunks] if echo else list(chunks)
+
+
+def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: TokenEvent) -> list[BaseModel]:
     text = answers.text_chunk(model, prompt, event)
-    chunks = [] if text is None else [text]
+    chunks: list[BaseModel] = [] if text is None else [text]
     if event.completion is not None:
         name = answers.head.requests[prompt].model
         model = resolved_to(name, version_of(event.completion), service.catalog())

@@ -15,7 +15,7 @@ def completion_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer, o
     """`offset` is the number of characters of all token texts before this one."""
     texts = [tokenizer.token_text(token) for token in source.tokens]
     offsets = [offset + sum(map(len, texts[:position])) for position in range(len(texts))]
-    logprobs = [_finite(logprob) for logprob in source.logprobs]
+    logprobs = [finite(logprob) for logprob in source.logprobs]
     tops = source.top_logprobs or ((),) * len(texts)
     return CompletionLogprobs(
         tokens=texts,
@@ -34,9 +34,7 @@ def chat_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer) -> Chat
     for token, logprob, top in zip(source.tokens, source.logprobs, tops, strict=True):
         text = tokenizer.token_text(token)
         alternatives = [_top_entry(item, tokenizer) for item in top]
-        content.append(
-            TokenLogprob(token=text, logprob=_finite(logprob), bytes=_bytes(text), top_logprobs=alternatives)
-        )
+        content.append(TokenLogprob(token=text, logprob=finite(logprob), bytes=_bytes(text), top_logprobs=alternatives))
     return ChatLogprobs(content=content)
 
 
@@ -44,17 +42,17 @@ def _with_sampled(text: str, logprob: float, top: Sequence[TopLogprob], tokenize
     """The most likely tokens and the sampled one. Of tokens with the same text the likeliest stays."""
     entries: dict[str, float] = {}
     for item in top:
-        entries.setdefault(tokenizer.token_text(item.token), _finite(item.logprob))
+        entries.setdefault(tokenizer.token_text(item.token), finite(item.logprob))
     entries.setdefault(text, logprob)
     return entries
 
 
 def _top_entry(item: TopLogprob, tokenizer: Tokenizer) -> TopTokenLogprob:
     text = tokenizer.token_text(item.token)
-    return TopTokenLogprob(token=text, logprob=_finite(item.logprob), bytes=_bytes(text))
+    return TopTokenLogprob(token=text, logprob=finite(item.logprob), bytes=_bytes(text))
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else IMPOSSIBLE
 
 

@@ -10,7 +10,8 @@ from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
 from parallm.server.answer_schemas import ErrorAnswer
-from parallm.server.documents import DOCUMENTS, Document
+from parallm.server.document import Document
+from parallm.server.documents import DOCUMENTS
 from parallm.server.roles import ROLES, Role
 
 DESCRIPTION = (
@@ -75,6 +76,9 @@ def _describe(operation: dict[str, Any], document: Document, role: Role, *, has_
     if document.bodies:
         content = {"schema": _any_of(document.bodies), "example": document.example}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
+    elif document.body_type != JSON:
+        binary = {"schema": {"type": "string", "format": "binary"}}
+        operation["requestBody"] = {"required": True, "content": {document.body_type: binary}}
     operation["responses"] = _responses(document, role, has_keys=has_keys)
     if has_keys and role != "public":
         operation["security"] = [{"bearer": []}, {"x-api-key": []}]

@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from parallm.errors import InvalidRequest
-from parallm.server.schemas import GenerationBody
+from parallm.server.schemas import Wire
 
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=Wire)
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
@@ -36,7 +36,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "repetition_penalty": (1,),
@@ -58,33 +57,48 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 def parse_body(body: bytes, schema: type[Body]) -> Body:
     """The body as `schema`. Raises InvalidRequest that names the first field at fault."""
+    return checked(read_object(body), schema)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises InvalidRequest."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequest("the request body should be a JSON object")
+    return value
+
+
+def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]] = NEUTRAL) -> Body:
+    """The object as `schema`. Raises InvalidRequest that names the first field at fault.
+
+    `neutral` are fields that the schema lacks, with the values that ask for nothing.
+    """
     try:
-        return schema.model_validate(_known_fields(value, schema))
+        return schema.model_validate(_known_fields(value, schema, neutral))
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from error
 
 
-def _known_fields(value: dict[str, Any], schema: type[Body]) -> dict[str, Any]:
+def _known_fields(
+    value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]]
+) -> dict[str, Any]:
     fields = {}
     for name, item in value.items():
         field = schema.model_fields.get(name)
         if field is None:
-            _check_neutral(name, item)
+            _check_neutral(name, item, neutral)
         elif item is not None or field.is_required():
             fields[name] = item
     return fields
 
 
-def _check_neutral(name: str, value: object) -> None:
-    if name not in NEUTRAL:
+def _check_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    if name not in neutral:
         raise InvalidRequest(f"unknown field {name[:100]!r}; remove it from the request", name[:100])
-    accepted = NEUTRAL[name]
+    accepted = neutral[name]
     # bool is an int in Python: without the second half, `"n": false` would pass for 0
     if value is None or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted):
         return

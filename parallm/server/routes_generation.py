@@ -26,7 +26,7 @@ def generation_routes(service: Service) -> APIRouter:
     async def completions(http: Request) -> Response:
         """Complete one or more prompts, given as text or as token ids."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), CompletionBody)
-        answer_id = f"cmpl-{uuid.uuid4().hex}"
+        answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         requests = completion_requests(
             body,
             answer_id,
@@ -34,14 +34,14 @@ def generation_routes(service: Service) -> APIRouter:
             settings=service.settings,
             max_context=service.engine.max_context,
         )
-        head = _head(service, answer_id, body, requests, logprobs=body.logprobs is not None)
+        head = head_of(service, answer_id, body, requests, logprobs=body.logprobs is not None)
         return await _respond(service, http, body, CompletionAnswers(head))
 
     @router.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         """Answer the last message of a chat, in the format of the model's chat template."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), ChatBody)
-        answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+        answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         request = chat_request(
             body,
             answer_id,
@@ -49,24 +49,35 @@ def generation_routes(service: Service) -> APIRouter:
             settings=service.settings,
             max_context=service.engine.max_context,
         )
-        head = _head(service, answer_id, body, [request], logprobs=body.logprobs)
+        head = head_of(service, answer_id, body, [request], logprobs=body.logprobs)
         return await _respond(service, http, body, ChatAnswers(head))
 
     return router
 
 
-def _head(
+def head_of(
     service: Service, answer_id: str, body: GenerationBody, requests: list[GenerationRequest], *, logprobs: bool
 ) -> Head:
     return Head(
         answer_id=answer_id,
         created=int(time.time()),
-        requests=requests,
+        requests=service.routed(requests),
         tokenizer=service.tokenizer,
         logprobs=logprobs,
         token_ids=body.return_token_ids,
         usage_chunk=body.stream_options is not None and body.stream_options.include_usage,
+        echo=echo_of(body, logprobs=logprobs),
     )
+
+
+def echo_of(body: GenerationBody, *, logprobs: bool) -> dict[str, object]:
+    """What every chunk of the answer carries, as far as the request asks for it."""
+    wanted = {
+        "request_id": body.request_id,
+        "step_id": body.step_id,
+        "logprobs_mode": "temperature" if logprobs else None,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 async def _respond(service: Service, http: Request, body: GenerationBody, answers: Answers) -> Response:

@@ -21,11 +21,16 @@ def status_routes(service: Service) -> APIRouter:
         return json_response(model_list(service))
 
     @router.get("/v1/training/status")
+    @router.get("/debug/training")
     async def training_status() -> Response:
         """What the trainer does now, and the numbers of its last step."""
-        return _json(_plain(service.status()))
+        return status_answer(service)
 
     return router
+
+
+def status_answer(service: Service) -> Response:
+    return _json(_plain(service.status()))
 
 
 def _plain(status: TrainingStatus) -> dict[str, object]:

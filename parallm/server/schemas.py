@@ -71,6 +71,12 @@ class GenerationBody(Wire):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Given back in the answer; `POST /abort_requests` knows the request by it."""
+    step_id: int | Annotated[str, Field(max_length=256)] | None = None
+    """Of a training framework; given back in the answer."""
+    priority: Annotated[int, Field(ge=-LARGEST_INT, le=LARGEST_INT)] = 0
+    """Of waiting requests the one with the lowest number goes first."""
     user: str | None = None
     """Accepted and unused, as `store: false` is: by definition it changes nothing in the answer."""
     store: Literal[False] = False

@@ -68,3 +68,9 @@ class ServerSettings:
     """For requests that name no `max_tokens`; less where the context ends before."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused before they are read as JSON."""
+    adapters_root: str | None = None
+    """The only folder that clients may load adapters from by path; null: none."""
+    max_adapter_bytes: int = Field(default=512 * 1024 * 1024, ge=1024)
+    """Weights of an adapter that is loaded or uploaded; larger uploads are cut off."""
+    max_adapters: int = Field(default=64, ge=1)
+    """Names of adapters in memory that clients may fill."""

@@ -4,18 +4,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from parallm.server.connection import while_connected
 from parallm.server.failures import DeadlineExceeded, Draining, failure_of
-from parallm.server.schemas import Wire
 
 DONE = b"data: [DONE]\n\n"
 
 
-def encode_events(chunks: Iterable[Wire]) -> bytes:
+def encode_events(chunks: Iterable[BaseModel]) -> bytes:
     return b"".join(b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n" for chunk in chunks)
 
 

@@ -18,11 +18,13 @@ def completion_requests(
     top_logprobs = _checked_top_logprobs("logprobs", body.logprobs or 0, settings)
     return [
         GenerationRequest(
-            request_id=f"{request_id}-{index}",
+            request_id=f"{request_id}#{index}",
             prompt_tokens=prompt,
             sampling=_sampling(body, body.max_tokens or _room(prompt, settings, max_context, "prompt"), top_logprobs),
             n=body.n,
             model=body.model,
+            priority=body.priority,
+            user=body.user,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -44,6 +46,8 @@ def chat_request(
         sampling=_sampling(body, max_tokens, top_logprobs),
         n=body.n,
         model=body.model,
+        priority=body.priority,
+        user=body.user,
     )
 
 

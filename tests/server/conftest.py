@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -40,6 +40,12 @@ class CharacterTokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return self.encode("".join(f"<{message.role}>{message.content}" for message in messages))
 
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        return self.encode(text)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return "".join(self.token_text(token) for token in tokens if special or token != END)
+
     def token_text(self, token: int) -> str:
         return "<end>" if token == END else chr(token)
 
@@ -63,6 +69,10 @@ class EchoEngine:
     is_stuck: bool = False
     requests: list[GenerationRequest] = field(default_factory=list)
     num_aborted: int = 0
+    cancelled: set[str] = field(default_factory=set)
+    """Ids of endless requests that end with what they have."""
+    is_held: bool = False
+    num_resets: int = 0
 
     def stats(self) -> Load:
         return Load()
@@ -89,10 +99,27 @@ class EchoEngine:
                         raise self.crash
             while self.is_endless:
                 await asyncio.sleep(0.001)
+                if request.request_id in self.cancelled:
+                    made = replace(self._completion(request, 0), finish_reason="abort")
+                    yield replace(self._events(request, 0)[0], tokens=(), logprobs=(), text="", completion=made)
+                    break
                 yield self._events(request, 0)[0]
             is_finished = True
         finally:
             self.num_aborted += not is_finished
+
+    async def cancel(self, request_ids: Collection[str]) -> int:
+        self.cancelled |= set(request_ids)
+        return len(request_ids)
+
+    async def hold(self) -> None:
+        self.is_held = True
+
+    async def release(self) -> None:
+        self.is_held = False
+
+    async def reset_caches(self) -> None:
+        self.num_resets += 1
 
     def _check(self, request: GenerationRequest) -> None:
         if not self.is_alive:

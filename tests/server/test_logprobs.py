@@ -10,6 +10,12 @@ class HalfCharacters:
     def encode(self, text: str) -> tuple[int, ...]:
         return (0,)
 
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        return (0,)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return "".join(map(self.token_text, tokens))
+
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return (0,)
 

@@ -46,6 +46,27 @@ def test_several_policies_are_in_the_list_before_their_first_version_and_each_in
     assert policies["coder"]["metrics"] == {"loss": 0.5}
 
 
+def test_frameworks_learn_what_runs_here_and_which_weights(call: Call, engine: Any) -> None:
+    for path in ("/get_world_size", "/get_world_size/"):
+        assert call("GET", path).json() == {"world_size": 1}
+    for path in ("/weight_info", "/get_weight_version"):
+        assert call("GET", path).json() == {"weight_version": "3"}
+    info = call("GET", "/get_model_info").json()
+    assert info == call("GET", "/model_info").json()
+    assert (info["model_path"], info["served_model_name"], info["weight_version"]) == ("nano", "policy", "3")
+    assert call("GET", "/health_generate").json() == {"status": "ok"}
+    assert (engine.requests[0].model, engine.requests[0].sampling.max_tokens) == ("base", 1)
+    engine.is_alive = False
+    assert call("GET", "/health_generate").status_code == 503
+
+
+def test_pushing_weights_is_refused_with_the_way_by_adapters(call: Call) -> None:
+    for path in ("/init_communicator/", "/update_weights_from_tensor", "/load_lora_adapter_from_tensors"):
+        answer = call("POST", path, json={"any": "thing"})
+        assert answer.status_code == 409
+        assert "/load_lora_adapter" in answer.json()["error"]["message"]
+
+
 def test_training_status_is_json_even_where_a_metric_is_not_a_number(call: Call) -> None:
     assert call("GET", "/v1/training/status").json() == {
         "state": "updating",
