@@ -41,13 +41,16 @@ def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) ->
 
 
 def model_list(service: Service) -> ModelList:
-    """The base, each adapter by name (the version that is served), aliases, and every version in memory."""
+    """The policies, the base, other names of adapters (the version that is served), aliases, and every version.
+
+    Policies come first because many clients take the first model of the list.
+    """
     cards = service.catalog()
     names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
-    names.update(service.policies)
+    names -= set(service.policies)
     versions = [versioned(card.name, card.version) for card in cards]
-    entries = [_entry(name, card_of(name, cards), service) for name in (*sorted(names), *versions)]
-    return ModelList(object="list", data=[_entry(BASE, None, service), *entries])
+    order = (*service.policies, BASE, *sorted(names), *versions)
+    return ModelList(object="list", data=[_entry(name, card_of(name, cards), service) for name in order])
 
 
 def _entry(name: str, card: AdapterCard | None, service: Service) -> ModelEntry:

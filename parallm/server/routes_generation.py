@@ -15,6 +15,7 @@ from parallm.server.generation import respond_stream, respond_whole
 from parallm.server.parse import parse_body
 from parallm.server.schemas import ChatBody, CompletionBody, GenerationBody
 from parallm.server.service import Service
+from parallm.server.token_numbers import TokenNumbers
 from parallm.server.translate import chat_request, completion_requests
 from parallm.types import GenerationRequest
 
@@ -62,7 +63,7 @@ def head_of(
         answer_id=answer_id,
         created=int(time.time()),
         requests=service.routed(requests),
-        tokenizer=service.tokenizer,
+        tokenizer=TokenNumbers(service.tokenizer) if body.return_tokens_as_token_ids else service.tokenizer,
         logprobs=logprobs,
         token_ids=body.return_token_ids,
         usage_chunk=body.stream_options is not None and body.stream_options.include_usage,

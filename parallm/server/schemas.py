@@ -71,6 +71,8 @@ class GenerationBody(Wire):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """In log-probs `token_id:5` stands for the text of the token."""
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """Given back in the answer; `POST /abort_requests` knows the request by it."""
     step_id: int | Annotated[str, Field(max_length=256)] | None = None

@@ -5,10 +5,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from parallm.errors import InvalidRequest
+from parallm.errors import EngineFull, InvalidRequest
 from parallm.server.merge import close
 from parallm.server.service import EngineLoad, SteerableEngine
 from parallm.types import Completion, GenerationRequest, TokenEvent
+
+MAX_HELD = 4096
+"""Requests that may wait for the end of a pause."""
 
 PauseMode = Literal["abort", "wait", "keep"]
 """What becomes of requests that run: they end with what they have, go on to their ends, or freeze as they are."""
@@ -129,6 +132,8 @@ class SteeredEngine:
             raise InvalidRequest(f"request id {answer_id(name)!r} is in use", "request_id")
         if self._open.is_set():
             return True
+        if len(self._waiting) >= MAX_HELD:
+            raise EngineFull(f"the server is paused and {MAX_HELD} requests wait already; try again after /resume")
         waiting = self._waiting[name] = asyncio.get_running_loop().create_future()
         try:
             return await waiting

@@ -200,6 +200,15 @@ def test_errors_of_the_engine_keep_their_status_and_headers(call: Call, engine: 
     assert response.json() == {"detail": "the queue is full"}
 
 
+def test_tokens_are_called_by_their_numbers_where_that_is_asked_for(complete: Call, chat: Call) -> None:
+    asked = {"return_tokens_as_token_ids": True, "max_tokens": 2}
+    logprobs = complete(logprobs=1, **asked).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:104", "token_id:101"]
+    assert logprobs["top_logprobs"][0] == {"token_id:120": -0.5, "token_id:104": -0.25}
+    (first, _) = chat(logprobs=True, **asked).json()["choices"][0]["logprobs"]["content"]
+    assert first["token"].startswith("token_id:")
+
+
 def test_text_becomes_tokens_and_tokens_text(call: Call) -> None:
     answer = call("POST", "/tokenize", json={"model": "policy", "prompt": "hi", "return_token_strs": True}).json()
     assert answer == {"count": 2, "max_model_len": 200, "tokens": [104, 105], "token_strs": ["h", "i"]}

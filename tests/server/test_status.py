@@ -17,9 +17,9 @@ def test_health_says_what_runs_and_waits(call: Call) -> None:
 
 def test_models_are_the_base_names_aliases_and_versions(call: Call) -> None:
     models = {entry["id"]: entry for entry in call("GET", "/v1/models").json()["data"]}
-    assert list(models) == ["base", "best", "policy", "policy@3", "policy@2"]
-    assert [entry["policy_version"] for entry in models.values()] == [0, 2, 3, 3, 2]
-    assert [entry["parent"] for entry in models.values()] == [None, "policy@1", "policy@2", "policy@2", "policy@1"]
+    assert list(models) == ["policy", "base", "best", "policy@3", "policy@2"]
+    assert [entry["policy_version"] for entry in models.values()] == [3, 0, 2, 3, 2]
+    assert [entry["parent"] for entry in models.values()] == ["policy@2", None, "policy@1", "policy@2", "policy@1"]
     assert {(entry["root"], entry["max_model_len"]) for entry in models.values()} == {("nano", 200)}
 
 
@@ -37,7 +37,7 @@ def test_several_policies_are_in_the_list_before_their_first_version_and_each_in
         policies=("poet", "coder"),
     )
     with TestClient(app) as client:
-        assert [entry["id"] for entry in client.get("/v1/models").json()["data"]] == ["base", "coder", "poet"]
+        assert [entry["id"] for entry in client.get("/v1/models").json()["data"]] == ["poet", "coder", "base"]
         policies = client.get("/v1/training/status").json()["policies"]
     assert [(name, one["state"], one["step"]) for name, one in policies.items()] == [
         ("poet", "starting", 0),

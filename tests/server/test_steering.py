@@ -7,7 +7,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from parallm.errors import InvalidRequest
+from parallm.errors import EngineFull, InvalidRequest
 from parallm.server.steered_engine import SteeredEngine, is_called
 from parallm.types import GenerationRequest, SamplingParams
 
@@ -55,6 +55,23 @@ def test_a_request_that_waits_can_be_cancelled_and_its_id_used_again(engine: Any
 
     async def listed(steered: SteeredEngine) -> list[Any]:
         return [event async for event in steered.stream(replace(REQUEST, request_id="r2"))]
+
+    asyncio.run(main())
+
+
+def test_a_pause_holds_a_bounded_number_of_requests(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallm.server.steered_engine.MAX_HELD", 1)
+
+    async def main() -> None:
+        steered = SteeredEngine(engine)
+        await steered.pause("keep")
+        work = asyncio.create_task(steered.generate(REQUEST))
+        await soon(lambda: steered.num_held == 1)
+        with pytest.raises(EngineFull, match="1 requests wait already"):
+            await steered.generate(replace(REQUEST, request_id="r2"))
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        assert steered.num_held == 0
 
     asyncio.run(main())
 
