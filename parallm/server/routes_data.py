@@ -9,13 +9,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.errors import EngineFull, InvalidRequest, ParallmError
+from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import read_body
 from parallm.server.dialects.dialect import Asked, Dialect
 from parallm.server.dialects.dispatch import dialect_of
 from parallm.server.dialects.native import NATIVE
 from parallm.server.dialects.token_in_token_out import TOKEN_IN_TOKEN_OUT
-from parallm.server.failures import failure_of
+from parallm.server.failures import DeadlineExceeded, failure_of
 from parallm.server.generation import json_response, respond_stream, respond_whole
 from parallm.server.parse import parse_body, read_object
 from parallm.server.routes_generation import head_of
@@ -67,7 +67,7 @@ async def _answer(
         async with asyncio.timeout(asked.timeout_seconds):
             return await _respond(service, http, asked)
     except TimeoutError:
-        told = failure_of(EngineFull("the request was not done in the time that it gave itself (timeout)"))
+        told = failure_of(DeadlineExceeded("the request was not done in the time that it gave itself (timeout)"))
     except ParallmError as error:
         told = failure_of(error)
     response = json_response(dialect.refusal(told), told.status)
