@@ -61,7 +61,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         for run in runs:
             connect(lessons[run.name].environment, judge)
             run.trainer = await _make_trainer(run, house.of(run.name), lessons[run.name])
-        stop_on_signals(partial(stop_all, runs), "finishing this step, then saving and leaving")
+        stop_on_signals(partial(_leave, runs, server), "finishing this step, then saving and leaving")
         try:
             failures = await train_all(runs)
         finally:
@@ -82,6 +82,13 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         return await with_house(config, blas, status, work, trained=trained, training=training)
     finally:
         display.close()
+
+
+def _leave(runs: tuple[PolicyRun, ...], server: HttpServer | None) -> None:
+    """The trainers finish their steps; clients with new requests go elsewhere from now on."""
+    stop_all(runs)
+    if server is not None:
+        server.drain()
 
 
 async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:

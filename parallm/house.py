@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -24,8 +25,12 @@ from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.listen import HttpServer, bind
+from parallm.server.keys import read_keys
+from parallm.server.listen import HttpServer
+from parallm.server.request_log import writing_request_log
 from parallm.server.service import Training
+from parallm.server.sockets import bind
+from parallm.server.traces import exporting_traces
 from parallm.types import POLICY
 
 Result = TypeVar("Result")
@@ -61,10 +66,14 @@ async def with_house(
 
     `trained` are the policies whose versions `work` makes, `training` is what clients may do to it.
     """
+    keys = read_keys(config.server) if config.server.enabled else ()
     bound = bind(config.server) if config.server.enabled else None
     device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
     server: HttpServer | None = None
+    resources = ExitStack()
     try:
+        resources.enter_context(writing_request_log(config.server.request_log))
+        traces = resources.enter_context(exporting_traces(config.server.otlp_endpoint))
         house = await _build_house(config, blas, device)
         if bound is not None:
             app = create_app(
@@ -75,10 +84,13 @@ async def with_house(
                 settings=config.server,
                 base_name=config.model.path,
                 policies=house.adapters.policies,
+                keys=keys,
+                traces=traces,
+                device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
                 adapters=_adapter_store(config, house, trained=trained),
                 training=training,
             )
-            server = HttpServer(app, bound)
+            server = HttpServer(app, bound, config.server)
             await server.start()
         await work(house, server)
     finally:
@@ -87,6 +99,7 @@ async def with_house(
         elif bound is not None:
             bound.close()
         device.stop()
+        resources.close()
     return 0
 
 

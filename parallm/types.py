@@ -161,7 +161,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """What one engine step adds to one completion; `completion` is set on the last event only."""
+    """What one engine step, or several, add to one completion; `completion` is set on the last event only."""
 
     request_id: str
     index: int

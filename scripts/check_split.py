@@ -63,7 +63,7 @@ async def ask(url: str, weights: Mapping[str, float], number: int) -> tuple[Coun
         (await client.put("/v1/splits/policy", json={"weights": weights})).raise_for_status()
         began = time.perf_counter()
         answers = await answered(client, number)
-        return Counter(answers), time.perf_counter() - began
+        return Counter(map(str, answers)), time.perf_counter() - began
 
 
 async def ask_and_unload(url: str, number: int) -> tuple[int, list[str]]:

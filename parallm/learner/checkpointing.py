@@ -13,10 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.dropout import DropoutAdapter
-from parallm.model.lora import Binding, LoraLinear, OneAdapter, View, join_sites
+from parallm.model.lora import Binding, LoraLinear, OneAdapter
 from parallm.model.shared_model import SharedModel
-
-Arrays = dict[str, dict[str, mx.array]]
 
 
 def can_checkpoint(model: SharedModel) -> bool:
@@ -56,30 +54,16 @@ class _CheckpointedLayer:
         if not isinstance(view, OneAdapter | DropoutAdapter):
             return self.layer(x, *arguments, **options)
         sites = [module.site for module in self.layer.modules() if isinstance(module, LoraLinear)]
+        adapter = (view.adapter if isinstance(view, DropoutAdapter) else view).only(sites)
+        structure = adapter.structure()
 
-        def compute(x: mx.array, arrays: Arrays) -> Any:
-            with self.binding.applied(_with_arrays(view, arrays)):
+        def compute(x: mx.array, arrays: list[mx.array]) -> Any:
+            part = structure.view(arrays)
+            with self.binding.applied(replace(view, adapter=part) if isinstance(view, DropoutAdapter) else part):
                 return self.layer(x, *arguments, **options)
 
         # gradients reach what is an argument, not what `compute` finds around it
-        return mx.checkpoint(compute)(x, _arrays_of(view, sites))
+        return mx.checkpoint(compute)(x, adapter.arrays())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
-
-
-def _arrays_of(view: OneAdapter | DropoutAdapter, sites: list[str]) -> Arrays:
-    adapter = view.adapter if isinstance(view, DropoutAdapter) else view
-    parts = {"a": adapter.a_IR, "b": adapter.b_RO, "stretch": adapter.stretch_O}
-    return {name: {site: part[site] for site in sites if site in part} for name, part in parts.items()}
-
-
-def _with_arrays(view: OneAdapter | DropoutAdapter, arrays: Arrays) -> View:
-    """`view` with these arrays, for the sites that they are of."""
-    if isinstance(view, DropoutAdapter):
-        return replace(view, adapter=OneAdapter(arrays["a"], arrays["b"], arrays["stretch"]))
-    groups = {group.sites for site, group in view.joined.items() if site in arrays["a"]}
-    joined = [join_sites({site: arrays["a"][site] for site in sites}) for sites in groups]
-    return OneAdapter(
-        arrays["a"], arrays["b"], arrays["stretch"], {site: group for group in joined for site in group.sites}
-    )

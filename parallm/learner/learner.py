@@ -11,6 +11,7 @@ import numpy as np
 from parallm.device.lanes import Lanes
 from parallm.errors import AdapterNotFinite
 from parallm.learner.batch import MicroBatch, make_micro_batches
+from parallm.learner.factors import Factors
 from parallm.learner.faults import Faults
 from parallm.learner.flat import Arrays
 from parallm.learner.kl import kl_k3
@@ -23,8 +24,6 @@ from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.learner.versions import Versions
 from parallm.model.adapter import Adapter
-from parallm.model.dora import scaling_of
-from parallm.model.lora import Scaling, one_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.reports import ParityReport, RatioReport, UpdateReport
 from parallm.seeds import mix
@@ -59,7 +58,7 @@ class Round:
     norm: mx.array
     """Of this round's gradients alone."""
     gradient_N: mx.array
-    """Summed over this round and those before it."""
+    """With respect to the factors, summed over this round and those before it."""
 
     def start(self) -> None:
         """Let the device work on it. Returns while the backward through the trunk, the longest part, is running."""
@@ -111,7 +110,7 @@ class Learner:
         `fault` and `culprits` what it was. `max_tokens` is the limit of a completion, which Dr. GRPO divides by.
         """
         totals, faults = Totals(), Faults(groups)
-        scaling = scaling_of(self.adapter, self._model)
+        factors = Factors(self.adapter, self._model)
         prepared = Prepared(batches=[])
         if faults.kind is None:
             prepared = yield from prepare(
@@ -119,12 +118,12 @@ class Learner:
                 groups,
                 self._objective,
                 self._gradient.score,
-                policy=one_adapter(dict(self.adapter.arrays), scaling),
+                policy=factors.view,
                 width=self._lanes.width,
             )
         seconds = prepared.seconds
         gradient_N: mx.array | None = None
-        rounds = self._rounds(prepared.batches, scaling, step)
+        rounds = self._rounds(prepared.batches, factors, step)
         began = time.perf_counter()
         following = next(rounds, None)
         while following is not None:
@@ -135,6 +134,8 @@ class Learner:
             seconds += time.perf_counter() - began
             yield None
             began = time.perf_counter()
+        if gradient_N is not None:
+            gradient_N = factors.pull_back(gradient_N, self._versions.layout)
         norm = math.nan if gradient_N is None else float(mx.linalg.norm(gradient_N).item())
         skipped = faults.message or _nothing_to_learn(totals, norm)
         if skipped is None and gradient_N is not None:
@@ -170,15 +171,14 @@ class Learner:
             faults.add("weights")
         return faults.message
 
-    def _rounds(self, batches: Sequence[MicroBatch], scaling: Scaling, step: int) -> Iterator[Round]:
+    def _rounds(self, batches: Sequence[MicroBatch], factors: Factors, step: int) -> Iterator[Round]:
         """One micro-batch per lane after the other. Each is built when it is asked for, and not evaluated."""
-        arrays = dict(self.adapter.arrays)
         gradient_N: mx.array | None = None
         for start in range(0, len(batches), self._lanes.width):
             chosen = batches[start : start + self._lanes.width]
             key = mx.random.key(mix(mix(self._seed, step), start))
-            result = self._gradient(arrays, scaling, chosen, key)
-            more_N = self._versions.layout.join(result.gradients)
+            result = self._gradient(factors.view, chosen, key)
+            more_N = factors.join(result.gradients)
             gradient_N = more_N if gradient_N is None else gradient_N + more_N
             yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 

@@ -17,13 +17,12 @@ import mlx.core as mx
 from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch
 from parallm.learner.checkpointing import checkpointed
-from parallm.learner.flat import Arrays
 from parallm.learner.head import Head, Scores, Stages
 from parallm.learner.loss import LossInputs, is_clipped, objective_loss
 from parallm.learner.objective import Objective
 from parallm.learner.packing import packed_hidden
 from parallm.model.dropout import training_view
-from parallm.model.lora import Scaling, View
+from parallm.model.lora import OneAdapter, View
 from parallm.model.shared_model import SharedModel
 
 
@@ -46,7 +45,7 @@ class TokenStatistics:
 class PassResult:
     """What a pass gives once it is evaluated: first the stages, one after the other, then the rest."""
 
-    gradients: Arrays
+    gradients: list[mx.array]
     statistics: list[TokenStatistics]
     stages: Stages
 
@@ -71,11 +70,13 @@ class PolicyGradient:
         self._dropout = dropout
         self._head = Head(model, chunk_bytes)
 
-    def __call__(self, arrays: Arrays, scaling: Scaling, batches: Sequence[MicroBatch], key: mx.array) -> PassResult:
-        """Gradients with respect to `arrays`, summed over `batches` (one per lane), and statistics. Not evaluated."""
+    def __call__(self, policy: OneAdapter, batches: Sequence[MicroBatch], key: mx.array) -> PassResult:
+        """Gradients with respect to `policy.arrays()`, summed over `batches` (one per lane), and statistics. Not
+        evaluated."""
+        structure = policy.structure()
 
-        def surrogate(traced: Arrays) -> tuple[mx.array, Any]:
-            view = training_view(traced, scaling, self._dropout, key)
+        def surrogate(traced: list[mx.array]) -> tuple[mx.array, Any]:
+            view = training_view(structure.view(traced), self._dropout, key)
             with checkpointed(self._model, self._checkpoints):
                 hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
             pairs = list(zip(hidden, batches, strict=True))
@@ -84,7 +85,7 @@ class PolicyGradient:
             products = self._lanes.run(lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, found, strict=True)))
             return sum(products[1:], products[0]), [(statistics.arrays, stages) for _, statistics, stages in found]
 
-        (_, raw), gradients = mx.value_and_grad(surrogate)(arrays)
+        (_, raw), gradients = mx.value_and_grad(surrogate)(policy.arrays())
         names = [field.name for field in fields(TokenStatistics)]
         return PassResult(
             gradients=gradients,

@@ -28,7 +28,7 @@ from parallm.model.adapter import Adapter
 from parallm.model.adapter_arrays import REWARD_HEAD
 from parallm.model.dora import scaling_of
 from parallm.model.dropout import training_view
-from parallm.model.lora import Scaling, View
+from parallm.model.lora import Scaling, View, one_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.reports import PairsReport, ParityReport, RatioReport, UpdateReport
 from parallm.seeds import mix
@@ -140,7 +140,7 @@ class RewardLearner:
         """Gradient of `weight` times the sum of the pairs' losses (one batch per lane), that sum, scores. Evaluated."""
 
         def loss_of(traced: Arrays) -> tuple[mx.array, list[mx.array]]:
-            view = training_view(traced, scaling, self.adapter.dropout, key)
+            view = training_view(one_adapter(traced, scaling), self.adapter.dropout, key)
             with checkpointed(self._model, self._checkpoints):
                 scores = self._lanes.run(lambda batch: self._scores(batch, view, traced[REWARD_HEAD]), batches)
             losses = self._lanes.run(lambda pair: weight * self._loss(*pair), list(zip(batches, scores, strict=True)))

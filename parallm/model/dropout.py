@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from parallm.model.lora import OneAdapter, Scaling, View, one_adapter
+from parallm.model.lora import OneAdapter, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,13 @@ class DropoutAdapter:
         return self.adapter.stretch(site)
 
 
-def training_view(arrays: Mapping[str, mx.array], scaling: Scaling, probability: float, key: mx.array) -> View:
-    """`one_adapter`, with dropout where `probability` is above 0: each site drops inputs of its own choice."""
+def training_view(adapter: OneAdapter, probability: float, key: mx.array) -> View:
+    """`adapter`, with dropout where `probability` is above 0: each site drops inputs of its own choice.
+
+    With dropout `adapter` must not be widened (`one_adapter`).
+    """
     if probability == 0:
-        return one_adapter(arrays, scaling)
-    adapter = one_adapter(arrays, replace(scaling, joined=()))  # joined sites would share their input
+        return adapter
     keys = mx.random.split(key, len(adapter.a_IR))
-    return DropoutAdapter(adapter, probability, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
+    apart = replace(adapter, joined={})  # joined sites would share their input
+    return DropoutAdapter(apart, probability, dict(zip(sorted(adapter.a_IR), keys, strict=True)))

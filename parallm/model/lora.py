@@ -70,12 +70,28 @@ class OneAdapter:
     def structure(self) -> "AdapterStructure":
         """What adapters have in common for which the same operations are computed."""
         groups = tuple((group.sites, group.cuts) for group in self._groups())
-        return AdapterStructure(sites=tuple(self.a_IR), stretched=tuple(self.stretch_O), groups=groups)
+        return AdapterStructure(
+            groups=groups,
+            singles=tuple(site for site in self.a_IR if site not in self.joined),
+            sites=tuple(self.b_RO),
+            stretched=tuple(self.stretch_O),
+        )
 
     def arrays(self) -> list[mx.array]:
-        """All arrays, in the order in which `AdapterStructure.view` takes them."""
+        """All that a forward reads, in the order in which `AdapterStructure.view` takes them."""
         joined = [group.a_IK for group in self._groups()]
-        return [*self.a_IR.values(), *(self.b_RO[site] for site in self.a_IR), *self.stretch_O.values(), *joined]
+        singles = [a_IR for site, a_IR in self.a_IR.items() if site not in self.joined]
+        return [*joined, *singles, *self.b_RO.values(), *self.stretch_O.values()]
+
+    def only(self, sites: Sequence[str]) -> "OneAdapter":
+        """What it adds at these sites; none of its groups may lie across their border."""
+        joined = [
+            JoinedSites(group.sites, group.cuts, group.a_IK) for group in self._groups() if group.sites[0] in sites
+        ]
+        a_IR, b_RO, stretch_O = (
+            {site: part[site] for site in sites if site in part} for part in (self.a_IR, self.b_RO, self.stretch_O)
+        )
+        return OneAdapter(a_IR, b_RO, stretch_O, {site: group for group in joined for site in group.sites})
 
     def _groups(self) -> list["JoinedSites"]:
         return list(dict.fromkeys(self.joined.values()))
@@ -85,25 +101,30 @@ class OneAdapter:
 class AdapterStructure:
     """Names of an adapter's sites, without arrays."""
 
+    groups: tuple[tuple[tuple[str, ...], tuple[int, ...] | None], ...]
+    """Sites and cuts of the `JoinedSites`."""
+    singles: tuple[str, ...]
+    """Sites with an A of their own."""
     sites: tuple[str, ...]
     stretched: tuple[str, ...]
-    groups: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
-    """Sites and cuts of the `JoinedSites`."""
 
     def view(self, arrays: Sequence[mx.array]) -> OneAdapter:
         """The view with other arrays, which `OneAdapter.arrays` gave."""
         rest = iter(arrays)
-        named = (self.sites, self.sites, self.stretched)
-        a_IR, b_RO, stretch_O = ({name: next(rest) for name in names} for names in named)
-        joined = [JoinedSites(sites, cuts, a_IK) for (sites, cuts), a_IK in zip(self.groups, rest, strict=True)]
+        joined = [JoinedSites(sites, cuts, next(rest)) for sites, cuts in self.groups]
+        singles, b_RO, stretch_O = (
+            {name: next(rest) for name in names} for names in (self.singles, self.sites, self.stretched)
+        )
+        a_IR = {site: part for group in joined for site, part in group.apart(group.a_IK).items()} | singles
         return OneAdapter(a_IR, b_RO, stretch_O, {site: group for group in joined for site in group.sites})
 
 
 class JoinedSites:
     """Sites that are called with the same input, one after the other: one product with all their A serves them."""
 
-    def __init__(self, sites: tuple[str, ...], cuts: tuple[int, ...], a_IK: mx.array) -> None:
-        """`cuts` are the columns at which a site's A ends and the next one's begins."""
+    def __init__(self, sites: tuple[str, ...], cuts: tuple[int, ...] | None, a_IK: mx.array) -> None:
+        """`cuts` are the columns at which a site's A ends and the next one's begins; None: B of each site takes the
+        columns of all, and has zeros for those of others."""
         self.sites, self.cuts, self.a_IK = sites, cuts, a_IK
         self._x: mx.array | None = None  # the input that the parts are of; nothing is kept when all are fetched
         self._parts: dict[str, mx.array] = {}
@@ -115,11 +136,17 @@ class JoinedSites:
             all_BTK = x @ self.a_IK
             if keeps_B1K is not None:
                 all_BTK = mx.where(keeps_B1K, all_BTK, 0)
-            self._parts = dict(zip(self.sites, mx.split(all_BTK, list(self.cuts), axis=-1), strict=True))
+            self._parts = self.apart(all_BTK)
         part = self._parts.pop(site)
         if not self._parts:
             self._x = None
         return part
+
+    def apart(self, columns: mx.array) -> dict[str, mx.array]:
+        """The columns (..., K) that B of each site takes."""
+        if self.cuts is None:
+            return dict.fromkeys(self.sites, columns)
+        return dict(zip(self.sites, mx.split(columns, list(self.cuts), axis=-1), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +220,7 @@ class LoraLinear(nn.Module):
 
 def join_sites(a_IR: Mapping[str, mx.array]) -> JoinedSites:
     """The matrices A of sites that get the same input, beside each other."""
-    ends = tuple(accumulate(a.shape[1] for a in a_IR.values()))
-    return JoinedSites(tuple(a_IR), ends[:-1], mx.concatenate(list(a_IR.values()), axis=1))
+    return JoinedSites(tuple(a_IR), _cuts(a_IR), mx.concatenate(list(a_IR.values()), axis=1))
 
 
 def initial_arrays(
@@ -218,24 +244,39 @@ def initial_arrays(
     return arrays
 
 
-def one_adapter(arrays: Mapping[str, mx.array], scaling: Scaling) -> OneAdapter:
+def one_adapter(arrays: Mapping[str, mx.array], scaling: Scaling, *, widens: bool = False) -> OneAdapter:
     """View of an adapter's arrays (`{site}.lora_a`, `{site}.lora_b`, for DoRA `{site}.m`).
 
     The scale is multiplied into B. Ranks are padded with zeros to what products take; see `_computed_rank`.
+    `widens`: B of joined sites takes the columns of all, so that they are never cut apart. A GPU computes the wider
+    product in the same time, and saves copies of the parts, forward and backward.
     """
     sites = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
     ranks = {site: _computed_rank(arrays[f"{site}.lora_a"].shape[1]) for site in sites}
-    a_IR = {site: _padded(arrays[f"{site}.lora_a"], 1, ranks[site]).astype(scaling.dtype) for site in sites}
-    joined = [join_sites({site: a_IR[site] for site in group}) for group in _present(scaling.joined, a_IR)]
+    a_IR = {site: _padded(arrays[f"{site}.lora_a"], 1, 0, ranks[site]).astype(scaling.dtype) for site in sites}
+    groups = [{site: a_IR[site] for site in group} for group in _present(scaling.joined, a_IR)]
+    # of each B: zeros before its rows, and rows in all
+    rows = {site: (0, ranks[site]) for site in sites}
+    if widens:
+        for group in groups:
+            starts = (0, *_cuts(group))
+            rows |= {site: (start, sum(ranks[one] for one in group)) for site, start in zip(group, starts, strict=True)}
+    joined = [join_sites(group) for group in groups]
+    if widens:
+        joined = [JoinedSites(group.sites, None, group.a_IK) for group in joined]
     return OneAdapter(
         a_IR,
         {
-            site: _padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, ranks[site]).astype(scaling.dtype)
+            site: _padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, *rows[site]).astype(scaling.dtype)
             for site in sites
         },
         {site: arrays[f"{site}.m"] / norm_O - 1 for site, norm_O in scaling.norms_O.items()},
         {site: group for group in joined for site in group.sites},
     )
+
+
+def _cuts(a_IR: Mapping[str, mx.array]) -> tuple[int, ...]:
+    return tuple(accumulate(a.shape[1] for a in a_IR.values()))[:-1]
 
 
 def _computed_rank(rank: int) -> int:
@@ -261,8 +302,8 @@ def stack_adapters(adapters: list[OneAdapter | None], sites: Mapping[str, tuple[
         rank = max((adapter.a_IR[site].shape[1] for adapter in present if site in adapter.a_IR), default=0)
         if rank:
             no_a, no_b = mx.zeros((inputs, rank)), mx.zeros((rank, outputs))
-            some_a = [_padded(a.a_IR.get(site, no_a) if a else no_a, 1, rank) for a in adapters]
-            some_b = [_padded(a.b_RO.get(site, no_b) if a else no_b, 0, rank) for a in adapters]
+            some_a = [_padded(a.a_IR.get(site, no_a) if a else no_a, 1, 0, rank) for a in adapters]
+            some_b = [_padded(a.b_RO.get(site, no_b) if a else no_b, 0, 0, rank) for a in adapters]
             stacks_a[site] = mx.stack(some_a).astype(mx.float32)
             stacks_b[site] = mx.stack(some_b).astype(mx.float32)
         if any(site in adapter.stretch_O for adapter in present):
@@ -271,7 +312,9 @@ def stack_adapters(adapters: list[OneAdapter | None], sites: Mapping[str, tuple[
     return MixedAdapters(stacks_a, stacks_b, stretches, mx.zeros((0,), mx.uint32))
 
 
-def _padded(matrix: mx.array, axis: int, least: int) -> mx.array:
-    missing = max(0, least - matrix.shape[axis])
-    widths = [(0, missing if axis == dimension else 0) for dimension in range(2)]
-    return mx.pad(matrix, widths) if missing else matrix
+def _padded(matrix: mx.array, axis: int, before: int, size: int) -> mx.array:
+    """With zeros around it along `axis`, `before` of them in front."""
+    missing = (before, max(0, size - before - matrix.shape[axis]))
+    return (
+        mx.pad(matrix, [missing if axis == dimension else (0, 0) for dimension in range(2)]) if any(missing) else matrix
+    )

@@ -47,7 +47,8 @@ async def respond_stream(service: Service, http: Request, answers: Answers) -> R
         raise
     # a version published in between may or may not be the one at work; only the last event will tell
     model = before if before == resolved(name, service.catalog(), service.policies) else name
-    return EventStream(_encoded(service, answers, model, first, events), events)
+    encoded = _encoded(service, answers, model, first, events)
+    return EventStream(encoded, events, stall_seconds=service.settings.stall_seconds)
 
 
 async def generate_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:

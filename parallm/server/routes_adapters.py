@@ -75,6 +75,7 @@ def adapter_routes(service: Service, given: Adapters | None) -> APIRouter:
 
     @router.delete("/v1/adapters/{name}/aliases/{alias}")
     async def remove_alias(name: str, alias: str) -> Response:
+        """Forget an alias; its version stays."""
         store(given).remove_alias(alias, name)
         return json_response(Done(status="ok"))
 

@@ -9,13 +9,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.errors import EngineFull, InvalidRequest, ParallmError
+from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import read_body
 from parallm.server.dialects.dialect import Asked, Dialect
 from parallm.server.dialects.dispatch import dialect_of
 from parallm.server.dialects.native import NATIVE
 from parallm.server.dialects.token_in_token_out import TOKEN_IN_TOKEN_OUT
-from parallm.server.failures import failure_of
+from parallm.server.failures import DeadlineExceeded, failure_of
 from parallm.server.generation import json_response, respond_stream, respond_whole
 from parallm.server.parse import parse_body, read_object
 from parallm.server.routes_generation import head_of
@@ -32,19 +32,23 @@ def data_routes(service: Service) -> APIRouter:
     @router.post("/generate/")
     @router.post("//generate")  # Atropos makes it of a base URL that ends with a slash
     async def generate(http: Request) -> Response:
+        """Completions in the dialect that the keys of the body tell: native, SGLang, vLLM's first server, TRL."""
         return await _answer(service, http, NATIVE, dialect_of)
 
     @router.post("/inference/v1/generate")
     async def generate_tokens(http: Request) -> Response:
+        """Token ids in, token ids out, as vLLM's disaggregated route."""
         return await _answer(service, http, TOKEN_IN_TOKEN_OUT, lambda _: TOKEN_IN_TOKEN_OUT)
 
     @router.post("/tokenize")
     async def tokenize(http: Request) -> Response:
+        """Token ids of a text, or of a chat with the model's template."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), TokenizeBody)
         return json_response(_tokenized(service, body))
 
     @router.post("/detokenize")
     async def detokenize(http: Request) -> Response:
+        """Text of token ids, special tokens shown."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), DetokenizeBody)
         return json_response(TextOfTokens(prompt=service.tokenizer.decode(body.tokens, special=True)))
 
@@ -63,7 +67,7 @@ async def _answer(
         async with asyncio.timeout(asked.timeout_seconds):
             return await _respond(service, http, asked)
     except TimeoutError:
-        told = failure_of(EngineFull("the request was not done in the time that it gave itself (timeout)"))
+        told = failure_of(DeadlineExceeded("the request was not done in the time that it gave itself (timeout)"))
     except ParallmError as error:
         told = failure_of(error)
     response = json_response(dialect.refusal(told), told.status)

@@ -66,6 +66,7 @@ def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
 
     @router.get("/is_paused")
     async def is_paused() -> Response:
+        """Whether `/pause` holds new requests."""
         return json_response(IsPaused(is_paused=steering.is_paused))
 
     @router.post("/abort_requests")

@@ -25,6 +25,7 @@ def generation_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions")
     async def completions(http: Request) -> Response:
+        """Complete one or more prompts, given as text or as token ids."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), CompletionBody)
         answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         requests = completion_requests(
@@ -39,6 +40,7 @@ def generation_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
+        """Answer the last message of a chat, in the format of the model's chat template."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), ChatBody)
         answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         request = chat_request(

@@ -49,11 +49,13 @@ def identity_routes(service: Service) -> APIRouter:
     @router.get("/weight_info")
     @router.get("/get_weight_version")
     async def weight_version() -> Response:
+        """The version of the policy that is served."""
         return json_response(WeightVersion(weight_version=_served_version(service)))
 
     @router.get("/model_info")
     @router.get("/get_model_info")
     async def model_info() -> Response:
+        """What runs here, in SGLang's form."""
         return json_response(
             ModelInfo(
                 model_path=service.base_name,

@@ -1,4 +1,4 @@
-"""What this process is and does: health, models, training."""
+"""What this process serves and trains."""
 
 import dataclasses
 
@@ -6,7 +6,6 @@ from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from parallm.errors import EngineStopped
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import model_list
 from parallm.server.generation import json_response
@@ -16,20 +15,15 @@ from parallm.server.service import Service
 def status_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
-    async def health() -> Response:
-        if not service.engine.is_alive:
-            raise EngineStopped("the engine has stopped; restart the process")
-        load = service.engine.stats()
-        return _json({"status": "ok", "num_running": load.num_running, "num_waiting": load.num_waiting})
-
     @router.get("/v1/models")
     async def models() -> Response:
+        """Every name that `model` may be: the base, adapters, their versions and aliases."""
         return json_response(model_list(service))
 
     @router.get("/v1/training/status")
     @router.get("/debug/training")
     async def training_status() -> Response:
+        """What the trainer does now, and the numbers of its last step."""
         return status_answer(service)
 
     return router

@@ -3,7 +3,7 @@
 Optional fields that are null count as absent; that and the refused fields are the work of parse.py.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
@@ -12,10 +12,14 @@ MOST_BIASES = 1024
 FIRST_FAULT = Field(fail_fast=True)  # or a body of a million wrong items makes a million error objects
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopForms: TypeAlias = StopString | list[StopString]
+PromptForms: TypeAlias = str | list[str] | list[int] | list[list[int]]
 
 
 class Wire(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def is_tokens(value: object) -> bool:
@@ -75,7 +79,7 @@ class GenerationBody(Wire):
     """-1 and 0 are off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    stop: Annotated[list[StopString], FIRST_FAULT, BeforeValidator(read_stop)] = []
+    stop: Annotated[list[StopString], FIRST_FAULT, BeforeValidator(read_stop, json_schema_input_type=StopForms)] = []
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INT)]], FIRST_FAULT] = []
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=LARGEST_INT)] = 0
@@ -83,7 +87,7 @@ class GenerationBody(Wire):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    logit_bias: Annotated[list[tuple[int, float]], PlainValidator(read_bias)] = []
+    logit_bias: Annotated[list[tuple[int, float]], PlainValidator(read_bias, json_schema_input_type=dict[str, float])] = []
     prompt_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
     """Log-probabilities of the prompt's tokens, and of so many most likely ones beside each."""
     best_of: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
@@ -107,7 +111,7 @@ class GenerationBody(Wire):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts, json_schema_input_type=PromptForms)]
     max_tokens: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
     """0 with `echo` or `prompt_logprobs`: nothing is sampled."""
     logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
@@ -120,11 +124,14 @@ class TextPart(Wire):
     text: str
 
 
+ContentForms: TypeAlias = str | list[TextPart]
+
+
 class ChatMessage(Wire):
     """One turn. The fields that must be null are there because clients send earlier answers back as they got them."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_content)]
+    content: Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_content, json_schema_input_type=ContentForms)]
     refusal: None = None
     tool_calls: None = None
     function_call: None = None

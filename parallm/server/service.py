@@ -6,7 +6,7 @@ from typing import Protocol
 
 from parallm.reports import TrainingStatus
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, Completion, GenerationRequest, Message, TokenEvent
+from parallm.types import AdapterCard, Completion, GenerationRequest, Message, TokenEvent, TrafficClass
 
 
 class EngineLoad(Protocol):
@@ -16,6 +16,8 @@ class EngineLoad(Protocol):
     def num_running(self) -> int: ...
     @property
     def num_waiting(self) -> int: ...
+    @property
+    def tokens_total(self) -> Mapping[TrafficClass, int]: ...
 
 
 class Engine(Protocol):
@@ -35,6 +37,10 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineLoad: ...
+
+    async def ping(self) -> None:
+        """Returns when the device thread has come by. Raises EngineStopped."""
+        ...
 
 
 class SteerableEngine(Engine, Protocol):
@@ -120,5 +126,7 @@ class Service:
     """Names that are the base until their first version is published."""
     started: int
     """Unix seconds."""
+    device_seconds: Callable[[], Mapping[str, float]]
+    """By kind of work, since the start."""
     routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list
     """The requests of one answer, to the models that a split of their name chooses."""

@@ -46,6 +46,9 @@ class SteeredEngine:
     def stats(self) -> EngineLoad:
         return self._engine.stats()
 
+    async def ping(self) -> None:
+        await self._engine.ping()
+
     @property
     def is_paused(self) -> bool:
         return not self._open.is_set()

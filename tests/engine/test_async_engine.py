@@ -86,6 +86,25 @@ def test_streamed_events_add_up_to_the_completions(with_engine: Callable[..., No
     with_engine(work)
 
 
+def test_a_consumer_that_was_elsewhere_gets_what_it_missed_in_one_event(
+    with_engine: Callable[..., None], ask: Ask
+) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        whole = await engine.generate(ask("whole", PROMPT, 12))
+        events: list[TokenEvent] = []
+        async for event in engine.stream(ask("a", PROMPT, 12)):
+            if not events:
+                while engine.stats().num_running:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05)
+            events.append(event)
+        assert len(events) == 2
+        assert sum((event.tokens for event in events), ()) == whole[0].tokens
+        assert "".join(event.text for event in events) == whole[0].text
+
+    with_engine(work)
+
+
 def test_running_ahead_both_classes_and_the_learner_share_the_device(
     with_engine: Callable[..., None], ask: Ask
 ) -> None:

@@ -12,6 +12,8 @@ from parallm.device.lanes import Lanes
 from parallm.learner.advantage import advantages
 from parallm.learner.batch import make_micro_batches
 from parallm.learner.checkpointing import checkpointed
+from parallm.learner.factors import Factors
+from parallm.learner.flat import Layout
 from parallm.learner.loss import LossInputs, objective_loss
 from parallm.learner.objective import Objective, token_weight
 from parallm.learner.policy_gradient import PolicyGradient
@@ -122,25 +124,25 @@ def chunked(
     gradient = PolicyGradient(
         model, lanes, objective, chunk_bytes=chunk_bytes, dropout=dropout, checkpoints=checkpoints
     )
-    scaling = scaling_of(adapter, model)
+    factors = Factors(adapter, model)
     batches = finished(
         prepare(
             make_micro_batches(groups, objective, max_tokens=MAX_TOKENS, budget=budget, packs=packs),
             groups,
             objective,
             gradient.score,
-            policy=one_adapter(dict(adapter.arrays), scaling),
+            policy=factors.view,
             width=lanes.width,
         )
     ).batches
-    loss, total = 0.0, {name: mx.zeros_like(array) for name, array in adapter.arrays.items()}
+    layout = Layout({name: array.shape for name, array in adapter.arrays.items()})
+    loss, total_N = 0.0, mx.zeros(())
     for start in range(0, len(batches), lanes.width):
         chosen = batches[start : start + lanes.width]
-        part = gradient(dict(adapter.arrays), scaling, chosen, mx.random.key(0))
-        total = {name: total[name] + part.gradients[name] for name in total}
+        part = gradient(factors.view, chosen, mx.random.key(0))
+        total_N = total_N + factors.join(part.gradients)
         loss += sum(float(one.loss.item()) for one in part.statistics)
-    mx.eval(total)
-    return loss, total
+    return loss, layout.split(factors.pull_back(total_N, layout))
 
 
 def finished(preparation: Generator[None, None, Prepared]) -> Prepared:
@@ -201,6 +203,22 @@ def test_the_gradient_does_not_depend_on_how_the_work_is_cut(
     model = load_tiny("qwen3")
     adapter = make_start(model)
     assert_close(chunked(model, lanes, adapter, groups, **choice), chunked(model, lanes, adapter, groups))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_joined_sites_may_take_the_columns_of_all(
+    load_tiny: Callable[[str], SharedModel],
+    lanes: Lanes,
+    make_start: Callable[..., Adapter],
+    groups: list[TrajectoryGroup],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: bool,
+) -> None:
+    model = load_tiny("qwen3")
+    adapter = make_start(model)
+    expected = chunked(model, lanes, adapter, groups)
+    monkeypatch.setattr("parallm.learner.factors.on_cuda", lambda: True)  # where that is how it is computed
+    assert_close(chunked(model, lanes, adapter, groups, checkpoints=checkpoints), expected)
 
 
 def test_checkpointed_layers_drop_the_same_inputs_again(

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from parallm.types import (
     PromptLogprob,
     TokenEvent,
     TopLogprob,
+    TrafficClass,
     WeightSpan,
 )
 
@@ -54,6 +55,7 @@ class CharacterTokenizer:
 class Load:
     num_running: int = 0
     num_waiting: int = 0
+    tokens_total: Mapping[TrafficClass, int] = field(default_factory=lambda: {"serving": 7, "rollout": 11})
 
 
 @dataclass
@@ -65,6 +67,7 @@ class EchoEngine:
     refusal: Exception | None = None
     crash: Exception | None = None
     is_endless: bool = False
+    is_stuck: bool = False
     requests: list[GenerationRequest] = field(default_factory=list)
     num_aborted: int = 0
     cancelled: set[str] = field(default_factory=set)
@@ -75,6 +78,10 @@ class EchoEngine:
     def stats(self) -> Load:
         return Load()
 
+    async def ping(self) -> None:
+        while self.is_stuck:
+            await asyncio.sleep(0.01)
+
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         events = [event async for event in self.stream(request)]
         return [event.completion for event in events if event.completion is not None]
@@ -84,6 +91,7 @@ class EchoEngine:
         self.requests.append(request)
         is_finished = False
         try:
+            await self.ping()
             for index in range(request.n):
                 for event in self._events(request, index):
                     await asyncio.sleep(0)

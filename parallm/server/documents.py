@@ -1,0 +1,85 @@
+"""What the page of each route shows: the types that parse.py reads and that answers are written with, and examples."""
+
+from collections.abc import Mapping
+
+from parallm.server.answer_schemas import ChatAnswer, CompletionAnswer, ModelList
+from parallm.server.document import Document
+from parallm.server.documents_control import CONTROL_DOCUMENTS
+from parallm.server.documents_data import DATA_DOCUMENTS
+from parallm.server.schemas import ChatBody, CompletionBody
+
+DOCUMENTS: Mapping[str, Document] = {
+    "GET /health": Document(answer={"status": "ok", "num_running": 3, "num_waiting": 0}),
+    "GET /ready": Document(answer={"status": "ready"}),
+    "GET /metrics": Document(
+        media_type="text/plain", answer={"text": 'vllm:num_requests_running{engine="0",model_name="nano"} 3.0'}
+    ),
+    "GET /v1/models": Document(
+        answers=(ModelList,),
+        answer={
+            "object": "list",
+            "data": [
+                {
+                    "id": "policy",
+                    "object": "model",
+                    "created": 1790000000,
+                    "owned_by": "parallm",
+                    "root": "Qwen/Qwen3-8B",
+                    "parent": "policy@11",
+                    "max_model_len": 8192,
+                    "policy_version": 12,
+                }
+            ],
+        },
+    ),
+    "POST /v1/completions": Document(
+        bodies=(CompletionBody,),
+        example={"model": "policy", "prompt": "2 + 3 =", "max_tokens": 8, "temperature": 0.7, "logprobs": 1},
+        answers=(CompletionAnswer,),
+        answer={
+            "id": "cmpl-1f",
+            "object": "text_completion",
+            "created": 1790000000,
+            "model": "policy@12",
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "policy_version": 12,
+                    "weight_versions": [{"version": "12", "start": 0, "end": 2}],
+                    "text": " 5",
+                    "logprobs": None,
+                }
+            ],
+            "usage": {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6},
+        },
+    ),
+    "POST /v1/chat/completions": Document(
+        bodies=(ChatBody,),
+        example={"model": "policy", "messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 64},
+        answers=(ChatAnswer,),
+        answer={
+            "id": "chatcmpl-1f",
+            "object": "chat.completion",
+            "created": 1790000000,
+            "model": "policy@12",
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "policy_version": 12,
+                    "weight_versions": [{"version": "12", "start": 0, "end": 2}],
+                    "message": {"role": "assistant", "content": "5"},
+                    "logprobs": None,
+                }
+            ],
+            "usage": {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11},
+        },
+    ),
+    "GET /v1/training/status": Document(
+        answer={"state": "updating", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
+    ),
+    **CONTROL_DOCUMENTS,
+    **DATA_DOCUMENTS,
+}
+"""One row for each route, as in roles.py."""
