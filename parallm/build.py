@@ -33,6 +33,7 @@ from parallm.trainer.reward_training import open_reward_model, paired, reward_pa
 from parallm.trainer.saving import fingerprint_of, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
+from parallm.training_control import TrainingControl
 
 
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
@@ -60,7 +61,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         for run in runs:
             connect(lessons[run.name].environment, judge)
             run.trainer = await _make_trainer(run, house.of(run.name), lessons[run.name])
-        stop_on_signals(partial(stop_all, runs), "finishing this step, then saving and leaving")
+        stop_on_signals(partial(_leave, runs, server), "finishing this step, then saving and leaving")
         try:
             failures = await train_all(runs)
         finally:
@@ -77,9 +78,17 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
             await until_signal()
 
     try:
-        return await with_house(config, blas, status, work)
+        trained, training = tuple(policy_configs(config)), TrainingControl(runs)
+        return await with_house(config, blas, status, work, trained=trained, training=training)
     finally:
         display.close()
+
+
+def _leave(runs: tuple[PolicyRun, ...], server: HttpServer | None) -> None:
+    """The trainers finish their steps; clients with new requests go elsewhere from now on."""
+    stop_all(runs)
+    if server is not None:
+        server.drain()
 
 
 async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:

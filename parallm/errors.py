@@ -9,9 +9,11 @@ ParallmError
   ConfigError (ValueError)        a key, type or recipe that does not exist
   ModelError                      a model folder that cannot be loaded
   AdapterError                    an adapter that does not fit the base
+    AdapterMissing                an adapter folder that is not there
     AdapterNotFinite              an adapter that holds NaN or infinity
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
+  Unavailable                     what this process does not do, or not at this time
   TrainingStopped                 training cannot go on: the message says why
 """
 
@@ -59,6 +61,10 @@ class AdapterError(ParallmError):
     """An adapter that does not fit the base model or cannot be read."""
 
 
+class AdapterMissing(AdapterError):
+    """An adapter folder that is not there, or not yet."""
+
+
 class AdapterNotFinite(AdapterError):
     """An adapter that holds NaN or infinity: nothing could be sampled with it."""
 
@@ -69,6 +75,10 @@ class CheckpointError(ParallmError):
 
 class ProblemError(ParallmError):
     """An environment whose problems cannot be read or have no answers."""
+
+
+class Unavailable(ParallmError):
+    """What this process does not do, or not at this time; the message says why."""
 
 
 class TrainingStopped(ParallmError):

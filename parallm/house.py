@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
+from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
@@ -23,7 +25,12 @@ from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.listen import HttpServer, bind
+from parallm.server.keys import read_keys
+from parallm.server.listen import HttpServer
+from parallm.server.request_log import writing_request_log
+from parallm.server.service import Training
+from parallm.server.sockets import bind
+from parallm.server.traces import exporting_traces
 from parallm.types import POLICY
 
 Result = TypeVar("Result")
@@ -51,12 +58,22 @@ async def with_house(
     blas: BlasReport,
     status: Callable[[], TrainingStatus],
     work: Callable[[House, HttpServer | None], Awaitable[None]],
+    *,
+    trained: tuple[str, ...] = (),
+    training: Training | None = None,
 ) -> int:
-    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads."""
+    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads.
+
+    `trained` are the policies whose versions `work` makes, `training` is what clients may do to it.
+    """
+    keys = read_keys(config.server) if config.server.enabled else ()
     bound = bind(config.server) if config.server.enabled else None
     device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
     server: HttpServer | None = None
+    resources = ExitStack()
     try:
+        resources.enter_context(writing_request_log(config.server.request_log))
+        traces = resources.enter_context(exporting_traces(config.server.otlp_endpoint))
         house = await _build_house(config, blas, device)
         if bound is not None:
             app = create_app(
@@ -67,8 +84,13 @@ async def with_house(
                 settings=config.server,
                 base_name=config.model.path,
                 policies=house.adapters.policies,
+                keys=keys,
+                traces=traces,
+                device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
+                adapters=_adapter_store(config, house, trained=trained),
+                training=training,
             )
-            server = HttpServer(app, bound)
+            server = HttpServer(app, bound, config.server)
             await server.start()
         await work(house, server)
     finally:
@@ -77,7 +99,20 @@ async def with_house(
         elif bound is not None:
             bound.close()
         device.stop()
+        resources.close()
     return 0
+
+
+def _adapter_store(config: RunConfig, house: House, *, trained: tuple[str, ...]) -> AdapterStore:
+    return AdapterStore(
+        house.device,
+        house.model,
+        house.adapters,
+        root=config.server.adapters_root,
+        max_bytes=config.server.max_adapter_bytes,
+        max_names=config.server.max_adapters,
+        trained=trained,
+    )
 
 
 async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread) -> House:

@@ -140,7 +140,9 @@ class EvaluationReport:
 class TrainingStatus:
     """A snapshot of the trainer for `GET /v1/training/status` and the progress display."""
 
-    state: Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "finished", "failed"]
+    state: Literal[
+        "serving", "starting", "collecting", "updating", "evaluating", "saving", "paused", "finished", "failed"
+    ]
     step: int = 0
     total_steps: int = 0
     version: int = 0

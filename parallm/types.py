@@ -99,6 +99,12 @@ class GenerationRequest:
     traffic: TrafficClass = "serving"
     switches_in_flight: bool = False
     """Go on with what `model` means by then from the next token on, instead of the version that it began with."""
+    priority: int = 0
+    """Of waiting requests the one with the lowest number goes first."""
+    user: str | None = None
+    """Whom a client asks for, where it says so: requests of one user get the same side of a split."""
+    split: str | None = None
+    """The name that was asked for, where a split of it has chosen `model`."""
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -155,7 +161,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """What one engine step adds to one completion; `completion` is set on the last event only."""
+    """What one engine step, or several, add to one completion; `completion` is set on the last event only."""
 
     request_id: str
     index: int

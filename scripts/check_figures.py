@@ -81,6 +81,8 @@ BARS: Mapping[str, Bar] = {
     "publish.failed_requests": Bar(most=0),
     "serving.itl_p50_ratio_while_training": Bar(most=2),
     "serving.errors_while_training": Bar(most=0),
+    "ab.share_error": Bar(most=0.02),
+    "ab.failed_requests": Bar(most=0),
     "offpolicy.max_lag": Bar(most=1),
     "offpolicy.k1_speedup": Bar(least=1.2),
     "memory.learner_over_base": Bar(most_figure="memory.learner_over_base_bar"),
@@ -105,7 +107,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles presets quickstart gsm8k parity engine learner serving offpolicy memory trl update grpo_gpu",
+        help="oracles presets quickstart gsm8k parity engine learner serving split offpolicy memory trl update ...",
     )
     parser.add_argument(
         "--torch-python",
@@ -173,6 +175,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
             *sized("--prompts=4", "--max-tokens=32", "--rounds=1", "--repeats=1"),
         ),
         "serving": partial(script, "bench_serving.py", *with_data, *sized("--seconds=5", "--publishes=100")),
+        "split": partial(script, "check_split.py", *sized("--requests=200")),
         "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=4", "--rounds=1")),
         "quickstart": partial(quickstart, steps),
         "trl": partial(script, "compare_trl.py", *sized("--seeds=1", "--steps=2", "--problems=64")),

@@ -31,6 +31,13 @@ def complaint_about(*overrides: str) -> list[str]:
     return str(raised.value).splitlines()
 
 
+def test_the_network_choice_brings_a_key_of_the_environment() -> None:
+    (key,) = config_of("server=network").server.api_keys
+    assert (key.name, key.role, key.env) == ("operator", "admin", "PARALLM_API_KEY")
+    (line,) = complaint_about("server.api_keys=[{name: a, role: root}]")
+    assert line == "server.api_keys: 'root' must be 'inference', 'training' or 'admin'"
+
+
 def test_without_overrides_every_value_is_the_default_of_its_settings_class() -> None:
     assert config_of() == RunConfig(name="run")
 

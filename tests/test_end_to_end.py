@@ -21,7 +21,9 @@ import mlx.core as mx
 import pytest
 
 from parallm.model.adapter import make_adapter
-from parallm.model.adapter_files import write_mlx
+from parallm.model.adapter_files import write_mlx, write_peft
+from parallm.model.lora import initial_arrays
+from parallm.model.shared_model import SharedModel
 
 ROOT = Path(__file__).parent.parent
 TINY = (
@@ -241,6 +243,74 @@ def streamed(client: httpx.Client, request: dict[str, Any]) -> str:
     for line in lines[:-1]:
         text += json.loads(line)["choices"][0]["delta"].get("content") or ""
     return text
+
+
+def test_training_is_paused_stepped_saved_and_resumed_over_http(start: Start, tmp_path: Path) -> None:
+    command = start(
+        *TINY, "server.enabled=true", "server.port=0", "name=run", "trainer.steps=5000", "checkpoint.every=5000"
+    )
+    url = command.wait_for(r"server +(http://\S+)")
+    with httpx.Client(base_url=url, timeout=SECONDS) as client:
+        while client.post("/v1/training/pause").status_code == 409:  # the trainer is still being made
+            time.sleep(0.02)
+        while (status := client.get("/v1/training/status").json())["state"] != "paused":
+            time.sleep(0.02)
+        client.post("/v1/completions", json={"model": "latest", "prompt": "2", "max_tokens": 4}).raise_for_status()
+        stepped = client.post("/v1/training/update", json={"policy": "policy"}).json()
+        assert stepped["step"] == status["step"] + 1
+        (saved,) = client.post("/training/checkpoint").json()["folders"].values()
+        assert saved.endswith(f"step_{stepped['step']:06d}")
+        assert (tmp_path / saved / "manifest.json").is_file()
+        refused = client.put("/v1/adapters/policy", content=b"zip")
+        assert "is trained by this run" in refused.json()["error"]["message"]
+        client.post("/v1/training/resume").raise_for_status()
+        assert client.post("/v1/training/update").json()["step"] > stepped["step"]
+        client.post("/v1/training/pause")
+    assert command.end(signal.SIGINT) == 0
+    assert "Traceback" not in command.output()
+
+
+def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_path: Path, nano: SharedModel) -> None:
+    root = tmp_path / "adapters"
+    for name, value in (("one", 0.3), ("two", -0.4)):
+        arrays = initial_arrays(nano.sites, 4, mx.random.key(3))
+        made = {key: array + value if key.endswith("lora_b") else array for key, array in arrays.items()}
+        write_peft(make_adapter(made, version=0, rank=4, alpha=4), root / name, "nano")
+    packed = shutil.make_archive(str(tmp_path / "two"), "zip", root / "two")
+    command = start("name=serve", "server.port=0", f"server.adapters_root={root}", command="serve")
+    url = command.wait_for(r"server +(http://\S+)")
+    ask = {"prompt": [5, 9, 11, 30], "max_tokens": 200, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with httpx.Client(base_url=url, timeout=SECONDS) as client, ThreadPoolExecutor(2) as pool:
+
+        def tokens(model: str, **changes: Any) -> tuple[list[int], str]:
+            answer = client.post("/v1/completions", json={"model": model} | ask | changes).json()
+            return answer["choices"][0]["token_ids"], answer["model"]
+
+        loaded = client.post("/load_lora_adapter", json={"lora_name": "poet", "lora_path": "one"})
+        assert loaded.json()["status"] == "ok"
+        first = tokens("poet")
+        assert first[1] == "poet@1"
+        assert first[0] != tokens("base")[0]
+        client.post("/pause?mode=keep").raise_for_status()
+        running = pool.submit(tokens, "poet", request_id="mine")
+        while client.get("/v1/queue").json()["num_held"] == 0:
+            time.sleep(0.01)
+        client.post("/resume").raise_for_status()
+        uploaded = client.put("/v1/adapters/poet", content=Path(packed).read_bytes()).json()
+        assert (uploaded["id"], uploaded["is_served"]) == ("poet@2", True)
+        assert running.result() in (first, tokens("poet"))
+        assert tokens("poet")[0] != first[0]
+        client.post("/v1/adapters/rollback", json={"name": "poet"}).raise_for_status()
+        assert tokens("poet") == first
+        aborted = pool.submit(tokens, "poet", request_id="long", max_tokens=400)
+        while not client.post("/abort_requests", json={"request_ids": ["long"]}).json()["aborted"]:
+            time.sleep(0.001)
+        assert len(aborted.result()[0]) < 400
+        assert client.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": "../"}).status_code == 400
+        assert client.post("/load_lora_adapter", json={"lora_name": "x", "lora_path": "none"}).status_code == 404
+        client.delete("/v1/adapters/poet").raise_for_status()
+        assert client.post("/v1/completions", json={"model": "poet"} | ask).status_code == 404
+    assert command.end(signal.SIGINT) == 0
 
 
 def test_serving_without_a_learner_answers_until_interrupted(start: Start) -> None:

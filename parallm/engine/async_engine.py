@@ -3,12 +3,13 @@
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
 from parallm.device.thread import DeviceThread
 from parallm.engine.engine import Engine
+from parallm.engine.join_events import joined
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, ParallmError
 from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent, TrafficClass
 
@@ -55,6 +56,11 @@ class AsyncEngine:
             num_running=engine.num_running(), num_waiting=engine.num_waiting(), tokens_total=engine.num_tokens()
         )
 
+    async def ping(self) -> None:
+        """Returns when the device thread has come by, between two units of work. Raises EngineStopped."""
+        self._attached()
+        await asyncio.wrap_future(self._device.call(lambda: None))
+
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """All completions of a request, by index. Cancelling the task aborts the request.
 
@@ -75,8 +81,32 @@ class AsyncEngine:
         return [sorted(made, key=lambda completion: completion.index) for made in completions.values()]
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Events of all completions as they come; closing the iterator aborts the request. Raises as `generate`."""
+        """Events of all completions as they come; closing the iterator aborts the request. Raises as `generate`.
+
+        What comes while the consumer is elsewhere waits for it, joined: at most one event for each completion.
+        """
         return self._events([request], streams=True)
+
+    async def cancel(self, request_ids: Collection[str]) -> int:
+        """End these requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""
+        engine = self._attached()
+        own = [name for name in self._channels if name.rpartition("/")[0] in request_ids]
+        await asyncio.wrap_future(self._device.call(lambda: engine.cancel(*own)))
+        return len(own)
+
+    async def hold(self) -> None:
+        """Freeze serving traffic where it is; rollouts and learning go on."""
+        engine = self._attached()
+        await asyncio.wrap_future(self._device.call(lambda: engine.hold("serving")))
+
+    async def release(self) -> None:
+        """Undo `hold`."""
+        engine = self._attached()
+        await asyncio.wrap_future(self._device.call(lambda: engine.release("serving")))
+
+    async def reset_caches(self) -> None:
+        engine = self._attached()
+        await asyncio.wrap_future(self._device.call(engine.reset_caches))
 
     def emit(self, events: list[TokenEvent]) -> None:
         """Deliver one unit's events: one hop for all of them."""
@@ -105,11 +135,9 @@ class AsyncEngine:
         try:
             await asyncio.wrap_future(self._device.call(lambda: _add_all(engine, own, streams)))
             while unfinished:
-                event = await channel.get()
-                if isinstance(event, Exception):
-                    raise event
-                unfinished -= event.completion is not None
-                yield _named(event, own[event.request_id].request_id)
+                for event in joined(await _waiting(channel)):
+                    unfinished -= event.completion is not None
+                    yield _named(event, own[event.request_id].request_id)
         finally:
             self._names -= names
             for name in own:
@@ -132,6 +160,21 @@ class AsyncEngine:
         return self._engine
 
 
+async def _waiting(channel: asyncio.Queue[Delivery]) -> list[TokenEvent]:
+    """All that has come meanwhile, at least one. Raises an error as soon as it is the first."""
+    events: list[TokenEvent] = []
+    delivery = await channel.get()
+    while not isinstance(delivery, Exception):
+        events.append(delivery)
+        if channel.empty():
+            return events
+        delivery = channel.get_nowait()
+    if not events:
+        raise delivery
+    channel.put_nowait(delivery)  # nothing of these requests comes after an error
+    return events
+
+
 def _add_all(engine: Engine, requests: Mapping[str, GenerationRequest], streams: bool) -> None:
     for request_id, request in requests.items():
         engine.add(replace(request, request_id=request_id), streams)
@@ -139,7 +182,16 @@ def _add_all(engine: Engine, requests: Mapping[str, GenerationRequest], streams:
 
 def _named(event: TokenEvent, request_id: str) -> TokenEvent:
     made = event.completion
-    return replace(event, request_id=request_id, completion=made and replace(made, request_id=request_id))
+    # this runs for every token: `replace` takes three times as long
+    return TokenEvent(
+        request_id=request_id,
+        index=event.index,
+        tokens=event.tokens,
+        logprobs=event.logprobs,
+        top_logprobs=event.top_logprobs,
+        text=event.text,
+        completion=made and replace(made, request_id=request_id),
+    )
 
 
 def _validate(request: GenerationRequest, engine: Engine) -> None:

@@ -7,9 +7,7 @@ computes while Python works. Knows nothing of learning or HTTP. Everything here 
 
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 
@@ -18,7 +16,9 @@ from parallm.engine.decoder import Decoder, Step
 from parallm.engine.prompt_scores import PromptScores
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
+from parallm.engine.traffic import Traffic
 from parallm.engine.views import AdapterViews
+from parallm.engine.waiting import insert
 from parallm.errors import EngineFull, InvalidRequest
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.attention import LEAST_ROWS
@@ -29,30 +29,6 @@ from parallm.types import GenerationRequest, TokenEvent, TrafficClass
 logger = logging.getLogger(__name__)
 
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("serving", "rollout")
-
-
-@dataclass(slots=True)
-class Traffic:
-    """The prompts and rows of one traffic class. Each class has rows of its own, so that each can step alone."""
-
-    decoders: list[Decoder]
-    """One per lane."""
-    prompts: deque[Prompt] = field(default_factory=deque)
-    """Not yet computed, or computed with members that wait for a row; first come, first served."""
-    decoded_last: bool = False
-    num_tokens: int = 0
-    """Sampled since the start."""
-
-    @property
-    def num_rows(self) -> int:
-        return sum(len(decoder.rows) for decoder in self.decoders)
-
-    def rows(self) -> list[Sequence]:
-        return [row for decoder in self.decoders for row in decoder.rows]
-
-    def take_steps(self) -> list[Step]:
-        """The steps in flight, to be read now."""
-        return [step for decoder in self.decoders if (step := decoder.take()) is not None]
 
 
 class Engine:
@@ -105,7 +81,8 @@ class Engine:
                 self._adapters.acquire(adapter)
         cache = self.model.make_cache()
         scores = PromptScores(sampling=request.sampling) if request.needs_whole_prompt else None
-        traffic.prompts.append(Prompt(request=request, cache=cache, waiting=members, streams=streams, scores=scores))
+        prompt = Prompt(request=request, cache=cache, waiting=members, streams=streams, scores=scores)
+        insert(traffic.prompts, prompt)
 
     def abort(self, *request_ids: str) -> None:
         """End all completions of these requests before the next unit. Unknown or finished ids are fine."""
@@ -116,8 +93,32 @@ class Engine:
                 self._end(prompt.waiting)
             self._drop_rows(traffic, lambda row: row.request.request_id in doomed)
 
+    def cancel(self, *request_ids: str) -> None:
+        """`abort` that tells what these requests have so far, as completions that end with `abort`."""
+        doomed = frozenset(request_ids)
+        ended = [one for state in self._traffic.values() for one in self._sequences(state)]
+        events = [one.aborted(self.model.tokenizer) for one in ended if one.request.request_id in doomed]
+        self.abort(*request_ids)
+        if events:
+            self._emit(events)
+
+    def hold(self, traffic: TrafficClass) -> None:
+        """Freeze a class where it is: requests may come, and nothing is computed for any until `release`."""
+        self.settle(traffic)
+        self._traffic[traffic].is_held = True
+
+    def release(self, traffic: TrafficClass) -> None:
+        self._traffic[traffic].is_held = False
+
+    def reset_caches(self) -> None:
+        """Give back memory that only saves work: views of adapters and MLX's free buffers."""
+        self._views.clear()
+        mx.clear_cache()
+
     def has_work(self, traffic: TrafficClass) -> bool:
         state = self._traffic[traffic]
+        if state.is_held:
+            return False
         return bool(state.prompts) or any(decoder.rows or decoder.in_flight for decoder in state.decoders)
 
     def step(self, traffic: TrafficClass) -> None:
@@ -143,7 +144,7 @@ class Engine:
         state = self._traffic[traffic]
         sequences = list(self._sequences(state))
         self._end(sequences)
-        self._traffic[traffic] = Traffic(self._make_decoders(), num_tokens=state.num_tokens)
+        self._traffic[traffic] = Traffic(self._make_decoders(), num_tokens=state.num_tokens, is_held=state.is_held)
         self._report(sorted({sequence.request.request_id for sequence in sequences}), error)
 
     def num_running(self) -> int:

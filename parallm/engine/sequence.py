@@ -138,6 +138,20 @@ class Sequence:
             completion=completion,
         )
 
+    def aborted(self, tokenizer: ChatTokenizer) -> TokenEvent:
+        """End it here; the event holds all that it has."""
+        self.finish_reason = "abort"
+        completion = self._completion(tokenizer)
+        return TokenEvent(
+            request_id=self.request.request_id,
+            index=self.index,
+            tokens=(),
+            logprobs=(),
+            top_logprobs=(),
+            text=completion.text[self._num_shown :],
+            completion=completion,
+        )
+
     def _fills(self, num_tokens: int, max_context: int) -> bool:
         most = min(self.request.sampling.max_tokens, max_context - len(self.request.prompt_tokens))
         return num_tokens >= most

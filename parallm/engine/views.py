@@ -12,7 +12,8 @@ import mlx.core as mx
 
 from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
-from parallm.model.lora import MixedAdapters, OneAdapter, View, one_adapter, stack_adapters
+from parallm.model.lora import OneAdapter, View, one_adapter
+from parallm.model.mixed_adapters import MixedAdapters, stack_adapters
 from parallm.model.row_lora import MOST_VERSIONS, NO_ADAPTER, RowAdapters, group_factors
 from parallm.model.shared_model import SharedModel
 from parallm.model.side_by_side import MOST_ADAPTERS, SideBySide, side_by_side
@@ -73,6 +74,13 @@ class AdapterViews:
             _shrink(self._row_views, MOST_SETS)
         self._row_views.move_to_end(chosen)
         return self._row_views[chosen]
+
+    def clear(self) -> None:
+        """Forget what is kept; views that are in use go on."""
+        self._ones.clear()
+        self._few.clear()
+        self._stacks.clear()
+        self._row_views.clear()
 
     def _one(self, adapter: Adapter) -> OneAdapter:
         key = (adapter.name, adapter.version)

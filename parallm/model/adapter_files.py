@@ -133,6 +133,16 @@ def base_of(folder: Path) -> str:
     return _read_stored(folder).metadata.get("base_sha256", "")
 
 
+def from_peft_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Tensors under PEFT's names as arrays of an adapter; other names stay as they are."""
+    arrays: dict[str, mx.array] = {}
+    for name, tensor in tensors.items():
+        match = PEFT_TENSOR.fullmatch(name)
+        array_name = name if match is None else _array_name(match)
+        arrays[array_name] = tensor if match is None else mx.contiguous(tensor.T)
+    return arrays
+
+
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file, evaluating the arrays. Raises OSError if the disk does not take it."""
     # a file object rather than a path: MLX's own writer loses the reason for a failure
@@ -212,8 +222,7 @@ def _read_peft(folder: Path, config: Mapping[str, Any]) -> _Stored:
         match = PEFT_TENSOR.fullmatch(name)
         if match is None:
             raise AdapterError(f"{folder} holds {name}, which is no lora_A, lora_B or magnitude of a linear layer")
-        part = f"lora_{match['part'].lower()}" if match["part"] else "m"
-        arrays[f"{match['site']}.{part}"] = mx.contiguous(tensor.T)
+        arrays[_array_name(match)] = mx.contiguous(tensor.T)
     _check_magnitudes(folder, arrays, bool(config.get("use_dora")))
     sites = sorted({name.rpartition(".")[0] for name in arrays if name != REWARD_HEAD})
     return _Stored(
@@ -226,6 +235,11 @@ def _read_peft(folder: Path, config: Mapping[str, Any]) -> _Stored:
         rslora=bool(config.get("use_rslora")),
         dropout=float(config.get("lora_dropout", 0.0)),
     )
+
+
+def _array_name(match: re.Match[str]) -> str:
+    part = f"lora_{match['part'].lower()}" if match["part"] else "m"
+    return f"{match['site']}.{part}"
 
 
 def _one_score(folder: Path, tensor: mx.array) -> mx.array:

@@ -1,6 +1,7 @@
 """The table of adapter versions in memory: which version a name means, and how long a version stays."""
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from parallm.errors import AdapterError, UnknownModel
@@ -33,6 +34,7 @@ class AdapterTable:
         self._view = _View()  # swapped whole, so that other threads never see a half-made change
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
+        self._highest: dict[str, int] = {}  # ever published by name: what is cached by version must never come again
 
     def publish(self, adapter: Adapter, *, serve: bool = True) -> None:
         """Make `adapter` the newest version of its name. Moves pointers only; no array is touched.
@@ -41,16 +43,17 @@ class AdapterTable:
         Raises AdapterError, changing nothing, unless its version is above the published one.
         """
         with self._lock:
-            newest = self._view.newest.get(adapter.name)
-            if newest is not None and adapter.version <= newest:
+            highest = self._highest.get(adapter.name)
+            if highest is not None and adapter.version <= highest:
                 raise AdapterError(
-                    f"{adapter.name} is at version {newest}; publish version {newest + 1} or above, "
+                    f"{adapter.name} is at version {highest}; publish version {highest + 1} or above, "
                     f"not {adapter.version}"
                 )
             check_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
             entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
             newest_versions = self._view.newest | {adapter.name: adapter.version}
             served = self._view.served | ({adapter.name: adapter.version} if serve else {})
+            self._highest[adapter.name] = adapter.version
             self._swap(replace(self._view, entries=entries, newest=newest_versions, served=served))
 
     def promote(self, version: int, *, name: str = POLICY) -> None:
@@ -64,6 +67,60 @@ class AdapterTable:
             if (name, version) not in self._view.entries:
                 del served[name]
             self._swap(replace(self._view, served=served))
+
+    def roll_back(self, *, name: str = POLICY) -> int:
+        """Let the bare name mean the version below the one it means: the next older one in memory, of a policy else
+        the base (0). Returns it. Raises UnknownModel if there is none."""
+        with self._lock:
+            served = self._view.served.get(name)
+            if served is None:
+                raise UnknownModel(f"{name} has no version to go back from; there are {self._names(self._view)}")
+            older = [version for key, version in self._view.present() if key == name and version < served]
+            if not older and name not in self.policies:
+                raise UnknownModel(
+                    f"{name}@{served} is the oldest version of {name}; there are {self._names(self._view)}"
+                )
+            version = max(older, default=0)
+            self.promote(version, name=name)
+            return version
+
+    def next_version(self, name: str) -> int:
+        """The lowest version that `publish` takes."""
+        return self._highest.get(name, 0) + 1
+
+    def unload(self, name: str, version: int | None = None) -> None:
+        """Forget one version, or all of `name`; sequences that run finish on theirs, which leave memory then.
+
+        Raises UnknownModel for what is not there, AdapterError for the version that the bare name means.
+        """
+        with self._lock:
+            view = self._view
+            doomed = {key for key in view.present() if key[0] == name and version in (None, key[1])}
+            if not doomed:
+                wanted = name if version is None else versioned(name, version)
+                raise UnknownModel(f"{wanted} is not loaded; there are {self._names(view)}")
+            if version is not None and view.served.get(name) == version:
+                raise AdapterError(
+                    f"{name} means {name}@{version}; promote another version first, or unload all of {name}"
+                )
+            left = [key[1] for key in view.present() if key[0] == name and key not in doomed]
+            newest = {key: newest for key, newest in view.newest.items() if key != name}
+            self._swap(
+                replace(
+                    view,
+                    aliases={alias: key for alias, key in view.aliases.items() if key not in doomed},
+                    newest=newest | ({name: max(left)} if left else {}),
+                    served={key: served for key, served in view.served.items() if (key, served) not in doomed},
+                    held=view.held - doomed,
+                    unloaded=view.unloaded | doomed,
+                )
+            )
+
+    def hold(self, models: Iterable[str]) -> None:
+        """Keep the versions that these names mean now in memory, and no others of an earlier call."""
+        with self._lock:
+            found = [adapter for model in models if (adapter := self.resolve(model)) is not None]
+            self._swap(replace(self._view, held=frozenset((one.name, one.version) for one in found)))
 
     def resolve(self, model: str) -> Adapter | None:
         """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias; see `model_names`.
@@ -115,18 +172,29 @@ class AdapterTable:
                 raise UnknownModel(f"{name}@{version} is the base; an alias names a published version")
             self._swap(replace(self._view, aliases=self._view.aliases | {of_alias(alias, name): (name, version)}))
 
+    def remove_alias(self, alias: str, *, name: str = POLICY) -> None:
+        """Raises UnknownModel."""
+        with self._lock:
+            wanted = of_alias(alias, name)
+            if wanted not in self._view.aliases:
+                raise UnknownModel(f"no alias {wanted!r}; there are {self._names(self._view)}")
+            aliases = {other: key for other, key in self._view.aliases.items() if other != wanted}
+            self._swap(replace(self._view, aliases=aliases))
+
     def cards(self) -> tuple[AdapterCard, ...]:
-        """What is in memory, newest first within a name."""
+        """What can be asked for, newest first within a name."""
         view = self._view
-        keys = sorted(view.entries, key=lambda key: (key[0], -key[1]))
+        keys = sorted(view.present(), key=lambda key: (key[0], -key[1]))
         return tuple(view.entries[key].card(view) for key in keys)
 
     def _pinned(self, view: "_View", name: str, number: str) -> Adapter | None:
         if not is_number(number):
             raise UnknownModel(f"{number!r} in {name}@{number} is no version; there are {self._names(view)}")
         key = (name, int(number))
-        if key in view.entries:
+        if key in view.entries and key not in view.unloaded:
             return view.entries[key].adapter
+        if key in view.unloaded:
+            raise UnknownModel(f"{name}@{number} was unloaded; there are {self._names(view)}")
         if key in self._dropped:
             raise UnknownModel(f"{name}@{number} was dropped to bound memory; there are {self._names(view)}")
         if name in self.policies and int(number) == 0:
@@ -134,16 +202,18 @@ class AdapterTable:
         raise UnknownModel(f"no version {name}@{number}; there are {self._names(view)}")
 
     def _swap(self, view: "_View") -> None:
-        held = set(view.aliases.values()) | set(view.newest.items()) | set(view.served.items())
+        held = set(view.aliases.values()) | set(view.newest.items()) | set(view.served.items()) | view.held
         idle = sorted((key for key, entry in view.entries.items() if not entry.num_running), key=lambda key: -key[1])
         of_names = [[key for key in idle if key[0] == name] for name in view.newest]
         dropped = {key for keys in of_names for key in keys[self._keep :] if key not in held}
+        dropped |= view.unloaded.intersection(idle)
         self._dropped |= dropped  # before the swap: a reader of the new view must find the reason
-        self._view = replace(view, entries={key: e for key, e in view.entries.items() if key not in dropped})
+        entries = {key: e for key, e in view.entries.items() if key not in dropped}
+        self._view = replace(view, entries=entries, unloaded=view.unloaded - dropped)
 
     def _names(self, view: "_View") -> str:
         """Every name that resolves, for messages."""
-        pinned = [versioned(*key) for key in sorted(view.entries)]
+        pinned = [versioned(*key) for key in sorted(view.present())]
         names = [BASE, *self.policies, *sorted(view.served), *sorted(view.aliases), *pinned]
         return ", ".join(dict.fromkeys(names))
 
@@ -181,6 +251,15 @@ class _View:
     """Highest published version by name."""
     served: dict[str, int] = field(default_factory=dict)
     """What a bare name means; a name that is not there is the base if it is the policy, else unknown."""
+
+    held: frozenset[Key] = frozenset()
+    """Stay in memory though nothing else asks for them."""
+    unloaded: frozenset[Key] = frozenset()
+    """In memory for the sequences that run on them alone."""
+
+    def present(self) -> list[Key]:
+        """What new requests may ask for."""
+        return [key for key in self.entries if key not in self.unloaded]
 
     def aliases_of(self, key: Key) -> tuple[str, ...]:
         latest = (of_alias(LATEST, key[0]),) if key[1] == self.newest.get(key[0]) else ()

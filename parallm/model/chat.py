@@ -88,10 +88,10 @@ class ChatTokenizer:
         """
         return self._grammars.compile(source, reasoning=reasoning)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens` without special tokens, except those that mark reasoning and tool calls."""
-        if self._hidden is None:
-            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of `tokens`; of special ones, only marks of reasoning and tool calls unless `special`."""
+        if special or self._hidden is None:
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
         return str(self._tokenizer.decode([token for token in tokens if token not in self._hidden]))
 
     def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:

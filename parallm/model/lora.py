@@ -3,8 +3,7 @@
 There is one module tree for serving and training. A site owns no adapter arrays: it asks the `Binding` that all sites
 of a model share. Whoever runs a forward binds a view first, on the device thread.
 
-LoRA: https://arxiv.org/abs/2106.09685. DoRA: `dora`. Axes: B rows, T tokens, I input, O output, R rank, S stacked
-adapters.
+LoRA: https://arxiv.org/abs/2106.09685. DoRA: `dora`. Axes: B rows, T tokens, I input, O output, R rank.
 """
 
 import math
@@ -18,7 +17,7 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.model.attention import LEAST_COLUMNS, at_least_rows
+from parallm.model.attention import LEAST_COLUMNS
 from parallm.model.cuda import on_cuda
 
 
@@ -149,26 +148,6 @@ class JoinedSites:
         return dict(zip(self.sites, mx.split(columns, list(self.cuts), axis=-1), strict=True))
 
 
-@dataclass(frozen=True, slots=True)
-class MixedAdapters:
-    """Row b uses the adapter at `index_B[b]` of the stacks; a stack entry of zeros is the base."""
-
-    a_SIR: Mapping[str, mx.array]
-    b_SRO: Mapping[str, mx.array]
-    stretch_SO: Mapping[str, mx.array]
-    index_B: mx.array
-
-    def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
-        if site not in self.a_SIR:
-            return y
-        rows = at_least_rows(x.astype(mx.float32), axis=1)  # the only type that a CPU's gather_mm knows
-        hidden = mx.gather_mm(rows, self.a_SIR[site], rhs_indices=self.index_B)
-        return y + mx.gather_mm(hidden, self.b_SRO[site], rhs_indices=self.index_B)[:, : x.shape[1]].astype(y.dtype)
-
-    def stretch(self, site: str) -> mx.array | None:
-        return self.stretch_SO[site][self.index_B][:, None] if site in self.stretch_SO else None
-
-
 class Binding:
     """The view that all sites of one model apply now."""
 
@@ -253,7 +232,7 @@ def one_adapter(arrays: Mapping[str, mx.array], scaling: Scaling, *, widens: boo
     """
     sites = [name.removesuffix(".lora_a") for name in arrays if name.endswith(".lora_a")]
     ranks = {site: _computed_rank(arrays[f"{site}.lora_a"].shape[1]) for site in sites}
-    a_IR = {site: _padded(arrays[f"{site}.lora_a"], 1, 0, ranks[site]).astype(scaling.dtype) for site in sites}
+    a_IR = {site: padded(arrays[f"{site}.lora_a"], 1, 0, ranks[site]).astype(scaling.dtype) for site in sites}
     groups = [{site: a_IR[site] for site in group} for group in _present(scaling.joined, a_IR)]
     # of each B: zeros before its rows, and rows in all
     rows = {site: (0, ranks[site]) for site in sites}
@@ -267,7 +246,7 @@ def one_adapter(arrays: Mapping[str, mx.array], scaling: Scaling, *, widens: boo
     return OneAdapter(
         a_IR,
         {
-            site: _padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, *rows[site]).astype(scaling.dtype)
+            site: padded(arrays[f"{site}.lora_b"] * scaling.scales[site], 0, *rows[site]).astype(scaling.dtype)
             for site in sites
         },
         {site: arrays[f"{site}.m"] / norm_O - 1 for site, norm_O in scaling.norms_O.items()},
@@ -292,27 +271,7 @@ def _present(groups: Sequence[tuple[str, ...]], a_IR: Mapping[str, mx.array]) ->
     return [group for group in found if len(group) > 1]
 
 
-def stack_adapters(adapters: list[OneAdapter | None], sites: Mapping[str, tuple[int, int]]) -> MixedAdapters:
-    """Stack adapters (None: the base) for `MixedAdapters`; ranks are padded with zeros. `index_B` is empty."""
-    present = [adapter for adapter in adapters if adapter is not None]
-    stacks_a: dict[str, mx.array] = {}
-    stacks_b: dict[str, mx.array] = {}
-    stretches: dict[str, mx.array] = {}
-    for site, (inputs, outputs) in sites.items():
-        rank = max((adapter.a_IR[site].shape[1] for adapter in present if site in adapter.a_IR), default=0)
-        if rank:
-            no_a, no_b = mx.zeros((inputs, rank)), mx.zeros((rank, outputs))
-            some_a = [_padded(a.a_IR.get(site, no_a) if a else no_a, 1, 0, rank) for a in adapters]
-            some_b = [_padded(a.b_RO.get(site, no_b) if a else no_b, 0, 0, rank) for a in adapters]
-            stacks_a[site] = mx.stack(some_a).astype(mx.float32)
-            stacks_b[site] = mx.stack(some_b).astype(mx.float32)
-        if any(site in adapter.stretch_O for adapter in present):
-            none = mx.zeros((outputs,))
-            stretches[site] = mx.stack([a.stretch_O.get(site, none) if a else none for a in adapters])
-    return MixedAdapters(stacks_a, stacks_b, stretches, mx.zeros((0,), mx.uint32))
-
-
-def _padded(matrix: mx.array, axis: int, before: int, size: int) -> mx.array:
+def padded(matrix: mx.array, axis: int, before: int, size: int) -> mx.array:
     """With zeros around it along `axis`, `before` of them in front."""
     missing = (before, max(0, size - before - matrix.shape[axis]))
     return (

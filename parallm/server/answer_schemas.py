@@ -80,7 +80,16 @@ class CompletionChoice(ChoiceFields):
     """By position and token id, the prompt's own token first."""
 
 
-class CompletionAnswer(Wire):
+class Echo(Wire):
+    """What a training framework finds its answers again by; each field is there if it was asked for."""
+
+    request_id: str | None = None
+    step_id: int | str | None = None
+    logprobs_mode: Literal["temperature"] | None = None
+    """Log-probabilities are after temperature and before top_k, top_p and min_p."""
+
+
+class CompletionAnswer(Echo):
     """Also the shape of each chunk of a stream."""
 
     id: str
@@ -138,7 +147,7 @@ class ChatChunkChoice(ChoiceFields):
     logprobs: ChatLogprobs | None
 
 
-class ChatAnswer(Wire):
+class ChatAnswer(Echo):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -150,7 +159,7 @@ class ChatAnswer(Wire):
     """By position and token id, the prompt's own token first."""
 
 
-class ChatChunk(Wire):
+class ChatChunk(Echo):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int

@@ -1,12 +1,13 @@
 """Domain answers to wire answers for both endpoints, whole and in chunks."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypedDict
+
+from pydantic import BaseModel
 
 from parallm.server.answer_schemas import Usage, WeightVersions
-from parallm.server.schemas import Wire
-from parallm.server.service import Tokenizer
+from parallm.server.service import Tokenizer, TokenTexts
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
 
@@ -19,9 +20,13 @@ class Head:
     requests: Sequence[GenerationRequest]
     """One for each prompt."""
     tokenizer: Tokenizer
+    token_texts: TokenTexts
+    """What tokens are called in log-probs."""
     logprobs: bool
     token_ids: bool
     usage_chunk: bool
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `Echo` that every chunk carries."""
 
     def choice_index(self, prompt: int, index: int) -> int:
         """Choices are numbered through: all of the first prompt, then all of the second."""
@@ -37,30 +42,30 @@ class Head:
 
 
 class WholeAnswers(Protocol):
-    """One endpoint's way to say the same things. An object serves one request."""
+    """One endpoint's way to answer all at once. An object serves one request."""
 
     @property
     def head(self) -> Head: ...
 
-    def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> Wire:
+    def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> BaseModel:
         """`completions` by prompt."""
         ...
 
 
 class Answers(WholeAnswers, Protocol):
-    """The same in chunks."""
+    """The same in chunks, too."""
 
-    def opening(self, model: str) -> Sequence[Wire]:
+    def opening(self, model: str) -> Sequence[BaseModel]:
         """Chunks before the first text."""
         ...
 
-    def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> Wire | None:
+    def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> BaseModel | None:
         """None if there is nothing to tell yet, such as text held back for a stop string."""
         ...
 
-    def final_chunk(self, model: str, prompt: int, completion: Completion) -> Wire: ...
+    def final_chunk(self, model: str, prompt: int, completion: Completion) -> BaseModel: ...
 
-    def usage_chunk(self, model: str, num_completion_tokens: int) -> Wire: ...
+    def usage_chunk(self, model: str, num_completion_tokens: int) -> BaseModel: ...
 
 
 class Provenance(TypedDict):
@@ -83,11 +88,14 @@ def provenance(completion: Completion) -> Provenance:
     return Provenance(
         finish_reason=completion.finish_reason,
         policy_version=version_of(completion),
-        weight_versions=[
-            WeightVersions(version=str(span.version), start=span.start, end=span.end)
-            for span in completion.weight_versions
-        ],
+        weight_versions=weight_versions(completion),
     )
+
+
+def weight_versions(completion: Completion) -> list[WeightVersions]:
+    return [
+        WeightVersions(version=str(span.version), start=span.start, end=span.end) for span in completion.weight_versions
+    ]
 
 
 def num_tokens(completions: Sequence[Sequence[Completion]]) -> int:

@@ -1,22 +1,48 @@
 """The ASGI application: routes, and one place where exceptions become responses."""
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
+from parallm.server.doors import Doors
 from parallm.server.failures import Failure, failure, failure_of
+from parallm.server.front import Front
+from parallm.server.gate import gate
+from parallm.server.gauges import Gauges
 from parallm.server.generation import json_response
+from parallm.server.keys import StoredKey
+from parallm.server.metered_engine import MeteredEngine
+from parallm.server.meters import Meters
+from parallm.server.openapi import openapi_document
+from parallm.server.roles import check_roles
+from parallm.server.routes_adapter_aliases import adapter_alias_routes
+from parallm.server.routes_adapters import adapter_list_routes, adapter_routes
+from parallm.server.routes_data import data_routes
+from parallm.server.routes_engine import engine_routes, queue_routes
 from parallm.server.routes_generation import generation_routes
+from parallm.server.routes_identity import absent_routes, identity_routes
+from parallm.server.routes_operation import operation_routes
 from parallm.server.routes_responses import response_routes
+from parallm.server.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.routes_status import status_routes
-from parallm.server.service import Engine, Service, Tokenizer
+from parallm.server.routes_training import training_routes
+from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training
 from parallm.server.settings import ServerSettings
+from parallm.server.splits import Splits
+from parallm.server.steered_engine import SteeredEngine
+from parallm.server.traces import Traces
+from parallm.server.version_statistics import Statistics
 from parallm.types import POLICY, AdapterCard
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
@@ -24,20 +50,30 @@ CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the 
 
 def create_app(
     *,
-    engine: Engine,
+    engine: SteerableEngine,
     tokenizer: Tokenizer,
     catalog: Callable[[], tuple[AdapterCard, ...]],
     status: Callable[[], TrainingStatus],
     settings: ServerSettings,
     base_name: str,
     policies: tuple[str, ...] = (POLICY,),
+    keys: tuple[StoredKey, ...] = (),
+    device_seconds: Callable[[], Mapping[str, float]] = dict,
+    traces: Traces | None = None,
+    adapters: Adapters | None = None,
+    training: Training | None = None,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
-    `policies` can be asked for before they have a version, and answer as the base then.
+    `policies` can be asked for before they have a version, and answer as the base then. Without `adapters` or
+    `training` the routes about them answer that this process has none.
     """
+    meters, doors = Meters(base_name), Doors()
+    statistics = Statistics(catalog)
+    splits = Splits(catalog, policies) if adapters is None else Splits(catalog, policies, adapters.hold)
+    steering = SteeredEngine(engine, statistics.count)
     service = Service(
-        engine=engine,
+        engine=MeteredEngine(steering, meters, settings, traces),
         tokenizer=tokenizer,
         catalog=catalog,
         status=status,
@@ -45,17 +81,60 @@ def create_app(
         base_name=base_name,
         policies=policies,
         started=int(time.time()),
+        routed=splits.routed,
+        device_seconds=device_seconds,
     )
-    # no schema pages: bodies are read by parse.py, so FastAPI has nothing to show on them
-    app = FastAPI(title="ParaLLM", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.include_router(generation_routes(service))
-    app.include_router(response_routes(service))
-    app.include_router(status_routes(service))
+    app = FastAPI(
+        title="ParaLLM",
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
+        dependencies=[Depends(gate(keys, settings, doors))],
+    )
+    app.state.doors = doors
+    # bodies are read by parse.py: FastAPI alone has nothing to show on them
+    setattr(app, "openapi", partial(openapi_document, app, has_keys=bool(keys)))  # noqa: B010
+    meters.registry.register(Gauges(service))
+    routers = (
+        generation_routes(service),
+        response_routes(service),
+        status_routes(service),
+        operation_routes(service, doors, meters.registry),
+        data_routes(service),
+        identity_routes(service),
+        absent_routes(),
+        adapter_list_routes(service),
+        adapter_routes(service, adapters),
+        adapter_alias_routes(service, adapters),
+        training_routes(service, training),
+        queue_routes(steering),
+        engine_routes(service, steering),
+        split_routes(service, splits, statistics),
+        statistics_routes(splits, statistics),
+        reward_routes(service, statistics),
+    )
+    check_roles(routers)
+    for router in routers:
+        app.include_router(router)
+    _allow_origins(app, settings)
+    app.add_middleware(Front, meters=meters, doors=doors)  # added last, so it is outermost
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_error)
     return app
+
+
+def _operation_id(route: APIRoute) -> str:
+    """One for each path: FastAPI's own is the same for `/generate` and `/generate/`."""
+    return re.sub(r"\W", "_", "".join(sorted(route.methods or ())) + route.path)
+
+
+def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
+    if settings.cors_origins:
+        origins = list(settings.cors_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
 
 async def _on_error(http: Request, error: Exception) -> Response:
@@ -67,6 +146,14 @@ async def _on_http_error(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path[:200]}: {error.detail}"
     return _response(failure(error.status_code, message, headers=error.headers))
+
+
+async def _on_wrong_parameter(http: Request, error: Exception) -> Response:
+    """Parameters of paths and queries, which FastAPI reads."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return _response(failure(400, f"{name}: {first['msg']}", param=name, code="invalid_value"))
 
 
 async def _on_disconnect(http: Request, error: Exception) -> Response:

@@ -42,21 +42,27 @@ def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) ->
 
 
 def model_list(service: Service) -> ModelList:
-    """The base, each adapter by name (the version that is served), aliases, and every version in memory."""
+    """The policies, the base, other names of adapters (the version that is served), aliases, and every version.
+
+    Policies come first because many clients take the first model of the list.
+    """
     cards = service.catalog()
     names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
-    names.update(service.policies)
+    names -= set(service.policies)
     versions = [versioned(card.name, card.version) for card in cards]
-    entries = [_entry(name, card_of(name, cards), service) for name in (*sorted(names), *versions)]
-    return ModelList(object="list", data=[_entry(BASE, None, service), *entries])
+    order = (*service.policies, BASE, *sorted(names), *versions)
+    return ModelList(object="list", data=[_entry(name, card_of(name, cards), service) for name in order])
 
 
 def model_entry(name: str, service: Service) -> ModelEntry:
-    """One name of the list. Raises UnknownModel."""
+    """One name of the list, or another way to say it. Raises UnknownModel."""
     entries = {entry.id: entry for entry in model_list(service).data}
-    if name not in entries:
+    if name in entries:
+        return entries[name]
+    card = card_of(name, service.catalog())
+    if card is None:
         raise UnknownModel(f"no model {name[:200]!r}; there are {sorted(entries)}")
-    return entries[name]
+    return _entry(name, card, service)
 
 
 def _entry(name: str, card: AdapterCard | None, service: Service) -> ModelEntry:

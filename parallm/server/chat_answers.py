@@ -59,7 +59,7 @@ class ChatAnswers:
         choice = ChatChunkChoice(
             index=event.index,
             delta=self._delta(event.index, part),
-            logprobs=chat_logprobs(event, self.head.tokenizer) if self.head.logprobs else None,
+            logprobs=chat_logprobs(event, self.head.token_texts) if self.head.logprobs else None,
             **UNFINISHED,
         )
         return self._chunk(model, choice.model_copy(update=self._token_ids(event.tokens)))
@@ -81,7 +81,7 @@ class ChatAnswers:
         choice = ChatChoice(
             index=completion.index,
             message=_message(part),
-            logprobs=chat_logprobs(completion, self.head.tokenizer) if self.head.logprobs else None,
+            logprobs=chat_logprobs(completion, self.head.token_texts) if self.head.logprobs else None,
             **_provenance(completion, len(part.calls)),
         )
         return choice.model_copy(update=self._token_ids(completion.tokens))
@@ -106,7 +106,7 @@ class ChatAnswers:
         told = completions[0][0].prompt_logprobs
         if most is None or told is None:
             return {}
-        return {"prompt_logprobs": prompt_logprobs(told, most, self.head.tokenizer)}
+        return {"prompt_logprobs": prompt_logprobs(told, most, self.head.token_texts)}
 
     def _chunk(self, model: str, choice: ChatChunkChoice | None, usage: Usage | None = None) -> ChatChunk:
         chunk = ChatChunk(

@@ -1,6 +1,6 @@
 """Wire types of `POST /v1/chat/completions`. Used in this folder only."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
@@ -26,8 +26,11 @@ class TextPart(Wire):
     text: str
 
 
-Content = Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_content)]
-OptionalContent = Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_optional_content)]
+ContentForms: TypeAlias = str | list[TextPart]
+Content = Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_content, json_schema_input_type=ContentForms)]
+OptionalContent = Annotated[
+    list[TextPart], FIRST_FAULT, BeforeValidator(read_optional_content, json_schema_input_type=ContentForms | None)
+]
 
 
 class PlainMessage(Wire):
@@ -56,9 +59,7 @@ class AssistantMessage(Wire):
     """The fields that must be null are there because clients send earlier answers back as they got them."""
 
     role: Literal["assistant"]
-    content: Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_optional_content)] = Field(
-        default_factory=list
-    )
+    content: OptionalContent = Field(default_factory=list)
     reasoning_content: str | None = None
     tool_calls: list[SentToolCall] | None = None
     refusal: None = None
@@ -101,6 +102,9 @@ class NamedTool(Wire):
     function: NamedFunction
 
 
+ToolChoiceForms: TypeAlias = Literal["none", "auto", "required"] | NamedTool
+
+
 def read_tool_choice(value: object) -> object:
     if value in ("none", "auto", "required") or isinstance(value, dict):
         return value
@@ -140,7 +144,9 @@ class ChatBody(GenerationBody):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
-    tool_choice: Annotated[str | NamedTool, BeforeValidator(read_tool_choice)] = "auto"
+    tool_choice: Annotated[
+        str | NamedTool, BeforeValidator(read_tool_choice, json_schema_input_type=ToolChoiceForms)
+    ] = "auto"
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -41,7 +41,7 @@ class CompletionAnswers:
             return None
         index = self.head.choice_index(prompt, event.index)
         offset = self._offsets.get(index)
-        logprobs = completion_logprobs(event, self.head.tokenizer, offset or 0) if self.head.logprobs else None
+        logprobs = completion_logprobs(event, self.head.token_texts, offset or 0) if self.head.logprobs else None
         num_characters = sum(map(len, logprobs.tokens)) if logprobs else 0
         self._offsets[index] = (offset or 0) + num_characters
         choice = CompletionChoice(index=index, text=event.text, logprobs=logprobs, **UNFINISHED)
@@ -64,7 +64,7 @@ class CompletionAnswers:
         )
         most, told = self._body.prompt_logprobs, completion.prompt_logprobs
         if most is not None and told is not None:
-            update = {"prompt_logprobs": prompt_logprobs(told, most, self.head.tokenizer)}
+            update = {"prompt_logprobs": prompt_logprobs(told, most, self.head.token_texts)}
             choice = choice.model_copy(update=update)
         return self._with_ids(choice, completion.tokens, prompt)
 
@@ -72,9 +72,9 @@ class CompletionAnswers:
         if self._body.logprobs is None:
             return None
         if not self._body.echo:
-            return completion_logprobs(completion, self.head.tokenizer, 0)
+            return completion_logprobs(completion, self.head.token_texts, 0)
         first = self.head.requests[prompt].prompt_tokens[0]
-        return echoed_logprobs(completion, first, self._body.logprobs, self.head.tokenizer)
+        return echoed_logprobs(completion, first, self._body.logprobs, self.head.token_texts)
 
     def _prompt_texts(self) -> list[str]:
         return [prompt_text(prompt, self.head.tokenizer) for prompt in self._body.prompt]

@@ -3,7 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parallm.errors import ContextTooLong, EngineFull, EngineStopped, InvalidRequest, UnknownModel
+from parallm.errors import (
+    AdapterError,
+    AdapterMissing,
+    CheckpointError,
+    ContextTooLong,
+    EngineFull,
+    EngineStopped,
+    InvalidRequest,
+    ParallmError,
+    Unavailable,
+    UnknownModel,
+)
 from parallm.server.answer_schemas import ErrorAnswer, ErrorDetail
 
 RETRY_AFTER_SECONDS = 1
@@ -11,6 +22,30 @@ RETRY_AFTER_SECONDS = 1
 
 class BodyTooLarge(InvalidRequest):
     """The request body is larger than `server.max_body_bytes`."""
+
+
+class WrongKey(ParallmError):
+    """No API key, or one that this server does not know."""
+
+
+class NotAllowed(ParallmError):
+    """The key's role, or the server's settings, do not allow this route."""
+
+
+class ForeignOrigin(NotAllowed):
+    """A browser sent this for a page of another origin."""
+
+
+class Draining(ParallmError):
+    """The server ends and takes no new requests; another one may be there after `seconds`."""
+
+    def __init__(self, message: str, seconds: int) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
+class DeadlineExceeded(ParallmError):
+    """The answer was not there in the time that the client or the server gave it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +74,44 @@ def failure_of(error: Exception) -> Failure:
         case EngineStopped():
             return failure(503, str(error), kind="server_error", code="engine_stopped")
         case _:
-            message = "the server failed to answer; its log has the cause"
-            return failure(500, message, kind="server_error", code="internal_error")
+            return _failure_of_access(error) or _failure_of_control(error) or _internal()
+
+
+def _failure_of_access(error: Exception) -> Failure | None:
+    match error:
+        case WrongKey():
+            headers = {"WWW-Authenticate": "Bearer"}
+            return failure(401, str(error), kind="authentication_error", code="invalid_api_key", headers=headers)
+        case NotAllowed():
+            return failure(403, str(error), kind="permission_error", code="not_allowed")
+        case Draining():
+            headers = {"Retry-After": str(error.seconds), "Connection": "close"}
+            return failure(503, str(error), kind="server_error", code="draining", headers=headers)
+        case DeadlineExceeded():
+            # OpenAI's clients repeat what failed with 5xx, and would wait as long again for nothing
+            headers = {"x-should-retry": "false"}
+            return failure(504, str(error), kind="server_error", code="deadline_exceeded", headers=headers)
+        case _:
+            return None
+
+
+def _failure_of_control(error: Exception) -> Failure | None:
+    match error:
+        case Unavailable():
+            return failure(409, str(error), code="unavailable")
+        case CheckpointError():
+            return failure(500, str(error), kind="server_error", code="checkpoint_failed")
+        case AdapterMissing():
+            return failure(404, str(error), code="adapter_not_found")
+        case AdapterError():
+            return failure(400, str(error), code="invalid_adapter")
+        case _:
+            return None
+
+
+def _internal() -> Failure:
+    message = "the server failed to answer; its log has the cause"
+    return failure(500, message, kind="server_error", code="internal_error")
 
 
 def failure(

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,18 +13,16 @@ from parallm.errors import ParallmError
 from parallm.server.answers import Answers, WholeAnswers, version_of
 from parallm.server.catalog import resolved, resolved_to
 from parallm.server.connection import while_connected
-from parallm.server.failures import failure_of
 from parallm.server.merge import merged
-from parallm.server.schemas import Wire
 from parallm.server.service import Engine, Service
-from parallm.server.sse import DONE, EventStream, encode_events
+from parallm.server.sse import DONE, EventStream, encode_events, failed
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
 logger = logging.getLogger(__name__)
 Events = AsyncGenerator[tuple[int, TokenEvent], None]
 
 
-def json_response(wire: Wire, status: int = 200) -> Response:
+def json_response(wire: BaseModel, status: int = 200) -> Response:
     return Response(wire.model_dump_json(exclude_unset=True), status, media_type="application/json")
 
 
@@ -41,13 +40,13 @@ async def respond_whole(service: Service, http: Request, answers: WholeAnswers) 
     requests = answers.head.requests
     completions = await while_connected(http.receive, generate_all(service.engine, requests))
     model = resolved_to(requests[0].model, version_of(completions[0][0]), service.catalog())
-    return json_response(answers.whole(model, completions))
+    return json_response(_echoing(answers, [answers.whole(model, completions)])[0])
 
 
 async def respond_stream(service: Service, http: Request, answers: Answers) -> Response:
     """Like `begin_stream`."""
     begun = await begin_stream(service, http, answers.head.requests)
-    return EventStream(_encoded(service, answers, begun), begun.events)
+    return EventStream(_encoded(service, answers, begun), begun.events, stall_seconds=service.settings.stall_seconds)
 
 
 async def begin_stream(service: Service, http: Request, requests: Sequence[GenerationRequest]) -> Beginning:
@@ -83,25 +82,31 @@ async def _encoded(service: Service, answers: Answers, begun: Beginning) -> Asyn
     num_tokens = 0
     model, first = begun.model, begun.first
     try:
-        yield encode_events([*answers.opening(model), *_chunks(service, answers, model, *first)])
+        yield encode_events(_echoing(answers, [*answers.opening(model), *_chunks(service, answers, model, *first)]))
         num_tokens += len(first[1].tokens)
         async for prompt, event in begun.events:
             num_tokens += len(event.tokens)
             if chunks := _chunks(service, answers, model, prompt, event):
-                yield encode_events(chunks)
+                yield encode_events(_echoing(answers, chunks))
         if answers.head.usage_chunk:
-            yield encode_events([answers.usage_chunk(model, num_tokens)])
+            yield encode_events(_echoing(answers, [answers.usage_chunk(model, num_tokens)]))
         yield DONE
     except ParallmError as error:
-        yield encode_events([failure_of(error).answer])
+        yield failed(error)
     except Exception as error:  # the status is sent already: the log is the only place left for the cause
         logger.exception("the stream %s failed", answers.head.answer_id)
-        yield encode_events([failure_of(error).answer])
+        yield failed(error)
 
 
-def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: TokenEvent) -> list[Wire]:
+def _echoing(answers: WholeAnswers, chunks: Sequence[BaseModel]) -> list[BaseModel]:
+    """The same with what the client wants to find its answer again by."""
+    echo = answers.head.echo
+    return [chunk.model_copy(update=echo) for chunk in chunks] if echo else list(chunks)
+
+
+def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: TokenEvent) -> list[BaseModel]:
     text = answers.text_chunk(model, prompt, event)
-    chunks = [] if text is None else [text]
+    chunks: list[BaseModel] = [] if text is None else [text]
     if event.completion is not None:
         name = answers.head.requests[prompt].model
         model = resolved_to(name, version_of(event.completion), service.catalog())

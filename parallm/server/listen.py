@@ -1,68 +1,32 @@
-"""The socket and the uvicorn server around an application. The caller starts it, stops it and owns the signals."""
+"""The uvicorn server around an application. The caller starts it, stops it and owns the signals."""
 
 import asyncio
 import contextlib
-import errno
 import socket
+import ssl
 from collections.abc import Generator
+from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
-from parallm.errors import ParallmError
+from parallm.server.doors import Doors
 from parallm.server.settings import ServerSettings
+from parallm.server.sockets import bind
 
-GRACE_SECONDS = 5
-"""How long responses that are under way may go on after `stop`."""
+LAST_BYTES_SECONDS = 1
+"""For connections to close after the last answer."""
 KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they and not we close idle connections
-
-
-class ListenError(ParallmError):
-    """The address cannot be used: another process has it, or it is not of this machine."""
-
-
-def bind(settings: ServerSettings) -> socket.socket:
-    """A listening socket on `host:port`; port 0 takes a free one. Raises ListenError with the way out.
-
-    Apart from HttpServer so that a port in use can stop a run before a model is loaded. Clients that connect before the
-    server starts wait.
-    """
-    try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ListenError(f"server.host={settings.host} is not an address of this machine: {error}") from error
-    # `localhost` is often both; clients try 127.0.0.1
-    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        # with SO_REUSEADDR two programs can bind, but only one can listen
-        bound.listen(2048)
-    except OSError as error:
-        bound.close()
-        raise _listen_error(settings, error) from error
-    bound.setblocking(False)
-    return bound
-
-
-def _listen_error(settings: ServerSettings, error: OSError) -> ListenError:
-    where = f"{settings.host}:{settings.port}"
-    if error.errno == errno.EADDRINUSE:
-        return ListenError(
-            f"{where} is in use by another process; choose another port with server.port=..., let the system choose "
-            "with server.port=0, or run without HTTP: server.enabled=false"
-        )
-    return ListenError(f"cannot listen on {where}: {error}; change server.host=... or server.port=...")
 
 
 class HttpServer:
     """Serves `app` on `bound` from `start` to `stop`, on the running event loop. Installs no signal handlers."""
 
-    def __init__(self, app: FastAPI, bound: socket.socket, *, grace_seconds: int = GRACE_SECONDS) -> None:
-        self.host, self.port = bound.getsockname()[:2]
+    def __init__(self, app: FastAPI, bound: socket.socket, settings: ServerSettings) -> None:
         self._app = app
+        self._doors: Doors = app.state.doors
+        self._settings = settings
         self._socket = bound
         self._task: asyncio.Task[None] | None = None
         self._server = _Server(
@@ -76,14 +40,15 @@ class HttpServer:
                 lifespan="off",
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=grace_seconds,
+                timeout_graceful_shutdown=LAST_BYTES_SECONDS,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_ca_certs=settings.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
             )
         )
 
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        self.url = _url(bound, settings)
 
     async def start(self) -> None:
         """Returns when requests are answered."""
@@ -99,12 +64,23 @@ class HttpServer:
         if self._task is not None:
             await asyncio.shield(self._task)
 
+    def drain(self) -> None:
+        """From now on new requests for completions get 503; those under way go on until `stop` is through."""
+        self._doors.close()
+
     async def stop(self) -> None:
-        """Take no more connections, let responses end for the grace period, then cancel them. Can be called twice."""
+        """Refuse new requests, let answers end for `drain_seconds`, then cut them off. Can be called twice."""
+        self.drain()
+        is_running = self._task is not None and not self._task.done()
+        if is_running and not await self._doors.wait_until_empty(self._settings.drain_seconds):
+            self._doors.cut_off()
+            await self._doors.wait_until_empty(LAST_BYTES_SECONDS)
         self._server.should_exit = True
         if self._task is None:
             self._socket.close()
         await self.wait()
+        if self._settings.uds:
+            Path(self._settings.uds).unlink(missing_ok=True)
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -117,12 +93,20 @@ class HttpServer:
 
 async def serve(app: FastAPI, settings: ServerSettings) -> None:
     """Bind and serve until cancelled; then stop gracefully."""
-    server = HttpServer(app, bind(settings))
+    server = HttpServer(app, bind(settings), settings)
     await server.start()
     try:
         await server.wait()
     finally:
         await server.stop()
+
+
+def _url(bound: socket.socket, settings: ServerSettings) -> str:
+    if settings.uds:
+        return f"unix:{settings.uds}"
+    host, port = bound.getsockname()[:2]
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):

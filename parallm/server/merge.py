@@ -13,6 +13,14 @@ async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple
 
     The first error of any stream is raised here. Closing this closes them all.
     """
+    if len(streams) == 1:
+        # without a queue in between, so that a stream is asked only when its reader wants more
+        try:
+            async for item in streams[0]:
+                yield 0, item
+        finally:
+            await close(streams[0])
+        return
     queue: Inbox[Item] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(number, stream, queue)) for number, stream in enumerate(streams)]
     try:

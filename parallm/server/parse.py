@@ -36,12 +36,10 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "previous_response_id": (),
-    "priority": (0,),
     "prompt_cache_options": ({},),
     "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -60,33 +58,48 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 def parse_body(body: bytes, schema: type[Body]) -> Body:
     """The body as `schema`. Raises InvalidRequest that names the first field at fault."""
+    return checked(read_object(body), schema)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises InvalidRequest."""
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the request body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequest("the request body should be a JSON object")
+    return value
+
+
+def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]] = NEUTRAL) -> Body:
+    """The object as `schema`. Raises InvalidRequest that names the first field at fault.
+
+    `neutral` are fields that the schema lacks, with the values that ask for nothing.
+    """
     try:
-        return schema.model_validate(_known_fields(value, schema))
+        return schema.model_validate(_known_fields(value, schema, neutral))
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from error
 
 
-def _known_fields(value: dict[str, Any], schema: type[Body]) -> dict[str, Any]:
+def _known_fields(
+    value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]]
+) -> dict[str, Any]:
     fields = {}
     for name, item in value.items():
         field = schema.model_fields.get(name)
         if field is None:
-            _check_neutral(name, item)
+            _check_neutral(name, item, neutral)
         elif item is not None or field.is_required():
             fields[name] = item
     return fields
 
 
-def _check_neutral(name: str, value: object) -> None:
-    if name not in NEUTRAL:
+def _check_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]]) -> None:
+    if name not in neutral:
         raise InvalidRequest(f"unknown field {name[:100]!r}; remove it from the request", name[:100])
-    accepted = NEUTRAL[name]
+    accepted = neutral[name]
     # bool is an int in Python: without the second half, `"n": false` would pass for 0
     if value is None or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted):
         return

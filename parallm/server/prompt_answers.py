@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 from parallm.server.answer_schemas import CompletionLogprobs, RankedLogprob
 from parallm.server.logprobs import completion_logprobs, finite
-from parallm.server.service import Tokenizer
+from parallm.server.service import Tokenizer, TokenTexts
 from parallm.types import Completion, PromptLogprob, TokenEvent
 
 PromptLogprobs = list[dict[str, RankedLogprob] | None]
 
 
-def prompt_logprobs(told: Sequence[PromptLogprob | None], most: int, tokenizer: Tokenizer) -> PromptLogprobs:
+def prompt_logprobs(told: Sequence[PromptLogprob | None], most: int, tokenizer: TokenTexts) -> PromptLogprobs:
     """By position, and in it by token id: the prompt's token first, then the `most` likely ones; null for the first."""
     return [None if one is None else _ranked(one, most, tokenizer) for one in told]
 
 
-def echoed_logprobs(completion: Completion, first_token: int, most: int, tokenizer: Tokenizer) -> CompletionLogprobs:
+def echoed_logprobs(completion: Completion, first_token: int, most: int, tokenizer: TokenTexts) -> CompletionLogprobs:
     """Those of the prompt and then those of the completion, as one text; null for the prompt's first token."""
     told = [one for one in completion.prompt_logprobs or () if one is not None]
     first = tokenizer.token_text(first_token)
@@ -38,11 +38,11 @@ def echoed_logprobs(completion: Completion, first_token: int, most: int, tokeniz
 
 
 def prompt_text(prompt: str | Sequence[int], tokenizer: Tokenizer) -> str:
-    """As it was sent; token ids as the texts of the tokens, special ones shown."""
-    return prompt if isinstance(prompt, str) else "".join(map(tokenizer.token_text, prompt))
+    """As it was sent; token ids as their text, special ones shown."""
+    return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, special=True)
 
 
-def _ranked(one: PromptLogprob, most: int, tokenizer: Tokenizer) -> dict[str, RankedLogprob]:
+def _ranked(one: PromptLogprob, most: int, tokenizer: TokenTexts) -> dict[str, RankedLogprob]:
     entries = [(one.token, one.logprob, one.rank)]
     entries += [(top.token, top.logprob, place + 1) for place, top in enumerate(one.top[:most])]
     found: dict[str, RankedLogprob] = {}

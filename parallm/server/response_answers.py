@@ -37,7 +37,7 @@ class ResponseAnswers:
 
     def begun(self, model: str) -> ResponseAnswer:
         """The answer before its first item."""
-        return self._answer(model, "in_progress", [], None, None)
+        return self._answer(model, "in_progress", [])
 
     def finished(self, model: str, completion: Completion, items: list[OutputItem]) -> ResponseAnswer:
         reasoning = "".join(part.text for item in items if isinstance(item, OutputReasoning) for part in item.content)
@@ -51,19 +51,25 @@ class ResponseAnswers:
             ),
             total_tokens=told.total_tokens,
         )
-        return self._answer(model, status_of(completion), items, usage, version_of(completion))
+        return self._answer(model, status_of(completion), items, completion, usage)
 
     def _answer(
-        self, model: str, status: Status, output: list[OutputItem], usage: ResponseUsage | None, version: int | None
+        self,
+        model: str,
+        status: Status,
+        output: list[OutputItem],
+        completion: Completion | None = None,
+        usage: ResponseUsage | None = None,
     ) -> ResponseAnswer:
         body = self._body
+        is_cut = completion is not None and completion.finish_reason == "length"
         return ResponseAnswer(
             id=self.head.answer_id,
             object="response",
             created_at=self.head.created,
             status=status,
             error=None,
-            incomplete_details=IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None,
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             metadata=body.metadata,
@@ -81,12 +87,13 @@ class ResponseAnswers:
             truncation="disabled",
             usage=usage,
             user=body.user,
-            policy_version=version,
+            policy_version=None if completion is None else version_of(completion),
         )
 
 
 def status_of(completion: Completion) -> Status:
-    return "incomplete" if completion.finish_reason == "length" else "completed"
+    """An answer that was aborted is incomplete too, without details: OpenAI has no reason of this kind."""
+    return "incomplete" if completion.finish_reason in ("length", "abort") else "completed"
 
 
 def items_of(part: MessagePart, status: Status) -> list[OutputItem]:

@@ -27,6 +27,7 @@ def to_chat(body: ResponseBody) -> ChatBody:
         "tool_choice": _tool_choice(body),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body),
+        "user": body.user,
     }
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens

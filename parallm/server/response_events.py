@@ -54,10 +54,15 @@ class ResponseEvents:
                 if events := list(self._told(event)):
                     yield _encode(events)
         except ParallmError as error:
-            yield _encode([self._failure(error)])
+            yield self.failed(error)
         except Exception as error:  # the status is sent already: the log is the only place left for the cause
             logger.exception("the stream %s failed", self._answers.head.answer_id)
-            yield _encode([self._failure(error)])
+            yield self.failed(error)
+
+    def failed(self, error: Exception) -> bytes:
+        """The last event of a stream that cannot go on."""
+        detail = failure_of(error).answer.error
+        return _encode([self._event("error", code=detail.code, message=detail.message, param=detail.param)])
 
     def _told(self, event: TokenEvent) -> Iterator[ResponseEvent]:
         yield from self._added(self._reader.read(event.text))
@@ -131,10 +136,6 @@ class ResponseEvents:
 
     def _in_item(self, kind: str, **fields: object) -> ResponseEvent:
         return self._event(kind, item_id=self._item_id, output_index=len(self._items), content_index=0, **fields)
-
-    def _failure(self, error: Exception) -> ResponseEvent:
-        detail = failure_of(error).answer.error
-        return self._event("error", code=detail.code, message=detail.message, param=detail.param)
 
     def _event(self, kind: str, **fields: object) -> ResponseEvent:
         event = ResponseEvent(type=kind, sequence_number=self._number)

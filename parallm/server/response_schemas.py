@@ -1,6 +1,6 @@
 """Wire types of what clients send to `POST /v1/responses`. Used in this folder only."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
@@ -19,6 +19,9 @@ class InputText(Wire):
     logprobs: list[Any] | None = None
 
 
+PartForms: TypeAlias = str | list[InputText]
+
+
 def read_parts(value: object) -> object:
     if not isinstance(value, str | list):
         raise ValueError("should be a string or a list of text parts")
@@ -35,7 +38,7 @@ class InputItem(Wire):
 class InputMessage(InputItem):
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[InputText], FIRST_FAULT, BeforeValidator(read_parts)]
+    content: Annotated[list[InputText], FIRST_FAULT, BeforeValidator(read_parts, json_schema_input_type=PartForms)]
 
 
 class InputCall(InputItem):
@@ -64,6 +67,9 @@ class InputReasoning(InputItem):
 
 
 AnyInput = Annotated[InputMessage | InputCall | InputCallOutput | InputReasoning, Field(discriminator="type")]
+
+
+InputForms: TypeAlias = str | list[AnyInput]
 
 
 def read_input(value: object) -> object:
@@ -120,7 +126,12 @@ class ResponseBody(Wire):
     """`POST /v1/responses`. Nothing is stored: each request holds the whole conversation."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
-    input: Annotated[list[AnyInput], Field(min_length=1), FIRST_FAULT, BeforeValidator(read_input)]
+    input: Annotated[
+        list[AnyInput],
+        Field(min_length=1),
+        FIRST_FAULT,
+        BeforeValidator(read_input, json_schema_input_type=InputForms),
+    ]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -136,6 +147,7 @@ class ResponseBody(Wire):
     """Comes back in the answer."""
     store: Literal[False] = False
     user: str | None = None
+    """As in the other routes."""
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    """These three change nothing in an answer."""
+    """These two change nothing in an answer."""

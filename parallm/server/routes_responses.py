@@ -29,6 +29,7 @@ def response_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/responses")
     async def responses(http: Request) -> Response:
+        """Answer a conversation of messages, reasoning and function calls. Nothing of it is stored."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), ResponseBody)
         answer_id = f"resp_{uuid.uuid4().hex}"
         try:
@@ -44,8 +45,9 @@ async def _respond(service: Service, http: Request, body: ResponseBody, answer_i
     head = Head(
         answer_id=answer_id,
         created=int(time.time()),
-        requests=requests,
+        requests=service.routed(requests),
         tokenizer=service.tokenizer,
+        token_texts=service.tokenizer,
         logprobs=False,
         token_ids=False,
         usage_chunk=False,
@@ -53,8 +55,11 @@ async def _respond(service: Service, http: Request, body: ResponseBody, answer_i
     answers = ResponseAnswers(head, reading, body)
     if not body.stream:
         return await respond_whole(service, http, answers)
-    begun = await begin_stream(service, http, requests)
-    return EventStream(ResponseEvents(service, answers).encoded(begun), begun.events)
+    begun = await begin_stream(service, http, head.requests)
+    events = ResponseEvents(service, answers)
+    return EventStream(
+        events.encoded(begun), begun.events, stall_seconds=service.settings.stall_seconds, failed=events.failed
+    )
 
 
 async def _requests(service: Service, body: ResponseBody, answer_id: str) -> tuple[list[GenerationRequest], Reading]:

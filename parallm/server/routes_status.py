@@ -1,4 +1,4 @@
-"""What this process is and does: health, models, training."""
+"""What this process serves and trains."""
 
 import dataclasses
 
@@ -6,7 +6,6 @@ from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from parallm.errors import EngineStopped
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import model_entry, model_list
 from parallm.server.generation import json_response
@@ -16,26 +15,27 @@ from parallm.server.service import Service
 def status_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
-    async def health() -> Response:
-        if not service.engine.is_alive:
-            raise EngineStopped("the engine has stopped; restart the process")
-        load = service.engine.stats()
-        return _json({"status": "ok", "num_running": load.num_running, "num_waiting": load.num_waiting})
-
     @router.get("/v1/models")
     async def models() -> Response:
+        """Every name that `model` may be: the base, adapters, their versions and aliases."""
         return json_response(model_list(service))
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
+        """One of these names, or another that `model` may be."""
         return json_response(model_entry(name, service))
 
     @router.get("/v1/training/status")
+    @router.get("/debug/training")
     async def training_status() -> Response:
-        return _json(_plain(service.status()))
+        """What the trainer does now, and the numbers of its last step."""
+        return status_answer(service)
 
     return router
+
+
+def status_answer(service: Service) -> Response:
+    return _json(_plain(service.status()))
 
 
 def _plain(status: TrainingStatus) -> dict[str, object]:

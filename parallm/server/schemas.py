@@ -3,7 +3,7 @@
 Optional fields that are null count as absent; that and the refused fields are the work of parse.py.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
@@ -12,10 +12,14 @@ MOST_BIASES = 1024
 FIRST_FAULT = Field(fail_fast=True)  # or a body of a million wrong items makes a million error objects
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopForms: TypeAlias = StopString | list[StopString]
+PromptForms: TypeAlias = str | list[str] | list[int] | list[list[int]]
 
 
 class Wire(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def is_tokens(value: object) -> bool:
@@ -81,7 +85,7 @@ class GenerationBody(Wire):
     """-1 and 0 are off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
-    stop: Annotated[list[StopString], FIRST_FAULT, BeforeValidator(read_stop)] = []
+    stop: Annotated[list[StopString], FIRST_FAULT, BeforeValidator(read_stop, json_schema_input_type=StopForms)] = []
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INT)]], FIRST_FAULT] = []
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=LARGEST_INT)] = 0
@@ -89,7 +93,9 @@ class GenerationBody(Wire):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    logit_bias: Annotated[list[tuple[int, float]], PlainValidator(read_bias)] = []
+    logit_bias: Annotated[
+        list[tuple[int, float]], PlainValidator(read_bias, json_schema_input_type=dict[str, float])
+    ] = []
     prompt_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
     """Log-probabilities of the prompt's tokens, and of so many most likely ones beside each."""
     best_of: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
@@ -97,10 +103,19 @@ class GenerationBody(Wire):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    """In log-probs `token_id:5` stands for the text of the token."""
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Given back in the answer; `POST /abort_requests` knows the request by it."""
+    step_id: int | Annotated[str, Field(max_length=256)] | None = None
+    """Of a training framework; given back in the answer."""
+    priority: Annotated[int, Field(ge=-LARGEST_INT, le=LARGEST_INT)] = 0
+    """Of waiting requests the one with the lowest number goes first."""
     user: str | None = None
+    """Gets the same side of a split every time; nothing else depends on it."""
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    """These three are accepted and unused, as `store: false` is: by definition they change nothing in the answer."""
+    """These two are accepted and unused, as `store: false` is: by definition they change nothing in the answer."""
     store: Literal[False] = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -112,7 +127,7 @@ class GenerationBody(Wire):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
+    prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts, json_schema_input_type=PromptForms)]
     max_tokens: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
     """0 with `echo` or `prompt_logprobs`: nothing is sampled."""
     logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None

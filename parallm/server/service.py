@@ -1,13 +1,13 @@
 """What the routes need from the rest of the program, as narrow faces: no import of MLX, none of the trainer."""
 
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent
+from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent, TrafficClass
 
 
 class EngineLoad(Protocol):
@@ -17,6 +17,8 @@ class EngineLoad(Protocol):
     def num_running(self) -> int: ...
     @property
     def num_waiting(self) -> int: ...
+    @property
+    def tokens_total(self) -> Mapping[TrafficClass, int]: ...
 
 
 class Engine(Protocol):
@@ -36,6 +38,28 @@ class Engine(Protocol):
         ...
 
     def stats(self) -> EngineLoad: ...
+
+    async def ping(self) -> None:
+        """Returns when the device thread has come by. Raises EngineStopped."""
+        ...
+
+
+class SteerableEngine(Engine, Protocol):
+    """What `SteeredEngine` needs of the engine beyond that."""
+
+    async def cancel(self, request_ids: Collection[str]) -> int:
+        """End requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""
+        ...
+
+    async def hold(self) -> None:
+        """Freeze serving traffic where it is, until `release`."""
+        ...
+
+    async def release(self) -> None: ...
+
+    async def reset_caches(self) -> None:
+        """Forget what only saves work."""
+        ...
 
 
 class OutputReader(Protocol):
@@ -79,6 +103,10 @@ class Tokenizer(TokenTexts, Protocol):
         ...
 
     def encode(self, text: str) -> tuple[int, ...]: ...
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        """Of text that follows other text."""
+        ...
+
     def encode_prompt(
         self,
         turns: Sequence[Mapping[str, object]],
@@ -92,6 +120,49 @@ class Tokenizer(TokenTexts, Protocol):
 
         Raises InvalidRequest.
         """
+        ...
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str: ...
+
+
+class Adapters(Protocol):
+    """The face of `checkpoint.adapter_store.AdapterStore` that the server uses. Raises AdapterError, UnknownModel."""
+
+    async def load(self, name: str, path: str) -> AdapterCard:
+        """Load a folder as the next version of `name` and serve it. Raises AdapterMissing, too."""
+        ...
+
+    async def upload(self, name: str, archive: bytes) -> AdapterCard: ...
+
+    async def update(self, name: str, weights: bytes) -> AdapterCard:
+        """The served version with these tensors in place of its own, as the next version."""
+        ...
+
+    def unload(self, name: str, version: int | None = None) -> None: ...
+    def promote(self, name: str, version: int) -> None: ...
+    def roll_back(self, name: str) -> int: ...
+    def set_alias(self, alias: str, name: str, version: int) -> None: ...
+    def remove_alias(self, alias: str, name: str) -> None: ...
+    def hold(self, models: Iterable[str]) -> None:
+        """Keep what these names mean in memory, and nothing of an earlier call."""
+        ...
+
+
+class Training(Protocol):
+    """The face of `training_control.TrainingControl`: one policy, or all. Raises UnknownModel, Unavailable."""
+
+    def pause(self, policy: str | None) -> None:
+        """Begin no further step; the present one ends first."""
+        ...
+
+    def resume(self, policy: str | None) -> None: ...
+
+    async def step(self, policy: str | None) -> None:
+        """Wait for one more step: a new one where paused, which stays so, else the one at work."""
+        ...
+
+    async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
+        """Save after the present step; folders by policy. Raises CheckpointError."""
         ...
 
 
@@ -109,3 +180,7 @@ class Service:
     """Names that are the base until their first version is published."""
     started: int
     """Unix seconds."""
+    device_seconds: Callable[[], Mapping[str, float]]
+    """By kind of work, since the start."""
+    routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list
+    """The requests of one answer, to the models that a split of their name chooses."""

@@ -1,8 +1,28 @@
 """Settings of the HTTP server."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from parallm.settings import settings
+
+KeyRole = Literal["inference", "training", "admin"]
+"""What a key is good for; each includes those before it. `roles.py` says which route needs which."""
+
+
+@settings
+class ApiKey:
+    """One key. Exactly one of `env`, `file` and `sha256` says where it is: no key stands in a printed config."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """For the log; clients never see it."""
+    role: KeyRole
+    env: str | None = None
+    """Environment variable with the key."""
+    file: str | None = None
+    """File with the key; white space around it does not count."""
+    sha256: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{64}$")
+    """Digest of the key, as `printf %s KEY | sha256sum` prints it."""
 
 
 @settings
@@ -11,6 +31,34 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 picks a free port and prints it."""
+    uds: str | None = None
+    """Path of a unix socket to listen on instead of host and port."""
+    ssl_certfile: str | None = None
+    """Certificate chain in PEM: HTTPS instead of HTTP."""
+    ssl_keyfile: str | None = None
+    """Its key, without a password, if it is not in the same file."""
+    ssl_ca_certs: str | None = None
+    """Clients must show a certificate that one of these has signed."""
+    api_keys: tuple[ApiKey, ...] = ()
+    """None: every route is open, and the server listens on this machine only unless `control_routes` is false."""
+    control_routes: bool = True
+    """False refuses every route of the roles training and admin."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins such as `https://example.org` whose pages may read answers in a browser; `*` is every one."""
+    drain_seconds: float = Field(default=20.0, ge=0)
+    """How long answers may go on after the signal to end; new requests get 503 meanwhile."""
+    request_seconds: float | None = Field(default=None, gt=0)
+    """By when an answer must be complete; null: no limit but what a client asks for with `x-request-timeout`."""
+    stall_seconds: float = Field(default=60.0, gt=0)
+    """A stream whose client takes nothing for so long is given up."""
+    coalesce_ms: float = Field(default=50.0, ge=0, le=1000)
+    """While more than 16 streams are open, each sends what it has so often; 0: each token at once."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Of one prompt; null: what the context allows."""
+    request_log: str | None = None
+    """File to which each request and each failure appends a line of JSON, or `stderr`; null: none."""
+    otlp_endpoint: str | None = None
+    """Where OpenTelemetry spans go, such as `http://localhost:4318/v1/traces`; needs `parallm[otel]`. null: nowhere."""
     max_n: int = Field(default=64, ge=1)
     max_completions: int = Field(default=256, ge=1)
     """Prompts times `n` of one HTTP request."""
@@ -24,3 +72,9 @@ class ServerSettings:
     """Of a schema, a regular expression, choices, or the schemas of all tools that a model is made to call."""
     max_grammar_seconds: float = Field(default=10.0, gt=0)
     """To prepare a grammar. It is done beside the event loop, so other requests go on."""
+    adapters_root: str | None = None
+    """The only folder that clients may load adapters from by path; null: none."""
+    max_adapter_bytes: int = Field(default=512 * 1024 * 1024, ge=1024)
+    """Weights of an adapter that is loaded or uploaded; larger uploads are cut off."""
+    max_adapters: int = Field(default=64, ge=1)
+    """Names of adapters in memory that clients may fill."""

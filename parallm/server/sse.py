@@ -1,38 +1,59 @@
 """Server-sent events: one `data:` line for each chunk, and a response that ends when the client goes."""
 
-from collections.abc import AsyncGenerator, Iterable
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import suppress
 
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from parallm.server.connection import while_connected
-from parallm.server.schemas import Wire
+from parallm.server.failures import DeadlineExceeded, Draining, failure_of
 
 DONE = b"data: [DONE]\n\n"
 
 
-def encode_events(chunks: Iterable[Wire]) -> bytes:
+def encode_events(chunks: Iterable[BaseModel]) -> bytes:
     return b"".join(b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n" for chunk in chunks)
 
 
+def failed(error: Exception) -> bytes:
+    """The last event of a stream that cannot go on."""
+    return encode_events([failure_of(error).answer])
+
+
 class EventStream(Response):
-    """Sends what `events` yields, until that ends or the client goes, whatever is first.
+    """Sends what `events` yields, until that ends, the client goes or stops reading, or the request's time is over.
 
     Then it closes `events` and `source`, which `events` reads: a generator that never started closes nothing itself.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], source: AsyncGenerator[object, None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        source: AsyncGenerator[object, None],
+        *,
+        stall_seconds: float,
+        failed: Callable[[Exception], bytes] = failed,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._source = source
+        self._stall_seconds = stall_seconds
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             await while_connected(receive, self._send_events(send))
+        except (DeadlineExceeded, Draining) as error:
+            with suppress(ClientDisconnect):
+                await self._send(send, self._failed(error), is_last=True)
         except ClientDisconnect:
             pass  # nobody is left to tell
         finally:
@@ -40,7 +61,14 @@ class EventStream(Response):
             await self._source.aclose()
 
     async def _send_events(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send(send, event)
+        await self._send(send, b"", is_last=True)
+
+    async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
+        """Waits while the client's buffers are full. Raises ClientDisconnect if it takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        except TimeoutError as error:
+            raise ClientDisconnect from error

@@ -23,7 +23,7 @@ def completion_requests(
     shown = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
     return [
         GenerationRequest(
-            request_id=f"{request_id}-{index}",
+            request_id=f"{request_id}#{index}",
             prompt_tokens=prompt,
             sampling=_sampling(
                 body,
@@ -33,6 +33,8 @@ def completion_requests(
             ),
             n=body.n,
             model=body.model,
+            priority=body.priority,
+            user=body.user,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -54,6 +56,8 @@ def chat_request(
         sampling=_sampling(body, max_tokens, top_logprobs, body.prompt_logprobs),
         n=body.n,
         model=body.model,
+        priority=body.priority,
+        user=body.user,
     )
     return request, _reading(body, tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
 

@@ -7,14 +7,16 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 from parallm.checkpoint.state import TrainingState
-from parallm.errors import CheckpointError, TrainingStopped
+from parallm.errors import CheckpointError, TrainingStopped, Unavailable
 from parallm.metrics.step import StepMetrics
 from parallm.reports import TrainingStatus, UpdateReport
 from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.guard import Guard, Verdict
+from parallm.trainer.pacing import Pacing
 from parallm.trainer.parts import Parts
 from parallm.trainer.publication import Publication
 from parallm.trainer.recovery import Recovery
@@ -22,7 +24,7 @@ from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.types import BEST, TrajectoryGroup
 
-State = Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "finished", "failed"]
+State = Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "paused", "finished", "failed"]
 
 
 class Loop(ABC):
@@ -42,6 +44,7 @@ class Loop(ABC):
         self._recovery = Recovery(parts, self._guard, self._publication)
         self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
         self._stopping = asyncio.Event()
+        self.pacing = Pacing(self._save_now)
         self._step = 0  # finished steps
         self._version = parts.learner.adapter.version  # that the last finished step has left
         self.status = TrainingStatus(state="starting", total_steps=settings.steps)
@@ -68,6 +71,7 @@ class Loop(ABC):
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save, and leave."""
         self._stopping.set()
+        self.pacing.wake()
 
     @property
     def was_stopped(self) -> bool:
@@ -85,6 +89,8 @@ class Loop(ABC):
                 await self._rescue()
             self._set("failed", message=str(error))
             raise
+        finally:
+            self.pacing.end()
         self._set("finished")
 
     async def _run(self) -> None:
@@ -92,7 +98,9 @@ class Loop(ABC):
             await self._evaluate()
         try:
             while not self._is_over():
-                await self._step_and_save()
+                await self.pacing.turn(self._is_over, lambda: self._set("paused"))
+                if not self._is_over():
+                    await self._step_and_save()
         finally:
             await self._give_up_work_ahead()
         if self._saver.saved_step < self._step:
@@ -140,6 +148,13 @@ class Loop(ABC):
         self._parts.recorder.step(metrics, sampled)
         self._parts.display.step(metrics)
         self.status = replace(self.status, metrics=metrics.to_flat())
+
+    async def _save_now(self) -> Path:
+        """Save because somebody asks for it, between two steps. Raises CheckpointError."""
+        if self._step == 0:
+            raise Unavailable("no step has finished yet, so there is nothing to save; ask again later")
+        self._set("saving")
+        return await self._saver.save()
 
     async def _evaluate(self) -> None:
         if self._parts.evaluator is not None:

@@ -37,11 +37,12 @@ class Saver:
     def is_due(self, step: int) -> bool:
         return step % self._every == 0
 
-    async def save(self) -> None:
-        """Save the state after the last finished step. Raises CheckpointError."""
+    async def save(self) -> Path:
+        """Save the state after the last finished step; the checkpoint's folder. Raises CheckpointError."""
         state = self._make_state()
-        await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
+        folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
         self.saved_step = state.step
+        return folder
 
     async def try_save(self) -> None:
         """`save` while there are steps to come, which a full disk must not prevent."""

@@ -86,6 +86,25 @@ def test_streamed_events_add_up_to_the_completions(with_engine: Callable[..., No
     with_engine(work)
 
 
+def test_a_consumer_that_was_elsewhere_gets_what_it_missed_in_one_event(
+    with_engine: Callable[..., None], ask: Ask
+) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        whole = await engine.generate(ask("whole", PROMPT, 12))
+        events: list[TokenEvent] = []
+        async for event in engine.stream(ask("a", PROMPT, 12)):
+            if not events:
+                while engine.stats().num_running:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.05)
+            events.append(event)
+        assert len(events) == 2
+        assert sum((event.tokens for event in events), ()) == whole[0].tokens
+        assert "".join(event.text for event in events) == whole[0].text
+
+    with_engine(work)
+
+
 def test_running_ahead_both_classes_and_the_learner_share_the_device(
     with_engine: Callable[..., None], ask: Ask
 ) -> None:
@@ -286,3 +305,30 @@ def build_engine(folder: Path, engine: AsyncEngine) -> Engine:
     model = load_shared_model(ModelSettings(path=str(folder)))
     lanes = Lanes(lambda _: None)
     return Engine(model, AdapterTable(), lanes, EngineSettings(), emit=engine.emit, report=engine.report)
+
+
+def test_a_cancelled_request_answers_with_what_it_has(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, device: DeviceThread) -> None:
+        events = engine.stream(ask("r", PROMPT, 400))
+        first = [await anext(events) for _ in range(3)]
+        assert await engine.cancel(["r", "unknown"]) == 1
+        rest = [event async for event in events]
+        completion = rest[-1].completion
+        assert completion is not None
+        assert completion.finish_reason == "abort"
+        assert completion.tokens == tuple(token for event in (*first, *rest) for token in event.tokens)
+
+    with_engine(work)
+
+
+def test_frozen_requests_go_on_after_their_release(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, device: DeviceThread) -> None:
+        alone = (await engine.generate(ask("alone", PROMPT, 30)))[0]
+        await engine.hold()
+        task = asyncio.create_task(engine.generate(ask("r", PROMPT, 30)))
+        await asyncio.sleep(0.1)
+        assert (task.done(), engine.stats().num_waiting) == (False, 1)
+        await engine.release()
+        assert (await task)[0].tokens == alone.tokens
+
+    with_engine(work)

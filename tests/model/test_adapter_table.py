@@ -243,3 +243,80 @@ def test_other_threads_see_only_whole_states_while_versions_are_published() -> N
     stop.set()
     reader.join()
     assert seen == sorted(seen)
+
+
+def test_an_unloaded_version_finishes_what_runs_on_it_and_is_gone_then() -> None:
+    table = AdapterTable()
+    for version in (1, 2):
+        table.publish(adapter(version, name="poet"))
+    table.set_alias("good", 2, name="poet")
+    running = table.resolve("poet")
+    table.acquire(running)
+    table.unload("poet")
+    for model in ("poet", "poet@1", "poet@good", "poet@latest"):
+        with pytest.raises(UnknownModel):
+            table.resolve(model)
+    with pytest.raises(UnknownModel, match="poet@2 was unloaded"):
+        table.resolve("poet@2")
+    assert table.cards() == ()
+    table.acquire(running)  # another completion of the same request
+    table.release(running)
+    table.release(running)
+    with pytest.raises(UnknownModel, match="poet@2 was dropped"):
+        table.acquire(running)
+    with pytest.raises(UnknownModel, match="poet is not loaded"):
+        table.unload("poet")
+
+
+def test_a_name_that_comes_back_gets_versions_that_it_never_had() -> None:
+    table = AdapterTable()
+    table.publish(adapter(table.next_version("poet"), name="poet"))
+    table.unload("poet")
+    with pytest.raises(AdapterError, match="publish version 2 or above"):
+        table.publish(adapter(1, name="poet"))
+    table.publish(adapter(table.next_version("poet"), name="poet"))
+    assert version_of(table, "poet") == 2
+
+
+def test_one_version_is_unloaded_and_the_others_stay() -> None:
+    table = table_of(1, 2, 3)
+    table.unload("policy", 2)
+    assert [card.version for card in table.cards()] == [3, 1]
+    with pytest.raises(AdapterError, match="policy means policy@3; promote another version first"):
+        table.unload("policy", 3)
+    table.promote(1)
+    table.unload("policy", 3)
+    assert [version_of(table, model) for model in ("policy", "latest")] == [1, 1]
+    table.unload("policy")
+    assert table.resolve("policy") is None
+
+
+def test_rolling_back_serves_the_next_older_version_and_at_last_the_base() -> None:
+    table = table_of(1, 2, 5)
+    assert [table.roll_back() for _ in range(3)] == [2, 1, 0]
+    assert table.resolve("policy") is None
+    with pytest.raises(UnknownModel, match="policy has no version to go back from"):
+        table.roll_back()
+    table.publish(adapter(4, name="poet"))
+    with pytest.raises(UnknownModel, match="poet@4 is the oldest version of poet"):
+        table.roll_back(name="poet")
+
+
+def test_held_versions_stay_in_memory_until_others_are_held() -> None:
+    table = table_of(1, 2, keep=1)
+    table.hold(["policy@2", "base", "policy@0"])
+    table.publish(adapter(3))
+    table.publish(adapter(4))
+    assert [card.version for card in table.cards()] == [4, 2]
+    table.hold([])
+    assert [card.version for card in table.cards()] == [4]
+
+
+def test_a_removed_alias_is_unknown() -> None:
+    table = table_of(1)
+    table.set_alias("best", 1)
+    table.remove_alias("best")
+    with pytest.raises(UnknownModel):
+        table.resolve("best")
+    with pytest.raises(UnknownModel, match="no alias 'best'"):
+        table.remove_alias("best")

@@ -17,7 +17,8 @@ from parallm.device.settings import DeviceSettings
 from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.dora import initial_magnitudes, scaling_of
 from parallm.model.load import NANO, load_shared_model
-from parallm.model.lora import LoraLinear, View, initial_arrays, one_adapter, stack_adapters
+from parallm.model.lora import LoraLinear, View, initial_arrays, one_adapter
+from parallm.model.mixed_adapters import stack_adapters
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 

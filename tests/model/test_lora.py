@@ -10,13 +10,8 @@ from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.dora import scaling_of
 from parallm.model.dropout import DropoutAdapter
 from parallm.model.load import load_shared_model
-from parallm.model.lora import (
-    LoraLinear,
-    OneAdapter,
-    initial_arrays,
-    one_adapter,
-    stack_adapters,
-)
+from parallm.model.lora import LoraLinear, OneAdapter, initial_arrays, one_adapter
+from parallm.model.mixed_adapters import stack_adapters
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 

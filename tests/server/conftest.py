@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +27,7 @@ from parallm.types import (
     PromptLogprob,
     TokenEvent,
     TopLogprob,
+    TrafficClass,
     WeightSpan,
 )
 
@@ -87,6 +88,12 @@ class CharacterTokenizer:
                 raise InvalidRequest(f"the template knows no {parameter}", parameter)
         return ChatPrompt(tokens=self.encode("".join(f"<{turn['role']}>{turn['content']}" for turn in turns)))
 
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        return self.encode(text)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        return "".join(self.token_text(token) for token in tokens if special or token != END)
+
     def token_text(self, token: int) -> str:
         return "<end>" if token == END else chr(token)
 
@@ -95,6 +102,7 @@ class CharacterTokenizer:
 class Load:
     num_running: int = 0
     num_waiting: int = 0
+    tokens_total: Mapping[TrafficClass, int] = field(default_factory=lambda: {"serving": 7, "rollout": 11})
 
 
 @dataclass
@@ -108,11 +116,20 @@ class EchoEngine:
     is_endless: bool = False
     says: str | None = None
     """Instead of the prompt's text."""
+    is_stuck: bool = False
     requests: list[GenerationRequest] = field(default_factory=list)
     num_aborted: int = 0
+    cancelled: set[str] = field(default_factory=set)
+    """Ids of endless requests that end with what they have."""
+    is_held: bool = False
+    num_resets: int = 0
 
     def stats(self) -> Load:
         return Load()
+
+    async def ping(self) -> None:
+        while self.is_stuck:
+            await asyncio.sleep(0.01)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         events = [event async for event in self.stream(request)]
@@ -123,6 +140,7 @@ class EchoEngine:
         self.requests.append(request)
         is_finished = False
         try:
+            await self.ping()
             for index in range(request.n):
                 for event in self._events(request, index):
                     await asyncio.sleep(0)
@@ -131,10 +149,27 @@ class EchoEngine:
                         raise self.crash
             while self.is_endless:
                 await asyncio.sleep(0.001)
+                if request.request_id in self.cancelled:
+                    made = replace(self._completion(request, 0), finish_reason="abort")
+                    yield replace(self._events(request, 0)[0], tokens=(), logprobs=(), text="", completion=made)
+                    break
                 yield self._events(request, 0)[0]
             is_finished = True
         finally:
             self.num_aborted += not is_finished
+
+    async def cancel(self, request_ids: Collection[str]) -> int:
+        self.cancelled |= set(request_ids)
+        return len(request_ids)
+
+    async def hold(self) -> None:
+        self.is_held = True
+
+    async def release(self) -> None:
+        self.is_held = False
+
+    async def reset_caches(self) -> None:
+        self.num_resets += 1
 
     def _check(self, request: GenerationRequest) -> None:
         if not self.is_alive:
@@ -285,6 +320,14 @@ def respond(engine: EchoEngine, hermes: ChatTokenizer) -> Callable[..., httpx.Re
         return send_to(application(engine, hermes), "POST", "/v1/responses", json=body)
 
     return send
+
+
+@pytest.fixture
+def call_hermes(engine: EchoEngine, hermes: ChatTokenizer) -> Callable[..., httpx.Response]:
+    """As `call`, of the model that calls functions."""
+    engine.max_context = 2000
+    app = application(engine, hermes)
+    return lambda method, path, **options: send_to(app, method, path, **options)
 
 
 @pytest.fixture

@@ -162,3 +162,30 @@ def test_a_large_grammar_is_refused_before_it_is_prepared(ask: Call) -> None:
     response = ask(guided_choice=["a" * 9_000])
     assert response.status_code == 400
     assert "server.max_grammar_bytes" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "guided_regex": "[0-9]+"}),
+        ("/generate", {"prompt": "a", "structured_outputs": {"regex": "[0-9]+"}}),
+        ("/generate", {"prompts": ["a"], "guided_decoding_regex": "[0-9]+"}),
+        ("/generate", {"prompts": ["a"], "structured_outputs_regex": "[0-9]+"}),
+        ("/generate", {"text": "a", "sampling_params": {"regex": "[0-9]+"}}),
+        ("/generate", {"text": "a", "sampling_params": {"json_schema": '{"type": "integer"}'}}),
+        ("/generate", {"prompt": {"prompt_token_ids": [5]}, "guided_regex": "[0-9]+"}),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"structured_outputs": {"regex": "[0-9]+"}}}),
+    ],
+)
+def test_every_route_that_generates_takes_a_form(
+    call_hermes: Call, engine: Any, hermes: Any, path: str, body: dict[str, object]
+) -> None:
+    assert call_hermes("POST", path, json={"model": "policy"} | body).status_code == 200
+    assert lets_through(engine, hermes, "12")
+    assert not lets_through(engine, hermes, "a")
+
+
+def test_a_form_that_is_none_is_refused_in_the_words_of_the_dialect(call_hermes: Call) -> None:
+    response = call_hermes("POST", "/generate", json={"prompts": ["a"], "guided_decoding_regex": "("})
+    assert response.status_code == 400
+    assert "guided_regex" in response.json()["detail"]

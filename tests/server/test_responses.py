@@ -1,11 +1,15 @@
 """`/v1/responses`: the same conversation in other words."""
 
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 Call = Callable[..., httpx.Response]
 
@@ -144,6 +148,34 @@ def test_a_failure_in_a_stream_is_an_event(respond: Call, engine: Any) -> None:
     events = events_of(respond(says="ab", stream=True))
     assert (events[-1]["type"], events[-1]["code"]) == ("error", "internal_error")
     assert "lost" not in events[-1]["message"]
+
+
+def test_an_answer_that_takes_too_long_ends_with_an_event(call: Call, engine: Any) -> None:
+    engine.is_endless = True
+    body = {"model": "policy", "input": "hello", "max_output_tokens": 5, "stream": True}
+    events = events_of(call("POST", "/v1/responses", json=body, headers={"x-request-timeout": "0.05"}))
+    assert (events[-1]["type"], events[-1]["code"]) == ("error", "deadline_exceeded")
+
+
+def test_an_aborted_answer_is_incomplete_without_a_reason(app: FastAPI, engine: Any) -> None:
+    engine.is_endless = True
+    body = {"model": "policy", "input": "hello", "max_output_tokens": 5}
+    with TestClient(app) as client, ThreadPoolExecutor() as pool:
+        asked = pool.submit(client.post, "/v1/responses", json=body)
+        while not engine.requests:
+            time.sleep(0.01)
+        client.post("/abort_requests", json={"request_ids": [engine.requests[0].request_id]})
+        answer = asked.result().json()
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", None)
+
+
+def test_a_user_stays_on_one_side_of_a_split(call: Call, engine: Any) -> None:
+    call("PUT", "/v1/splits/policy", json={"weights": {"policy@2": 1, "policy@3": 1}})
+    for stream in (False, True) * 3:
+        body = {"model": "policy", "input": "hello", "max_output_tokens": 5, "user": "a", "stream": stream}
+        assert call("POST", "/v1/responses", json=body).status_code == 200
+    assert len({request.model for request in engine.requests}) == 1
+    assert {request.split for request in engine.requests} == {"policy"}
 
 
 @pytest.mark.parametrize(

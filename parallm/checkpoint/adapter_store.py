@@ -1,0 +1,178 @@
+"""Adapters that come while the process runs: from a folder, as an upload or as raw tensors, and out again."""
+
+import asyncio
+import io
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TypeVar
+
+import mlx.core as mx
+
+from parallm.checkpoint.chosen_adapter import find_adapter
+from parallm.checkpoint.foreign_files import check_folder, check_safetensors, inside, unpack
+from parallm.device.thread import DeviceThread
+from parallm.errors import AdapterError
+from parallm.model.adapter import Adapter, make_adapter
+from parallm.model.adapter_files import from_peft_names, read_adapter
+from parallm.model.adapter_table import AdapterTable
+from parallm.model.reward_head import refuse_reward_model
+from parallm.model.shared_model import SharedModel
+from parallm.types import AdapterCard
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
+
+Result = TypeVar("Result")
+
+
+class AdapterStore:
+    """Puts adapters into `table`, each as the next version of its name, served at once.
+
+    Sequences that run stay on their versions. `trained` are the names whose versions the run itself makes. Used on the
+    asyncio thread; arrays are read on the device thread, one adapter at a time.
+    """
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        model: SharedModel,
+        table: AdapterTable,
+        *,
+        root: str | None,
+        max_bytes: int,
+        max_names: int,
+        trained: Iterable[str],
+    ) -> None:
+        self._device = device
+        self._model = model
+        self._table = table
+        self._root = None if root is None else Path(root).expanduser()
+        self._max_bytes = max_bytes
+        self._max_names = max_names
+        self._trained = frozenset(trained)
+        self._lock = asyncio.Lock()  # a name's next version must not be given out twice
+
+    async def load(self, name: str, path: str) -> AdapterCard:
+        """Load the adapter, checkpoint or run in a folder below the root. Raises AdapterError, AdapterMissing."""
+        self._check_name(name)
+        if self._root is None:
+            raise AdapterError(
+                "no folder is set that adapters may be loaded from; start with server.adapters_root=FOLDER"
+            )
+        folder = await asyncio.to_thread(_safe_folder, self._root, path, self._max_bytes)
+        async with self._lock:
+            return await self._on_device(partial(self._publish_folder, name, folder))
+
+    async def upload(self, name: str, archive: bytes) -> AdapterCard:
+        """Take an adapter from a zip archive of its two files. Raises AdapterError."""
+        self._check_name(name)
+        async with self._lock:
+            with TemporaryDirectory(prefix="parallm-upload-") as temporary:
+                folder = Path(temporary)
+                await asyncio.to_thread(_unpack_safely, archive, folder, self._max_bytes)
+                return await self._on_device(partial(self._publish_folder, name, folder))
+
+    async def update(self, name: str, weights: bytes) -> AdapterCard:
+        """The served version of `name` with these tensors in place of its own, as the next version.
+
+        `weights` is a safetensors file with names of PEFT or of mlx-lm; tensors that it lacks stay as they are. Raises
+        AdapterError, UnknownModel.
+        """
+        self._check_name(name)
+        check_safetensors(io.BytesIO(weights), len(weights))
+        async with self._lock:
+            return await self._on_device(partial(self._publish_tensors, name, weights))
+
+    def unload(self, name: str, version: int | None = None) -> None:
+        """Forget one version, or all of `name`. Raises UnknownModel, AdapterError."""
+        newest = max((card.version for card in self._table.cards() if card.name == name), default=None)
+        if name in self._trained and version in (None, newest):
+            raise AdapterError(
+                f"{name} is trained by this run, which goes on from its newest version; unload older ones"
+            )
+        self._table.unload(name, version)
+
+    def promote(self, name: str, version: int) -> None:
+        self._table.promote(version, name=name)
+
+    def roll_back(self, name: str) -> int:
+        return self._table.roll_back(name=name)
+
+    def set_alias(self, alias: str, name: str, version: int) -> None:
+        if not NAME.fullmatch(alias):
+            raise AdapterError(f"{alias[:100]!r} cannot be an alias: letters, digits and _ . : - make one")
+        self._table.set_alias(alias, version, name=name)
+
+    def remove_alias(self, alias: str, name: str) -> None:
+        self._table.remove_alias(alias, name=name)
+
+    def hold(self, models: Iterable[str]) -> None:
+        self._table.hold(models)
+
+    def _publish_folder(self, name: str, folder: Path) -> AdapterCard:
+        return self._publish(
+            read_adapter(folder, self._model.sites, name=name, version=self._table.next_version(name)), str(folder)
+        )
+
+    def _publish_tensors(self, name: str, weights: bytes) -> AdapterCard:
+        served = self._table.resolve(name)
+        if served is None:
+            raise AdapterError(f"{name} is the base so far; load or upload a whole adapter first")
+        return self._publish(_changed(served, weights, self._table.next_version(name)), name)
+
+    def _publish(self, adapter: Adapter, where: str) -> AdapterCard:
+        refuse_reward_model(adapter, where, "set rollout.reward_model.adapter for training with it")
+        self._table.publish(adapter)
+        return next(
+            card for card in self._table.cards() if (card.name, card.version) == (adapter.name, adapter.version)
+        )
+
+    def _check_name(self, name: str) -> None:
+        names = {card.name for card in self._table.cards()}
+        if not NAME.fullmatch(name):
+            raise AdapterError(f"{name[:100]!r} cannot be a name: letters, digits and _ . : - make one")
+        if name in self._trained:
+            raise AdapterError(f"{name} is trained by this run, which makes its versions; choose another name")
+        if name not in names and len(names) >= self._max_names:
+            raise AdapterError(f"{len(names)} adapters are loaded, the limit; unload one or raise server.max_adapters")
+
+    async def _on_device(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.wrap_future(self._device.call(function))
+
+
+def _safe_folder(root: Path, path: str, max_bytes: int) -> Path:
+    where, _, choice = ("", "", "") if (root / path).exists() else path.rpartition("@")
+    found = inside(root, where or path)
+    folder = find_adapter(f"{found}@{choice}" if where else str(found))
+    check_folder(folder, root, max_bytes)
+    return folder
+
+
+def _unpack_safely(archive: bytes, folder: Path, max_bytes: int) -> None:
+    unpack(archive, folder, max_bytes)
+    check_folder(folder, folder, max_bytes)
+
+
+def _changed(served: Adapter, weights: bytes, version: int) -> Adapter:
+    loaded = mx.load(io.BytesIO(weights), format="safetensors")
+    assert isinstance(loaded, dict), "safetensors are names and arrays"
+    arrays = from_peft_names(loaded)
+    for name, array in arrays.items():
+        shape = served.arrays[name].shape if name in served.arrays else None
+        if array.shape != shape:
+            raise AdapterError(f"{name} has shape {array.shape}; in {served.name}@{served.version} it has {shape}")
+    return make_adapter(
+        {**served.arrays, **arrays},
+        name=served.name,
+        version=version,
+        parent=served.version,
+        step=served.step,
+        rank=served.rank,
+        alpha=served.alpha,
+        ranks=served.ranks,
+        alphas=served.alphas,
+        rslora=served.rslora,
+        dropout=served.dropout,
+    )

@@ -1,0 +1,21 @@
+"""Which program is asking: the one place that looks at the keys of a `/generate` body."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from parallm.server.dialects.dialect import Dialect
+from parallm.server.dialects.legacy_vllm import LEGACY_VLLM
+from parallm.server.dialects.native import NATIVE
+from parallm.server.dialects.sglang import SGLANG
+from parallm.server.dialects.trl import TRL
+
+
+def dialect_of(value: Mapping[str, Any]) -> Dialect:
+    """The dialect of a body by its keys; one that fits none is native, which names the field at fault."""
+    if "prompts" in value:
+        return TRL
+    if value.keys() & {"input_ids", "text", "sampling_params"}:
+        return SGLANG
+    if isinstance(value.get("prompt"), dict):
+        return LEGACY_VLLM
+    return NATIVE

@@ -1,0 +1,26 @@
+"""One row of documents.py."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+Example = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """Of one route. Its description is the docstring of its function; its errors follow from its role."""
+
+    bodies: tuple[type[BaseModel], ...] = ()
+    """What it reads, one of them; none: no body."""
+    body_type: str = "application/json"
+    """Of a body; what is not JSON has no `bodies`."""
+    example: Example | None = None
+    """A body that works."""
+    answers: tuple[type[BaseModel], ...] = ()
+    """None: an object without a fixed form."""
+    answer: Example = field(default_factory=dict)
+    """An example of an answer."""
+    media_type: str = "application/json"

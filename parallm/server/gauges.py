@@ -1,0 +1,83 @@
+"""What `/metrics` reads when it is asked, at no cost in between: the engine, adapters, training, the device."""
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from numbers import Real
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from parallm.reports import TrainingStatus
+from parallm.server.service import Service
+from parallm.types import POLICY
+
+
+class Gauges(Collector):
+    """Registered with the meters. Label values are names of adapters, policies and metrics: the operator's, few."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def describe(self) -> list[Metric]:
+        return []  # the registry would collect once at the start to learn the names
+
+    def collect(self) -> Iterator[Metric]:
+        if self._service.engine.is_alive:
+            yield from self._engine()
+        yield from self._adapters()
+        yield from self._training()
+        device = {work: float(seconds) for work, seconds in self._service.device_seconds().items()}
+        yield _counter("parallm:device_seconds", "Seconds of the device by kind of work.", "work", device)
+
+    def _engine(self) -> Iterator[Metric]:
+        load = self._service.engine.stats()
+        labels = {"model_name": self._service.base_name, "engine": "0"}
+        yield _gauge("vllm:num_requests_running", "Completions that decode now.", labels, load.num_running)
+        yield _gauge("vllm:num_requests_waiting", "Requests that wait for rows.", labels, load.num_waiting)
+        tokens = {str(name): float(count) for name, count in load.tokens_total.items()}
+        yield _counter("parallm:tokens", "Tokens sampled by kind of traffic, rollouts too.", "traffic", tokens)
+
+    def _adapters(self) -> Iterator[Metric]:
+        served = GaugeMetricFamily("parallm:adapter_served_version", "What the bare name means.", labels=["adapter"])
+        newest = GaugeMetricFamily("parallm:adapter_newest_version", "Newest in memory.", labels=["adapter"])
+        count = GaugeMetricFamily("parallm:adapter_versions", "Versions in memory.", labels=["adapter"])
+        running = GaugeMetricFamily("parallm:adapter_running", "Completions that use it now.", labels=["adapter"])
+        cards = sorted(self._service.catalog(), key=lambda card: card.name)
+        for name, of_name in groupby(cards, key=lambda card: card.name):
+            versions = list(of_name)
+            served.add_metric([name], max((card.version for card in versions if card.is_served), default=0))
+            newest.add_metric([name], max(card.version for card in versions))
+            count.add_metric([name], len(versions))
+            running.add_metric([name], sum(card.num_running for card in versions))
+        yield from (served, newest, count, running)
+
+    def _training(self) -> Iterator[Metric]:
+        state = GaugeMetricFamily("parallm:training_state", "1 for the present state.", labels=["policy", "state"])
+        step = CounterMetricFamily("parallm:training_steps", "Steps finished.", labels=["policy"])
+        metrics = GaugeMetricFamily(
+            "parallm:training_metric", "Of the last step: loss, reward, parity and more.", labels=["policy", "metric"]
+        )
+        for policy, status in _by_policy(self._service.status()).items():
+            state.add_metric([policy, status.state], 1)
+            step.add_metric([policy], status.step)
+            for name, value in status.metrics.items():
+                if isinstance(value, Real):
+                    metrics.add_metric([policy, name], float(value))
+        yield from (state, step, metrics)
+
+
+def _by_policy(status: TrainingStatus) -> Mapping[str, TrainingStatus]:
+    return status.policies or {POLICY: status}
+
+
+def _gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

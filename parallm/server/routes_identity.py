@@ -1,0 +1,116 @@
+"""What rollout workers ask before and between requests: what runs here, which weights, and what does not exist here."""
+
+import uuid
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from parallm.errors import Unavailable
+from parallm.server.catalog import card_of
+from parallm.server.generation import json_response
+from parallm.server.schemas import Wire
+from parallm.server.service import Service
+from parallm.types import BASE, GenerationRequest, SamplingParams
+
+
+class WorldSize(Wire):
+    world_size: int
+
+
+class WeightVersion(Wire):
+    weight_version: str
+    """Of the policy that is served; `0` is the base."""
+
+
+class ModelInfo(WeightVersion):
+    """SGLang's."""
+
+    model_path: str
+    served_model_name: str
+    tokenizer_path: str
+    is_generation: bool
+    preferred_sampling_params: None
+    max_model_len: int
+
+
+class Alive(Wire):
+    status: str
+
+
+def identity_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/get_world_size")
+    @router.get("/get_world_size/")
+    async def world_size() -> Response:
+        """One process, whatever its devices."""
+        return json_response(WorldSize(world_size=1))
+
+    @router.get("/weight_info")
+    @router.get("/get_weight_version")
+    async def weight_version() -> Response:
+        """The version of the policy that is served."""
+        return json_response(WeightVersion(weight_version=_served_version(service)))
+
+    @router.get("/model_info")
+    @router.get("/get_model_info")
+    async def model_info() -> Response:
+        """What runs here, in SGLang's form."""
+        return json_response(
+            ModelInfo(
+                model_path=service.base_name,
+                served_model_name=_policy(service),
+                tokenizer_path=service.base_name,
+                is_generation=True,
+                preferred_sampling_params=None,
+                weight_version=_served_version(service),
+                max_model_len=service.engine.max_context,
+            )
+        )
+
+    @router.get("/health_generate")
+    async def health_generate() -> Response:
+        """Generate one token of the base: 200 says that the engine really works."""
+        request = GenerationRequest(
+            request_id=f"health-{uuid.uuid4().hex}",
+            prompt_tokens=service.tokenizer.encode("0"),
+            sampling=SamplingParams(max_tokens=1, temperature=0),
+            model=BASE,
+        )
+        await service.engine.generate(request)
+        return json_response(Alive(status="ok"))
+
+    return router
+
+
+def absent_routes() -> APIRouter:
+    """Routes by which other trainers push weights through NCCL or as pickles, which this server does not take."""
+    router = APIRouter()
+
+    @router.post("/init_communicator/")
+    @router.post("/update_named_param/")
+    @router.post("/init_weight_transfer_engine")
+    @router.post("/start_weight_update")
+    @router.post("/finish_weight_update")
+    @router.post("/init_weights_update_group")
+    @router.post("/update_weights_from_distributed")
+    @router.post("/update_weights_from_tensor")
+    @router.post("/load_lora_adapter_from_tensors")
+    async def absent() -> Response:
+        """Always an error that names the way by adapters."""
+        raise Unavailable(
+            "the base is frozen and weights do not come through NCCL or as pickles; give adapters: "
+            "/load_lora_adapter with a folder, PUT /v1/adapters/NAME with a zip archive, or "
+            "/update_adapter_weights with safetensors"
+        )
+
+    return router
+
+
+def _policy(service: Service) -> str:
+    return service.policies[0] if service.policies else BASE
+
+
+def _served_version(service: Service) -> str:
+    card = card_of(_policy(service), service.catalog())
+    return "0" if card is None else str(card.version)

@@ -1,0 +1,106 @@
+"""The listening socket, TCP or unix, made before anything slow: what is wrong with the address stops a run at once."""
+
+import errno
+import ipaddress
+import socket
+import ssl
+from pathlib import Path
+
+from parallm.errors import ParallmError
+from parallm.server.settings import ServerSettings
+
+BACKLOG = 2048
+
+
+class ListenError(ParallmError):
+    """The address cannot be used: another process has it, it is not of this machine, or its certificate is wrong."""
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A listening socket on `uds` or on `host:port`; port 0 takes a free one. Raises ListenError with the way out.
+
+    Clients that connect before the server starts wait.
+    """
+    _check_certificates(settings)
+    bound = _bind_unix(settings.uds) if settings.uds else _bind_tcp(settings)
+    bound.setblocking(False)
+    return bound
+
+
+def _bind_tcp(settings: ServerSettings) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ListenError(f"server.host={settings.host} is not an address of this machine: {error}") from error
+    # `localhost` is often both; clients try 127.0.0.1
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    _check_exposure(settings, str(address[0]))
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        # with SO_REUSEADDR two programs can bind, but only one can listen
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        raise _listen_error(settings, error) from error
+    return bound
+
+
+def _bind_unix(name: str) -> socket.socket:
+    """Whoever may write to the file may connect: its owner, unless somebody widens that."""
+    path = Path(name)
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _is_listening(name):
+            path.unlink()  # left by a process that was killed
+        bound.bind(name)
+        path.chmod(0o600)
+        bound.listen(BACKLOG)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ListenError(f"server.uds={name} is in use by another process or is a file; choose another") from error
+        raise ListenError(f"cannot listen on server.uds={name}: {error}; choose another path") from error
+    return bound
+
+
+def _is_listening(name: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(name) == 0
+
+
+def _check_exposure(settings: ServerSettings, address: str) -> None:
+    """Whoever can reach a server without keys can also train it, so it stays on this machine. Raises ListenError."""
+    is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    if not is_local and settings.control_routes and not settings.api_keys:
+        raise ListenError(
+            f"server.host={settings.host} can be reached from other machines and there are no keys; name one with "
+            "'server.api_keys=[{name: operator, role: admin, env: PARALLM_API_KEY}]', switch the routes that control "
+            "training off with server.control_routes=false, or stay on this machine with server.host=127.0.0.1"
+        )
+
+
+def _check_certificates(settings: ServerSettings) -> None:
+    if settings.ssl_certfile is None:
+        if settings.ssl_keyfile or settings.ssl_ca_certs:
+            raise ListenError("server.ssl_keyfile and server.ssl_ca_certs need server.ssl_certfile")
+        return
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=settings.ssl_ca_certs)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ListenError(
+            f"server.ssl_certfile={settings.ssl_certfile} with its key cannot be used: {error}; give PEM "
+            "files, the key without a password"
+        ) from error
+
+
+def _listen_error(settings: ServerSettings, error: OSError) -> ListenError:
+    where = f"{settings.host}:{settings.port}"
+    if error.errno == errno.EADDRINUSE:
+        return ListenError(
+            f"{where} is in use by another process; choose another port with server.port=..., let the system choose "
+            "with server.port=0, or run without HTTP: server.enabled=false"
+        )
+    return ListenError(f"cannot listen on {where}: {error}; change server.host=... or server.port=...")

@@ -1,0 +1,120 @@
+"""Between two steps a loop comes by here: it waits while it is paused, and saves for those who ask.
+
+Used on the asyncio thread only.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from parallm.errors import ParallmError, Unavailable
+
+
+class Pacing:
+    """When the next step may begin, and who waits for what."""
+
+    def __init__(self, save: Callable[[], Awaitable[Path]]) -> None:
+        self._save = save
+        self._allowed: int | None = None  # steps that may begin while paused; None: not paused
+        self._num_begun = 0
+        self._num_finished = 0
+        self._changed = asyncio.Event()
+        self._saves: list[asyncio.Future[Path]] = []
+        self._steps: list[tuple[int, asyncio.Future[None]]] = []  # how many are finished then
+        self._has_ended = False
+
+    @property
+    def is_paused(self) -> bool:
+        return self._allowed is not None
+
+    def pause(self) -> None:
+        """Begin no further step; the present one ends first. Raises Unavailable if training has ended."""
+        self._check()
+        if self._allowed is None:
+            self._allowed = 0
+
+    def resume(self) -> None:
+        """Begin steps again. Raises Unavailable if training has ended."""
+        self._check()
+        self._allowed = None
+        self.wake()
+
+    async def step(self) -> None:
+        """Wait for one more step: a new one if paused, which stays so, else the one at work. Raises Unavailable."""
+        self._check()
+        if self._allowed is not None:
+            self._allowed += 1
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._steps.append((self._num_begun + self._allowed if self._allowed else self._num_finished + 1, future))
+        self.wake()
+        await future
+
+    async def checkpoint(self) -> Path:
+        """Save after the present step; the checkpoint's folder. Raises Unavailable, CheckpointError."""
+        self._check()
+        future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+        self._saves.append(future)
+        self.wake()
+        return await future
+
+    def wake(self) -> None:
+        """Let a loop that waits look again whether it is over."""
+        self._changed.set()
+
+    async def turn(self, is_over: Callable[[], bool], on_wait: Callable[[], None]) -> None:
+        """Before each step: returns when it may begin, or when there is none to begin. `on_wait`: it has to wait."""
+        self._num_finished = self._num_begun
+        self._tell_steps()
+        await self._save_for_all()
+        while self._allowed == 0 and not is_over():
+            on_wait()
+            self._changed.clear()
+            await self._changed.wait()
+            await self._save_for_all()
+        self._num_begun += 1
+        if self._allowed:
+            self._allowed -= 1
+
+    def end(self) -> None:
+        """Tell everybody that no step will come any more."""
+        self._has_ended = True
+        for saved in self._saves:
+            _fail(saved)
+        for _, stepped in self._steps:
+            _fail(stepped)
+        self._saves, self._steps = [], []
+
+    def _check(self) -> None:
+        if self._has_ended:
+            raise _ended()
+
+    def _tell_steps(self) -> None:
+        for number, future in self._steps:
+            if number <= self._num_finished and not future.done():
+                future.set_result(None)
+        self._steps = [(number, future) for number, future in self._steps if not future.done()]
+
+    async def _save_for_all(self) -> None:
+        while waiting := [future for future in self._saves if not future.done()]:
+            self._saves = []
+            try:
+                folder = await self._save()
+            except ParallmError as error:
+                for future in waiting:
+                    if not future.done():
+                        future.set_exception(error)
+            else:
+                for future in waiting:
+                    if not future.done():
+                        future.set_result(folder)
+        self._saves = []
+
+
+def _fail(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(_ended())
+
+
+def _ended() -> Unavailable:
+    return Unavailable("training has ended; the versions that it made are served on")

@@ -1,0 +1,47 @@
+"""The hand of HTTP on the trainers of a run: pause, resume, one step, a checkpoint."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from parallm.errors import Unavailable, UnknownModel
+from parallm.policy_runs import PolicyRun
+from parallm.trainer.pacing import Pacing
+
+
+class TrainingControl:
+    """About one policy by name, or all of them. For the asyncio thread.
+
+    Everything raises UnknownModel for a policy that is not trained, and Unavailable before training begins and after.
+    """
+
+    def __init__(self, runs: Sequence[PolicyRun]) -> None:
+        self._runs = runs
+
+    def pause(self, policy: str | None) -> None:
+        """Begin no further step; the present one ends first."""
+        for pacing in self._chosen(policy).values():
+            pacing.pause()
+
+    def resume(self, policy: str | None) -> None:
+        for pacing in self._chosen(policy).values():
+            pacing.resume()
+
+    async def step(self, policy: str | None) -> None:
+        """Wait for one more step: a new one where paused, which stays so, else the one at work."""
+        await asyncio.gather(*(pacing.step() for pacing in self._chosen(policy).values()))
+
+    async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
+        """Save after the present step; the folder of each policy's checkpoint. Raises CheckpointError."""
+        chosen = self._chosen(policy)
+        folders = await asyncio.gather(*(pacing.checkpoint() for pacing in chosen.values()))
+        return {name: str(folder) for name, folder in zip(chosen, folders, strict=True)}
+
+    def _chosen(self, policy: str | None) -> dict[str, Pacing]:
+        names = [run.name for run in self._runs]
+        if policy is not None and policy not in names:
+            raise UnknownModel(f"no policy {policy!r} is trained here; there are {', '.join(names)}")
+        trainers = {run.name: run.trainer for run in self._runs if policy in (None, run.name)}
+        begun = {name: trainer.pacing for name, trainer in trainers.items() if trainer is not None}
+        if len(begun) < len(trainers):
+            raise Unavailable("training has not begun yet; try again when its status is not `starting`")
+        return begun

@@ -1,0 +1,175 @@
+import asyncio
+import io
+import zipfile
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from parallm.checkpoint.adapter_store import AdapterStore
+from parallm.device.governor import Governor
+from parallm.device.thread import DeviceThread
+from parallm.errors import AdapterError, AdapterMissing, UnknownModel
+from parallm.model.adapter import Adapter, make_adapter
+from parallm.model.adapter_files import write_mlx, write_peft
+from parallm.model.adapter_table import AdapterTable
+from parallm.model.load import load_shared_model
+from parallm.model.lora import initial_arrays
+from parallm.model.settings import ModelSettings
+from parallm.model.shared_model import SharedModel
+from parallm.types import AdapterCard
+
+Make = Callable[..., AdapterStore]
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[DeviceThread]:
+    made = DeviceThread(Governor(serving_share=0.7, engine_share=0.5))
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="module")
+def model(device: DeviceThread, tiny_model: Callable[[str], Path]) -> SharedModel:
+    return device.call(partial(load_shared_model, ModelSettings(path=str(tiny_model("llama"))))).result(60)
+
+
+@pytest.fixture(scope="module")
+def folder(device: DeviceThread, model: SharedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A root with `mlx` and `peft`, the same adapter of rank 2 in both formats."""
+    root = tmp_path_factory.mktemp("root")
+
+    def write() -> None:
+        arrays = initial_arrays(model.sites, 2, mx.random.key(1), ranks={})
+        made = make_adapter({name: array + 0.25 for name, array in arrays.items()}, version=7, rank=2, alpha=4)
+        write_mlx(made, root / "mlx", num_layers=model.num_layers)
+        write_peft(made, root / "peft", "tiny")
+
+    device.call(write).result(60)
+    return root
+
+
+@pytest.fixture
+def table() -> AdapterTable:
+    return AdapterTable()
+
+
+@pytest.fixture
+def make_store(device: DeviceThread, model: SharedModel, table: AdapterTable, folder: Path) -> Make:
+    def make(*, trained: tuple[str, ...] = (), max_names: int = 8, root: str | None = str(folder)) -> AdapterStore:
+        return AdapterStore(device, model, table, root=root, max_bytes=10_000_000, max_names=max_names, trained=trained)
+
+    return make
+
+
+def run(work: Awaitable[AdapterCard]) -> AdapterCard:
+    async def main() -> AdapterCard:
+        return await work
+
+    return asyncio.run(main())
+
+
+def archive_of(folder: Path) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as opened:
+        for path in folder.iterdir():
+            opened.write(path, path.name)
+    return packed.getvalue()
+
+
+def served(table: AdapterTable, name: str) -> Adapter:
+    found = table.resolve(name)
+    assert found is not None
+    return found
+
+
+def test_a_folder_is_loaded_as_the_next_version_of_its_name_and_served(make_store: Make, table: AdapterTable) -> None:
+    store = make_store()
+    first, second = run(store.load("poet", "mlx")), run(store.load("poet", "peft"))
+    assert [(card.version, card.is_served) for card in (first, second)] == [(1, True), (2, True)]
+    assert first.digest == second.digest
+    assert served(table, "poet").version == 2
+
+
+def test_an_upload_is_the_same_adapter_as_its_folder(make_store: Make, table: AdapterTable, folder: Path) -> None:
+    store = make_store(root=None)
+    cards = [run(store.upload("poet", archive_of(folder / name))) for name in ("peft", "mlx")]
+    assert cards[0].digest == cards[1].digest
+    with pytest.raises(AdapterError, match=r"server\.adapters_root=FOLDER"):
+        run(store.load("poet", "mlx"))
+
+
+def test_raw_tensors_replace_those_of_the_served_version(make_store: Make, table: AdapterTable, tmp_path: Path) -> None:
+    store = make_store()
+    run(store.load("poet", "peft"))
+    before = served(table, "poet")
+    site = before.targets[0]
+    tensor = mx.full(before.arrays[f"{site}.lora_a"].T.shape, 0.5)
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"base_model.model.{site}.lora_A.weight": tensor})
+    card = run(store.update("poet", (tmp_path / "w.safetensors").read_bytes()))
+    after = served(table, "poet")
+    assert (card.version, card.parent) == (2, 1)
+    assert mx.array_equal(after.arrays[f"{site}.lora_a"], tensor.T).item()
+    assert mx.array_equal(after.arrays[f"{site}.lora_b"], before.arrays[f"{site}.lora_b"]).item()
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"{site}.lora_a": tensor})
+    with pytest.raises(AdapterError, match="in poet@2 it has"):
+        run(store.update("poet", (tmp_path / "w.safetensors").read_bytes()))
+    with pytest.raises(AdapterError, match="policy is the base so far"):
+        run(store.update("policy", (tmp_path / "w.safetensors").read_bytes()))
+
+
+def test_what_is_no_adapter_of_this_base_changes_nothing(make_store: Make, table: AdapterTable, folder: Path) -> None:
+    store = make_store()
+    (folder / "empty").mkdir(exist_ok=True)
+    for path, error in (("../", AdapterError), ("empty", AdapterError), ("nothing", AdapterMissing)):
+        with pytest.raises(error):
+            run(store.load("poet", path))
+    with pytest.raises(AdapterError, match="no zip archive"):
+        run(store.upload("poet", b"no archive"))
+    assert table.cards() == ()
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b", "a\nb", "poet@1", "base", "latest", "12", "x" * 200])
+def test_names_that_could_mean_something_else_are_refused(make_store: Make, name: str) -> None:
+    with pytest.raises(AdapterError, match="cannot be a name"):
+        run(make_store().load(name, "peft"))
+
+
+def test_a_name_in_training_is_the_trainers(make_store: Make, table: AdapterTable) -> None:
+    store = make_store(trained=("policy",))
+    with pytest.raises(AdapterError, match="policy is trained by this run, which makes its versions"):
+        run(store.load("policy", "peft"))
+    for _ in range(2):
+        run(make_store().load("policy", "peft"))
+    for version in (None, 2):
+        with pytest.raises(AdapterError, match="goes on from its newest version"):
+            store.unload("policy", version)
+    store.roll_back("policy")
+    with pytest.raises(AdapterError, match="promote another version first"):
+        store.unload("policy", 1)
+    store.promote("policy", 2)
+    store.unload("policy", 1)
+    assert [card.version for card in table.cards()] == [2]
+
+
+def test_the_number_of_names_is_bounded_and_unloading_makes_room(make_store: Make, table: AdapterTable) -> None:
+    store = make_store(max_names=1)
+    run(store.load("poet", "peft"))
+    with pytest.raises(AdapterError, match=r"1 adapters are loaded.*server.max_adapters"):
+        run(store.load("coder", "peft"))
+    store.unload("poet")
+    assert run(store.load("coder", "peft")).version == 1
+    with pytest.raises(UnknownModel):
+        table.resolve("poet")
+
+
+def test_aliases_are_set_and_removed(make_store: Make, table: AdapterTable) -> None:
+    store = make_store()
+    run(store.load("poet", "peft"))
+    store.set_alias("good", "poet", 1)
+    assert served(table, "poet@good").version == 1
+    store.remove_alias("good", "poet")
+    with pytest.raises(AdapterError, match="cannot be an alias"):
+        store.set_alias("a b", "poet", 1)

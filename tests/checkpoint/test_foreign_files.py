@@ -1,0 +1,154 @@
+import io
+import json
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallm.checkpoint.foreign_files import check_config, check_folder, check_safetensors, inside, unpack
+from parallm.errors import AdapterError, AdapterMissing
+
+CONFIG = b'{"peft_type": "LORA", "r": 2}'
+
+
+def safetensors(header: Any, data: bytes) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def tensor(begin: int, end: int, shape: list[Any], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+GOOD = safetensors({"a": tensor(0, 8, [2]), "__metadata__": {"x": "y"}, "b": tensor(8, 12, [2], "BF16")}, bytes(12))
+
+
+def archive(*members: tuple[str, bytes], edit: Callable[[zipfile.ZipInfo], None] = lambda _: None) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as opened:
+        for name, content in members:
+            info = zipfile.ZipInfo(name)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            edit(info)
+            opened.writestr(info, content)
+    return packed.getvalue()
+
+
+def test_whole_safetensors_of_floating_point_tensors_pass() -> None:
+    check_safetensors(io.BytesIO(GOOD), len(GOOD))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no whole safetensors"),
+        (pickle.dumps({"a": 1}), "no whole safetensors"),
+        (struct.pack("<Q", 2**63), "no whole safetensors"),
+        (safetensors(b"{", b""), "is no JSON"),
+        (safetensors(b"[" * 100_000, b""), "is no JSON"),
+        (safetensors([], b""), "is no JSON object"),
+        (safetensors({"a": tensor(0, 8, [2])}, bytes(4)), "more or fewer bytes"),
+        (safetensors({"a": tensor(0, 8, [3])}, bytes(8)), "is not where"),
+        (safetensors({"a": tensor(4, 12, [2])}, bytes(12)), "is not where"),
+        (safetensors({"a": tensor(0, 8, [2]), "b": tensor(4, 12, [2])}, bytes(12)), "is not where"),
+        (safetensors({"a": tensor(0, 8, [2], "U8")}, bytes(8)), "of type U8"),
+        (safetensors({"a": tensor(0, -8, [-2])}, b""), "no number"),
+        (safetensors({"a": tensor(0, 8, [2.0])}, bytes(8)), "no number"),
+        (safetensors({"a": {"dtype": "F32"}}, b""), "no whole description"),
+        (safetensors({"a": 7}, b""), "no whole description"),
+    ],
+)
+def test_weights_that_are_not_what_they_say_are_refused(content: bytes, message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        check_safetensors(io.BytesIO(content), len(content))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[]",
+        b'{"lora_alpha": NaN}',
+        b"{" * 100_000,
+        b'{"rank_pattern": {"(a+)+": 4}}',
+        b'{"alpha_pattern": {"' + b"a" * 300 + b'": 4}}',
+        b'{"rank_pattern": ["a"]}',
+    ],
+)
+def test_configs_that_could_harm_are_refused(content: bytes) -> None:
+    with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+        check_config(content)
+
+
+def test_usual_patterns_are_harmless() -> None:
+    check_config(b'{"rank_pattern": {"q_proj": 5, "^model.layers.0.mlp.down_proj": 2, ".*v_proj": 3}}')
+
+
+def test_an_archive_of_the_two_files_is_unpacked(tmp_path: Path) -> None:
+    unpack(archive(("adapter_config.json", CONFIG), ("adapter_model.safetensors", GOOD)), tmp_path, 1000)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    check_folder(tmp_path, tmp_path, 1000)
+    with pytest.raises(AdapterError, match="the limit is 50"):
+        check_folder(tmp_path, tmp_path, 50)
+
+
+def as_link(info: zipfile.ZipInfo) -> None:
+    info.external_attr = 0o120777 << 16
+
+
+WEIGHTS = ("adapter_model.safetensors", GOOD)
+SETTINGS = ("adapter_config.json", CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"PK\x03\x04 and nothing else", "no zip archive"),
+        (archive(SETTINGS, ("../adapter_model.safetensors", GOOD)), "holds '../adapter_model"),
+        (archive(SETTINGS, ("/etc/adapter_model.safetensors", GOOD)), "holds '/etc"),
+        (archive(SETTINGS, ("a/adapter_model.safetensors", GOOD)), "holds 'a/"),
+        (archive(SETTINGS, ("adapter_model.bin", pickle.dumps({}))), "holds 'adapter_model.bin'"),
+        (archive(SETTINGS), "each once"),
+        (archive(("adapters.safetensors", GOOD), WEIGHTS), "each once"),
+        (archive(SETTINGS, WEIGHTS, edit=as_link), "no ordinary file"),
+        (archive(SETTINGS, ("adapter_model.safetensors", bytes(2000))), "has 2000 bytes, the limit is 1000"),
+        (archive(("adapter_config.json", bytes(2_000_000)), WEIGHTS), "the limit is 1048576"),
+    ],
+)
+def test_archives_with_tricks_are_refused_and_nothing_is_written(tmp_path: Path, content: bytes, message: str) -> None:
+    with pytest.raises(AdapterError, match=message):
+        unpack(content, tmp_path, 1000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_archive_that_understates_a_size_is_refused(tmp_path: Path) -> None:
+    bomb = bytearray(archive(SETTINGS, ("adapter_model.safetensors", bytes(500_000))))
+    assert bomb.count(struct.pack("<I", 500_000)) == 2
+    with pytest.raises(AdapterError, match=r"no zip archive that can be read|more bytes"):
+        unpack(bytes(bomb.replace(struct.pack("<I", 500_000), struct.pack("<I", 900))), tmp_path, 1000)
+
+
+def test_paths_must_stay_in_the_root(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "run").mkdir(parents=True)
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    assert inside(root, "run") == inside(root, str(root / "run")) == (root / "run").resolve()
+    for path in ("../outside", str(outside), "link", "run/../../outside", "/etc"):
+        with pytest.raises(AdapterError, match="is outside of"):
+            inside(root, path)
+    for path in ("nothing", "run\0", "a" * 5000):
+        with pytest.raises(AdapterMissing, match="is not there"):
+            inside(root, path)
+
+
+def test_a_file_that_is_a_link_out_of_the_root_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "secret").write_bytes(GOOD)
+    (root / "adapter_model.safetensors").symlink_to(tmp_path / "secret")
+    with pytest.raises(AdapterError, match="is outside of"):
+        check_folder(root, root, 1000)

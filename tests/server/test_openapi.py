@@ -1,0 +1,92 @@
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from parallm.server.documents import DOCUMENTS
+from parallm.server.openapi import openapi_document
+from parallm.server.roles import ROLES
+
+Call = Callable[..., httpx.Response]
+NEEDS_AN_ANSWER = "POST /v1/rewards"
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield f"{method.upper()} {path}", operation
+
+
+def test_every_route_has_a_description_an_example_and_typed_errors(app: FastAPI) -> None:
+    document = openapi_document(app, has_keys=True)
+    for row, operation in operations(document):
+        assert operation["description"], row
+        (answer, *_) = operation["responses"]["200"]["content"].values()
+        assert "example" in answer, row
+        assert not DOCUMENTS[row].bodies or "example" in operation["requestBody"]["content"]["application/json"], row
+        errors = {status: told for status, told in operation["responses"].items() if status != "200"}
+        wanted = {"503"} if ROLES[row] == "public" else {"401", "403", "503"}
+        assert wanted <= set(errors), row
+        for told in errors.values():
+            assert told["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorAnswer"}, row
+    assert set(DOCUMENTS) == set(ROLES)
+
+
+@pytest.mark.parametrize(
+    "row", sorted(row for row, document in DOCUMENTS.items() if document.bodies and row != NEEDS_AN_ANSWER)
+)
+def test_every_example_of_a_body_is_accepted(call: Call, row: str) -> None:
+    method, path = row.split()
+    response = call(method, f"http://test{path}", json=DOCUMENTS[row].example)
+    # this process has no adapters and no training
+    assert response.status_code in ((200,) if ROLES[row] == "inference" else (200, 404, 409)), response.text
+
+
+def test_examples_of_answers_have_the_form_that_the_document_says() -> None:
+    for row, document in DOCUMENTS.items():
+        for model in document.answers[:1]:
+            assert model.model_validate(document.answer), row
+
+
+def test_every_field_of_the_wire_types_is_in_the_document_and_no_other(app: FastAPI) -> None:
+    schemas = openapi_document(app, has_keys=False)["components"]["schemas"]
+    models = {model for document in DOCUMENTS.values() for model in document.bodies + document.answers}
+    for model in models:
+        assert set(schemas[model.__name__]["properties"]) == set(model.model_fields), model
+
+
+def test_every_reference_in_the_document_leads_somewhere(app: FastAPI) -> None:
+    document = openapi_document(app, has_keys=True)
+    references = set(found_in(document))
+    assert references
+    assert {reference.removeprefix("#/components/schemas/") for reference in references} <= set(
+        document["components"]["schemas"]
+    )
+
+
+def test_keys_are_in_the_document_where_there_are_keys(app: FastAPI) -> None:
+    with_keys = dict(operations(openapi_document(app, has_keys=True)))
+    assert with_keys["POST /v1/completions"]["security"] == [{"bearer": []}, {"x-api-key": []}]
+    assert "security" not in with_keys["GET /health"]
+    assert "security" not in dict(operations(openapi_document(app, has_keys=False)))["POST /v1/completions"]
+
+
+def test_the_page_and_the_document_are_served(call: Call) -> None:
+    assert call("GET", "/docs").headers["content-type"].startswith("text/html")
+    document = call("GET", "/openapi.json").json()
+    completion = document["components"]["schemas"]["CompletionBody"]["properties"]
+    assert {"type": "string"} in completion["prompt"]["anyOf"]
+    assert {"type": "null"} in completion["seed"]["anyOf"]
+    assert completion["top_k"]["description"] == "-1 and 0 are off."
+    assert "text/event-stream" in document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+
+
+def found_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from [item] if key == "$ref" else found_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from found_in(item)

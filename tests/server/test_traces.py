@@ -1,0 +1,56 @@
+import sys
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from parallm.errors import ConfigError
+from parallm.reports import TrainingStatus
+from parallm.server.app import create_app
+from parallm.server.settings import ServerSettings
+from parallm.server.traces import Traces, exporting_traces
+
+export = pytest.importorskip("opentelemetry.sdk.trace.export")
+memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def test_a_request_becomes_a_span_of_the_callers_trace(engine: Any, tokenizer: Any) -> None:
+    exporter = memory.InMemorySpanExporter()
+    app = create_app(
+        engine=engine,
+        tokenizer=tokenizer,
+        catalog=tuple,
+        status=lambda: TrainingStatus(state="serving"),
+        settings=ServerSettings(),
+        base_name="nano",
+        traces=Traces(export.SimpleSpanProcessor(exporter)),
+    )
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+    with TestClient(app) as client:
+        client.post("/v1/chat/completions", json=body, headers={"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"})
+        client.post("/v1/completions", json={"model": "nobody", "prompt": "hi"})
+    answered, refused = exporter.get_finished_spans()
+    assert (answered.name, f"{answered.context.trace_id:032x}") == ("chat policy", TRACE)
+    wanted = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.max_tokens": 3,
+        "gen_ai.usage.input_tokens": 8,
+        "gen_ai.usage.output_tokens": 3,
+        "gen_ai.response.finish_reasons": ("length",),
+    }
+    assert {name: answered.attributes[name] for name in wanted} == wanted
+    assert 0 < answered.attributes["gen_ai.latency.time_to_first_token"] < 5
+    assert 0 < answered.end_time - answered.start_time < 5e9
+    assert (refused.name, refused.attributes["error.type"]) == ("text_completion nobody", "UnknownModel")
+    assert not refused.status.is_ok
+
+
+def test_without_an_endpoint_nothing_is_loaded_and_without_the_extra_it_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with exporting_traces(None) as traces:
+        assert traces is None
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    with pytest.raises(ConfigError, match=r"pip install 'parallm\[otel\]'"), exporting_traces("http://localhost:4318"):
+        pass

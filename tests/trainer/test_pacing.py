@@ -1,0 +1,136 @@
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from parallm.errors import CheckpointError, Unavailable
+from parallm.trainer.pacing import Pacing
+
+
+class Loop:
+    """Counts steps; `save` is what a checkpoint does."""
+
+    def __init__(self, num_steps: int, save: Callable[[], Path] = lambda: Path("step")) -> None:
+        self.num_steps = num_steps
+        self.done = 0
+        self.is_stopped = False
+        self.saved_at: list[int] = []
+        self.num_waits = 0
+        self._make = save
+        self.pacing = Pacing(self._save)
+
+    async def run(self) -> None:
+        try:
+            while not self._is_over():
+                await self.pacing.turn(self._is_over, self._on_wait)
+                if not self._is_over():
+                    await asyncio.sleep(0.001)
+                    self.done += 1
+        finally:
+            self.pacing.end()
+
+    def _is_over(self) -> bool:
+        return self.is_stopped or self.done >= self.num_steps
+
+    def _on_wait(self) -> None:
+        self.num_waits += 1
+
+    async def _save(self) -> Path:
+        self.saved_at.append(self.done)
+        return self._make()
+
+
+def run(work: Callable[[Loop, asyncio.Task[None]], Awaitable[None]], loop: Loop, *, is_paused: bool = False) -> None:
+    async def main() -> None:
+        if is_paused:
+            loop.pacing.pause()
+        task = asyncio.create_task(loop.run())
+        await asyncio.wait_for(work(loop, task), 10)
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+
+
+def test_a_paused_loop_waits_takes_single_steps_and_goes_on() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        await asyncio.sleep(0.02)
+        assert (loop.done, loop.pacing.is_paused) == (0, True)
+        await loop.pacing.step()
+        assert loop.done == 1
+        await asyncio.gather(loop.pacing.step(), loop.pacing.step())
+        await asyncio.sleep(0.02)
+        assert (loop.done, loop.pacing.is_paused) == (3, True)
+        loop.pacing.resume()
+        await task
+        assert loop.done == 8
+
+    run(work, Loop(8), is_paused=True)
+
+
+def test_a_step_that_is_asked_for_while_one_ends_is_a_step_of_its_own() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        await loop.pacing.step()
+        loop.pacing.pause()
+        begun = loop.done + 1  # the one at work
+        await loop.pacing.step()
+        assert loop.done == begun + 1
+        loop.pacing.resume()
+
+    run(work, Loop(50))
+
+
+def test_a_checkpoint_is_made_between_steps_paused_or_not_and_once_for_all_who_ask() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        folders = await asyncio.gather(loop.pacing.checkpoint(), loop.pacing.checkpoint())
+        assert set(folders) == {Path("step")}
+        assert loop.saved_at == [1]
+        loop.pacing.pause()
+        await loop.pacing.checkpoint()
+        await loop.pacing.checkpoint()
+        assert len(loop.saved_at) == 3
+        assert loop.saved_at[1] == loop.saved_at[2] == loop.done
+        loop.is_stopped = True
+        loop.pacing.wake()
+
+    run(work, Loop(1000))
+
+
+def test_an_error_of_a_save_belongs_to_who_asked_and_training_goes_on() -> None:
+    def fail() -> Path:
+        raise CheckpointError("the disk is full")
+
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        with pytest.raises(CheckpointError, match="disk is full"):
+            await loop.pacing.checkpoint()
+        await task
+        assert loop.done == 20
+
+    run(work, Loop(20, fail))
+
+
+def test_when_training_ends_nobody_waits_any_more() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        waiting = asyncio.gather(loop.pacing.step(), loop.pacing.step(), return_exceptions=True)
+        loop.is_stopped = True
+        loop.pacing.wake()
+        assert [type(error) for error in await waiting] == [Unavailable, Unavailable]
+        await task
+        for ask in (loop.pacing.step, loop.pacing.checkpoint):
+            with pytest.raises(Unavailable, match="training has ended"):
+                await ask()
+        with pytest.raises(Unavailable):
+            loop.pacing.pause()
+
+    run(work, Loop(5), is_paused=False)
+
+
+def test_stopping_ends_a_paused_loop() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        await asyncio.sleep(0.01)
+        loop.is_stopped = True
+        loop.pacing.wake()
+        await task
+        assert (loop.done, loop.num_waits) == (0, 1)
+
+    run(work, Loop(5), is_paused=True)
