@@ -87,7 +87,9 @@ class GenerationBody(Wire):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
-    logit_bias: Annotated[list[tuple[int, float]], PlainValidator(read_bias, json_schema_input_type=dict[str, float])] = []
+    logit_bias: Annotated[
+        list[tuple[int, float]], PlainValidator(read_bias, json_schema_input_type=dict[str, float])
+    ] = []
     prompt_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
     """Log-probabilities of the prompt's tokens, and of so many most likely ones beside each."""
     best_of: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
