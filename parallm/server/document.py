@@ -24,3 +24,5 @@ class Document:
     answer: Example = field(default_factory=dict)
     """An example of an answer."""
     media_type: str = "application/json"
+    events: str = "events `data: JSON`, the last one `data: [DONE]`"
+    """What a stream is, for a body that can ask for one."""

@@ -84,6 +84,7 @@ DOCUMENTS: Mapping[str, Document] = {
         bodies=(ResponseBody,),
         example={"model": "policy", "input": "2 + 3?", "max_output_tokens": 64},
         answers=(ResponseAnswer,),
+        events="OpenAI's events of a response, the last one `response.completed`, `response.incomplete` or `error`",
         answer={
             "id": "resp_1f",
             "object": "response",

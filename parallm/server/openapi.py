@@ -100,7 +100,7 @@ def _answer_content(document: Document) -> dict[str, Any]:
         return {document.media_type: {"schema": {"type": "string"}, "example": document.answer["text"]}}
     content: dict[str, Any] = {JSON: {"schema": _any_of(document.answers), "example": document.answer}}
     if any("stream" in body.model_fields for body in document.bodies):
-        events = {"type": "string", "description": "With `stream`: events `data: JSON`, the last one `data: [DONE]`."}
+        events = {"type": "string", "description": f"With `stream`: {document.events}."}
         content["text/event-stream"] = {"schema": events}
     return content
 

@@ -83,7 +83,9 @@ def test_special_tokens_that_mark_reasoning_or_calls_are_part_of_the_text(tmp_pa
     plain.save_pretrained(tmp_path)
     tokenizer = ChatTokenizer(load_tokenizer(tmp_path))
     (end,) = tokenizer.eos_token_ids
-    assert tokenizer.decode([*tokenizer.encode("<think>2</think>3"), end]) == "<think>2</think>3"
+    tokens = [*tokenizer.encode("<think>2</think>3"), end]
+    assert tokenizer.decode(tokens) == "<think>2</think>3"
+    assert tokenizer.decode(tokens, special=True) == f"<think>2</think>3{tokenizer.token_text(end)}"
 
 
 def test_a_template_is_asked_what_it_reads() -> None:
