@@ -23,6 +23,9 @@ class EngineStats:
     """Requests that wait for rows."""
     tokens_total: Mapping[TrafficClass, int]
     """Sampled tokens since the start."""
+    kv_bytes: int
+    """Bytes of keys, values and states that rows and prompts hold, as of the last unit of work."""
+    kv_bytes_limit: int
 
 
 class AsyncEngine:
@@ -52,7 +55,11 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         engine = self._attached()
         return EngineStats(
-            num_running=engine.num_running(), num_waiting=engine.num_waiting(), tokens_total=engine.num_tokens()
+            num_running=engine.num_running(),
+            num_waiting=engine.num_waiting(),
+            tokens_total=engine.num_tokens(),
+            kv_bytes=engine.memory.used,
+            kv_bytes_limit=engine.memory.limit,
         )
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
@@ -158,6 +165,7 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
             f"{engine.max_context}; shorten them or raise engine.max_context",
             "max_tokens",
         )
+    engine.memory.check(request)
 
 
 def _validate_sampling(sampling: SamplingParams) -> None:

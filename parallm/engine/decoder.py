@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from parallm.engine.kv_cost import KvCost
 from parallm.engine.sampler import RowSampling, Sampled, row_sampling, sample
 from parallm.engine.sequence import Sequence
 from parallm.engine.shard import make_shard
@@ -51,18 +52,19 @@ class Step:
 class Decoder:
     """Launches the steps of one lane's rows."""
 
-    def __init__(self, model: SharedModel, views: AdapterViews) -> None:
+    def __init__(self, model: SharedModel, views: AdapterViews, cost: KvCost) -> None:
         self.in_flight: Step | None = None
         """Launched and not read; whoever reads it takes it from here."""
         self._model = model
         self._views = views
-        self._shard = make_shard(model)
+        self.shard = make_shard(model, cost)
+        """Its keys and values; rows join and leave through the decoder."""
         self._first_logits: list[mx.array] = []  # (V,) of each row that has joined since the last step
         self._sampling: RowSampling | None = None  # of the present rows
 
     @property
     def rows(self) -> list[Sequence]:
-        return self._shard.rows
+        return self.shard.rows
 
     def take(self) -> Step | None:
         """The step in flight, to be read now."""
@@ -71,7 +73,7 @@ class Decoder:
 
     def join(self, sequence: Sequence, prompt_cache: Ordered[Any], logits_V: mx.array) -> None:
         """Add a row that continues a computed prompt: the next step samples its first token from `logits_V`."""
-        self._shard.join(sequence, prompt_cache)
+        self.shard.join(sequence, prompt_cache)
         self._first_logits.append(logits_V)
         self._sampling = None
 
@@ -80,7 +82,7 @@ class Decoder:
         if rows:
             for row in rows:
                 self.rows[row].has_left = True
-            self._shard.leave(rows, waits=waits)
+            self.shard.leave(rows, waits=waits)
             self._sampling = None
 
     def goes_on(self, max_context: int) -> bool:
@@ -92,7 +94,7 @@ class Decoder:
         num_running = len(self.rows) - len(self._first_logits)
         logits = [mx.stack(self._first_logits)] if self._first_logits else []
         if num_running:
-            hidden_BH = self._shard.forward(self._views, num_running, self._newest_tokens(self.rows[:num_running]))
+            hidden_BH = self.shard.forward(self._views, num_running, self._newest_tokens(self.rows[:num_running]))
             logits.insert(0, self._model.head(hidden_BH))
         self._first_logits = []
         if self._sampling is None:

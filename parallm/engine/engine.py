@@ -7,16 +7,16 @@ computes while Python works. Knows nothing of learning or HTTP. Everything here 
 
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.engine.decoder import Decoder, Step
+from parallm.engine.kv_memory import KvMemory
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
+from parallm.engine.traffic import Traffic
 from parallm.engine.views import AdapterViews
 from parallm.errors import EngineFull, InvalidRequest
 from parallm.model.adapter_table import AdapterTable
@@ -28,30 +28,6 @@ from parallm.types import GenerationRequest, TokenEvent, TrafficClass
 logger = logging.getLogger(__name__)
 
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("serving", "rollout")
-
-
-@dataclass(slots=True)
-class Traffic:
-    """The prompts and rows of one traffic class. Each class has rows of its own, so that each can step alone."""
-
-    decoders: list[Decoder]
-    """One per lane."""
-    prompts: deque[Prompt] = field(default_factory=deque)
-    """Not yet computed, or computed with members that wait for a row; first come, first served."""
-    decoded_last: bool = False
-    num_tokens: int = 0
-    """Sampled since the start."""
-
-    @property
-    def num_rows(self) -> int:
-        return sum(len(decoder.rows) for decoder in self.decoders)
-
-    def rows(self) -> list[Sequence]:
-        return [row for decoder in self.decoders for row in decoder.rows]
-
-    def take_steps(self) -> list[Step]:
-        """The steps in flight, to be read now."""
-        return [step for decoder in self.decoders if (step := decoder.take()) is not None]
 
 
 class Engine:
@@ -78,6 +54,7 @@ class Engine:
         self._emit = emit
         self._report = report
         self._runs_ahead = runs_ahead
+        self.memory = KvMemory(model, settings)
         self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
 
     def add(self, request: GenerationRequest, streams: bool) -> None:
@@ -87,7 +64,7 @@ class Engine:
             raise EngineFull(
                 f"{len(traffic.prompts)} requests wait already; try again later or raise engine.max_waiting"
             )
-        if any(sequence.request.request_id == request.request_id for sequence in self._sequences(traffic)):
+        if any(sequence.request.request_id == request.request_id for sequence in traffic.sequences()):
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         adapter = self._adapters.resolve(request.model)
         seed = request.sampling.seed
@@ -101,7 +78,8 @@ class Engine:
             for _ in members:
                 self._adapters.acquire(adapter)
         cache = self.model.make_cache()
-        traffic.prompts.append(Prompt(request=request, cache=cache, waiting=members, streams=streams))
+        tokens = request.prompt_tokens
+        traffic.prompts.append(Prompt(request=request, tokens=tokens, cache=cache, waiting=members, streams=streams))
 
     def abort(self, *request_ids: str) -> None:
         """End all completions of these requests before the next unit. Unknown or finished ids are fine."""
@@ -111,6 +89,7 @@ class Engine:
                 traffic.prompts.remove(prompt)
                 self._end(prompt.waiting)
             self._drop_rows(traffic, lambda row: row.request.request_id in doomed)
+        self.memory.count(self._states)
 
     def has_work(self, traffic: TrafficClass) -> bool:
         state = self._traffic[traffic]
@@ -128,18 +107,21 @@ class Engine:
         else:
             state.decoded_last = True
             self._decode(state)
+        self.memory.count(self._states)
 
     def settle(self, traffic: TrafficClass) -> None:
         """Read what is still in flight of a class, if anything is."""
         state = self._traffic[traffic]
         self._read(state, state.take_steps())
+        self.memory.count(self._states)
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
         """Give up all requests of a class after an error in its step, with their rows."""
         state = self._traffic[traffic]
-        sequences = list(self._sequences(state))
+        sequences = list(state.sequences())
         self._end(sequences)
         self._traffic[traffic] = Traffic(self._make_decoders(), num_tokens=state.num_tokens)
+        self.memory.count(self._states)
         self._report(sorted({sequence.request.request_id for sequence in sequences}), error)
 
     def num_running(self) -> int:
@@ -151,8 +133,12 @@ class Engine:
     def num_tokens(self) -> Mapping[TrafficClass, int]:
         return {name: state.num_tokens for name, state in self._traffic.items()}
 
+    @property
+    def _states(self) -> list[Traffic]:
+        return list(self._traffic.values())
+
     def _make_decoders(self) -> list[Decoder]:
-        return [Decoder(self.model, self._views) for _ in range(self._lanes.width)]
+        return [Decoder(self.model, self._views, self.memory.cost) for _ in range(self._lanes.width)]
 
     def _switch_versions(self, state: Traffic) -> None:
         """Move what switches in flight to the version that its name means now: rows, and prompts not yet begun.
@@ -194,7 +180,7 @@ class Engine:
         mx.eval(chunks)
 
     def _compute_chunk(self, prompt: Prompt) -> list[mx.array]:
-        tokens = prompt.request.prompt_tokens
+        tokens = prompt.tokens
         chunk = tokens[prompt.num_computed : prompt.num_computed + self._chunk_size(prompt)]
         view = self._views.for_rows([prompt.waiting[0].adapter])
         hidden_1TH = self.model.hidden(mx.array([chunk], mx.int32), prompt.cache, view)
@@ -206,7 +192,7 @@ class Engine:
 
     def _chunk_size(self, prompt: Prompt) -> int:
         """The chunk of the settings, or a little less where the rest would be too few rows for exact products."""
-        rest = len(prompt.request.prompt_tokens) - prompt.num_computed - self.settings.prefill_chunk
+        rest = len(prompt.tokens) - prompt.num_computed - self.settings.prefill_chunk
         return self.settings.prefill_chunk - (LEAST_ROWS if 0 < rest < LEAST_ROWS else 0)
 
     def _decode(self, state: Traffic) -> None:
@@ -253,11 +239,6 @@ class Engine:
         for sequence in sequences:
             if sequence.adapter is not None:
                 self._adapters.release(sequence.adapter)
-
-    def _sequences(self, state: Traffic) -> Iterable[Sequence]:
-        for prompt in state.prompts:
-            yield from prompt.waiting
-        yield from state.rows()
 
 
 def _arrays(state: object) -> list[mx.array]:

@@ -16,6 +16,8 @@ class Prompt:
     """A request on its way to rows: computed in chunks, then forked into one row per completion."""
 
     request: GenerationRequest
+    tokens: tuple[int, ...]
+    """To be computed."""
     cache: list[Any]
     waiting: list["Sequence"]
     """Members that have no row yet: all of them until every chunk is computed, with the same version."""
@@ -57,6 +59,11 @@ class Sequence:
     def num_cached(self) -> int:
         """Positions in the cache behind the last launched step: the prompt and all launched tokens but the newest."""
         return len(self.request.prompt_tokens) + self.num_launched - 1
+
+    @property
+    def num_reserved(self) -> int:
+        """Positions that its slot has for the coming step, one of which is free for a step that computes it along."""
+        return self.num_cached + 2
 
     @property
     def version(self) -> int:

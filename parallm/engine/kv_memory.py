@@ -1,0 +1,56 @@
+"""The memory of keys, values and states: what is held, what may be held, and what could never fit."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from parallm.device.memory import free_memory
+from parallm.engine.kv_cost import KvCost, measure_cost
+from parallm.engine.settings import EngineSettings
+from parallm.engine.shard import make_shard
+from parallm.engine.traffic import Traffic
+from parallm.errors import ContextTooLong
+from parallm.model.shared_model import SharedModel
+from parallm.types import GenerationRequest
+
+DEVICE_SHARE = 0.4
+"""Of what an accelerator has left beside the base: the learner keeps up to half of it for its backward."""
+CPU_SHARE = 0.25
+"""Of the free RAM: other programs live there too, and on a CPU time runs out long before keys and values do."""
+
+
+class KvMemory:
+    """Adds up what the rows and prompts of an engine hold. Used on the device thread; its numbers from any."""
+
+    def __init__(self, model: SharedModel, settings: EngineSettings) -> None:
+        self.cost: KvCost = measure_cost(model)
+        self.limit = settings.kv_cache_bytes or default_limit()
+        self.used = 0
+        """As of the last unit."""
+        self._empty_shard = make_shard(model, self.cost)
+
+    def count(self, states: Sequence[Traffic]) -> None:
+        """Bring `used` up to date."""
+        self.used = sum(self.held_by(state) for state in states)
+
+    def held_by(self, state: Traffic) -> int:
+        rows = sum(decoder.shard.nbytes for decoder in state.decoders)
+        return rows + sum(self.cost.of(len(prompt.tokens)) for prompt in state.prompts if prompt.num_computed)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises ContextTooLong for a request that would not fit if it had all memory to itself."""
+        num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
+        needed = self.cost.of(num_tokens) + self._empty_shard.bytes_for([num_tokens + 1], tight=True)
+        if needed > self.limit:
+            raise ContextTooLong(
+                f"the keys and values of {len(request.prompt_tokens)} prompt tokens and max_tokens="
+                f"{request.sampling.max_tokens} take {needed} bytes; the limit is {self.limit}; shorten them or raise "
+                "engine.kv_cache_bytes",
+                "max_tokens",
+            )
+
+
+def default_limit() -> int:
+    """Bytes for keys and values where the settings name none."""
+    share = CPU_SHARE if mx.default_device() == mx.Device(mx.cpu) else DEVICE_SHARE
+    return int(share * free_memory())

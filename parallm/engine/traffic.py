@@ -1,0 +1,38 @@
+"""The prompts and rows of one traffic class."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from parallm.engine.decoder import Decoder, Step
+from parallm.engine.sequence import Prompt, Sequence
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Each class has rows of its own, so that each can step alone."""
+
+    decoders: list[Decoder]
+    """One per lane."""
+    prompts: deque[Prompt] = field(default_factory=deque)
+    """Not yet computed, or computed with members that wait for a row; first come, first served."""
+    decoded_last: bool = False
+    num_tokens: int = 0
+    """Sampled since the start."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(decoder.rows) for decoder in self.decoders)
+
+    def rows(self) -> list[Sequence]:
+        return [row for decoder in self.decoders for row in decoder.rows]
+
+    def sequences(self) -> Iterable[Sequence]:
+        """Those that wait, and those that run."""
+        for prompt in self.prompts:
+            yield from prompt.waiting
+        yield from self.rows()
+
+    def take_steps(self) -> list[Step]:
+        """The steps in flight, to be read now."""
+        return [step for decoder in self.decoders if (step := decoder.take()) is not None]
