@@ -26,6 +26,8 @@ class EngineStats:
     kv_bytes: int
     """Bytes of keys, values and states that rows and prompts hold, as of the last unit of work."""
     kv_bytes_limit: int
+    num_preemptions: int
+    """Times since the start that a row or a prompt has given up its memory, to be computed again later."""
 
 
 class AsyncEngine:
@@ -60,6 +62,7 @@ class AsyncEngine:
             tokens_total=engine.num_tokens(),
             kv_bytes=engine.memory.used,
             kv_bytes_limit=engine.memory.limit,
+            num_preemptions=engine.num_preemptions(),
         )
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:

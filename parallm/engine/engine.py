@@ -14,13 +14,14 @@ import mlx.core as mx
 from parallm.device.lanes import Lanes
 from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv_memory import KvMemory
+from parallm.engine.prefill import Prefill
+from parallm.engine.room import Room
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.engine.traffic import Traffic
 from parallm.engine.views import AdapterViews
 from parallm.errors import EngineFull, InvalidRequest
 from parallm.model.adapter_table import AdapterTable
-from parallm.model.attention import LEAST_ROWS
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix
 from parallm.types import GenerationRequest, TokenEvent, TrafficClass
@@ -56,6 +57,9 @@ class Engine:
         self._runs_ahead = runs_ahead
         self.memory = KvMemory(model, settings)
         self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
+        self._room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
+        self._prefill = Prefill(model, self._views, settings.prefill_chunk)
+        self._num_requests = 0
 
     def add(self, request: GenerationRequest, streams: bool) -> None:
         """Queue a validated request. Raises UnknownModel, EngineFull, or InvalidRequest for a name in use."""
@@ -70,16 +74,23 @@ class Engine:
         seed = request.sampling.seed
         if seed is None:
             seed = secrets.randbits(64)
+        self._num_requests += 1
         members = [
-            Sequence(request=request, index=index, seed=mix(seed, index), adapter=adapter, streams=streams)
+            Sequence(
+                request=request,
+                index=index,
+                seed=mix(seed, index),
+                adapter=adapter,
+                streams=streams,
+                arrival=self._num_requests,
+            )
             for index in range(request.n)
         ]
         if adapter is not None:
             for _ in members:
                 self._adapters.acquire(adapter)
-        cache = self.model.make_cache()
-        tokens = request.prompt_tokens
-        traffic.prompts.append(Prompt(request=request, tokens=tokens, cache=cache, waiting=members, streams=streams))
+        traffic.prompts.append(Prompt.of(members))
+        traffic.is_stuck = False
 
     def abort(self, *request_ids: str) -> None:
         """End all completions of these requests before the next unit. Unknown or finished ids are fine."""
@@ -89,31 +100,35 @@ class Engine:
                 traffic.prompts.remove(prompt)
                 self._end(prompt.waiting)
             self._drop_rows(traffic, lambda row: row.request.request_id in doomed)
-        self.memory.count(self._states)
+            traffic.is_stuck = False
+        self._count()
 
     def has_work(self, traffic: TrafficClass) -> bool:
         state = self._traffic[traffic]
-        return bool(state.prompts) or any(decoder.rows or decoder.in_flight for decoder in state.decoders)
+        return state.has_rows or bool(state.prompts and not state.is_stuck)
 
     def step(self, traffic: TrafficClass) -> None:
         """One unit of work for one traffic class. Running ahead, a decode step's tokens come with the next unit."""
         state = self._traffic[traffic]
         self._switch_versions(state)
-        prompts = self._next_prompts(state)
+        prompts = self._next_prompts(traffic)
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
         if prompts and (traffic == "rollout" or state.decoded_last or state.num_rows == 0):
             state.decoded_last = False
             self._compute_prompts(state, prompts)
+            has_worked = True
         else:
             state.decoded_last = True
-            self._decode(state)
-        self.memory.count(self._states)
+            has_worked = self._decode(traffic)
+        self._count()
+        for one in self._traffic.values():
+            one.is_stuck = one is state and not has_worked
 
     def settle(self, traffic: TrafficClass) -> None:
         """Read what is still in flight of a class, if anything is."""
         state = self._traffic[traffic]
         self._read(state, state.take_steps())
-        self.memory.count(self._states)
+        self._count()
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
         """Give up all requests of a class after an error in its step, with their rows."""
@@ -121,7 +136,7 @@ class Engine:
         sequences = list(state.sequences())
         self._end(sequences)
         self._traffic[traffic] = Traffic(self._make_decoders(), num_tokens=state.num_tokens)
-        self.memory.count(self._states)
+        self._count()
         self._report(sorted({sequence.request.request_id for sequence in sequences}), error)
 
     def num_running(self) -> int:
@@ -130,12 +145,15 @@ class Engine:
     def num_waiting(self) -> int:
         return sum(len(state.prompts) for state in self._traffic.values())
 
+    def num_preemptions(self) -> int:
+        """Times that a row or a prompt has given up its room since the start."""
+        return self._room.num_preempted
+
     def num_tokens(self) -> Mapping[TrafficClass, int]:
         return {name: state.num_tokens for name, state in self._traffic.items()}
 
-    @property
-    def _states(self) -> list[Traffic]:
-        return list(self._traffic.values())
+    def _count(self) -> None:
+        self.memory.used = self.memory.held(self._traffic.values())
 
     def _make_decoders(self) -> list[Decoder]:
         return [Decoder(self.model, self._views, self.memory.cost) for _ in range(self._lanes.width)]
@@ -158,46 +176,38 @@ class Engine:
                 self._adapters.release(one.adapter)
                 one.adapter = adapter
 
-    def _next_prompts(self, state: Traffic) -> list[Prompt]:
-        """Uncomputed prompts to work on now: one per lane, and none beyond the rows that will be free for them."""
+    def _next_prompts(self, traffic: TrafficClass) -> list[Prompt]:
+        """Uncomputed prompts to work on now: one per lane, and none without rows and memory for them."""
+        state = self._traffic[traffic]
         free = self.settings.max_rows - state.num_rows
         chosen: list[Prompt] = []
-        for prompt in state.prompts:
+        for prompt in list(state.prompts):
             if free <= 0 or len(chosen) == self._lanes.width:
                 break
             if not prompt.is_computed:
+                if prompt.num_computed == 0 and not self._room.make_for_prompt(traffic, prompt, chosen):
+                    break
                 chosen.append(prompt)
             free -= len(prompt.waiting)
         return chosen
 
     def _compute_prompts(self, state: Traffic, prompts: list[Prompt]) -> None:
         """One chunk of each prompt, evaluated together; what was in flight is read meanwhile."""
-        chunks = self._lanes.run(self._compute_chunk, prompts)
+        chunks = self._lanes.run(self._prefill.compute_chunk, prompts)
         before = state.take_steps()
         if before:
             mx.async_eval(chunks)
             self._read(state, before)
         mx.eval(chunks)
 
-    def _compute_chunk(self, prompt: Prompt) -> list[mx.array]:
-        tokens = prompt.tokens
-        chunk = tokens[prompt.num_computed : prompt.num_computed + self._chunk_size(prompt)]
-        view = self._views.for_rows([prompt.waiting[0].adapter])
-        hidden_1TH = self.model.hidden(mx.array([chunk], mx.int32), prompt.cache, view)
-        prompt.num_computed += len(chunk)
-        if prompt.num_computed < len(tokens):
-            return [state for layer in prompt.cache for state in _arrays(layer.state)]
-        prompt.logits_V = self.model.head(hidden_1TH[0, -1:])[0]
-        return [prompt.logits_V, *(state for layer in prompt.cache for state in _arrays(layer.state))]
+    def _decode(self, traffic: TrafficClass) -> bool:
+        """Launch the next step of all rows, and read the one before it; or both of one, not running ahead.
 
-    def _chunk_size(self, prompt: Prompt) -> int:
-        """The chunk of the settings, or a little less where the rest would be too few rows for exact products."""
-        rest = len(prompt.tokens) - prompt.num_computed - self.settings.prefill_chunk
-        return self.settings.prefill_chunk - (LEAST_ROWS if 0 < rest < LEAST_ROWS else 0)
-
-    def _decode(self, state: Traffic) -> None:
-        """Launch the next step of all rows, and read the one before it; or both of one, not running ahead."""
-        self._join(state)
+        False if there was neither.
+        """
+        state = self._traffic[traffic]
+        self._room.make_for_step(traffic)
+        self._join(traffic)
         active = [decoder for decoder in state.decoders if decoder.goes_on(self.max_context)]
         resting = [decoder for decoder in state.decoders if decoder not in active]
         before = [decoder.in_flight for decoder in active] + [decoder.take() for decoder in resting]
@@ -207,12 +217,16 @@ class Engine:
         self._read(state, [step for step in before if step is not None])
         if not self._runs_ahead:
             self._read(state, state.take_steps())
+        return bool(launched or any(before))
 
-    def _join(self, state: Traffic) -> None:
+    def _join(self, traffic: TrafficClass) -> None:
         """Give free rows to members of computed prompts."""
+        state = self._traffic[traffic]
         for prompt in list(state.prompts):
             while prompt.logits_V is not None and prompt.waiting and state.num_rows < self.settings.max_rows:
-                decoder = min(state.decoders, key=lambda decoder: len(decoder.rows))
+                decoder, member = state.emptiest(), prompt.waiting[0]
+                if not self._room.make_for_join(traffic, decoder, member, prompt):
+                    return
                 decoder.join(prompt.waiting.pop(0), prompt.cache, prompt.logits_V)
             if not prompt.waiting:
                 state.prompts.remove(prompt)
@@ -239,11 +253,3 @@ class Engine:
         for sequence in sequences:
             if sequence.adapter is not None:
                 self._adapters.release(sequence.adapter)
-
-
-def _arrays(state: object) -> list[mx.array]:
-    if isinstance(state, mx.array):
-        return [state]
-    if isinstance(state, list | tuple):
-        return [array for part in state for array in _arrays(part)]
-    return []

@@ -1,6 +1,6 @@
 """The memory of keys, values and states: what is held, what may be held, and what could never fit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import mlx.core as mx
 
@@ -10,6 +10,7 @@ from parallm.engine.settings import EngineSettings
 from parallm.engine.shard import make_shard
 from parallm.engine.traffic import Traffic
 from parallm.errors import ContextTooLong
+from parallm.model.attention import LEAST_ROWS
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 
@@ -26,21 +27,17 @@ class KvMemory:
         self.cost: KvCost = measure_cost(model)
         self.limit = settings.kv_cache_bytes or default_limit()
         self.used = 0
-        """As of the last unit."""
+        """As of the engine's last unit."""
         self._empty_shard = make_shard(model, self.cost)
 
-    def count(self, states: Sequence[Traffic]) -> None:
-        """Bring `used` up to date."""
-        self.used = sum(self.held_by(state) for state in states)
-
-    def held_by(self, state: Traffic) -> int:
-        rows = sum(decoder.shard.nbytes for decoder in state.decoders)
-        return rows + sum(self.cost.of(len(prompt.tokens)) for prompt in state.prompts if prompt.num_computed)
+    def held(self, states: Iterable[Traffic]) -> int:
+        """Bytes that rows and prompts hold now."""
+        return sum(map(self._held_by, states))
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ContextTooLong for a request that would not fit if it had all memory to itself."""
         num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
-        needed = self.cost.of(num_tokens) + self._empty_shard.bytes_for([num_tokens + 1], tight=True)
+        needed = self.cost.of(num_tokens + LEAST_ROWS) + self._empty_shard.bytes_for([num_tokens + 1], tight=True)
         if needed > self.limit:
             raise ContextTooLong(
                 f"the keys and values of {len(request.prompt_tokens)} prompt tokens and max_tokens="
@@ -48,6 +45,10 @@ class KvMemory:
                 "engine.kv_cache_bytes",
                 "max_tokens",
             )
+
+    def _held_by(self, state: Traffic) -> int:
+        rows = sum(decoder.shard.nbytes for decoder in state.decoders)
+        return rows + sum(self.cost.of(prompt.num_allocated) for prompt in state.prompts if prompt.num_computed)
 
 
 def default_limit() -> int:

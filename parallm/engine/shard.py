@@ -53,6 +53,9 @@ class Shard(Protocol):
     def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
         """What they would take for rows with so many positions; `tight`: without room for more."""
 
+    def holds(self, lengths: Ordered[int]) -> bool:
+        """Whether such rows fit as it is laid out now."""
+
     def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
         """Take that much, with the present rows kept; waits for the device where there is something to copy."""
 
@@ -125,6 +128,9 @@ class BatchedShard:
     def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
         return self._layout(len(lengths), max(lengths, default=0), tight=tight).area * self._cost.per_token
 
+    def holds(self, lengths: Ordered[int]) -> bool:
+        return self._active.layout.holds(self._layout(len(lengths), max(lengths, default=0), tight=True))
+
     def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
         self._change(self._layout(len(lengths), max(lengths, default=0), tight=tight))
 
@@ -178,10 +184,13 @@ class RowByRowShard:
 
     @property
     def nbytes(self) -> int:
-        return self.bytes_for([row.num_reserved for row in self.rows], tight=True)
+        return self.bytes_for([row.num_cached + 1 for row in self.rows], tight=True)
 
     def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
         return sum(map(self._cost.of, lengths))
+
+    def holds(self, lengths: Ordered[int]) -> bool:
+        return self.bytes_for(lengths, tight=True) <= self.nbytes
 
     def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
         """mlx-lm's caches grow by themselves."""

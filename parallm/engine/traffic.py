@@ -17,6 +17,8 @@ class Traffic:
     prompts: deque[Prompt] = field(default_factory=deque)
     """Not yet computed, or computed with members that wait for a row; first come, first served."""
     decoded_last: bool = False
+    is_stuck: bool = False
+    """Its last unit found no room and did nothing; until another class's unit it has no work."""
     num_tokens: int = 0
     """Sampled since the start."""
 
@@ -32,6 +34,15 @@ class Traffic:
         for prompt in self.prompts:
             yield from prompt.waiting
         yield from self.rows()
+
+    def emptiest(self) -> Decoder:
+        """Where the next row joins."""
+        return min(self.decoders, key=lambda decoder: len(decoder.rows))
+
+    @property
+    def has_rows(self) -> bool:
+        """Rows that run, or whose step is in flight."""
+        return any(decoder.rows or decoder.in_flight for decoder in self.decoders)
 
     def take_steps(self) -> list[Step]:
         """The steps in flight, to be read now."""

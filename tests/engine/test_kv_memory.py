@@ -43,8 +43,8 @@ def test_pools_grow_by_doubling_and_give_back_what_is_four_times_too_long() -> N
 def test_a_request_that_could_never_fit_is_refused(
     load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: Callable[..., Engine]
 ) -> None:
-    # 64 positions in a cache of its own, and four slots of 80: of 512 bytes each
-    memory = make_engine(load_tiny("llama"), settings=EngineSettings(kv_cache_bytes=(64 + 4 * 80) * 512)).memory
-    memory.check(ask("a", range(2, 34), 32))
-    with pytest.raises(ContextTooLong, match=r"take 204800 bytes; the limit is 196608; .* engine.kv_cache_bytes"):
-        memory.check(ask("a", range(2, 34), 33))
+    # 80 positions in a cache of its own, and four slots of 80: of 512 bytes each
+    memory = make_engine(load_tiny("llama"), settings=EngineSettings(kv_cache_bytes=5 * 80 * 512)).memory
+    memory.check(ask("a", range(2, 34), 44))
+    with pytest.raises(ContextTooLong, match=r"take 212992 bytes; the limit is 204800; .* engine.kv_cache_bytes"):
+        memory.check(ask("a", range(2, 34), 45))

@@ -1,0 +1,135 @@
+"""Makes room for rows and prompts within the limit: by tighter pools, and by rows that give theirs up.
+
+A row that gives up its room goes back among the prompts with its tokens, and is computed again when there is room:
+rows of rollouts before those of serving, the newest first. So the oldest row of a class always goes on, and everybody
+ends. Rollouts never take the room of serving.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Ordered
+
+from parallm.engine.decoder import Decoder
+from parallm.engine.kv_memory import KvMemory
+from parallm.engine.sequence import Prompt, Sequence
+from parallm.engine.traffic import Traffic
+from parallm.types import TrafficClass
+
+AHEAD = 32
+"""Tokens beyond the prompt that must fit before it is computed, so that its row does not stop at once."""
+
+
+class Room:
+    def __init__(
+        self, memory: KvMemory, traffic: Mapping[TrafficClass, Traffic], settle: Callable[[Traffic], None]
+    ) -> None:
+        """`settle` reads the steps that a class has in flight."""
+        self.num_preempted = 0
+        """Times that a row has given up its room."""
+        self._memory = memory
+        self._traffic = traffic
+        self._settle = settle
+
+    def make_for_step(self, name: TrafficClass) -> None:
+        """Room for the next position of each row of a class."""
+        for decoder in self._traffic[name].decoders:
+            while decoder.rows and not self._lay_out(decoder, _lengths(decoder.rows)):
+                if not self._take_back(name, sparing=self._oldest(name)):
+                    break
+
+    def make_for_join(self, name: TrafficClass, decoder: Decoder, sequence: Sequence, prompt: Prompt) -> bool:
+        """Room for one more row; False if it has to wait for others to end."""
+        lengths = _lengths([*decoder.rows, sequence])
+        while not self._lay_out(decoder, lengths):
+            if name == "serving" and self._take_back("rollout", sparing=None):
+                continue
+            others = [one for one in self._traffic[name].prompts if one is not prompt and one.num_computed]
+            if self._traffic[name].num_rows or not others:
+                return False
+            self._drop(max(others, key=lambda one: one.arrival))
+        return True
+
+    def make_for_prompt(self, name: TrafficClass, prompt: Prompt, chosen: Ordered[Prompt]) -> bool:
+        """Whether a prompt may be computed now: it and the beginning of a row fit, beside those chosen before."""
+        sequence = prompt.waiting[0]
+        most = len(sequence.request.prompt_tokens) + sequence.request.sampling.max_tokens
+        length = min(len(prompt.tokens) + AHEAD, most) + 1
+        decoder = self._traffic[name].emptiest()
+        needed = sum(self._memory.cost.of(one.num_allocated) for one in (prompt, *chosen) if one.num_computed == 0)
+        lengths = [*_lengths(decoder.rows), length]
+        while not self._fits(decoder, lengths, needed):
+            if name != "serving" or not self._take_back("rollout", sparing=None):
+                return False
+        return True
+
+    def preempt(self, state: Traffic, decoder: Decoder, row: Sequence) -> None:
+        """Take a row, of which nothing is in flight, out of its slot and put it back among the prompts."""
+        decoder.leave([decoder.rows.index(row)], waits=True)
+        row.restart()
+        prompts = [*state.prompts, Prompt.of([row])]
+        state.prompts = deque(sorted(prompts, key=lambda prompt: prompt.arrival))
+        self.num_preempted += 1
+
+    def _lay_out(self, decoder: Decoder, lengths: Ordered[int]) -> bool:
+        """Bring a shard's pools to rows of so many positions, if they fit."""
+        shard, limit = decoder.shard, self._memory.limit
+        others = self._memory.held(self._traffic.values()) - shard.nbytes
+        if others + shard.bytes_for(lengths, tight=False) <= limit:
+            shard.lay_out(lengths, tight=False)
+            return True
+        if not shard.holds(lengths) or others + shard.nbytes > limit:
+            if not self._fits(decoder, lengths, 0):
+                return False
+            shard.lay_out(lengths, tight=True)
+        return True
+
+    def _fits(self, decoder: Decoder, lengths: Ordered[int], more: int) -> bool:
+        """Whether tight pools of a shard and so many bytes more fit, be it after all others are tight."""
+        shard = decoder.shard
+
+        def beyond() -> int:
+            others = self._memory.held(self._traffic.values()) - shard.nbytes
+            return others + shard.bytes_for(lengths, tight=True) + more - self._memory.limit
+
+        if beyond() > 0:
+            for one in [one for state in self._traffic.values() for one in state.decoders if one is not decoder]:
+                if one.shard.bytes_for(_lengths(one.rows), tight=True) < one.shard.nbytes:
+                    one.shard.lay_out(_lengths(one.rows), tight=True)
+        return beyond() <= 0
+
+    def _take_back(self, name: TrafficClass, sparing: Sequence | None) -> bool:
+        """Let one more give up its room, of rollouts or else of class `name`; False if nobody is left."""
+        in_flight = [state for state in self._traffic.values() if any(one.in_flight for one in state.decoders)]
+        if in_flight:  # rows may end with what is in flight
+            for state in in_flight:
+                self._settle(state)
+            return True
+        for state in [self._traffic["rollout"]] + ([self._traffic[name]] if name != "rollout" else []):
+            prompts = [prompt for prompt in state.prompts if prompt.num_computed]
+            newest = max((prompt.arrival for prompt in prompts), default=-1)
+            rows = [(row.arrival, row.index, decoder) for decoder in state.decoders for row in decoder.rows]
+            rows = [found for found in rows if sparing is None or found[:2] != (sparing.arrival, sparing.index)]
+            if prompts and newest >= max((found[0] for found in rows), default=-1):
+                self._drop(next(prompt for prompt in prompts if prompt.arrival == newest))
+                return True
+            if rows:
+                _, _, decoder = max(rows, key=lambda found: found[:2])
+                row = max((one for one in decoder.rows if one is not sparing), key=lambda one: (one.arrival, one.index))
+                self.preempt(state, decoder, row)
+                return True
+        return False
+
+    def _drop(self, prompt: Prompt) -> None:
+        """Forget what was computed of a prompt."""
+        prompt.restart()
+        self.num_preempted += 1
+
+    def _oldest(self, name: TrafficClass) -> Sequence | None:
+        """The row that always goes on; none of rollouts while serving holds memory, which will end."""
+        if name == "rollout" and self._memory.held([self._traffic["serving"]]):
+            return None
+        return min(self._traffic[name].rows(), key=lambda row: (row.arrival, row.index), default=None)
+
+
+def _lengths(rows: Ordered[Sequence]) -> list[int]:
+    return [row.num_reserved for row in rows]
