@@ -28,6 +28,15 @@ class EngineStats:
     kv_bytes_limit: int
     num_preemptions: int
     """Times since the start that a row or a prompt has given up its memory, to be computed again later."""
+    prefix_bytes: int
+    """Of `kv_bytes`, what is kept for prompts that begin with the same tokens."""
+    num_prefix_lookups: int
+    """Prompts since the start whose beginning was looked for."""
+    num_prefix_hits: int
+    prompt_tokens_total: int
+    """Tokens of prompts begun since the start; what preempted rows compute again counts."""
+    cached_prompt_tokens_total: int
+    """Of these, those that were known and not computed."""
 
 
 class AsyncEngine:
@@ -56,6 +65,8 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         engine = self._attached()
+        num_prompt_tokens, num_cached_tokens = engine.num_prompt_tokens()
+        prefixes = engine.memory.prefixes
         return EngineStats(
             num_running=engine.num_running(),
             num_waiting=engine.num_waiting(),
@@ -63,6 +74,11 @@ class AsyncEngine:
             kv_bytes=engine.memory.used,
             kv_bytes_limit=engine.memory.limit,
             num_preemptions=engine.num_preemptions(),
+            prefix_bytes=prefixes.nbytes,
+            num_prefix_lookups=prefixes.num_lookups,
+            num_prefix_hits=prefixes.num_hits,
+            prompt_tokens_total=num_prompt_tokens,
+            cached_prompt_tokens_total=num_cached_tokens,
         )
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:

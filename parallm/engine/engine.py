@@ -8,6 +8,7 @@ computes while Python works. Knows nothing of learning or HTTP. Everything here 
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import mlx.core as mx
 
@@ -58,7 +59,9 @@ class Engine:
         self.memory = KvMemory(model, settings)
         self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
         self._room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
-        self._prefill = Prefill(model, self._views, settings.prefill_chunk)
+        self._prefill = Prefill(
+            model, self._views, self.memory, settings, is_known=adapters.holds, room=self._room.left
+        )
         self._num_requests = 0
 
     def add(self, request: GenerationRequest, streams: bool) -> None:
@@ -135,6 +138,7 @@ class Engine:
         state = self._traffic[traffic]
         sequences = list(state.sequences())
         self._end(sequences)
+        self.memory.prefixes.clear()  # what the failed step was to compute may be among it
         self._traffic[traffic] = Traffic(self._make_decoders(), num_tokens=state.num_tokens)
         self._count()
         self._report(sorted({sequence.request.request_id for sequence in sequences}), error)
@@ -145,6 +149,10 @@ class Engine:
     def num_waiting(self) -> int:
         return sum(len(state.prompts) for state in self._traffic.values())
 
+    def num_prompt_tokens(self) -> tuple[int, int]:
+        """Of prompts begun since the start, and how many of them were known from before."""
+        return self._prefill.num_prompt_tokens, self._prefill.num_cached_tokens
+
     def num_preemptions(self) -> int:
         """Times that a row or a prompt has given up its room since the start."""
         return self._room.num_preempted
@@ -153,7 +161,7 @@ class Engine:
         return {name: state.num_tokens for name, state in self._traffic.items()}
 
     def _count(self) -> None:
-        self.memory.used = self.memory.held(self._traffic.values())
+        self.memory.used = self.memory.total(self._traffic.values())
 
     def _make_decoders(self) -> list[Decoder]:
         return [Decoder(self.model, self._views, self.memory.cost) for _ in range(self._lanes.width)]
@@ -188,6 +196,7 @@ class Engine:
                 if prompt.num_computed == 0 and not self._room.make_for_prompt(traffic, prompt, chosen):
                     break
                 chosen.append(prompt)
+                state.newest_begun = max(state.newest_begun, prompt.arrival)
             free -= len(prompt.waiting)
         return chosen
 
@@ -239,9 +248,22 @@ class Engine:
         rows = [row for step in steps for row in step.read(self.model.tokenizer, self.max_context)]
         state.num_tokens += len(rows)
         events = [event for row in rows if (event := row.event(self.model.tokenizer)) is not None]
+        self._keep_rows(state)
         self._drop_rows(state, lambda row: row.finish_reason is not None)
         if events:
             self._emit(events)
+
+    def _keep_rows(self, state: Traffic) -> None:
+        """Keep what rows that have ended have computed, for a turn that goes on from there."""
+        kept: list[mx.array] = []
+        for decoder in state.decoders:
+            for place, row in enumerate(decoder.rows):
+                if row.finish_reason is not None and row.request.is_continued:
+                    kept += self._prefill.keep_row(row, partial(decoder.shard.copies, place))
+        if kept and self._runs_ahead:
+            mx.async_eval(kept)
+        elif kept:
+            mx.eval(kept)
 
     def _drop_rows(self, state: Traffic, leaves: Callable[[Sequence], bool]) -> None:
         for decoder in state.decoders:

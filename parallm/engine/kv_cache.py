@@ -136,9 +136,9 @@ class SlotCache(OwnCache):
         self._values_SHLD = self._resized(self._values_SHLD, num_rows)
         return self.state
 
-    def row(self, slot: int, length: int) -> list[mx.array]:
-        """Copies of the first `length` positions of a slot's keys and values, (1, H, length, D) each; not evaluated."""
-        return [mx.contiguous(array[slot : slot + 1, :, :length]) for array in self.state]
+    def copies(self, slot: int, start: int, end: int) -> list[mx.array]:
+        """Copies of these positions of a slot's keys and values, (1, H, end - start, D) each; not evaluated."""
+        return [mx.contiguous(array[slot : slot + 1, :, start:end]) for array in self.state]
 
     def put(self, slot: int, row: Sequence[mx.array]) -> None:
         """Write a copied row, which must be evaluated: MLX writes in place only while nothing else waits to read the

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from parallm.device.memory import free_memory
 from parallm.engine.kv_cost import KvCost, measure_cost
+from parallm.engine.prefix_cache import PrefixCache
 from parallm.engine.settings import EngineSettings
 from parallm.engine.shard import make_shard
 from parallm.engine.traffic import Traffic
@@ -18,6 +19,8 @@ DEVICE_SHARE = 0.4
 """Of what an accelerator has left beside the base: the learner keeps up to half of it for its backward."""
 CPU_SHARE = 0.25
 """Of the free RAM: other programs live there too, and on a CPU time runs out long before keys and values do."""
+PREFIX_SHARE = 0.5
+"""Of the limit, for what other prompts may begin with: rows get it back at once, but tight pools cost copies."""
 
 
 class KvMemory:
@@ -28,11 +31,16 @@ class KvMemory:
         self.limit = settings.kv_cache_bytes or default_limit()
         self.used = 0
         """As of the engine's last unit."""
+        self.prefixes = PrefixCache(int(self.limit * PREFIX_SHARE))
         self._empty_shard = make_shard(model, self.cost)
 
     def held(self, states: Iterable[Traffic]) -> int:
         """Bytes that rows and prompts hold now."""
         return sum(map(self._held_by, states))
+
+    def total(self, states: Iterable[Traffic]) -> int:
+        """With what is kept for other prompts."""
+        return self.held(states) + self.prefixes.nbytes
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ContextTooLong for a request that would not fit if it had all memory to itself."""
@@ -48,7 +56,7 @@ class KvMemory:
 
     def _held_by(self, state: Traffic) -> int:
         rows = sum(decoder.shard.nbytes for decoder in state.decoders)
-        return rows + sum(self.cost.of(prompt.num_allocated) for prompt in state.prompts if prompt.num_computed)
+        return rows + sum(self.cost.of(prompt.num_allocated) for prompt in state.begun())
 
 
 def default_limit() -> int:

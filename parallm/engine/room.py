@@ -1,4 +1,5 @@
-"""Makes room for rows and prompts within the limit: by tighter pools, and by rows that give theirs up.
+"""Makes room for rows and prompts within the limit: by what is kept for later prompts, by tighter pools, and by rows
+that give theirs up.
 
 A row that gives up its room goes back among the prompts with its tokens, and is computed again when there is room:
 rows of rollouts before those of serving, the newest first. So the oldest row of a class always goes on, and everybody
@@ -30,6 +31,10 @@ class Room:
         self._traffic = traffic
         self._settle = settle
 
+    def left(self) -> int:
+        """Bytes that may be taken without anybody giving up any."""
+        return self._memory.limit - self._memory.total(self._traffic.values())
+
     def make_for_step(self, name: TrafficClass) -> None:
         """Room for the next position of each row of a class."""
         for decoder in self._traffic[name].decoders:
@@ -43,7 +48,7 @@ class Room:
         while not self._lay_out(decoder, lengths):
             if name == "serving" and self._take_back("rollout", sparing=None):
                 continue
-            others = [one for one in self._traffic[name].prompts if one is not prompt and one.num_computed]
+            others = [one for one in self._traffic[name].begun() if one is not prompt]
             if self._traffic[name].num_rows or not others:
                 return False
             self._drop(max(others, key=lambda one: one.arrival))
@@ -73,7 +78,7 @@ class Room:
     def _lay_out(self, decoder: Decoder, lengths: Ordered[int]) -> bool:
         """Bring a shard's pools to rows of so many positions, if they fit."""
         shard, limit = decoder.shard, self._memory.limit
-        others = self._memory.held(self._traffic.values()) - shard.nbytes
+        others = self._memory.total(self._traffic.values()) - shard.nbytes
         if others + shard.bytes_for(lengths, tight=False) <= limit:
             shard.lay_out(lengths, tight=False)
             return True
@@ -88,9 +93,11 @@ class Room:
         shard = decoder.shard
 
         def beyond() -> int:
-            others = self._memory.held(self._traffic.values()) - shard.nbytes
+            others = self._memory.total(self._traffic.values()) - shard.nbytes
             return others + shard.bytes_for(lengths, tight=True) + more - self._memory.limit
 
+        if beyond() > 0:
+            self._memory.prefixes.shrink(beyond())
         if beyond() > 0:
             for one in [one for state in self._traffic.values() for one in state.decoders if one is not decoder]:
                 if one.shard.bytes_for(_lengths(one.rows), tight=True) < one.shard.nbytes:
@@ -105,7 +112,7 @@ class Room:
                 self._settle(state)
             return True
         for state in [self._traffic["rollout"]] + ([self._traffic[name]] if name != "rollout" else []):
-            prompts = [prompt for prompt in state.prompts if prompt.num_computed]
+            prompts = state.begun()
             newest = max((prompt.arrival for prompt in prompts), default=-1)
             rows = [(row.arrival, row.index, decoder) for decoder in state.decoders for row in decoder.rows]
             rows = [found for found in rows if sparing is None or found[:2] != (sparing.arrival, sparing.index)]

@@ -78,6 +78,8 @@ class Sequence:
     """(adapter, first token that it sampled), in order."""
     num_launched: int = 0
     """Tokens whose step was launched: those in `tokens`, and those of steps not read yet."""
+    num_cached_prompt_tokens: int = 0
+    """Prompt tokens that were known when it began, and not computed."""
     has_left: bool = False
     """It ended or was aborted; what a step in flight samples for it is dropped."""
     _text: GrowingText | None = None
@@ -107,6 +109,11 @@ class Sequence:
         known = [(end, adapter) for end, (adapter, _) in zip(ends, self.adapter_starts, strict=True)]
         last = (num_prompt + len(self.tokens), self.adapter)
         return [*known[:-1], last] if known and known[-1][1] is self.adapter else [*known, last]
+
+    def reuses(self, num_tokens: int) -> None:
+        """Note how many tokens were known when its prompt was computed."""
+        if not self.tokens:
+            self.num_cached_prompt_tokens = num_tokens
 
     def restart(self) -> None:
         """Go on as one that waits: it keeps its tokens and is computed again."""
@@ -186,6 +193,7 @@ class Sequence:
             text=self._final_text(tokenizer),
             finish_reason=self.finish_reason,
             weight_versions=self._weight_versions(),
+            num_cached_prompt_tokens=self.num_cached_prompt_tokens,
         )
 
     def _weight_versions(self) -> tuple[WeightSpan, ...]:

@@ -46,6 +46,9 @@ class Shard(Protocol):
         With `waits` it waits for the device, which saves a copy of all keys and values where no step is in flight.
         """
 
+    def copies(self, row: int, start: int, end: int) -> list[mx.array]:
+        """Keys and values of a row's positions, of each layer in turn, (1, heads, end - start, D); not evaluated."""
+
     @property
     def nbytes(self) -> int:
         """What its rows' keys, values and states take."""
@@ -82,7 +85,7 @@ class BatchedShard:
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
         moves = _moves(rows, len(self.rows))
-        copies = [[slots.row(last, self.rows[last].num_cached) for _, last in moves] for slots in self._caches]
+        copies = [[slots.copies(last, 0, self.rows[last].num_cached) for _, last in moves] for slots in self._caches]
         if moves and waits:
             mx.eval(copies)
         for slots, copied in zip(self._caches, copies, strict=True):
@@ -120,6 +123,9 @@ class BatchedShard:
                 return hidden_BH
         self._active.set_lengths(lengths)
         return self._model.hidden(tokens_B[:, None], self._caches, view)[:, 0]
+
+    def copies(self, row: int, start: int, end: int) -> list[mx.array]:
+        return [array for slots in self._caches for array in slots.copies(row, start, end)]
 
     @property
     def nbytes(self) -> int:
@@ -181,6 +187,9 @@ class RowByRowShard:
         moves = _moves(rows, len(self.rows))
         _fill(self.rows, moves, len(rows))
         _fill(self._caches, moves, len(rows))
+
+    def copies(self, row: int, start: int, end: int) -> list[mx.array]:
+        raise NotImplementedError("states of rows that run one by one cannot be cut")
 
     @property
     def nbytes(self) -> int:

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from parallm.engine.decoder import Decoder, Step
 from parallm.engine.sequence import Prompt, Sequence
@@ -16,6 +17,8 @@ class Traffic:
     """One per lane."""
     prompts: deque[Prompt] = field(default_factory=deque)
     """Not yet computed, or computed with members that wait for a row; first come, first served."""
+    newest_begun: int = -1
+    """The highest arrival of a prompt that was ever begun: none behind it holds memory."""
     decoded_last: bool = False
     is_stuck: bool = False
     """Its last unit found no room and did nothing; until another class's unit it has no work."""
@@ -34,6 +37,11 @@ class Traffic:
         for prompt in self.prompts:
             yield from prompt.waiting
         yield from self.rows()
+
+    def begun(self) -> list[Prompt]:
+        """Prompts that hold memory."""
+        up_to_newest = takewhile(lambda prompt: prompt.arrival <= self.newest_begun, self.prompts)
+        return [prompt for prompt in up_to_newest if prompt.num_computed]
 
     def emptiest(self) -> Decoder:
         """Where the next row joins."""
