@@ -65,7 +65,6 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         engine = self._attached()
-        num_prompt_tokens, num_cached_tokens = engine.num_prompt_tokens()
         prefixes = engine.memory.prefixes
         return EngineStats(
             num_running=engine.num_running(),
@@ -73,12 +72,12 @@ class AsyncEngine:
             tokens_total=engine.num_tokens(),
             kv_bytes=engine.memory.used,
             kv_bytes_limit=engine.memory.limit,
-            num_preemptions=engine.num_preemptions(),
+            num_preemptions=engine.room.num_preempted,
             prefix_bytes=prefixes.nbytes,
             num_prefix_lookups=prefixes.num_lookups,
             num_prefix_hits=prefixes.num_hits,
-            prompt_tokens_total=num_prompt_tokens,
-            cached_prompt_tokens_total=num_cached_tokens,
+            prompt_tokens_total=engine.prefill.num_prompt_tokens,
+            cached_prompt_tokens_total=engine.prefill.num_cached_tokens,
         )
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:

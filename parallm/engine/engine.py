@@ -7,7 +7,7 @@ computes while Python works. Knows nothing of learning or HTTP. Everything here 
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
 import mlx.core as mx
@@ -15,13 +15,14 @@ import mlx.core as mx
 from parallm.device.lanes import Lanes
 from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv_memory import KvMemory
+from parallm.engine.out_of_memory import is_out_of_memory
 from parallm.engine.prefill import Prefill
 from parallm.engine.room import Room
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.engine.traffic import Traffic
 from parallm.engine.views import AdapterViews
-from parallm.errors import EngineFull, InvalidRequest
+from parallm.errors import EngineFull, EngineStopped, InvalidRequest
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix
@@ -58,11 +59,10 @@ class Engine:
         self._runs_ahead = runs_ahead
         self.memory = KvMemory(model, settings)
         self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
-        self._room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
-        self._prefill = Prefill(
-            model, self._views, self.memory, settings, is_known=adapters.holds, room=self._room.left
-        )
+        self.room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
+        self.prefill = Prefill(model, self._views, self.memory, settings, is_known=adapters.holds, room=self.room.left)
         self._num_requests = 0
+        self._at_work: list[Sequence] | None = None  # whose unit it is; None between units
 
     def add(self, request: GenerationRequest, streams: bool) -> None:
         """Queue a validated request. Raises UnknownModel, EngineFull, or InvalidRequest for a name in use."""
@@ -113,6 +113,7 @@ class Engine:
     def step(self, traffic: TrafficClass) -> None:
         """One unit of work for one traffic class. Running ahead, a decode step's tokens come with the next unit."""
         state = self._traffic[traffic]
+        self._at_work = state.rows()
         self._switch_versions(state)
         prompts = self._next_prompts(traffic)
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
@@ -126,36 +127,47 @@ class Engine:
         self._count()
         for one in self._traffic.values():
             one.is_stuck = one is state and not has_worked
+        self._at_work = None
 
     def settle(self, traffic: TrafficClass) -> None:
         """Read what is still in flight of a class, if anything is."""
         state = self._traffic[traffic]
+        self._at_work = state.rows()
         self._read(state, state.take_steps())
         self._count()
+        self._at_work = None
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
-        """Give up all requests of a class after an error in its step, with their rows."""
-        state = self._traffic[traffic]
-        sequences = list(state.sequences())
-        self._end(sequences)
-        self.memory.prefixes.clear()  # what the failed step was to compute may be among it
-        self._traffic[traffic] = Traffic(self._make_decoders(), num_tokens=state.num_tokens)
+        """Give up the requests of the unit that raised `error`, or those of the whole class where it was no unit's.
+
+        Where memory ran out, all rows are computed again within a lower limit instead, as long as it can be lowered.
+        """
+        at_work, self._at_work = self._at_work, None
+        everybody = [one for state in self._traffic.values() for one in state.sequences()]
+        if at_work is not None and is_out_of_memory(error) and self.memory.lower(one.request for one in everybody):
+            for name in self._traffic:
+                self._begin_again(name, frozenset())
+            mx.clear_cache()
+        else:
+            everything = at_work is None or isinstance(error, EngineStopped)
+            ended = list(self._traffic[traffic].sequences()) if everything else at_work or []
+            doomed = frozenset(one.request.request_id for one in ended)
+            self._begin_again(traffic, doomed)
+            self._report(sorted(doomed), error)
         self._count()
-        self._report(sorted({sequence.request.request_id for sequence in sequences}), error)
+
+    def _begin_again(self, traffic: TrafficClass, doomed: Collection[str]) -> None:
+        """Forget all that a class has computed, as what failed may be among it, and the requests `doomed`."""
+        state = self._traffic[traffic]
+        self._end(one for one in state.sequences() if one.request.request_id in doomed or one.finish_reason)
+        self._traffic[traffic] = self.room.afresh(state, self._make_decoders(), doomed)
+        self.memory.prefixes.clear()
 
     def num_running(self) -> int:
         return sum(state.num_rows for state in self._traffic.values())
 
     def num_waiting(self) -> int:
         return sum(len(state.prompts) for state in self._traffic.values())
-
-    def num_prompt_tokens(self) -> tuple[int, int]:
-        """Of prompts begun since the start, and how many of them were known from before."""
-        return self._prefill.num_prompt_tokens, self._prefill.num_cached_tokens
-
-    def num_preemptions(self) -> int:
-        """Times that a row or a prompt has given up its room since the start."""
-        return self._room.num_preempted
 
     def num_tokens(self) -> Mapping[TrafficClass, int]:
         return {name: state.num_tokens for name, state in self._traffic.items()}
@@ -193,7 +205,7 @@ class Engine:
             if free <= 0 or len(chosen) == self._lanes.width:
                 break
             if not prompt.is_computed:
-                if prompt.num_computed == 0 and not self._room.make_for_prompt(traffic, prompt, chosen):
+                if prompt.num_computed == 0 and not self.room.make_for_prompt(traffic, prompt, chosen):
                     break
                 chosen.append(prompt)
                 state.newest_begun = max(state.newest_begun, prompt.arrival)
@@ -202,11 +214,14 @@ class Engine:
 
     def _compute_prompts(self, state: Traffic, prompts: list[Prompt]) -> None:
         """One chunk of each prompt, evaluated together; what was in flight is read meanwhile."""
-        chunks = self._lanes.run(self._prefill.compute_chunk, prompts)
+        self._at_work = members = [member for prompt in prompts for member in prompt.waiting]
+        chunks = self._lanes.run(self.prefill.compute_chunk, prompts)
         before = state.take_steps()
         if before:
+            self._at_work = members + state.rows()
             mx.async_eval(chunks)
             self._read(state, before)
+            self._at_work = members
         mx.eval(chunks)
 
     def _decode(self, traffic: TrafficClass) -> bool:
@@ -215,8 +230,9 @@ class Engine:
         False if there was neither.
         """
         state = self._traffic[traffic]
-        self._room.make_for_step(traffic)
+        self.room.make_for_step(traffic)
         self._join(traffic)
+        self._at_work = state.rows()
         active = [decoder for decoder in state.decoders if decoder.goes_on(self.max_context)]
         resting = [decoder for decoder in state.decoders if decoder not in active]
         before = [decoder.in_flight for decoder in active] + [decoder.take() for decoder in resting]
@@ -234,9 +250,10 @@ class Engine:
         for prompt in list(state.prompts):
             while prompt.logits_V is not None and prompt.waiting and state.num_rows < self.settings.max_rows:
                 decoder, member = state.emptiest(), prompt.waiting[0]
-                if not self._room.make_for_join(traffic, decoder, member, prompt):
+                if not self.room.make_for_join(traffic, decoder, member, prompt):
                     return
-                decoder.join(prompt.waiting.pop(0), prompt.cache, prompt.logits_V)
+                decoder.join(member, prompt.cache, prompt.logits_V)
+                prompt.waiting.pop(0)
             if not prompt.waiting:
                 state.prompts.remove(prompt)
 
@@ -248,10 +265,10 @@ class Engine:
         rows = [row for step in steps for row in step.read(self.model.tokenizer, self.max_context)]
         state.num_tokens += len(rows)
         events = [event for row in rows if (event := row.event(self.model.tokenizer)) is not None]
+        if events:
+            self._emit(events)  # first of all: what was sampled is told, whatever fails behind it
         self._keep_rows(state)
         self._drop_rows(state, lambda row: row.finish_reason is not None)
-        if events:
-            self._emit(events)
 
     def _keep_rows(self, state: Traffic) -> None:
         """Keep what rows that have ended have computed, for a turn that goes on from there."""
@@ -259,7 +276,7 @@ class Engine:
         for decoder in state.decoders:
             for place, row in enumerate(decoder.rows):
                 if row.finish_reason is not None and row.request.is_continued:
-                    kept += self._prefill.keep_row(row, partial(decoder.shard.copies, place))
+                    kept += self.prefill.keep_row(row, partial(decoder.shard.copies, place))
         if kept and self._runs_ahead:
             mx.async_eval(kept)
         elif kept:

@@ -1,5 +1,6 @@
 """The memory of keys, values and states: what is held, what may be held, and what could never fit."""
 
+import logging
 from collections.abc import Iterable
 
 import mlx.core as mx
@@ -21,6 +22,10 @@ CPU_SHARE = 0.25
 """Of the free RAM: other programs live there too, and on a CPU time runs out long before keys and values do."""
 PREFIX_SHARE = 0.5
 """Of the limit, for what other prompts may begin with: rows get it back at once, but tight pools cost copies."""
+LOWERED_SHARE = 0.8
+"""Of what was held when memory ran out: what may be held from then on."""
+
+logger = logging.getLogger(__name__)
 
 
 class KvMemory:
@@ -42,17 +47,38 @@ class KvMemory:
         """With what is kept for other prompts."""
         return self.held(states) + self.prefixes.nbytes
 
+    def needed(self, request: GenerationRequest) -> int:
+        """Bytes that a request takes at most when it has all memory to itself."""
+        num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
+        own = self.cost.of(num_tokens + LEAST_ROWS)  # of its prompt, or of all its tokens if it is computed again
+        return own + self._empty_shard.bytes_for([num_tokens + 1], tight=True)
+
     def check(self, request: GenerationRequest) -> None:
         """Raises ContextTooLong for a request that would not fit if it had all memory to itself."""
-        num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
-        needed = self.cost.of(num_tokens + LEAST_ROWS) + self._empty_shard.bytes_for([num_tokens + 1], tight=True)
-        if needed > self.limit:
+        if self.needed(request) > self.limit:
             raise ContextTooLong(
                 f"the keys and values of {len(request.prompt_tokens)} prompt tokens and max_tokens="
-                f"{request.sampling.max_tokens} take {needed} bytes; the limit is {self.limit}; shorten them or raise "
-                "engine.kv_cache_bytes",
+                f"{request.sampling.max_tokens} take {self.needed(request)} bytes; the limit is {self.limit}; shorten "
+                "them or raise engine.kv_cache_bytes",
                 "max_tokens",
             )
+
+    def lower(self, requests: Iterable[GenerationRequest]) -> bool:
+        """Lower the limit below what was held when memory ran out; False if `requests` leave no room for that."""
+        most = int(LOWERED_SHARE * self.used)
+        floor = max(map(self.needed, requests), default=0)
+        if max(most, floor) >= self.limit:
+            return False
+        logger.warning(
+            "memory ran out with %d bytes of keys and values; the limit is %d from now on instead of %d; lower "
+            "engine.kv_cache_bytes, or what else is in memory",
+            self.used,
+            max(most, floor),
+            self.limit,
+        )
+        self.limit = max(most, floor)
+        self.prefixes.limit = int(self.limit * PREFIX_SHARE)
+        return True
 
     def _held_by(self, state: Traffic) -> int:
         rows = sum(decoder.shard.nbytes for decoder in state.decoders)

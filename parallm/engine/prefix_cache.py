@@ -67,11 +67,11 @@ class PrefixCache:
     """Used on the device thread; its numbers from any."""
 
     def __init__(self, limit: int) -> None:
-        """`limit` is in bytes."""
         self.nbytes = 0
         self.num_lookups = 0
         self.num_hits = 0
-        self._limit = limit
+        self.limit = limit
+        """In bytes."""
         self._roots: dict[Owner, Node] = {}
         self._nodes: OrderedDict[Node, None] = OrderedDict()  # a node comes before its parent, so the first is a leaf
 
@@ -98,12 +98,12 @@ class PrefixCache:
         known = sum(used for _, used in path)
         whole = len(tokens) // BLOCK
         needed = (whole - known) * BLOCK * per_token
-        if whole == known or needed > self._limit:
+        if whole == known or needed > self.limit:
             return []
         if path:
             self._touch(path[-1][0])
         on_path = {node for node, _ in path}
-        if not self._shrink(max(self.nbytes + needed - self._limit, needed - room), on_path):
+        if not self._shrink(max(self.nbytes + needed - self.limit, needed - room), on_path):
             return []
         parent = path[-1] if path else (self._root(owner), 0)
         arrays = make(known * BLOCK, whole * BLOCK)

@@ -7,7 +7,7 @@ ends. Rollouts never take the room of serving.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Ordered
 
 from parallm.engine.decoder import Decoder
@@ -74,6 +74,19 @@ class Room:
         prompts = [*state.prompts, Prompt.of([row])]
         state.prompts = deque(sorted(prompts, key=lambda prompt: prompt.arrival))
         self.num_preempted += 1
+
+    def afresh(self, state: Traffic, decoders: list[Decoder], doomed: Collection[str]) -> Traffic:
+        """A class whose requests but those of `doomed` are computed again, in `decoders`, from the tokens they have."""
+        rows = [row for row in state.rows() if row.request.request_id not in doomed and row.finish_reason is None]
+        prompts = [prompt for prompt in state.prompts if prompt.request.request_id not in doomed]
+        for prompt in prompts:
+            prompt.restart()
+        for row in rows:
+            row.restart()
+        self.num_preempted += len(rows)
+        prompts += [Prompt.of([row]) for row in rows]
+        prompts = sorted((prompt for prompt in prompts if prompt.waiting), key=lambda prompt: prompt.arrival)
+        return Traffic(decoders, prompts=deque(prompts), num_tokens=state.num_tokens)
 
     def _lay_out(self, decoder: Decoder, lengths: Ordered[int]) -> bool:
         """Bring a shard's pools to rows of so many positions, if they fit."""

@@ -70,7 +70,7 @@ def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
         assert sum(len(event.tokens) for event in events) == sum(len(one.tokens) for one in found[-1].values())
     assert found[0] == found[1]
     assert len(found[0]) == 16
-    assert engine.num_preemptions() >= 5
+    assert engine.room.num_preempted >= 5
     assert engine.memory.used == engine.memory.prefixes.nbytes
 
 
@@ -143,10 +143,10 @@ def test_a_row_that_switched_versions_is_computed_again_with_each_of_them(
             state = engine._traffic["serving"]
             if preempts and num_tokens in (2, 4, 9, 15) and state.num_rows:
                 decoder = next(decoder for decoder in state.decoders if decoder.rows)
-                engine._room.preempt(state, decoder, decoder.rows[0])
+                engine.room.preempt(state, decoder, decoder.rows[0])
             engine.step("serving")
         found.append(made(events)["r", 0])
-        assert engine.num_preemptions() == 4 * preempts
+        assert engine.room.num_preempted == 4 * preempts
     assert found[0] == found[1]
     ends = (3, 4, 9, 24)
     assert found[1].weight_versions == tuple(
@@ -164,7 +164,7 @@ def test_an_aborted_request_is_gone_while_it_waits_to_be_computed_again(
         engine.step("serving")
     state = engine._traffic["serving"]
     for decoder in [decoder for decoder in state.decoders if decoder.rows]:
-        engine._room.preempt(state, decoder, decoder.rows[0])
+        engine.room.preempt(state, decoder, decoder.rows[0])
     assert (engine.num_running(), engine.num_waiting()) == (0, 2)
     engine.abort("a")
     assert not engine.has_work("serving")

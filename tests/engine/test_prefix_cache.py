@@ -116,7 +116,10 @@ def test_what_is_known_is_not_computed_and_nobody_gets_other_bits(
     assert made[0] == made[1]
     assert [one.num_cached_prompt_tokens for one in made[0]] == [0] * 10
     assert [one.num_cached_prompt_tokens for one in made[1]] == [0, 0, 48, 48, 48, 48, 32, 32, 32, 32]
-    assert engine.num_prompt_tokens() == (73 + 69 + 65 + 61 + 57, 48 + 48 + 32 + 32)
+    assert (engine.prefill.num_prompt_tokens, engine.prefill.num_cached_tokens) == (
+        73 + 69 + 65 + 61 + 57,
+        48 + 48 + 32 + 32,
+    )
 
 
 @needs_strict
@@ -209,4 +212,4 @@ def test_rows_take_back_what_is_kept_for_later(load_tiny: LoadTiny, ask: Ask, ma
         most = max(most, engine.memory.prefixes.nbytes)
         assert engine.memory.used <= engine.memory.limit
     assert most == 2 * 80 * 512, "what four slots of 96 positions leave of it"
-    assert engine.num_preemptions() == 0
+    assert engine.room.num_preempted == 0
