@@ -205,10 +205,9 @@ class Engine:
             if free <= 0 or len(chosen) == self._lanes.width:
                 break
             if not prompt.is_computed:
-                if prompt.num_computed == 0 and not self.room.make_for_prompt(traffic, prompt, chosen):
+                if not prompt.is_admitted and not self.room.make_for_prompt(traffic, prompt):
                     break
                 chosen.append(prompt)
-                state.newest_begun = max(state.newest_begun, prompt.arrival)
             free -= len(prompt.waiting)
         return chosen
 

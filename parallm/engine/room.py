@@ -48,23 +48,24 @@ class Room:
         while not self._lay_out(decoder, lengths):
             if name == "serving" and self._take_back("rollout", sparing=None):
                 continue
-            others = [one for one in self._traffic[name].begun() if one is not prompt]
+            others = [one for one in self._traffic[name].admitted() if one is not prompt]
             if self._traffic[name].num_rows or not others:
                 return False
             self._drop(max(others, key=lambda one: one.arrival))
         return True
 
-    def make_for_prompt(self, name: TrafficClass, prompt: Prompt, chosen: Ordered[Prompt]) -> bool:
-        """Whether a prompt may be computed now: it and the beginning of a row fit, beside those chosen before."""
+    def make_for_prompt(self, name: TrafficClass, prompt: Prompt) -> bool:
+        """Admit a prompt, if it and the beginning of a row fit."""
         sequence = prompt.waiting[0]
         most = len(sequence.request.prompt_tokens) + sequence.request.sampling.max_tokens
         length = min(len(prompt.tokens) + AHEAD, most) + 1
         decoder = self._traffic[name].emptiest()
-        needed = sum(self._memory.cost.of(one.num_allocated) for one in (prompt, *chosen) if one.num_computed == 0)
+        needed = self._memory.cost.of(prompt.num_allocated)
         lengths = [*_lengths(decoder.rows), length]
         while not self._fits(decoder, lengths, needed):
             if name != "serving" or not self._take_back("rollout", sparing=None):
                 return False
+        self._traffic[name].admit(prompt)
         return True
 
     def preempt(self, state: Traffic, decoder: Decoder, row: Sequence) -> None:
@@ -102,18 +103,23 @@ class Room:
         return True
 
     def _fits(self, decoder: Decoder, lengths: Ordered[int], more: int) -> bool:
-        """Whether tight pools of a shard and so many bytes more fit, be it after all others are tight."""
+        """Whether tight pools of a shard and so many bytes more fit, be it after others give up what they can spare.
+
+        With `more` the shard is laid out later, and until then has what it has.
+        """
         shard = decoder.shard
 
         def beyond() -> int:
             others = self._memory.total(self._traffic.values()) - shard.nbytes
-            return others + shard.bytes_for(lengths, tight=True) + more - self._memory.limit
+            own = max(shard.bytes_for(lengths, tight=True), shard.nbytes if more else 0)
+            return others + own + more - self._memory.limit
 
         if beyond() > 0:
             self._memory.prefixes.shrink(beyond())
         if beyond() > 0:
-            for one in [one for state in self._traffic.values() for one in state.decoders if one is not decoder]:
-                if one.shard.bytes_for(_lengths(one.rows), tight=True) < one.shard.nbytes:
+            for one in [one for state in self._traffic.values() for one in state.decoders]:
+                spares = one.shard.bytes_for(_lengths(one.rows), tight=True) < one.shard.nbytes
+                if spares and (more or one is not decoder):
                     one.shard.lay_out(_lengths(one.rows), tight=True)
         return beyond() <= 0
 
@@ -125,7 +131,7 @@ class Room:
                 self._settle(state)
             return True
         for state in [self._traffic["rollout"]] + ([self._traffic[name]] if name != "rollout" else []):
-            prompts = state.begun()
+            prompts = state.admitted()
             newest = max((prompt.arrival for prompt in prompts), default=-1)
             rows = [(row.arrival, row.index, decoder) for decoder in state.decoders for row in decoder.rows]
             rows = [found for found in rows if sparing is None or found[:2] != (sparing.arrival, sparing.index)]

@@ -28,6 +28,8 @@ class Prompt:
     """Prompts are computed in this order."""
     cache: list[Any] = field(default_factory=list)
     """Made when the first chunk is computed."""
+    is_admitted: bool = False
+    """Whether it has memory for its cache, begun or not."""
     num_computed: int = 0
     logits_V: mx.array | None = None
     """Logits after the last token, once all chunks are done."""
@@ -49,8 +51,8 @@ class Prompt:
         return len(self.tokens) + LEAST_ROWS
 
     def restart(self) -> None:
-        """Forget what was computed."""
-        self.cache, self.num_computed, self.logits_V = [], 0, None
+        """Forget what was computed, and give its memory back."""
+        self.is_admitted, self.cache, self.num_computed, self.logits_V = False, [], 0, None
 
     def segment(self) -> tuple[int, Adapter | None]:
         """Where the tokens that one version computes end from here on, and that version."""
@@ -69,7 +71,7 @@ class Sequence:
     """That the next forward uses; changes only where `request.switches_in_flight`."""
     streams: bool
     arrival: int = 0
-    """The engine's how manieth request it belongs to."""
+    """Number of its request, in the order in which the engine got them."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)

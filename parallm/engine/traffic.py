@@ -17,8 +17,8 @@ class Traffic:
     """One per lane."""
     prompts: deque[Prompt] = field(default_factory=deque)
     """Not yet computed, or computed with members that wait for a row; first come, first served."""
-    newest_begun: int = -1
-    """The highest arrival of a prompt that was ever begun: none behind it holds memory."""
+    newest_admitted: int = -1
+    """The highest arrival of a prompt that ever was: none behind it holds memory."""
     decoded_last: bool = False
     is_stuck: bool = False
     """Its last unit found no room and did nothing; until another class's unit it has no work."""
@@ -38,10 +38,14 @@ class Traffic:
             yield from prompt.waiting
         yield from self.rows()
 
-    def begun(self) -> list[Prompt]:
+    def admit(self, prompt: Prompt) -> None:
+        prompt.is_admitted = True
+        self.newest_admitted = max(self.newest_admitted, prompt.arrival)
+
+    def admitted(self) -> list[Prompt]:
         """Prompts that hold memory."""
-        up_to_newest = takewhile(lambda prompt: prompt.arrival <= self.newest_begun, self.prompts)
-        return [prompt for prompt in up_to_newest if prompt.num_computed]
+        up_to_newest = takewhile(lambda prompt: prompt.arrival <= self.newest_admitted, self.prompts)
+        return [prompt for prompt in up_to_newest if prompt.is_admitted]
 
     def emptiest(self) -> Decoder:
         """Where the next row joins."""

@@ -74,6 +74,23 @@ def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
     assert engine.memory.used == engine.memory.prefixes.nbytes
 
 
+def test_a_storm_of_short_and_long_requests_never_holds_more_than_the_limit(
+    load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: MakeEngine
+) -> None:
+    model, random, events = load_tiny("llama"), np.random.default_rng(1), list[TokenEvent]()
+    engine = make_engine(model, events=events, settings=EngineSettings(kv_cache_bytes=3_000_000, max_rows=32))
+    lengths = [int(random.integers(200, 500) if place % 20 == 7 else random.integers(5, 60)) for place in range(200)]
+    for place, length in enumerate(lengths):
+        request = ask(f"r{place}", prompt(place, length), int(random.integers(2, 48)), temperature=1.0, seed=place)
+        engine.memory.check(request)
+        engine.add(replace(request, traffic=TRAFFIC_CLASSES[place % 2]), False)
+    while unit(engine):
+        pass
+    assert len(made(events)) == 200
+    assert engine.room.num_preempted > 0
+    assert engine.memory.used == engine.memory.prefixes.nbytes
+
+
 @pytest.mark.parametrize("architecture", ["mamba", "jamba", "gemma2"])
 def test_rows_that_run_one_by_one_are_preempted_too(
     architecture: str, load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: MakeEngine
