@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 TrafficClass = Literal["serving", "rollout"]
 FinishReason = Literal["stop", "length", "abort"]
@@ -19,11 +19,36 @@ BEST = "best"
 """The best version by evaluation."""
 
 
+class TokenMask(Protocol):
+    """Where one completion stands in its grammar. Used on the device thread, between its steps; must not raise."""
+
+    def allowed(self) -> bytes:
+        """One bit for each token id that may come next, the lowest bit of the first byte first.
+
+        Ids beyond its end are not allowed. The model's end tokens are, where the text may end there. If nothing is
+        allowed, the completion ends.
+        """
+        ...
+
+    def accept(self, token: int) -> None:
+        """Go on behind a sampled token, which was allowed and does not end the completion."""
+        ...
+
+
+class Grammar(Protocol):
+    """Which texts a request's completions may have. Compiled before the engine gets it."""
+
+    def start(self) -> TokenMask:
+        """The beginning, anew for each completion. Called on the device thread: must be cheap."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How to turn logits into tokens. Zero temperature is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
 
     max_tokens: int
+    """0: the prompt is computed, and nothing sampled."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -34,6 +59,31 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int = 0
     """How many most likely tokens to report beside each sampled one."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the completion has."""
+    frequency_penalty: float = 0.0
+    """Taken from it for each time that the completion has it."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens that prompt or completion have are divided by this, others multiplied."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits."""
+    min_tokens: int = 0
+    """Before so many tokens nothing but `max_tokens` and the context ends the completion."""
+    prompt_logprobs: int | None = None
+    """How many most likely tokens to report beside each token of the prompt; 0: the token alone; None: nothing.
+
+    After temperature, as those of sampled tokens."""
+    grammar: Grammar | None = None
+    """Restricts which tokens are sampled; log-probabilities stay those of the policy itself."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether tokens are sampled from other logits than the policy's own."""
+        return bool(self.has_penalties or self.logit_bias or self.min_tokens or self.grammar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +105,11 @@ class GenerationRequest:
     cache_salt: str = ""
     """Only requests with the same one share keys and values of equal beginnings."""
 
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether every position of the prompt has to be computed, whatever is cached of it."""
+        return self.sampling.prompt_logprobs is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpan:
@@ -74,6 +129,17 @@ class TopLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptLogprob:
+    """How likely a token of the prompt was behind those before it."""
+
+    token: int
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    top: tuple[TopLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """One finished completion. `tokens` are exactly those sampled, the end-of-sequence token included."""
 
@@ -88,6 +154,8 @@ class Completion:
     """Decoded tokens without the end token and cut before a stop string."""
     finish_reason: FinishReason
     weight_versions: tuple[WeightSpan, ...]
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
+    """One for each token of the prompt, None for the first, where they were asked for."""
     num_cached_prompt_tokens: int = field(default=0, compare=False)
     """Prompt tokens whose keys and values the engine had from before. Says how it was computed, not what: completions
     that differ in nothing else are equal."""

@@ -177,6 +177,10 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
     if request.n < 1:
         raise InvalidRequest(f"n is {request.n} and must be at least 1", "n")
     _validate_sampling(sampling)
+    if any(not 0 <= token < engine.model.vocabulary_size for token, _ in sampling.logit_bias):
+        raise InvalidRequest(f"token ids must be from 0 to {engine.model.vocabulary_size - 1}", "logit_bias")
+    if sampling.grammar is not None and sampling.min_tokens:
+        raise InvalidRequest("a grammar decides where the completion may end; leave min_tokens out", "min_tokens")
     if num_prompt + sampling.max_tokens > engine.max_context:
         raise ContextTooLong(
             f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}; together the limit is "
@@ -188,13 +192,19 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
 
 def _validate_sampling(sampling: SamplingParams) -> None:
     limits = {
-        "max_tokens": (sampling.max_tokens >= 1, "at least 1"),
+        "max_tokens": (sampling.max_tokens >= 0, "at least 0"),
         "temperature": (0 <= sampling.temperature < math.inf, "0 or a positive number"),
         "top_p": (0 < sampling.top_p <= 1, "above 0 and at most 1"),
         "top_k": (sampling.top_k >= 0, "0 for off, or positive"),
         "min_p": (0 <= sampling.min_p <= 1, "from 0 to 1"),
         "stop": (all(sampling.stop), "without empty strings"),
         "top_logprobs": (sampling.top_logprobs >= 0, "at least 0"),
+        "presence_penalty": (-2 <= sampling.presence_penalty <= 2, "from -2 to 2"),
+        "frequency_penalty": (-2 <= sampling.frequency_penalty <= 2, "from -2 to 2"),
+        "repetition_penalty": (0 < sampling.repetition_penalty < math.inf, "positive"),
+        "logit_bias": (all(abs(bias) <= 100 for _, bias in sampling.logit_bias), "from -100 to 100"),
+        "prompt_logprobs": ((sampling.prompt_logprobs or 0) >= 0, "at least 0"),
+        "min_tokens": (0 <= sampling.min_tokens <= sampling.max_tokens, "from 0 to max_tokens"),
     }
     for name, (is_met, limit) in limits.items():
         if not is_met:

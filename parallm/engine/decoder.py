@@ -1,7 +1,8 @@
 """The rows of one lane on their way through decode steps. A step is launched first, and read later.
 
 The next step may be launched before the present one is read: it feeds the present one's tokens as the array that the
-device has yet to compute. What that samples for a row that turns out to have ended before is dropped.
+device has yet to compute. What that samples for a row that turns out to have ended before is dropped. Where a row has a
+grammar, only the forward is launched so: the step is sampled once the one before is read, as the next mask needs it.
 
 Axes: B rows, H hidden, V vocabulary.
 """
@@ -13,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from parallm.engine.adjustments import Adjustments
 from parallm.engine.kv_cost import KvCost
 from parallm.engine.sampler import RowSampling, Sampled, row_sampling, sample
 from parallm.engine.sequence import Sequence
@@ -21,6 +23,15 @@ from parallm.engine.views import AdapterViews
 from parallm.model.chat import ChatTokenizer
 from parallm.model.shared_model import SharedModel
 from parallm.types import TopLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """A launched step that waits for the masks of its rows to be sampled."""
+
+    rows: Ordered[Sequence]
+    logits_BV: mx.array
+    positions_B: Ordered[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +72,8 @@ class Decoder:
         """Its keys and values; rows join and leave through the decoder."""
         self._first_logits: list[mx.array] = []  # (V,) of each row that has joined since the last step
         self._sampling: RowSampling | None = None  # of the present rows
+        self._adjustments = Adjustments(model.tokenizer.eos_token_ids)
+        self._waiting: Forward | None = None
 
     @property
     def rows(self) -> list[Sequence]:
@@ -84,28 +97,56 @@ class Decoder:
                 self.rows[row].has_left = True
             self.shard.leave(rows, waits=waits)
             self._sampling = None
+        if not self.rows:
+            self._adjustments.clear()
 
     def goes_on(self, max_context: int) -> bool:
         """Whether a row may need another token: one at its limit ends with the step in flight, unread as it is."""
         return any(not row.is_launched_whole(max_context) for row in self.rows)
 
-    def launch(self) -> Step:
-        """Build the next step of all rows, which is in flight from now on; not evaluated."""
+    @property
+    def waits_for_masks(self) -> bool:
+        """Whether the step that was launched is to be sampled, by `sample`, when the one before is read."""
+        return self._waiting is not None
+
+    def launch(self) -> list[mx.array]:
+        """Build the next step of all rows, which is in flight from now on unless it waits for masks; not evaluated."""
         num_running = len(self.rows) - len(self._first_logits)
         logits = [mx.stack(self._first_logits)] if self._first_logits else []
         if num_running:
             hidden_BH = self.shard.forward(self._views, num_running, self._newest_tokens(self.rows[:num_running]))
             logits.insert(0, self._model.head(hidden_BH))
         self._first_logits = []
-        if self._sampling is None:
-            params = [row.request.sampling for row in self.rows]
-            self._sampling = row_sampling(params, [row.seed for row in self.rows])
-        sampled = sample(mx.concatenate(logits), self._sampling, [row.num_launched for row in self.rows])
+        positions_B = [row.num_launched for row in self.rows]
         for row in self.rows:
             row.num_launched += 1
+        self._waiting = Forward(rows=list(self.rows), logits_BV=mx.concatenate(logits), positions_B=positions_B)
+        if any(row.allowed is not None for row in self.rows):
+            return [self._waiting.logits_BV]
+        return self.sample()
+
+    def sample(self) -> list[mx.array]:
+        """Build the sampling of the step that was launched, which is in flight from now on; not evaluated.
+
+        Rows that have left since the launch are sampled along, and dropped when the step is read.
+        """
+        forward, self._waiting = self._waiting, None
+        assert forward is not None, "nothing was launched"
+        if self._sampling is None:
+            params = [row.request.sampling for row in forward.rows]
+            self._sampling = row_sampling(params, [row.seed for row in forward.rows])
+        if self._sampling.is_adjusted:
+            adjusted_BV = self._adjustments.adjusted(forward.logits_BV, forward.rows, forward.positions_B)
+            sampled = sample(forward.logits_BV, self._sampling, forward.positions_B, adjusted_BV)
+            self._adjustments.count(forward.rows, sampled.tokens_B)
+        else:
+            self._adjustments.clear()
+            sampled = sample(forward.logits_BV, self._sampling, forward.positions_B)
+        if forward.rows != self.rows:
+            self._sampling = None
         told_2B = mx.stack([sampled.tokens_B, sampled.logprobs_B.view(mx.int32)])
-        self.in_flight = Step(rows=list(self.rows), sampled=sampled, told_2B=told_2B)
-        return self.in_flight
+        self.in_flight = Step(rows=forward.rows, sampled=sampled, told_2B=told_2B)
+        return self.in_flight.arrays()
 
     def _newest_tokens(self, rows: list[Sequence]) -> mx.array:
         """(B,) int32: from the step in flight, of whose rows some may have left, or as they were read."""

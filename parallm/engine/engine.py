@@ -89,6 +89,8 @@ class Engine:
             )
             for index in range(request.n)
         ]
+        if not all(member.begin_grammar() for member in members):
+            raise InvalidRequest("the grammar allows no token to begin with", "grammar")
         if adapter is not None:
             for _ in members:
                 self._adapters.acquire(adapter)
@@ -115,7 +117,7 @@ class Engine:
         state = self._traffic[traffic]
         self._at_work = state.rows()
         self._switch_versions(state)
-        prompts = self._next_prompts(traffic)
+        prompts = self.room.next_prompts(traffic, self.settings.max_rows, self._lanes.width)
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
         if prompts and (traffic == "rollout" or state.decoded_last or state.num_rows == 0):
             state.decoded_last = False
@@ -196,21 +198,6 @@ class Engine:
                 self._adapters.release(one.adapter)
                 one.adapter = adapter
 
-    def _next_prompts(self, traffic: TrafficClass) -> list[Prompt]:
-        """Uncomputed prompts to work on now: one per lane, and none without rows and memory for them."""
-        state = self._traffic[traffic]
-        free = self.settings.max_rows - state.num_rows
-        chosen: list[Prompt] = []
-        for prompt in list(state.prompts):
-            if free <= 0 or len(chosen) == self._lanes.width:
-                break
-            if not prompt.is_computed:
-                if not prompt.is_admitted and not self.room.make_for_prompt(traffic, prompt):
-                    break
-                chosen.append(prompt)
-            free -= len(prompt.waiting)
-        return chosen
-
     def _compute_prompts(self, state: Traffic, prompts: list[Prompt]) -> None:
         """One chunk of each prompt, evaluated together; what was in flight is read meanwhile."""
         self._at_work = members = [member for prompt in prompts for member in prompt.waiting]
@@ -222,6 +209,21 @@ class Engine:
             self._read(state, before)
             self._at_work = members
         mx.eval(chunks)
+        for prompt in [prompt for prompt in prompts if prompt.is_computed]:
+            self._tell_prompt(state, prompt)
+
+    def _tell_prompt(self, state: Traffic, prompt: Prompt) -> None:
+        """Hand out what is known once a prompt is computed; that is all where no token is to be sampled."""
+        if prompt.scores is not None:
+            told = prompt.scores.read()
+            for member in prompt.waiting:
+                member.prompt_logprobs = told
+        if prompt.request.sampling.max_tokens == 0:
+            for member in prompt.waiting:
+                member.end_unsampled()
+            state.prompts.remove(prompt)
+            self._end(prompt.waiting)
+            self._emit([event for one in prompt.waiting if (event := one.event(self.model.tokenizer)) is not None])
 
     def _decode(self, traffic: TrafficClass) -> bool:
         """Launch the next step of all rows, and read the one before it; or both of one, not running ahead.
@@ -237,9 +239,13 @@ class Engine:
         before = [decoder.in_flight for decoder in active] + [decoder.take() for decoder in resting]
         launched = self._lanes.run(Decoder.launch, active)
         if self._runs_ahead:
-            mx.async_eval([step.arrays() for step in launched])
+            mx.async_eval(launched)
         self._read(state, [step for step in before if step is not None])
-        if not self._runs_ahead:
+        masked = [decoder for decoder in active if decoder.waits_for_masks]
+        sampled = self._lanes.run(Decoder.sample, masked)
+        if self._runs_ahead:
+            mx.async_eval(sampled)
+        else:
             self._read(state, state.take_steps())
         return bool(launched or any(before))
 

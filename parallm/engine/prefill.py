@@ -60,8 +60,12 @@ class Prefill:
         if spare:
             for layer in prompt.cache:
                 layer.trim(spare)
+        computed: list[mx.array] = []
+        if prompt.scores is not None:
+            behind = prompt.tokens[prompt.num_computed + 1 : prompt.num_computed + len(chunk) + 1]
+            computed += prompt.scores.add(self._model, hidden_1TH[0], behind)
         prompt.num_computed += len(chunk)
-        computed = [array for layer in prompt.cache for array in _arrays(layer.state)]
+        computed += [array for layer in prompt.cache for array in _arrays(layer.state)]
         if prompt.num_computed == len(prompt.tokens):
             last = len(chunk) - 1
             prompt.logits_V = self._model.head(hidden_1TH[0, last : last + 1])[0]
@@ -90,7 +94,7 @@ class Prefill:
         size = blocks(prompt.num_allocated) * BLOCK
         for layer in prompt.cache:
             layer.step = size
-        hit = self._hit(prompt) if self._reuses else None
+        hit = self._hit(prompt) if self._reuses and prompt.scores is None else None
         if hit is None:
             return
         arrays = hit.arrays()

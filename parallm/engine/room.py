@@ -54,8 +54,23 @@ class Room:
             self._drop(max(others, key=lambda one: one.arrival))
         return True
 
-    def make_for_prompt(self, name: TrafficClass, prompt: Prompt) -> bool:
-        """Admit a prompt, if it and the beginning of a row fit."""
+    def next_prompts(self, name: TrafficClass, max_rows: int, most: int) -> list[Prompt]:
+        """Uncomputed prompts to work on now: `most` of them, and none without rows and memory for it."""
+        state = self._traffic[name]
+        free = max_rows - state.num_rows
+        chosen: list[Prompt] = []
+        for prompt in list(state.prompts):
+            if free <= 0 or len(chosen) == most:
+                break
+            if not prompt.is_computed:
+                if not prompt.is_admitted and not self._admit(name, prompt):
+                    break
+                chosen.append(prompt)
+            free -= len(prompt.waiting)
+        return chosen
+
+    def _admit(self, name: TrafficClass, prompt: Prompt) -> bool:
+        """Give a prompt its memory, if it and the beginning of a row fit."""
         sequence = prompt.waiting[0]
         most = len(sequence.request.prompt_tokens) + sequence.request.sampling.max_tokens
         length = min(len(prompt.tokens) + AHEAD, most) + 1

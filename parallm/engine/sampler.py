@@ -12,12 +12,12 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from parallm.engine.filters import Filters, filtered, filters_of
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.seeds import mix_all
 from parallm.types import SamplingParams
 
 DRAW_BLOCK = 128
-NO_TOP_K = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +31,6 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filters:
-    """Limits per row, (B,) each; a row without one has a limit that excludes nothing."""
-
-    top_k_B: mx.array
-    top_p_B: mx.array
-    min_p_B: mx.array
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
     """What rows ask of the sampler: the same in every step, so made once for each set of rows."""
 
@@ -48,8 +39,10 @@ class RowSampling:
     """Which rows take the most likely token; None where no row does."""
     all_greedy: bool
     seeds_B: npt.NDArray[np.uint64]
-    filters: Filters | None
+    filters: Sequence[Filters]
     most_alternatives: int
+    is_adjusted: bool
+    """Whether a row asks for tokens from other logits than the policy's."""
 
 
 def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> RowSampling:
@@ -60,26 +53,31 @@ def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> 
         greedy_B=mx.array(is_greedy) if any(is_greedy) else None,
         all_greedy=all(is_greedy),
         seeds_B=np.array(seeds_B, np.uint64),
-        filters=_filters(params_B),
+        filters=filters_of(params_B),
         most_alternatives=max(params.top_logprobs for params in params_B),
+        is_adjusted=any(params.is_adjusted for params in params_B),
     )
 
 
-def sample(logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int]) -> Sampled:
+def sample(
+    logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int], adjusted_BV: mx.array | None = None
+) -> Sampled:
     """Sample one token per row.
 
-    `positions_B` counts the tokens that the row has sampled before. Log-probabilities are float32, after temperature
-    and before top-k, top-p and min-p: those of the policy itself.
+    `positions_B` counts the tokens that the row has sampled before; `adjusted_BV` are logits to sample from in place of
+    the policy's own. Log-probabilities are float32, after temperature and before adjustments, top-k, top-p and min-p:
+    those of the policy itself.
     """
     softmax = softmax_of(logits_BV, rows.temperatures_B)
+    chosen = softmax if adjusted_BV is None else softmax_of(adjusted_BV, rows.temperatures_B)
     if rows.all_greedy:
-        tokens_B = _most_likely(softmax)
+        tokens_B = _most_likely(chosen)
     else:
-        tokens_B = _draw(_filtered(softmax, rows.filters), _uniforms(rows.seeds_B, positions_B))
+        tokens_B = _draw(filtered(chosen, rows.filters), _uniforms(rows.seeds_B, positions_B))
         if rows.greedy_B is not None:
-            tokens_B = mx.where(rows.greedy_B, _most_likely(softmax), tokens_B)
+            tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
-    top_tokens_BK, top_logprobs_BK = _alternatives(softmax, rows.most_alternatives)
+    top_tokens_BK, top_logprobs_BK = alternatives(softmax, rows.most_alternatives)
     return Sampled(
         tokens_B=tokens_B, logprobs_B=logprobs_B, top_tokens_BK=top_tokens_BK, top_logprobs_BK=top_logprobs_BK
     )
@@ -119,32 +117,8 @@ def _uniforms(seeds_B: npt.NDArray[np.uint64], positions_B: Sequence[int]) -> mx
     return mx.array(pairs_B2.astype(np.float32) * np.float32(2.0**-24))
 
 
-def _filters(params_B: Sequence[SamplingParams]) -> Filters | None:
-    if all(params.top_k == 0 and params.top_p >= 1 and params.min_p <= 0 for params in params_B):
-        return None
-    return Filters(
-        top_k_B=mx.array([params.top_k or NO_TOP_K for params in params_B]),
-        top_p_B=mx.array([params.top_p if params.top_p < 1 else 2.0 for params in params_B], mx.float32),
-        min_p_B=mx.array([params.min_p for params in params_B], mx.float32),
-    )
-
-
-def _filtered(softmax: Softmax, filters: Filters | None) -> mx.array:
-    """Weights (B, V) to draw from: zero for tokens that top-k, top-p or min-p exclude."""
-    if filters is None:
-        return softmax.exponentials_NV
-    vocabulary = softmax.scaled_NV.shape[-1]
-    order_BV = mx.argsort(-softmax.scaled_NV, axis=-1)
-    sorted_BV = mx.take_along_axis(softmax.probabilities(), order_BV, axis=-1)
-    before_BV = mx.cumsum(sorted_BV, axis=-1, inclusive=False)
-    keep_BV = mx.arange(vocabulary)[None] < filters.top_k_B[:, None]
-    keep_BV = keep_BV & (before_BV < filters.top_p_B[:, None])
-    keep_BV = keep_BV & (sorted_BV >= filters.min_p_B[:, None] * sorted_BV[:, :1])
-    kept_BV = mx.put_along_axis(mx.zeros(keep_BV.shape, mx.bool_), order_BV, keep_BV, axis=-1)
-    return mx.where(kept_BV, softmax.exponentials_NV, 0)
-
-
-def _alternatives(softmax: Softmax, most: int) -> tuple[mx.array | None, mx.array | None]:
+def alternatives(softmax: Softmax, most: int) -> tuple[mx.array | None, mx.array | None]:
+    """The `most` likely tokens and their log-probs, the likeliest first, (N, K) each; None where none are asked for."""
     if most == 0:
         return None, None
     most = min(most, softmax.scaled_NV.shape[-1])

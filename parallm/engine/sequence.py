@@ -6,10 +6,20 @@ from typing import Any
 
 import mlx.core as mx
 
+from parallm.engine.prompt_scores import PromptScores
 from parallm.model.adapter import Adapter
 from parallm.model.attention import LEAST_ROWS
 from parallm.model.chat import ChatTokenizer, GrowingText
-from parallm.types import Completion, FinishReason, GenerationRequest, TokenEvent, TopLogprob, WeightSpan
+from parallm.types import (
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    PromptLogprob,
+    TokenEvent,
+    TokenMask,
+    TopLogprob,
+    WeightSpan,
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,13 +43,17 @@ class Prompt:
     num_computed: int = 0
     logits_V: mx.array | None = None
     """Logits after the last token, once all chunks are done."""
+    scores: PromptScores | None = None
+    """Where log-probs of the prompt are asked for."""
 
     @classmethod
     def of(cls, members: list["Sequence"]) -> "Prompt":
         """What `members` of one request, all new or a single preempted one, need computed."""
         first = members[0]
         tokens = (*first.request.prompt_tokens, *first.tokens)
-        return cls(request=first.request, tokens=tokens, waiting=members, arrival=first.arrival)
+        made = cls(request=first.request, tokens=tokens, waiting=members, arrival=first.arrival)
+        made.restart()
+        return made
 
     @property
     def is_computed(self) -> bool:
@@ -53,6 +67,8 @@ class Prompt:
     def restart(self) -> None:
         """Forget what was computed, and give its memory back."""
         self.is_admitted, self.cache, self.num_computed, self.logits_V = False, [], 0, None
+        asks = self.request.needs_whole_prompt and self.waiting[0].prompt_logprobs is None
+        self.scores = PromptScores(sampling=self.request.sampling) if asks else None
 
     def segment(self) -> tuple[int, Adapter | None]:
         """Where the tokens that one version computes end from here on, and that version."""
@@ -84,6 +100,11 @@ class Sequence:
     """Prompt tokens that were known when it began, and not computed."""
     has_left: bool = False
     """It ended or was aborted; what a step in flight samples for it is dropped."""
+    prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
+    """Once the prompt is computed, where they are asked for."""
+    allowed: bytes | None = None
+    """Bits of the tokens that its grammar allows next; None: all of them."""
+    _mask: TokenMask | None = None
     _text: GrowingText | None = None
     _num_shown: int = 0
     _stop_at: int | None = None
@@ -121,6 +142,20 @@ class Sequence:
         """Go on as one that waits: it keeps its tokens and is computed again."""
         self.has_left, self.num_launched = False, len(self.tokens)
 
+    def begin_grammar(self) -> bool:
+        """Ask the grammar, if there is one, for the first token's mask; False where it allows nothing."""
+        grammar = self.request.sampling.grammar
+        if grammar is None:
+            return True
+        self._mask = grammar.start()
+        self.allowed = self._mask.allowed()
+        return any(self.allowed)
+
+    def end_unsampled(self) -> None:
+        """End a completion of no tokens, whose prompt is computed."""
+        self.adapter_starts.append((self.adapter, 0))
+        self.finish_reason = "length"
+
     def is_launched_whole(self, max_context: int) -> bool:
         """Whether the newest launched token is the last one in any case, whatever it will be."""
         return self._fills(self.num_launched, max_context)
@@ -142,6 +177,11 @@ class Sequence:
             self.finish_reason = "stop"
         elif self._fills(len(self.tokens), max_context):
             self.finish_reason = "length"
+        elif self._mask is not None:
+            self._mask.accept(token)
+            self.allowed = self._mask.allowed()
+            if not any(self.allowed):
+                self.finish_reason = "stop"
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
         """What the last step added, or None where nobody listens before the end."""
@@ -171,6 +211,8 @@ class Sequence:
         known = len(self._text.text)
         self._text.add(token)
         stops = self.request.sampling.stop
+        if len(self.tokens) < self.request.sampling.min_tokens:
+            return
         longest = max(map(len, stops), default=0)
         found = [self._text.text.find(stop, max(0, known - longest + 1)) for stop in stops]
         self._stop_at = min((place for place in found if place >= 0), default=None)
@@ -195,6 +237,7 @@ class Sequence:
             text=self._final_text(tokenizer),
             finish_reason=self.finish_reason,
             weight_versions=self._weight_versions(),
+            prompt_logprobs=self.prompt_logprobs,
             num_cached_prompt_tokens=self.num_cached_prompt_tokens,
         )
 

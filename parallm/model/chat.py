@@ -1,12 +1,16 @@
 """Text to tokens and back: the chat template, and text that grows token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd
 from parallm.errors import InvalidRequest
-from parallm.types import Message
+from parallm.model.chat_output import OutputFormat
+from parallm.model.chat_template import ChatTemplate
+from parallm.model.grammar import GrammarCompiler
+from parallm.types import Grammar, Message
 
 REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
 
@@ -18,6 +22,20 @@ class ChatTokenizer:
         self._tokenizer: Any = wrapper._tokenizer  # the Hugging Face tokenizer inside mlx-lm's wrapper
         self.eos_token_ids = frozenset(int(token) for token in wrapper.eos_token_ids)
         self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
+        self.template = ChatTemplate(self._tokenizer)
+        self.output = OutputFormat(wrapper)
+        self._hidden = self._hidden_tokens()
+        self._grammars = GrammarCompiler(
+            self._tokenizer,
+            self.eos_token_ids,
+            reasoning_marks=self.output.reasoning_marks,
+            call_marks=self.output.json_call_marks,
+        )
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template reads and a client may set."""
+        return self.template.variables if self.has_chat_template else frozenset()
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, with the special tokens that the tokenizer adds by itself."""
@@ -40,15 +58,41 @@ class ChatTokenizer:
         """The text that `encode_chat` encodes. Raises InvalidRequest where the template refuses the messages."""
         if not self.has_chat_template:
             return "\n".join(message.content for message in messages) + "\n"
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        try:
-            return str(self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
-        except Exception as error:  # templates are user-supplied programs: whatever they raise is about the messages
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
+        return self.template.render([{"role": message.role, "content": message.content} for message in messages])
+
+    def encode_prompt(
+        self,
+        turns: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, object] | None = None,
+        end: PromptEnd = "answer",
+    ) -> ChatPrompt:
+        """A chat in the template's own terms: each turn has `role`, `content` and what else the template reads.
+
+        Raises InvalidRequest where the template refuses it or does not know tools or a variable.
+        """
+        if not self.has_chat_template:
+            return ChatPrompt(tokens=self.encode(_joined(turns, tools, variables, end)))
+        text = self.template.render(turns, tools=tools, variables=variables, end=end)
+        if end == "unfinished":
+            in_reasoning = self.output.opens_reasoning(str(turns[-1]["content"]))
+        else:
+            in_reasoning = self.output.ends_with_reasoning_mark(text)
+        return ChatPrompt(tokens=self.encode_more(text), begins_in_reasoning=in_reasoning)
+
+    def compile_grammar(self, source: GrammarSource, *, reasoning: bool | None = None) -> Grammar:
+        """What `source` allows, perhaps behind reasoning; see `GrammarCompiler.compile`. Takes up to a second.
+
+        Raises InvalidRequest where the source is wrong or asks for what cannot be enforced.
+        """
+        return self._grammars.compile(source, reasoning=reasoning)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens` without special tokens."""
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        """Text of `tokens` without special tokens, except those that mark reasoning and tool calls."""
+        if self._hidden is None:
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self._tokenizer.decode([token for token in tokens if token not in self._hidden]))
 
     def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
         """Token ids of `answer` as the template writes it behind the generation prompt, with the token that ends it.
@@ -67,15 +111,36 @@ class ChatTokenizer:
             return "" if answer is None else answer
         turns = [{"role": message.role, "content": message.content} for message in messages]
         turns += [] if answer is None else [{"role": "assistant", "content": answer}]
-        try:
-            rendered = self._tokenizer.apply_chat_template(turns, add_generation_prompt=answer is None, tokenize=False)
-        except Exception as error:  # templates are user-supplied programs: whatever they raise is about the messages
-            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error
-        return str(rendered)
+        return self.template.render(turns, end="message" if answer is not None else "answer")
 
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens shown."""
         return str(self._tokenizer.decode([token]))
+
+    def _hidden_tokens(self) -> frozenset[int] | None:
+        """Tokens without text, for a model some of whose marks are special tokens; None where all of these are hidden.
+
+        Between such marks other special tokens are part of the notation, so only those around a turn stay hidden.
+        """
+        special = {str(token) for token in self._tokenizer.all_special_tokens}
+        special |= {str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        if not any(token in mark for mark in self.output.marks for token in special):
+            return None
+        ends = (self._tokenizer.bos_token_id, self._tokenizer.pad_token_id)
+        return self.eos_token_ids | {int(token) for token in ends if token is not None}
+
+
+def _joined(
+    turns: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]],
+    variables: Mapping[str, object] | None,
+    end: PromptEnd,
+) -> str:
+    """The contents, one to a line, of a model without a template."""
+    if tools or variables or any(turn.get("tool_calls") for turn in turns):
+        name = "tools" if tools else "chat_template_kwargs" if variables else "messages"
+        raise InvalidRequest(f"the model has no chat template, so {name} cannot reach it", name)
+    return "\n".join(str(turn["content"]) for turn in turns) + ("" if end == "unfinished" else "\n")
 
 
 class GrowingText:

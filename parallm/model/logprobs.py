@@ -20,6 +20,12 @@ class Softmax:
     """Of the exponentials."""
     logsumexp_N: mx.array
 
+    def of_rows(self, rows_R: mx.array) -> "Softmax":
+        """Those of some rows, (R,) indices."""
+        return Softmax(
+            *(array[rows_R] for array in (self.scaled_NV, self.exponentials_NV, self.sums_N, self.logsumexp_N))
+        )
+
     def probabilities(self) -> mx.array:
         """(N, V)."""
         return self.exponentials_NV / self.sums_N[:, None]

@@ -58,15 +58,26 @@ class ChoiceFields(Wire):
 
 class CompletionLogprobs(Wire):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class RankedLogprob(Wire):
+    """Of one token at a position of the prompt."""
+
+    logprob: float
+    rank: int
+    """1 for the most likely token."""
+    decoded_token: str
 
 
 class CompletionChoice(ChoiceFields):
     text: str
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = None
+    """By position and token id, the prompt's own token first."""
 
 
 class CompletionAnswer(Wire):
@@ -94,11 +105,27 @@ class ChatLogprobs(Wire):
     content: list[TokenLogprob]
 
 
+class AnsweredFunction(Wire):
+    name: str | None = None
+    arguments: str
+
+
+class AnsweredToolCall(Wire):
+    """A call, or in a stream a part of one: then `index` says of which."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: AnsweredFunction
+
+
 class ChatText(Wire):
     """A whole message, or a delta of one."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredToolCall] | None = None
 
 
 class ChatChoice(ChoiceFields):
@@ -119,6 +146,8 @@ class ChatAnswer(Wire):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = None
+    """By position and token id, the prompt's own token first."""
 
 
 class ChatChunk(Wire):

@@ -36,7 +36,7 @@ class Head:
         )
 
 
-class Answers(Protocol):
+class WholeAnswers(Protocol):
     """One endpoint's way to say the same things. An object serves one request."""
 
     @property
@@ -45,6 +45,10 @@ class Answers(Protocol):
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> Wire:
         """`completions` by prompt."""
         ...
+
+
+class Answers(WholeAnswers, Protocol):
+    """The same in chunks."""
 
     def opening(self, model: str) -> Sequence[Wire]:
         """Chunks before the first text."""

@@ -13,6 +13,7 @@ from parallm.reports import TrainingStatus
 from parallm.server.failures import Failure, failure, failure_of
 from parallm.server.generation import json_response
 from parallm.server.routes_generation import generation_routes
+from parallm.server.routes_responses import response_routes
 from parallm.server.routes_status import status_routes
 from parallm.server.service import Engine, Service, Tokenizer
 from parallm.server.settings import ServerSettings
@@ -48,6 +49,7 @@ def create_app(
     # no schema pages: bodies are read by parse.py, so FastAPI has nothing to show on them
     app = FastAPI(title="ParaLLM", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(generation_routes(service))
+    app.include_router(response_routes(service))
     app.include_router(status_routes(service))
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from parallm.errors import UnknownModel
 from parallm.model_names import latest_of, plain, versioned
 from parallm.server.answer_schemas import ModelEntry, ModelList
 from parallm.server.service import Service
@@ -48,6 +49,14 @@ def model_list(service: Service) -> ModelList:
     versions = [versioned(card.name, card.version) for card in cards]
     entries = [_entry(name, card_of(name, cards), service) for name in (*sorted(names), *versions)]
     return ModelList(object="list", data=[_entry(BASE, None, service), *entries])
+
+
+def model_entry(name: str, service: Service) -> ModelEntry:
+    """One name of the list. Raises UnknownModel."""
+    entries = {entry.id: entry for entry in model_list(service).data}
+    if name not in entries:
+        raise UnknownModel(f"no model {name[:200]!r}; there are {sorted(entries)}")
+    return entries[name]
 
 
 def _entry(name: str, card: AdapterCard | None, service: Service) -> ModelEntry:

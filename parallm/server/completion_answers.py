@@ -2,17 +2,20 @@
 
 from collections.abc import Sequence
 
-from parallm.server.answer_schemas import CompletionAnswer, CompletionChoice, Usage
+from parallm.server.answer_schemas import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
 from parallm.server.answers import UNFINISHED, Head, num_tokens, provenance
 from parallm.server.logprobs import completion_logprobs
+from parallm.server.prompt_answers import echoed_logprobs, prompt_logprobs, prompt_text
+from parallm.server.schemas import CompletionBody
 from parallm.types import Completion, TokenEvent
 
 
 class CompletionAnswers:
     """Remembers of each streamed choice how many characters its tokens had, for `text_offset`."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, body: CompletionBody) -> None:
         self.head = head
+        self._body = body
         self._offsets: dict[int, int] = {}
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> CompletionAnswer:
@@ -24,7 +27,14 @@ class CompletionAnswers:
         return self._answer(model, choices, self.head.usage(num_tokens(completions)))
 
     def opening(self, model: str) -> list[CompletionAnswer]:
-        return []
+        if not self._body.echo:
+            return []
+        choices = [
+            CompletionChoice(index=prompt * self._body.n + index, text=text, logprobs=None, **UNFINISHED)
+            for prompt, text in enumerate(self._prompt_texts())
+            for index in range(self._body.n)
+        ]
+        return [self._answer(model, [choice]) for choice in choices]
 
     def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> CompletionAnswer | None:
         if not (event.text or (event.tokens and (self.head.logprobs or self.head.token_ids))):
@@ -48,11 +58,26 @@ class CompletionAnswers:
     def _whole_choice(self, prompt: int, completion: Completion) -> CompletionChoice:
         choice = CompletionChoice(
             index=self.head.choice_index(prompt, completion.index),
-            text=completion.text,
-            logprobs=completion_logprobs(completion, self.head.tokenizer, 0) if self.head.logprobs else None,
+            text=self._prompt_texts()[prompt] + completion.text if self._body.echo else completion.text,
+            logprobs=self._logprobs(prompt, completion),
             **provenance(completion),
         )
+        most, told = self._body.prompt_logprobs, completion.prompt_logprobs
+        if most is not None and told is not None:
+            update = {"prompt_logprobs": prompt_logprobs(told, most, self.head.tokenizer)}
+            choice = choice.model_copy(update=update)
         return self._with_ids(choice, completion.tokens, prompt)
+
+    def _logprobs(self, prompt: int, completion: Completion) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        if not self._body.echo:
+            return completion_logprobs(completion, self.head.tokenizer, 0)
+        first = self.head.requests[prompt].prompt_tokens[0]
+        return echoed_logprobs(completion, first, self._body.logprobs, self.head.tokenizer)
+
+    def _prompt_texts(self) -> list[str]:
+        return [prompt_text(prompt, self.head.tokenizer) for prompt in self._body.prompt]
 
     def _with_ids(self, choice: CompletionChoice, tokens: Sequence[int], prompt: int | None) -> CompletionChoice:
         if not self.head.token_ids:

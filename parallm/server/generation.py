@@ -3,12 +3,13 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import ParallmError
-from parallm.server.answers import Answers, version_of
+from parallm.server.answers import Answers, WholeAnswers, version_of
 from parallm.server.catalog import resolved, resolved_to
 from parallm.server.connection import while_connected
 from parallm.server.failures import failure_of
@@ -26,7 +27,16 @@ def json_response(wire: Wire, status: int = 200) -> Response:
     return Response(wire.model_dump_json(exclude_unset=True), status, media_type="application/json")
 
 
-async def respond_whole(service: Service, http: Request, answers: Answers) -> Response:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """A stream whose first event is there. Whoever has it closes `events`."""
+
+    model: str
+    first: tuple[int, TokenEvent]
+    events: Events
+
+
+async def respond_whole(service: Service, http: Request, answers: WholeAnswers) -> Response:
     """Errors of any prompt fail the whole response and abort the others. Raises ClientDisconnect."""
     requests = answers.head.requests
     completions = await while_connected(http.receive, generate_all(service.engine, requests))
@@ -35,8 +45,13 @@ async def respond_whole(service: Service, http: Request, answers: Answers) -> Re
 
 
 async def respond_stream(service: Service, http: Request, answers: Answers) -> Response:
+    """Like `begin_stream`."""
+    begun = await begin_stream(service, http, answers.head.requests)
+    return EventStream(_encoded(service, answers, begun), begun.events)
+
+
+async def begin_stream(service: Service, http: Request, requests: Sequence[GenerationRequest]) -> Beginning:
     """Waits for the first event, so that what is wrong before it becomes an ordinary HTTP error."""
-    requests = answers.head.requests
     name = requests[0].model
     before = resolved(name, service.catalog(), service.policies)
     events = merged([service.engine.stream(request) for request in requests])
@@ -47,7 +62,7 @@ async def respond_stream(service: Service, http: Request, answers: Answers) -> R
         raise
     # a version published in between may or may not be the one at work; only the last event will tell
     model = before if before == resolved(name, service.catalog(), service.policies) else name
-    return EventStream(_encoded(service, answers, model, first, events), events)
+    return Beginning(model=model, first=first, events=events)
 
 
 async def generate_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
@@ -63,15 +78,14 @@ async def _next(events: Events) -> tuple[int, TokenEvent]:
     return await anext(events)
 
 
-async def _encoded(
-    service: Service, answers: Answers, model: str, first: tuple[int, TokenEvent], events: Events
-) -> AsyncGenerator[bytes, None]:
+async def _encoded(service: Service, answers: Answers, begun: Beginning) -> AsyncGenerator[bytes, None]:
     """Bytes of the stream; a failure after the first event becomes an event of its own, without `[DONE]`."""
     num_tokens = 0
+    model, first = begun.model, begun.first
     try:
         yield encode_events([*answers.opening(model), *_chunks(service, answers, model, *first)])
         num_tokens += len(first[1].tokens)
-        async for prompt, event in events:
+        async for prompt, event in begun.events:
             num_tokens += len(event.tokens)
             if chunks := _chunks(service, answers, model, prompt, event):
                 yield encode_events(chunks)

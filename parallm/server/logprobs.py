@@ -4,22 +4,22 @@ import math
 from collections.abc import Sequence
 
 from parallm.server.answer_schemas import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopTokenLogprob
-from parallm.server.service import Tokenizer
+from parallm.server.service import TokenTexts
 from parallm.types import Completion, TokenEvent, TopLogprob
 
 IMPOSSIBLE = -9999.0  # JSON has no -inf; this is what OpenAI's servers send for "very unlikely"
 REPLACEMENT = "\ufffd"  # a token that is part of a character has no text of its own
 
 
-def completion_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer, offset: int) -> CompletionLogprobs:
+def completion_logprobs(source: TokenEvent | Completion, tokenizer: TokenTexts, offset: int) -> CompletionLogprobs:
     """`offset` is the number of characters of all token texts before this one."""
     texts = [tokenizer.token_text(token) for token in source.tokens]
     offsets = [offset + sum(map(len, texts[:position])) for position in range(len(texts))]
-    logprobs = [_finite(logprob) for logprob in source.logprobs]
+    logprobs = [finite(logprob) for logprob in source.logprobs]
     tops = source.top_logprobs or ((),) * len(texts)
     return CompletionLogprobs(
         tokens=texts,
-        token_logprobs=logprobs,
+        token_logprobs=list(logprobs),
         top_logprobs=[
             _with_sampled(text, logprob, top, tokenizer)
             for text, logprob, top in zip(texts, logprobs, tops, strict=True)
@@ -28,33 +28,31 @@ def completion_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer, o
     )
 
 
-def chat_logprobs(source: TokenEvent | Completion, tokenizer: Tokenizer) -> ChatLogprobs:
+def chat_logprobs(source: TokenEvent | Completion, tokenizer: TokenTexts) -> ChatLogprobs:
     tops = source.top_logprobs or ((),) * len(source.tokens)
     content = []
     for token, logprob, top in zip(source.tokens, source.logprobs, tops, strict=True):
         text = tokenizer.token_text(token)
         alternatives = [_top_entry(item, tokenizer) for item in top]
-        content.append(
-            TokenLogprob(token=text, logprob=_finite(logprob), bytes=_bytes(text), top_logprobs=alternatives)
-        )
+        content.append(TokenLogprob(token=text, logprob=finite(logprob), bytes=_bytes(text), top_logprobs=alternatives))
     return ChatLogprobs(content=content)
 
 
-def _with_sampled(text: str, logprob: float, top: Sequence[TopLogprob], tokenizer: Tokenizer) -> dict[str, float]:
+def _with_sampled(text: str, logprob: float, top: Sequence[TopLogprob], tokenizer: TokenTexts) -> dict[str, float]:
     """The most likely tokens and the sampled one. Of tokens with the same text the likeliest stays."""
     entries: dict[str, float] = {}
     for item in top:
-        entries.setdefault(tokenizer.token_text(item.token), _finite(item.logprob))
+        entries.setdefault(tokenizer.token_text(item.token), finite(item.logprob))
     entries.setdefault(text, logprob)
     return entries
 
 
-def _top_entry(item: TopLogprob, tokenizer: Tokenizer) -> TopTokenLogprob:
+def _top_entry(item: TopLogprob, tokenizer: TokenTexts) -> TopTokenLogprob:
     text = tokenizer.token_text(item.token)
-    return TopTokenLogprob(token=text, logprob=_finite(item.logprob), bytes=_bytes(text))
+    return TopTokenLogprob(token=text, logprob=finite(item.logprob), bytes=_bytes(text))
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else IMPOSSIBLE
 
 

@@ -8,38 +8,38 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from parallm.errors import InvalidRequest
-from parallm.server.schemas import GenerationBody
+from parallm.server.schemas import Wire
 
-Body = TypeVar("Body", bound=GenerationBody)
+Body = TypeVar("Body", bound=Wire)
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
     "audio": (),
+    "background": (False,),
     "bad_words": ([],),
-    "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
+    "context_management": ([],),
     "continue_final_message": (False,),
+    "conversation": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_json": (),
-    "guided_regex": (),
+    "include": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
+    "max_tool_calls": (),
     "metadata": ({},),
-    "min_tokens": (0,),
+    "moderation": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
+    "previous_response_id": (),
     "priority": (0,),
-    "prompt_logprobs": (),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
@@ -48,7 +48,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs": (0,),
     "truncate_prompt_tokens": (),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),

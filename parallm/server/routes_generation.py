@@ -9,11 +9,13 @@ from starlette.responses import Response
 
 from parallm.server.answers import Answers, Head
 from parallm.server.chat_answers import ChatAnswers
+from parallm.server.chat_schemas import ChatBody
 from parallm.server.completion_answers import CompletionAnswers
 from parallm.server.connection import read_body
 from parallm.server.generation import respond_stream, respond_whole
+from parallm.server.grammars import body_grammar, chat_grammar, constrained
 from parallm.server.parse import parse_body
-from parallm.server.schemas import ChatBody, CompletionBody, GenerationBody
+from parallm.server.schemas import CompletionBody, GenerationBody
 from parallm.server.service import Service
 from parallm.server.translate import chat_request, completion_requests
 from parallm.types import GenerationRequest
@@ -33,22 +35,24 @@ def generation_routes(service: Service) -> APIRouter:
             settings=service.settings,
             max_context=service.engine.max_context,
         )
+        requests = await constrained(requests, body_grammar(body), service, reasoning=None)
         head = _head(service, answer_id, body, requests, logprobs=body.logprobs is not None)
-        return await _respond(service, http, body, CompletionAnswers(head))
+        return await _respond(service, http, body, CompletionAnswers(head, body))
 
     @router.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         body = parse_body(await read_body(http, service.settings.max_body_bytes), ChatBody)
         answer_id = f"chatcmpl-{uuid.uuid4().hex}"
-        request = chat_request(
+        request, reading = chat_request(
             body,
             answer_id,
             tokenizer=service.tokenizer,
             settings=service.settings,
             max_context=service.engine.max_context,
         )
-        head = _head(service, answer_id, body, [request], logprobs=body.logprobs)
-        return await _respond(service, http, body, ChatAnswers(head))
+        requests = await constrained([request], chat_grammar(body), service, reasoning=reading.begins_in_reasoning)
+        head = _head(service, answer_id, body, requests, logprobs=body.logprobs)
+        return await _respond(service, http, body, ChatAnswers(head, reading))
 
     return router
 

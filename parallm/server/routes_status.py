@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from parallm.errors import EngineStopped
 from parallm.reports import TrainingStatus
-from parallm.server.catalog import model_list
+from parallm.server.catalog import model_entry, model_list
 from parallm.server.generation import json_response
 from parallm.server.service import Service
 
@@ -26,6 +26,10 @@ def status_routes(service: Service) -> APIRouter:
     @router.get("/v1/models")
     async def models() -> Response:
         return json_response(model_list(service))
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return json_response(model_entry(name, service))
 
     @router.get("/v1/training/status")
     async def training_status() -> Response:

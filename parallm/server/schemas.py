@@ -3,11 +3,12 @@
 Optional fields that are null count as absent; that and the refused fields are the work of parse.py.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
 LARGEST_INT = 2**31 - 1  # token ids and counts are 32-bit in the arrays behind
+MOST_BIASES = 1024
 FIRST_FAULT = Field(fail_fast=True)  # or a body of a million wrong items makes a million error objects
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -33,20 +34,39 @@ def read_prompts(value: object) -> list[str | list[int]]:
     return value
 
 
+def read_bias(value: object) -> list[tuple[int, float]]:
+    """Token ids, which are text in JSON, and numbers. By hand: strict and stops at the first wrong item."""
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise ValueError(f"should be an object of at most {MOST_BIASES} token ids and numbers")
+    found = []
+    for token, bias in value.items():
+        is_token = token.isascii() and token.isdecimal() and len(token) < 10
+        if not is_token or type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError('should have token ids as names and numbers from -100 to 100, as in {"50256": -100}')
+        found.append((int(token), float(bias)))
+    return found
+
+
 def read_stop(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
-
-
-def read_content(value: object) -> object:
-    if not isinstance(value, str | list):
-        raise ValueError("should be a string or a list of text parts")
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class StreamOptions(Wire):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
     continuous_usage_stats: Literal[False] = False
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+class StructuredOutputs(Wire):
+    """vLLM's ways to say what the text must look like: exactly one of them."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    json_object: Literal[True] | None = None
 
 
 class GenerationBody(Wire):
@@ -64,42 +84,37 @@ class GenerationBody(Wire):
     stop: Annotated[list[StopString], FIRST_FAULT, BeforeValidator(read_stop)] = []
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=LARGEST_INT)]], FIRST_FAULT] = []
     ignore_eos: bool = False
+    min_tokens: Annotated[int, Field(ge=0, le=LARGEST_INT)] = 0
+    """Before so many tokens only `max_tokens` ends the completion."""
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
+    logit_bias: Annotated[list[tuple[int, float]], PlainValidator(read_bias)] = []
+    prompt_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+    """Log-probabilities of the prompt's tokens, and of so many most likely ones beside each."""
+    best_of: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
+    """Refused unless it is `n`: nothing is sampled that is not given back."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     user: str | None = None
-    """Accepted and unused, as `store: false` is: by definition it changes nothing in the answer."""
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    """These three are accepted and unused, as `store: false` is: by definition they change nothing in the answer."""
     store: Literal[False] = False
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    """The older names of what is in `structured_outputs`."""
 
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts)]
+    max_tokens: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+    """0 with `echo` or `prompt_logprobs`: nothing is sampled."""
     logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
-
-
-class TextPart(Wire):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Wire):
-    """One turn. The fields that must be null are there because clients send earlier answers back as they got them."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_content)]
-    refusal: None = None
-    tool_calls: None = None
-    function_call: None = None
-    annotations: None = None
-    audio: None = None
-
-
-class ChatBody(GenerationBody):
-    """`POST /v1/chat/completions`."""
-
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
-    logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+    echo: bool = False
+    """Begin each text, and its `logprobs`, with the prompt's."""

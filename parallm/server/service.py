@@ -1,12 +1,13 @@
 """What the routes need from the rest of the program, as narrow faces: no import of MLX, none of the trainer."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, Completion, GenerationRequest, Message, TokenEvent
+from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent
 
 
 class EngineLoad(Protocol):
@@ -37,12 +38,61 @@ class Engine(Protocol):
     def stats(self) -> EngineLoad: ...
 
 
-class Tokenizer(Protocol):
+class OutputReader(Protocol):
+    """Text of one answer in sections, without the marks between them."""
+
+    def read(self, text: str) -> list[tuple[Section, str]]: ...
+    def finish(self) -> list[tuple[Section, str]]: ...
+
+
+class OutputFormat(Protocol):
+    """The face of `model.chat_output.OutputFormat` that the server uses."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Everything that begins or ends a section."""
+        ...
+
+    @property
+    def tool_marks(self) -> tuple[str, str] | None:
+        """None for a model whose notation of tool calls is unknown."""
+        ...
+
+    def reader(self, *, begins_in_reasoning: bool, has_tools: bool) -> OutputReader: ...
+    def parse_calls(self, text: str, tools: Sequence[Mapping[str, object]]) -> list[ToolCall]: ...
+
+
+class TokenTexts(Protocol):
+    def token_text(self, token: int) -> str:
+        """Text of one token, special tokens shown."""
+        ...
+
+
+class Tokenizer(TokenTexts, Protocol):
     """The face of `model.chat.ChatTokenizer` that the server uses."""
 
+    @property
+    def output(self) -> OutputFormat: ...
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What a client may set in the chat template."""
+        ...
+
     def encode(self, text: str) -> tuple[int, ...]: ...
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]: ...
-    def token_text(self, token: int) -> str: ...
+    def encode_prompt(
+        self,
+        turns: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, object] | None = None,
+        end: PromptEnd = "answer",
+    ) -> ChatPrompt: ...
+    def compile_grammar(self, source: GrammarSource, *, reasoning: bool | None = None) -> Grammar:
+        """Takes up to a second. `reasoning`: the text begins inside of some, or may begin with some; None: it has none.
+
+        Raises InvalidRequest.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

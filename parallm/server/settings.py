@@ -20,3 +20,7 @@ class ServerSettings:
     """For requests that name no `max_tokens`; less where the context ends before."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused before they are read as JSON."""
+    max_grammar_bytes: int = Field(default=64 * 1024, ge=1)
+    """Of a schema, a regular expression, choices, or the schemas of all tools that a model is made to call."""
+    max_grammar_seconds: float = Field(default=10.0, gt=0)
+    """To prepare a grammar. It is done beside the event loop, so other requests go on."""

@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 
 from parallm.errors import ContextTooLong, InvalidRequest
-from parallm.server.schemas import ChatBody, ChatMessage, CompletionBody, GenerationBody
+from parallm.server.chat_prompt import chat_prompt, shown_tools
+from parallm.server.chat_schemas import ChatBody, NamedTool
+from parallm.server.message_reader import Reading
+from parallm.server.schemas import CompletionBody, GenerationBody
 from parallm.server.service import Tokenizer
 from parallm.server.settings import ServerSettings
-from parallm.types import GenerationRequest, Message, SamplingParams
+from parallm.types import GenerationRequest, SamplingParams
 
 
 def completion_requests(
@@ -16,11 +19,18 @@ def completion_requests(
     _check_limits(body, len(body.prompt), settings)
     prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt]
     top_logprobs = _checked_top_logprobs("logprobs", body.logprobs or 0, settings)
+    _check_whole(body)
+    shown = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
     return [
         GenerationRequest(
             request_id=f"{request_id}-{index}",
             prompt_tokens=prompt,
-            sampling=_sampling(body, body.max_tokens or _room(prompt, settings, max_context, "prompt"), top_logprobs),
+            sampling=_sampling(
+                body,
+                _room(prompt, settings, max_context, "prompt") if body.max_tokens is None else body.max_tokens,
+                top_logprobs,
+                max(shown, default=None),
+            ),
             n=body.n,
             model=body.model,
         )
@@ -30,27 +40,36 @@ def completion_requests(
 
 def chat_request(
     body: ChatBody, request_id: str, *, tokenizer: Tokenizer, settings: ServerSettings, max_context: int
-) -> GenerationRequest:
+) -> tuple[GenerationRequest, Reading]:
     """Raises InvalidRequest, also where the chat template refuses the messages."""
     _check_limits(body, 1, settings)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     top_logprobs = _checked_top_logprobs("top_logprobs", body.top_logprobs or 0, settings)
-    prompt = tokenizer.encode_chat([to_message(message) for message in body.messages])
-    max_tokens = _chat_max_tokens(body) or _room(prompt, settings, max_context, "messages")
-    return GenerationRequest(
+    prompt = chat_prompt(body, tokenizer)
+    max_tokens = _chat_max_tokens(body) or _room(prompt.tokens, settings, max_context, "messages")
+    request = GenerationRequest(
         request_id=request_id,
-        prompt_tokens=prompt,
-        sampling=_sampling(body, max_tokens, top_logprobs),
+        prompt_tokens=prompt.tokens,
+        sampling=_sampling(body, max_tokens, top_logprobs, body.prompt_logprobs),
         n=body.n,
         model=body.model,
     )
+    return request, _reading(body, tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
 
 
-def to_message(message: ChatMessage) -> Message:
-    """Text parts are joined as they are; `developer` is the newer name of `system`, which templates do not know."""
-    role = "system" if message.role == "developer" else message.role
-    return Message(role=role, content="".join(part.text for part in message.content))
+def _reading(body: ChatBody, tokenizer: Tokenizer, *, begins_in_reasoning: bool) -> Reading:
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        return Reading(begins_in_reasoning=begins_in_reasoning, answer="arguments", called=name)
+    if body.tool_choice == "required":
+        return Reading(begins_in_reasoning=begins_in_reasoning, answer="calls")
+    tools = shown_tools(body)
+    if tools and tokenizer.output.tool_marks is None:
+        raise InvalidRequest("how this model writes tool calls is unknown; leave tools out", "tools")
+    return Reading(
+        begins_in_reasoning=begins_in_reasoning, tools=tools, max_calls=None if body.parallel_tool_calls else 1
+    )
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:
@@ -70,7 +89,7 @@ def _room(prompt: Sequence[int], settings: ServerSettings, max_context: int, nam
     return min(settings.default_max_tokens, max_context - len(prompt))
 
 
-def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int) -> SamplingParams:
+def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int, prompt_logprobs: int | None) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=body.temperature,
@@ -82,6 +101,12 @@ def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int) -> Sampl
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
         top_logprobs=top_logprobs,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(body.logit_bias),
+        min_tokens=body.min_tokens,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -89,6 +114,13 @@ def _checked_top_logprobs(name: str, value: int, settings: ServerSettings) -> in
     if value > settings.max_top_logprobs:
         raise InvalidRequest(f"{name} is {value}, the limit is {settings.max_top_logprobs}", name)
     return value
+
+
+def _check_whole(body: CompletionBody) -> None:
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise InvalidRequest("max_tokens is 0; send at least 1, or ask for echo or prompt_logprobs", "max_tokens")
+    if body.echo and body.logprobs is not None and body.stream:
+        raise InvalidRequest("echo with logprobs is not streamed; leave one of the three out", "echo")
 
 
 def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettings) -> None:
@@ -104,6 +136,11 @@ def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettin
     if num_stop > settings.max_stop:
         name = "stop" if len(body.stop) == num_stop else "stop_token_ids"
         raise InvalidRequest(f"{name} has {num_stop} items, the limit is {settings.max_stop}", name)
+    if body.best_of is not None and body.best_of != body.n:
+        raise InvalidRequest(f"best_of is {body.best_of} and n is {body.n}; leave best_of out", "best_of")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
+    _checked_top_logprobs("prompt_logprobs", body.prompt_logprobs or 0, settings)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     if 0 < body.temperature < 0.01:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,11 @@ def made(events: Sequence[TokenEvent]) -> dict[tuple[str, int], Completion]:
 
 
 def many(ask: Ask) -> list[GenerationRequest]:
-    requests = [ask(f"r{i}", prompt(i, 5 + 9 * i % 40), 10 + 7 * i % 36, temperature=1.0, seed=i) for i in range(12)]
+    fields: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5}, {"prompt_logprobs": 2}]
+    requests = [
+        ask(f"r{i}", prompt(i, 5 + 9 * i % 40), 10 + 7 * i % 36, temperature=1.0, seed=i, **fields[i % 3])
+        for i in range(12)
+    ]
     requests[3] = replace(requests[3], n=5)
     return [replace(one, traffic=TRAFFIC_CLASSES[place % 3 == 0]) for place, one in enumerate(requests)]
 

@@ -190,6 +190,15 @@ def _known(engine: Engine, tokens: Sequence[int], version: int) -> int:
     return 0 if hit is None else hit.num_tokens
 
 
+def test_log_probs_of_a_prompt_are_those_of_all_of_it(load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine) -> None:
+    events: list[TokenEvent] = []
+    engine = make_engine(load_tiny("llama"), events=events)
+    plain, *scored = (ask(name, prompt(1, 40), 3, prompt_logprobs=asked) for name, asked in (("a", None), ("b", 1)))
+    made = play(engine, events, plain, *scored)
+    assert made[1].prompt_logprobs is not None
+    assert (len(made[1].prompt_logprobs), made[1].num_cached_prompt_tokens) == (40, 0)
+
+
 @pytest.mark.parametrize("architecture", ["mamba", "gemma2"])
 def test_rows_that_run_one_by_one_share_nothing(
     architecture: str, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine

@@ -1,5 +1,5 @@
 from collections.abc import Sequence
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 from mlx_lm.utils import load_tokenizer
@@ -73,5 +73,32 @@ def test_growing_text_decodes_only_what_is_new(tokenizer: ChatTokenizer, monkeyp
 
 
 def test_end_tokens_come_from_the_model() -> None:
-    wrapper = SimpleNamespace(_tokenizer=load_tokenizer(NANO)._tokenizer, eos_token_ids={1, 7})
+    wrapper = load_tokenizer(NANO, eos_token_ids=[7])
     assert ChatTokenizer(wrapper).eos_token_ids == frozenset({1, 7})
+
+
+def test_special_tokens_that_mark_reasoning_or_calls_are_part_of_the_text(tmp_path: Path) -> None:
+    plain = load_tokenizer(NANO)._tokenizer
+    plain.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    plain.save_pretrained(tmp_path)
+    tokenizer = ChatTokenizer(load_tokenizer(tmp_path))
+    (end,) = tokenizer.eos_token_ids
+    assert tokenizer.decode([*tokenizer.encode("<think>2</think>3"), end]) == "<think>2</think>3"
+
+
+def test_a_template_is_asked_what_it_reads() -> None:
+    template = "{% generation %}{{ messages }}{{ tools }}{{ bos_token }}{% endgeneration %}{{ effort }}"
+    tokenizer = with_template(template)
+    assert tokenizer.template_variables == {"effort"}
+    assert tokenizer.template.knows_tools
+    assert not with_template("{{ messages }}").template.knows_tools
+
+
+def test_without_a_template_tools_and_variables_are_refused() -> None:
+    turns = [{"role": "user", "content": "2 + 2?"}]
+    plain = with_template(None)
+    assert plain.decode(plain.encode_prompt(turns, end="unfinished").tokens) == "2 + 2?"
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        plain.encode_prompt(turns, tools=[{"type": "function"}])
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        plain.encode_prompt(turns, variables={"effort": 1})

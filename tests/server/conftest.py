@@ -2,34 +2,90 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from mlx_lm.utils import load_tokenizer
 
+from parallm.conversation import ChatPrompt, Section, ToolCall
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, UnknownModel
+from parallm.model.chat import ChatTokenizer
+from parallm.model.load import NANO
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, Completion, GenerationRequest, Message, TokenEvent, TopLogprob, WeightSpan
+from parallm.types import (
+    AdapterCard,
+    Completion,
+    GenerationRequest,
+    PromptLogprob,
+    TokenEvent,
+    TopLogprob,
+    WeightSpan,
+)
 
 VERSIONS = {"base": 0, "policy": 3, "policy@2": 2, "policy@3": 3, "best": 2}
 END = 0
 VOCABULARY_SIZE = 1000
 STATUS = TrainingStatus(state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")})
 
+HERMES = (
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|' + message.role + '|>' + message.content }}"
+    "{% for tool_call in message.tool_calls %}"
+    "{{ '<tool_call>' + tool_call.function | tojson + '</tool_call>' }}"
+    "{% endfor %}"
+    "{% if message.role == 'assistant' %}<|end|>{% endif %}"
+    "{% endfor %}"
+    "{# tool_call.name #}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}{{ '<think>\\n' }}{% endif %}{% endif %}"
+)
+"""A chat template of the kind that many models with reasoning and tool calls have."""
+
+
+class PlainReader:
+    def read(self, text: str) -> list[tuple[Section, str]]:
+        return [("text", text)]
+
+    def finish(self) -> list[tuple[Section, str]]:
+        return []
+
+
+class PlainOutput:
+    """Of a model that marks nothing."""
+
+    tool_marks = None
+    marks = ()
+
+    def reader(self, *, begins_in_reasoning: bool, has_tools: bool) -> PlainReader:
+        return PlainReader()
+
+    def parse_calls(self, text: str, tools: Sequence[Mapping[str, object]]) -> list[ToolCall]:
+        return []
+
 
 class CharacterTokenizer:
-    """Token ids are code points."""
+    """Token ids are code points. Its chat template knows neither tools nor variables."""
+
+    output = PlainOutput()
+    template_variables: frozenset[str] = frozenset()
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return self.encode("".join(f"<{message.role}>{message.content}" for message in messages))
+    def encode_prompt(self, turns: Sequence[Mapping[str, object]], **asked: Any) -> ChatPrompt:
+        for name in ("tools", "variables"):
+            if asked[name]:
+                parameter = "chat_template_kwargs" if name == "variables" else name
+                raise InvalidRequest(f"the template knows no {parameter}", parameter)
+        return ChatPrompt(tokens=self.encode("".join(f"<{turn['role']}>{turn['content']}" for turn in turns)))
 
     def token_text(self, token: int) -> str:
         return "<end>" if token == END else chr(token)
@@ -50,6 +106,8 @@ class EchoEngine:
     refusal: Exception | None = None
     crash: Exception | None = None
     is_endless: bool = False
+    says: str | None = None
+    """Instead of the prompt's text."""
     requests: list[GenerationRequest] = field(default_factory=list)
     num_aborted: int = 0
 
@@ -94,6 +152,18 @@ class EchoEngine:
         completion = self._completion(request, index)
         texts = [*completion.text, *[""] * (len(completion.tokens) - len(completion.text))]
         last = len(completion.tokens) - 1
+        if not completion.tokens:
+            return [
+                TokenEvent(
+                    request_id=request.request_id,
+                    index=index,
+                    tokens=(),
+                    logprobs=(),
+                    top_logprobs=(),
+                    text="",
+                    completion=completion,
+                )
+            ]
         return [
             TokenEvent(
                 request_id=request.request_id,
@@ -109,10 +179,10 @@ class EchoEngine:
 
     def _completion(self, request: GenerationRequest, index: int) -> Completion:
         sampling = request.sampling
-        whole = "".join(map(chr, request.prompt_tokens)) + f" {index}"
+        whole = self.says or "".join(map(chr, request.prompt_tokens)) + f" {index}"
         cuts = [position for position in map(whole.find, sampling.stop) if position >= 0]
         tokens = (*map(ord, whole), END)[: min(sampling.max_tokens, *cuts) if cuts else sampling.max_tokens]
-        is_stopped = bool(cuts) or tokens[-1] == END
+        is_stopped = bool(cuts) or END in tokens
         tops = tuple(TopLogprob(token, -0.5 - rank) for rank, token in enumerate((120, 121)[: sampling.top_logprobs]))
         return Completion(
             request_id=request.request_id,
@@ -123,7 +193,17 @@ class EchoEngine:
             text="".join(chr(token) for token in tokens if token != END),
             finish_reason="stop" if is_stopped else "length",
             weight_versions=(WeightSpan(version=VERSIONS[request.model], start=0, end=len(tokens)),),
+            prompt_logprobs=prompt_logprobs(request),
         )
+
+
+def prompt_logprobs(request: GenerationRequest) -> tuple[PromptLogprob | None, ...] | None:
+    """Every token has rank 3 behind "x" and "y"."""
+    if request.sampling.prompt_logprobs is None:
+        return None
+    tops = tuple(TopLogprob(token, -0.5 - place) for place, token in enumerate((120, 121)))
+    top = tops[: request.sampling.prompt_logprobs]
+    return (None, *(PromptLogprob(token=one, logprob=-2.0, rank=3, top=top) for one in request.prompt_tokens[1:]))
 
 
 def card(version: int, *aliases: str) -> AdapterCard:
@@ -151,8 +231,17 @@ def tokenizer() -> CharacterTokenizer:
     return CharacterTokenizer()
 
 
-@pytest.fixture
-def app(engine: EchoEngine, tokenizer: CharacterTokenizer) -> FastAPI:
+@pytest.fixture(scope="session")
+def hermes() -> ChatTokenizer:
+    """The tokenizer of a model that reasons and calls functions."""
+    tokenizer = load_tokenizer(NANO, {"chat_template": HERMES})._tokenizer
+    tokenizer.add_tokens(["<think>", "</think>"])
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        return ChatTokenizer(load_tokenizer(Path(folder)))
+
+
+def application(engine: EchoEngine, tokenizer: Any) -> FastAPI:
     return create_app(
         engine=engine,
         tokenizer=tokenizer,
@@ -160,21 +249,58 @@ def app(engine: EchoEngine, tokenizer: CharacterTokenizer) -> FastAPI:
         status=lambda: TrainingStatus(
             state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")}
         ),
-        settings=ServerSettings(max_n=8, max_completions=16, max_stop=4, max_top_logprobs=5, max_body_bytes=20_000),
+        settings=ServerSettings(
+            max_n=8, max_completions=16, max_stop=4, max_top_logprobs=5, max_body_bytes=20_000, max_grammar_bytes=8_000
+        ),
         base_name="nano",
     )
+
+
+@pytest.fixture
+def app(engine: EchoEngine, tokenizer: CharacterTokenizer) -> FastAPI:
+    return application(engine, tokenizer)
+
+
+@pytest.fixture
+def ask(engine: EchoEngine, hermes: ChatTokenizer) -> Callable[..., httpx.Response]:
+    """Post a chat of one user message "hello" to the model that calls functions; it `says` this, or its prompt."""
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+    engine.max_context = 2000
+
+    def send(says: str | None = None, **fields: Any) -> httpx.Response:
+        engine.says = says
+        return send_to(application(engine, hermes), "POST", "/v1/chat/completions", json=body | fields)
+
+    return send
+
+
+@pytest.fixture
+def respond(engine: EchoEngine, hermes: ChatTokenizer) -> Callable[..., httpx.Response]:
+    """Post the input "hello" to `/v1/responses` of the model that calls functions; it `says` this, or its prompt."""
+    engine.max_context = 2000
+
+    def send(says: str | None = None, **fields: Any) -> httpx.Response:
+        engine.says = says
+        body = {"model": "policy", "input": "hello"} | fields
+        return send_to(application(engine, hermes), "POST", "/v1/responses", json=body)
+
+    return send
 
 
 @pytest.fixture
 def call(app: FastAPI) -> Callable[..., httpx.Response]:
     """Send one request: `call("GET", "/health")`, `call("POST", path, json=...)`."""
 
-    async def send(method: str, path: str, **options: Any) -> httpx.Response:
+    return lambda method, path, **options: send_to(app, method, path, **options)
+
+
+def send_to(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, timeout=10, **options)
 
-    return lambda method, path, **options: asyncio.run(send(method, path, **options))
+    return asyncio.run(send())
 
 
 @pytest.fixture

@@ -1,17 +1,9 @@
-from collections.abc import Sequence
-
 from parallm.server.logprobs import chat_logprobs, completion_logprobs
-from parallm.types import Message, TokenEvent, TopLogprob
+from parallm.types import TokenEvent, TopLogprob
 
 
 class HalfCharacters:
     """Tokens 1 and 2 are parts of characters, all others are an accented letter."""
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        return (0,)
-
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return (0,)
 
     def token_text(self, token: int) -> str:
         return "\ufffd" if token in (1, 2) else "\u00e9"

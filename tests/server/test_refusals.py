@@ -14,25 +14,22 @@ UNSUPPORTED = {
     "audio": {},
     "bad_words": ["x"],
     "best_of": 2,
+    "allowed_token_ids": [5],
     "chat_template_kwargs": {"enable_thinking": False},
-    "echo": True,
-    "frequency_penalty": 0.5,
     "function_call": {"name": "f"},
     "functions": [{"name": "f"}],
-    "logit_bias": {"5": 1},
+    "guided_json": "{",
+    "guided_choice": [],
+    "structured_outputs": {"regex": "a", "choice": ["a"]},
     "metadata": {"a": "b"},
-    "min_tokens": 3,
     "modalities": ["audio"],
-    "presence_penalty": -1,
-    "prompt_logprobs": 1,
     "reasoning_effort": "high",
-    "repetition_penalty": 1.1,
-    "response_format": {"type": "json_object"},
+    "response_format": {"type": "xml"},
     "service_tier": "flex",
     "store": True,
     "suffix": "end",
     "tool_choice": "required",
-    "tools": [{"type": "function"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
     "web_search_options": {},
     "no_such_field": None,
 }
@@ -63,6 +60,14 @@ WRONG: dict[str, list[object]] = {
     "stop": [5, [5], "", [""], ["a"] * 5, {}],
     "stop_token_ids": ["a", 5, [-1], ["a"], [1] * 5],
     "logprobs": [-1, 6, 1.5, "1", True],
+    "presence_penalty": [-2.1, 2.1, "1", True],
+    "frequency_penalty": [-2.1, 2.1, "1", True],
+    "repetition_penalty": [0, -1, "1", True, 1e9],
+    "logit_bias": [[], {"a": 1}, {"-1": 1}, {"5": "1"}, {"5": 101}, {"5": True}, {"5": 10**400}, {"9" * 10: 1}, 5],
+    "min_tokens": [-1, 1.5, "1", True],
+    "prompt_logprobs": [-1, 6, 1.5, "1", True],
+    "best_of": [0, 2, "1", True],
+    "echo": [1, "yes"],
     "stream": ["yes", 1],
     "stream_options": [{"include_usage": True}, {"other": 1}, 5],
 }
@@ -112,6 +117,10 @@ def test_a_wrong_value_is_refused_by_name(complete: Call, name: str, value: obje
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}],
         [{"role": "user", "content": "a", "name": "b"}],
         [{"role": "assistant", "content": "a", "tool_calls": [{}]}],
+        [{"role": "assistant"}],
+        [{"role": "assistant", "content": None, "tool_calls": []}],
+        [{"role": "tool", "content": "a", "tool_call_id": "unknown"}],
+        [{"role": "function", "name": "f", "content": "a"}],
     ],
 )
 def test_wrong_messages_are_refused(chat: Call, messages: object) -> None:
@@ -200,3 +209,47 @@ def test_random_bodies_never_make_a_server_error(call: Call, complete: Call, see
         if response.status_code != 200:
             error_of(response)
     assert complete().status_code == 200
+
+
+WORDS: dict[str, list[object]] = {
+    "role": ["user", "assistant", "tool", "system"],
+    "type": ["function", "text", "json_schema", "json_object", "message", "function_call", "function_call_output"],
+    "name": ["f", "has space"],
+    "id": ["1"],
+    "call_id": ["1"],
+    "tool_call_id": ["1"],
+    "arguments": ["{}", "[]", "{"],
+    "content": ["a", "<think>", [{"type": "text", "text": "a"}]],
+    "tools": [[{"type": "function", "function": {"name": "f"}}], [{"type": "function", "name": "f"}]],
+    "tool_choice": ["none", "required", {"type": "function", "function": {"name": "f"}}],
+    "regex": ["a*", "(", "\\", "a{99999}"],
+    "schema": [{"type": "object"}, {"$ref": "#/a"}, True],
+}
+NESTED = [
+    *("messages", "input", "tools", "tool_choice", "response_format", "text", "reasoning", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "chat_template_kwargs", "metadata", "function", "format"),
+    *("json_schema", "tool_calls", "output", "parameters", "json", "choice", "enable_thinking", *WORDS),
+]
+
+
+def random_tree(source: random.Random, name: str, depth: int) -> object:
+    """Something like what belongs under `name`."""
+    if name in WORDS and source.random() < 0.7:
+        return source.choice(WORDS[name])
+    if depth == 0 or source.random() < 0.3:
+        return random_json(source, 1)
+    if source.random() < 0.4:
+        return [random_tree(source, "", depth - 1) for _ in range(source.randrange(3))]
+    return {key: random_tree(source, key, depth - 1) for key in source.sample(NESTED, 4)}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_trees_never_make_a_server_error(ask: Call, respond: Call, seed: int) -> None:
+    source = random.Random(seed)
+    for _ in range(30):
+        fields = {name: random_tree(source, name, 4) for name in source.sample(NESTED, source.randrange(1, 4))}
+        says = source.choice([None, "<tool_call>{}</tool_call>", "<think>", '[{"name": 5}]'])
+        for send in (ask, respond):
+            response = send(says, **fields)
+            assert response.status_code in (200, 400), (fields, response.text)
+    assert ask().status_code == respond().status_code == 200

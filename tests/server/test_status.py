@@ -23,6 +23,12 @@ def test_models_are_the_base_names_aliases_and_versions(call: Call) -> None:
     assert {(entry["root"], entry["max_model_len"]) for entry in models.values()} == {("nano", 200)}
 
 
+def test_one_model_is_the_entry_of_the_list(call: Call) -> None:
+    for entry in call("GET", "/v1/models").json()["data"]:
+        assert call("GET", f"/v1/models/{entry['id']}").json() == entry
+    assert call("GET", "/v1/models/other").status_code == 404
+
+
 def test_several_policies_are_in_the_list_before_their_first_version_and_each_in_the_status(
     engine: Any, tokenizer: Any
 ) -> None:

@@ -4,7 +4,8 @@ import pytest
 
 from parallm.errors import ContextTooLong, InvalidRequest
 from parallm.server.catalog import resolved, resolved_to
-from parallm.server.schemas import ChatBody, CompletionBody
+from parallm.server.chat_schemas import ChatBody
+from parallm.server.schemas import CompletionBody
 from parallm.server.settings import ServerSettings
 from parallm.server.translate import chat_request, completion_requests
 from parallm.types import AdapterCard, SamplingParams
@@ -28,6 +29,13 @@ def test_every_sampling_parameter_reaches_the_engine(tokenizer: Any) -> None:
             "ignore_eos": True,
             "logprobs": 2,
             "n": 4,
+            "best_of": 4,
+            "presence_penalty": -1,
+            "frequency_penalty": 0.5,
+            "repetition_penalty": 1.1,
+            "logit_bias": {"5": 1, "700": -100},
+            "min_tokens": 2,
+            "prompt_logprobs": 1,
         }
     )
     (request,) = completion_requests(body, "cmpl-1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
@@ -43,7 +51,26 @@ def test_every_sampling_parameter_reaches_the_engine(tokenizer: Any) -> None:
         stop_token_ids=(5,),
         ignore_eos=True,
         top_logprobs=2,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        repetition_penalty=1.1,
+        logit_bias=((5, 1.0), (700, -100.0)),
+        min_tokens=2,
+        prompt_logprobs=1,
     )
+
+
+def test_echoed_log_probs_are_asked_of_the_engine_as_far_as_either_field_wants_them(tokenizer: Any) -> None:
+    for fields, asked in (
+        ({"echo": True}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 1, "prompt_logprobs": 4}, 4),
+        ({"logprobs": 3, "prompt_logprobs": 0}, 0),
+    ):
+        body = CompletionBody.model_validate({"model": "policy", "prompt": "ab", "max_tokens": 1} | fields)
+        (request,) = completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+        assert request.sampling.prompt_logprobs == asked
+        assert request.needs_whole_prompt == (asked is not None)
 
 
 @pytest.mark.parametrize(("max_context", "max_tokens"), [(100, 50), (40, 38), (3, 1)])
@@ -63,7 +90,7 @@ def test_a_prompt_that_fills_the_context_is_named_and_not_its_max_tokens(tokeniz
 
 def test_minus_one_for_top_k_is_off(tokenizer: Any) -> None:
     body = ChatBody.model_validate({"model": "policy", "messages": [{"role": "user", "content": "a"}], "top_k": -1})
-    request = chat_request(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+    request, _ = chat_request(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
     assert request.sampling.top_k == 0
 
 

@@ -1,0 +1,182 @@
+"""Texts that a completion may have, as masks over the model's tokens; computed by llguidance.
+
+Its library limits of fuel and items bound the time of a compilation and of each mask.
+"""
+
+import json
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from parallm.conversation import GrammarSource
+from parallm.errors import InvalidRequest
+from parallm.types import Grammar
+
+NUM_CACHED = 128
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between the tokens of JSON. With no bound, a model can write white space until its tokens are used up."""
+TEXT = r"/(.|\n)*/"
+BEHIND_REASONING = r"/[ \n]{0,4}/"
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """Where all texts of a grammar begin."""
+
+    matcher: LLMatcher
+
+    def start(self) -> "GrammarMask":
+        return GrammarMask(self.matcher.deep_copy())
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMask:
+    """Where one text stands."""
+
+    matcher: LLMatcher
+
+    def allowed(self) -> bytes:
+        mask = self.matcher.compute_bitmask()
+        return b"" if self.matcher.is_error() else mask
+
+    def accept(self, token: int) -> None:
+        self.matcher.consume_token(token)
+
+
+class GrammarCompiler:
+    """Grammars over one model's tokens. Usable on any thread; the first use may take a second."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_token_ids: frozenset[int],
+        *,
+        reasoning_marks: tuple[str, str] | None,
+        call_marks: tuple[str, str] | None,
+    ) -> None:
+        """`call_marks` are those of a model that writes JSON between them."""
+        self._tokenizer = tokenizer  # the Hugging Face tokenizer
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._reasoning_marks = reasoning_marks
+        self._call_marks = call_marks
+        self._compiled = lru_cache(NUM_CACHED)(self._compile)
+
+    def compile(self, source: GrammarSource, *, reasoning: bool | None) -> Grammar:
+        """`reasoning`: whether the text begins inside of reasoning, or may begin with some; None where it never does.
+
+        Raises InvalidRequest with the library's reason.
+        """
+        return self._compiled(source, reasoning if self._reasoning_marks else None)
+
+    def _compile(self, source: GrammarSource, reasoning: bool | None) -> Grammar:
+        lark = self._lark(source, reasoning)
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:500]
+            raise InvalidRequest(f"{source.parameter} cannot be enforced: {reason}", source.parameter)
+        return CompiledGrammar(matcher)
+
+    def _lark(self, source: GrammarSource, reasoning: bool | None) -> str:
+        match source.form:
+            case "json":
+                rules = f"answer: %json {_bounded(source.text)}"
+            case "regex":
+                rules = f"answer: /{_slashed(source.text)}/"
+            case "choice":
+                rules = "answer: " + " | ".join(
+                    json.dumps(choice, ensure_ascii=False) for choice in json.loads(source.text)
+                )
+            case "calls":
+                rules = _calls(**json.loads(source.text))
+            case "text_and_calls":
+                rules = self._text_and_calls(source.parameter, **json.loads(source.text))
+        return "\n".join([f"start: {self._prefix(reasoning)} answer", rules, *self._reasoning_rules])
+
+    def _text_and_calls(self, parameter: str, functions: Sequence[dict[str, Any]], several: bool) -> str:
+        if self._call_marks is None:
+            raise InvalidRequest(
+                f"{parameter}: strict functions need a model that writes its calls as JSON, or a tool_choice of "
+                "'required' or of one function; send strict false",
+                parameter,
+            )
+        start, end = self._call_marks
+        turn = f"turn: before WHITE? call WHITE? {self._special(end) or json.dumps(end)}"
+        rules = [f"answer: turn{'*' if several else '?'} TEXT", turn, *self._up_to("before", start)]
+        return "\n".join([*rules, f"TEXT: {TEXT}", r"WHITE: /\n/", _functions(functions)])
+
+    def _up_to(self, rule: str, mark: str) -> Sequence[str]:
+        """`rule` is any text up to and with the mark."""
+        if special := self._special(mark):
+            return [f"{rule}: {rule.upper()} {special}", f"{rule.upper()}: {TEXT}"]
+        spelled = "".join(f"\\x{{{ord(character):x}}}" for character in mark)
+        return [f"{rule}[lazy]: /(.|\\n)*{spelled}/"]
+
+    def _prefix(self, reasoning: bool | None) -> str:
+        return {None: "", True: "reasoning", False: "(reasoning_start reasoning)?"}[reasoning]
+
+    @cached_property
+    def _reasoning_rules(self) -> Sequence[str]:
+        if self._reasoning_marks is None:
+            return ()
+        start, end = self._reasoning_marks
+        rules = [f"reasoning_start: {self._special(start) or json.dumps(start)}", "reasoning: thoughts BEHIND"]
+        return [*rules, *self._up_to("thoughts", end), f"BEHIND: {BEHIND_REASONING}"]
+
+    def _special(self, mark: str) -> str | None:
+        """The mark as llguidance writes it, where it is a token that no text can contain."""
+        token = self._tokenizer.convert_tokens_to_ids(mark)
+        is_special = isinstance(token, int) and token < self._tokens.vocab_size and self._tokens.is_special_token(token)
+        return f"<[{token}]>" if is_special else None
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise InvalidRequest("grammars need a fast tokenizer, which this model has not", "response_format")
+        backend = copy(backend)
+        backend.no_padding()
+        backend.no_truncation()
+        return LLTokenizer(backend.to_str(), eos_token=self._eos_token_ids)
+
+
+def _calls(functions: Sequence[dict[str, Any]], several: bool) -> str:
+    more = ' (", " call)*' if several else ""
+    return f'answer: "[" call{more} "]"\n{_functions(functions)}'
+
+
+def _functions(functions: Sequence[dict[str, Any]]) -> str:
+    """The rule `call`: a call of one of them."""
+    rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(functions)))]
+    for place, function in enumerate(functions):
+        begin = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+        rules.append(f'call_{place}: {begin} arguments_{place} "}}"')
+        rules.append(f"arguments_{place}: %json {_bounded(json.dumps(function['parameters']))}")
+    return "\n".join(rules)
+
+
+def _bounded(schema: str) -> str:
+    """The schema with a bound on the white space."""
+    value = json.loads(schema)
+    if isinstance(value, dict):
+        value["x-guidance"] = {"whitespace_pattern": WHITE_SPACE}
+    return json.dumps(value)
+
+
+def _slashed(regex: str) -> str:
+    """A regular expression as it stands between slashes."""
+    return "".join("\\/" if part == "/" else part for part in _pieces(regex)).replace("\n", "\\n")
+
+
+def _pieces(regex: str) -> list[str]:
+    """Characters, with what a backslash escapes in one piece."""
+    pieces, place = [], 0
+    while place < len(regex):
+        length = 2 if regex[place] == "\\" else 1
+        pieces.append(regex[place : place + length])
+        place += length
+    return pieces
