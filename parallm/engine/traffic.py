@@ -1,0 +1,61 @@
+"""The prompts and rows of one traffic class."""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from parallm.engine.decoder import Decoder, Step
+from parallm.engine.sequence import Prompt, Sequence
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Each class has rows of its own, so that each can step alone."""
+
+    decoders: list[Decoder]
+    """One per lane."""
+    prompts: deque[Prompt] = field(default_factory=deque)
+    """Not yet computed, or computed with members that wait for a row; first come, first served."""
+    newest_admitted: int = -1
+    """The highest arrival of a prompt that ever was: none behind it holds memory."""
+    decoded_last: bool = False
+    is_stuck: bool = False
+    """Its last unit found no room and did nothing; until another class's unit it has no work."""
+    num_tokens: int = 0
+    """Sampled since the start."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(decoder.rows) for decoder in self.decoders)
+
+    def rows(self) -> list[Sequence]:
+        return [row for decoder in self.decoders for row in decoder.rows]
+
+    def sequences(self) -> Iterable[Sequence]:
+        """Those that wait, and those that run."""
+        for prompt in self.prompts:
+            yield from prompt.waiting
+        yield from self.rows()
+
+    def admit(self, prompt: Prompt) -> None:
+        prompt.is_admitted = True
+        self.newest_admitted = max(self.newest_admitted, prompt.arrival)
+
+    def admitted(self) -> list[Prompt]:
+        """Prompts that hold memory."""
+        up_to_newest = takewhile(lambda prompt: prompt.arrival <= self.newest_admitted, self.prompts)
+        return [prompt for prompt in up_to_newest if prompt.is_admitted]
+
+    def emptiest(self) -> Decoder:
+        """Where the next row joins."""
+        return min(self.decoders, key=lambda decoder: len(decoder.rows))
+
+    @property
+    def has_rows(self) -> bool:
+        """Rows that run, or whose step is in flight."""
+        return any(decoder.rows or decoder.in_flight for decoder in self.decoders)
+
+    def take_steps(self) -> list[Step]:
+        """The steps in flight, to be read now."""
+        return [step for decoder in self.decoders if (step := decoder.take()) is not None]
