@@ -6,6 +6,7 @@ measured one after the other, and one that fails or does not end costs its own f
 
 floor: the time to read all weights once, at 90% of the 4.8 TB/s that an H200 is sold with.
 lora, lora8: decode steps of 32 rows of one version, and of eight versions in turns, against rows of the base.
+sampling16: rows that differ in temperature, top-k, top-p and min-p; penalties16: in penalties and biases, too.
 mixed: prompts and outputs of all lengths, arriving as a Poisson process; tokens/s until the last one has ended.
 join: what one row that joins or leaves costs beside 16 rows of 2,048 positions, over a step.
 group: prompt tokens that are computed for groups of 8, over those of all rows.
@@ -32,7 +33,7 @@ OURS, THEIRS = "engine_shape", "batch_generator_shape"
 PARTS: Mapping[tuple[str, str], tuple[str, ...]] = {
     (OURS, "05b"): ("b1", "b128", "group"),
     (THEIRS, "05b"): ("b1", "b128"),
-    (OURS, "8b"): ("b1", "b32", "b128", "lora", "lora8", "sampling16", "join", "mixed"),
+    (OURS, "8b"): ("b1", "b32", "b128", "lora", "lora8", "sampling16", "penalties16", "join", "mixed"),
     (THEIRS, "8b"): ("b128", "mixed"),
 }
 """In the order of running."""
@@ -75,7 +76,7 @@ def main() -> None:
     header = ("figure", "value", "ours", "beside")
     rows = [(name, f"{one.value:.3f}", one.ours, one.beside) if one else (name, "-", "", "") for name, one in figures]
     print_table("The engine on a GPU" + (", tiny" if arguments.quick else ""), [header, *rows])
-    print_figures({name: one and one.value for name, one in figures})
+    print_figures({name: one.value if one else None for name, one in figures})
 
 
 def choices() -> set[str]:
@@ -105,7 +106,7 @@ def run(worker: str, job: EngineJob, limit: float) -> Iterator[tuple[str, dict[s
 
 
 def write(path: Path, found: Found) -> None:
-    values = {name: one and one.value for name, one in figures_of(found)}
+    values = {name: one.value if one else None for name, one in figures_of(found)}
     path.write_text(json.dumps({"figures": values, "found": found}, indent=1) + "\n")
 
 
@@ -174,6 +175,7 @@ FIGURES: Mapping[str, Callable[[Found], Figure]] = {
     "engine.gpu.mixed.vs_batchgenerator": partial(over_batch_generator, "8b.mixed"),
     "engine.group.prompt_tokens_ratio": partial(over_rows, "05b.group"),
     "engine.sampling16.vs_greedy": partial(over_greedy, "8b.sampling16"),
+    "engine.penalties16.vs_greedy": partial(over_greedy, "8b.penalties16"),
     "engine.join.vs_step": partial(change_over_step, "8b.join"),
 }
 

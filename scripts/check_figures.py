@@ -101,6 +101,7 @@ BARS: Mapping[str, Bar] = {
     "engine.gpu.mixed.vs_batchgenerator": Bar(least=2, needs_gpu=True),
     "engine.group.prompt_tokens_ratio": Bar(most=1 / 7, needs_gpu=True),
     "engine.sampling16.vs_greedy": Bar(most=1.15, needs_gpu=True),
+    "engine.penalties16.vs_greedy": Bar(),
     "engine.join.vs_step": Bar(most=0.05, needs_gpu=True),
 }
 BAD = ("FALLS SHORT", "NOT MEASURED")

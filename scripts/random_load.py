@@ -40,5 +40,6 @@ def random_arrivals(job: EngineJob, vocabulary: int, seed: int) -> list[Arrival]
 
 
 def _lengths(random: np.random.Generator, bounds: tuple[int, int], count: int) -> list[int]:
-    found: list[int] = np.exp(random.uniform(*np.log(bounds), count)).round().astype(int).tolist()
+    low, high = np.log(bounds)
+    found: list[int] = np.exp(random.uniform(low, high, count)).round().astype(int).tolist()
     return found

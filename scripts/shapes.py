@@ -140,5 +140,6 @@ class EngineJob:
 
 
 def read_engine_job(text: str) -> EngineJob:
-    values = json.loads(text)
-    return EngineJob(**{name: tuple(one) if isinstance(one, list) else one for name, one in values.items()})
+    values: dict[str, Any] = json.loads(text)
+    values |= {name: tuple(one) for name, one in values.items() if isinstance(one, list)}
+    return EngineJob(**values)

@@ -79,7 +79,8 @@ class Bench:
             "b128": partial(self.same_lengths, 128),
             "lora": partial(self.lora, 1),
             "lora8": partial(self.lora, VERSIONS),
-            "sampling16": self.sampling,
+            "sampling16": partial(self.sampling, has_penalties=False),
+            "penalties16": partial(self.sampling, has_penalties=True),
             "join": self.join,
             "group": self.group,
             "mixed": self.mixed,
@@ -105,10 +106,12 @@ class Bench:
         pair = self._in_turns([GREEDY] * LORA_ROWS, models), self._in_turns([GREEDY] * LORA_ROWS, [BASE] * LORA_ROWS)
         return self._compared(*pair)
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self, *, has_penalties: bool) -> dict[str, Any]:
         """Rows that sample in as many ways as they are, in turns with greedy ones."""
         base = [BASE] * SAMPLING_ROWS
         settings = [_settings(place) for place in range(SAMPLING_ROWS)]
+        if has_penalties:
+            settings = [_with_penalties(one, place) for place, one in enumerate(settings)]
         return self._compared(self._in_turns(settings, base), self._in_turns([GREEDY] * SAMPLING_ROWS, base))
 
     def join(self) -> dict[str, Any]:
@@ -254,6 +257,16 @@ def _settings(place: int) -> SamplingParams:
         top_p=(0.8 + place / 100, 1.0, 0.9 + place / 200)[place % 3],
         min_p=(0.0, 0.01 + place / 1000)[place % 2],
         seed=place,
+    )
+
+
+def _with_penalties(settings: SamplingParams, place: int) -> SamplingParams:
+    return replace(
+        settings,
+        presence_penalty=(0.0, 0.1 + place / 100)[place % 2],
+        frequency_penalty=(0.0, 0.2, 0.2 + place / 100)[place % 3],
+        repetition_penalty=(1.0, 1.1, 1.0, 1.0 + place / 100)[place % 4],
+        logit_bias=((place, 1.0), (place + 1, -1.0)) if place % 4 == 0 else (),
     )
 
 
