@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--shape-05b", default="0.5b", choices=sorted(SHAPES), help="what stands for it")
     parser.add_argument("--only", nargs="*", choices=sorted(choices()), metavar="PART", help="such as 8b.b1 05b.b128")
     parser.add_argument("--repeats", type=int, default=3, help="that count (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=240, help="seconds of a process (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=200, help="seconds of a process (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a file for everything measured, written after each part")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few tokens: does it run?")
     arguments = parser.parse_args()
