@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 TrafficClass = Literal["serving", "rollout"]
@@ -105,6 +105,11 @@ class GenerationRequest:
     """Whom a client asks for, where it says so: requests of one user get the same side of a split."""
     split: str | None = None
     """The name that was asked for, where a split of it has chosen `model`."""
+    is_continued: bool = True
+    """Whether a later prompt may go on from what it samples, as the next turn of a conversation does: then the engine
+    keeps what it has computed for that."""
+    cache_salt: str = ""
+    """Only requests with the same one share keys and values of equal beginnings."""
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -157,6 +162,9 @@ class Completion:
     weight_versions: tuple[WeightSpan, ...]
     prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
     """One for each token of the prompt, None for the first, where they were asked for."""
+    num_cached_prompt_tokens: int = field(default=0, compare=False)
+    """Prompt tokens whose keys and values the engine had from before. Says how it was computed, not what: completions
+    that differ in nothing else are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,18 @@ BARS: Mapping[str, Bar] = {
     "update.8b.vs_torch_peft": Bar(least=1, needs_gpu=True),
     "update.prompt_sharing_gain": Bar(least=1.5, needs_gpu=True),
     "grpo_step.vs_trl_gpu": Bar(least=3, needs_gpu=True),
+    "engine.gpu.8b.b1.vs_floor": Bar(most=1.4, needs_gpu=True),
+    "engine.gpu.8b.b32.vs_floor": Bar(most=1.75, needs_gpu=True),
+    "engine.gpu.8b.b128.vs_batchgenerator": Bar(least=2.1, needs_gpu=True),
+    "engine.gpu.05b.b1.vs_batchgenerator": Bar(least=1.3, needs_gpu=True),
+    "engine.gpu.05b.b128.vs_batchgenerator": Bar(least=1.8, needs_gpu=True),
+    "engine.gpu.8b.lora.vs_base": Bar(least=0.82, needs_gpu=True),
+    "engine.gpu.8b.lora8.vs_base": Bar(least=0.7, needs_gpu=True),
+    "engine.gpu.mixed.vs_batchgenerator": Bar(least=2, needs_gpu=True),
+    "engine.group.prompt_tokens_ratio": Bar(most=1 / 7, needs_gpu=True),
+    "engine.sampling16.vs_greedy": Bar(most=1.15, needs_gpu=True),
+    "engine.penalties16.vs_greedy": Bar(),
+    "engine.join.vs_step": Bar(most=0.05, needs_gpu=True),
 }
 BAD = ("FALLS SHORT", "NOT MEASURED")
 SEEDS = (0, 1, 2)
@@ -107,7 +119,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles presets quickstart gsm8k parity engine learner serving split offpolicy memory trl update ...",
+        help="oracles presets quickstart gsm8k parity engine learner serving split offpolicy memory trl "
+        "update grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -184,6 +197,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
         python = f"--torch-python={arguments.torch_python}"
         found["update"] = partial(script, "bench_update.py", python, *sized("--shape=tiny", "--length=128"))
         found["grpo_gpu"] = partial(script, "bench_grpo_gpu.py", python, *sized("--shape=tiny", "--steps=1"))
+        found["engine_gpu"] = partial(script, "bench_engine_gpu.py", *sized("--quick"))
     if arguments.model and arguments.data:
         found["gsm8k"] = partial(gsm8k, arguments.model, arguments.data, steps)
     return found

@@ -108,3 +108,38 @@ class GrpoJob:
 
 def read_grpo_job(text: str) -> GrpoJob:
     return GrpoJob(**json.loads(text))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineJob:
+    """Parts of `workers/engine_shape.py` or `workers/batch_generator_shape.py` to time on one shape."""
+
+    shape: str
+    parts: tuple[str, ...]
+    prompt: int = 128
+    new: int = 128
+    repeats: int = 3
+    """That count, after one that warms up."""
+    cached: int = 2048
+    """Positions of each row where rows join and leave."""
+    churn: int = 24
+    """Rows that leave then, one after the other, each for one that joins."""
+    group_prompt: int = 1024
+    requests: int = 128
+    """Of the mixed load."""
+    per_second: float = 32.0
+    """Of them, on average."""
+    prompts: tuple[int, int] = (32, 4096)
+    """Shortest and longest of them; every length between is as likely on a logarithmic scale."""
+    outputs: tuple[int, int] = (16, 1024)
+    mixed_rows: int = 64
+    """That decode together."""
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read_engine_job(text: str) -> EngineJob:
+    values: dict[str, Any] = json.loads(text)
+    values |= {name: tuple(one) for name, one in values.items() if isinstance(one, list)}
+    return EngineJob(**values)

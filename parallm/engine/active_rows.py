@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-POSITION_STEP = 256
-SLOT_STEP = 8
+from parallm.engine.layout import EMPTY
+
 COPIED = 3  # what a position of a row apart costs, which is copied first, in positions that are not
 LEAST_SAVED = 1500  # positions of all rows; what computing rows apart costs in any case (nano, measured on a CPU)
 
@@ -41,8 +41,7 @@ class ActiveRows:
     """The rows of one step; row b is slot b."""
 
     def __init__(self) -> None:
-        self.num_slots = 0
-        self.num_positions = 0
+        self.layout = EMPTY
         self.set_lengths([])
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
@@ -62,13 +61,6 @@ class ActiveRows:
         self.slots_B = mx.arange(num_rows, dtype=mx.int32)
         self._masks: list[tuple[mx.array, int]] = []  # that this step's `mask` gave, with their windows
 
-    def reserve(self, num_slots: int, num_positions: int) -> bool:
-        """Raise the room to at least this many slots and positions, in steps. True if it changed."""
-        before = self.num_slots, self.num_positions
-        self.num_slots = max(self.num_slots, _rounded(num_slots, SLOT_STEP))
-        self.num_positions = max(self.num_positions, _rounded(num_positions, POSITION_STEP))
-        return before != (self.num_slots, self.num_positions)
-
     def mask(self, window_size: int | None, return_array: bool) -> mx.array | None:
         """Which positions each row may see, (B, 1, 1, L), or None where all may see all."""
         if not return_array and window_size is None and self._all_equal:
@@ -85,7 +77,3 @@ class ActiveRows:
         if mask is None:
             return 0
         return next((window for known, window in self._masks if known is mask), None)
-
-
-def _rounded(number: int, step: int) -> int:
-    return -(-number // step) * step

@@ -24,6 +24,20 @@ class EngineStats:
     """Requests that wait for rows."""
     tokens_total: Mapping[TrafficClass, int]
     """Sampled tokens since the start."""
+    kv_bytes: int
+    """Bytes of keys, values and states that rows and prompts hold, as of the last unit of work."""
+    kv_bytes_limit: int
+    num_preemptions: int
+    """Times since the start that a row or a prompt has given up its memory, to be computed again later."""
+    prefix_bytes: int
+    """Of `kv_bytes`, what is kept for prompts that begin with the same tokens."""
+    num_prefix_lookups: int
+    """Prompts since the start whose beginning was looked for."""
+    num_prefix_hits: int
+    prompt_tokens_total: int
+    """Tokens of prompts begun since the start; what preempted rows compute again counts."""
+    cached_prompt_tokens_total: int
+    """Of these, those that were known and not computed."""
 
 
 class AsyncEngine:
@@ -52,8 +66,19 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         engine = self._attached()
+        prefixes = engine.memory.prefixes
         return EngineStats(
-            num_running=engine.num_running(), num_waiting=engine.num_waiting(), tokens_total=engine.num_tokens()
+            num_running=engine.num_running(),
+            num_waiting=engine.num_waiting(),
+            tokens_total=engine.num_tokens(),
+            kv_bytes=engine.memory.used,
+            kv_bytes_limit=engine.memory.limit,
+            num_preemptions=engine.room.num_preempted,
+            prefix_bytes=prefixes.nbytes,
+            num_prefix_lookups=prefixes.num_lookups,
+            num_prefix_hits=prefixes.num_hits,
+            prompt_tokens_total=engine.prefill.num_prompt_tokens,
+            cached_prompt_tokens_total=engine.prefill.num_cached_tokens,
         )
 
     async def ping(self) -> None:
@@ -214,6 +239,7 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
             f"{engine.max_context}; shorten them or raise engine.max_context",
             "max_tokens",
         )
+    engine.memory.check(request)
 
 
 def _validate_sampling(sampling: SamplingParams) -> None:

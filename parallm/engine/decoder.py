@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.engine.adjustments import Adjustments
+from parallm.engine.kv_cost import KvCost
 from parallm.engine.sampler import RowSampling, Sampled, row_sampling, sample
 from parallm.engine.sequence import Sequence
 from parallm.engine.shard import make_shard
@@ -62,12 +63,13 @@ class Step:
 class Decoder:
     """Launches the steps of one lane's rows."""
 
-    def __init__(self, model: SharedModel, views: AdapterViews) -> None:
+    def __init__(self, model: SharedModel, views: AdapterViews, cost: KvCost) -> None:
         self.in_flight: Step | None = None
         """Launched and not read; whoever reads it takes it from here."""
         self._model = model
         self._views = views
-        self._shard = make_shard(model)
+        self.shard = make_shard(model, cost)
+        """Its keys and values; rows join and leave through the decoder."""
         self._first_logits: list[mx.array] = []  # (V,) of each row that has joined since the last step
         self._sampling: RowSampling | None = None  # of the present rows
         self._adjustments = Adjustments(model.tokenizer.eos_token_ids)
@@ -75,7 +77,7 @@ class Decoder:
 
     @property
     def rows(self) -> list[Sequence]:
-        return self._shard.rows
+        return self.shard.rows
 
     def take(self) -> Step | None:
         """The step in flight, to be read now."""
@@ -84,7 +86,7 @@ class Decoder:
 
     def join(self, sequence: Sequence, prompt_cache: Ordered[Any], logits_V: mx.array) -> None:
         """Add a row that continues a computed prompt: the next step samples its first token from `logits_V`."""
-        self._shard.join(sequence, prompt_cache)
+        self.shard.join(sequence, prompt_cache)
         self._first_logits.append(logits_V)
         self._sampling = None
 
@@ -93,7 +95,7 @@ class Decoder:
         if rows:
             for row in rows:
                 self.rows[row].has_left = True
-            self._shard.leave(rows, waits=waits)
+            self.shard.leave(rows, waits=waits)
             self._sampling = None
         if not self.rows:
             self._adjustments.clear()
@@ -112,7 +114,7 @@ class Decoder:
         num_running = len(self.rows) - len(self._first_logits)
         logits = [mx.stack(self._first_logits)] if self._first_logits else []
         if num_running:
-            hidden_BH = self._shard.forward(self._views, num_running, self._newest_tokens(self.rows[:num_running]))
+            hidden_BH = self.shard.forward(self._views, num_running, self._newest_tokens(self.rows[:num_running]))
             logits.insert(0, self._model.head(hidden_BH))
         self._first_logits = []
         positions_B = [row.num_launched for row in self.rows]

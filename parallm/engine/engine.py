@@ -5,28 +5,25 @@ host synchronisation. An engine that runs ahead launches a step before it reads 
 computes while Python works. Knows nothing of learning or HTTP. Everything here runs on the device thread.
 """
 
-import logging
-import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.engine.decoder import Decoder, Step
-from parallm.engine.prompt_scores import PromptScores
+from parallm.engine.kv_memory import KvMemory
+from parallm.engine.out_of_memory import is_out_of_memory
+from parallm.engine.prefill import Prefill
+from parallm.engine.room import Room
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.engine.traffic import Traffic
 from parallm.engine.views import AdapterViews
-from parallm.engine.waiting import insert
-from parallm.errors import EngineFull, InvalidRequest
+from parallm.engine.waiting import begin_completions, insert
+from parallm.errors import EngineFull, EngineStopped, InvalidRequest
 from parallm.model.adapter_table import AdapterTable
-from parallm.model.attention import LEAST_ROWS
 from parallm.model.shared_model import SharedModel
-from parallm.seeds import mix
 from parallm.types import GenerationRequest, TokenEvent, TrafficClass
-
-logger = logging.getLogger(__name__)
 
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("serving", "rollout")
 
@@ -55,7 +52,12 @@ class Engine:
         self._emit = emit
         self._report = report
         self._runs_ahead = runs_ahead
+        self.memory = KvMemory(model, settings)
         self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
+        self.room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
+        self.prefill = Prefill(model, self._views, self.memory, settings, is_known=adapters.holds, room=self.room.left)
+        self._num_requests = 0
+        self._at_work: list[Sequence] | None = None  # whose unit it is; None between units
 
     def add(self, request: GenerationRequest, streams: bool) -> None:
         """Queue a validated request. Raises UnknownModel, EngineFull, or InvalidRequest for a name in use."""
@@ -64,25 +66,16 @@ class Engine:
             raise EngineFull(
                 f"{len(traffic.prompts)} requests wait already; try again later or raise engine.max_waiting"
             )
-        if any(sequence.request.request_id == request.request_id for sequence in self._sequences(traffic)):
+        if any(one.request.request_id == request.request_id for one in traffic.sequences()):
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        self._num_requests += 1
         adapter = self._adapters.resolve(request.model)
-        seed = request.sampling.seed
-        if seed is None:
-            seed = secrets.randbits(64)
-        members = [
-            Sequence(request=request, index=index, seed=mix(seed, index), adapter=adapter, streams=streams)
-            for index in range(request.n)
-        ]
-        if not all(member.begin_grammar() for member in members):
-            raise InvalidRequest("the grammar allows no token to begin with", "grammar")
+        members = begin_completions(request, adapter, streams=streams, arrival=self._num_requests)
         if adapter is not None:
             for _ in members:
                 self._adapters.acquire(adapter)
-        cache = self.model.make_cache()
-        scores = PromptScores(sampling=request.sampling) if request.needs_whole_prompt else None
-        prompt = Prompt(request=request, cache=cache, waiting=members, streams=streams, scores=scores)
-        insert(traffic.prompts, prompt)
+        insert(traffic.prompts, Prompt.of(members))
+        traffic.is_stuck = False
 
     def abort(self, *request_ids: str) -> None:
         """End all completions of these requests before the next unit. Unknown or finished ids are fine."""
@@ -92,11 +85,13 @@ class Engine:
                 traffic.prompts.remove(prompt)
                 self._end(prompt.waiting)
             self._drop_rows(traffic, lambda row: row.request.request_id in doomed)
+            traffic.is_stuck = False
+        self._count()
 
     def cancel(self, *request_ids: str) -> None:
         """`abort` that tells what these requests have so far, as completions that end with `abort`."""
         doomed = frozenset(request_ids)
-        ended = [one for state in self._traffic.values() for one in self._sequences(state)]
+        ended = [one for state in self._traffic.values() for one in state.sequences()]
         events = [one.aborted(self.model.tokenizer) for one in ended if one.request.request_id in doomed]
         self.abort(*request_ids)
         if events:
@@ -108,10 +103,12 @@ class Engine:
         self._traffic[traffic].is_held = True
 
     def release(self, traffic: TrafficClass) -> None:
-        self._traffic[traffic].is_held = False
+        state = self._traffic[traffic]
+        state.is_held = state.is_stuck = False
 
     def reset_caches(self) -> None:
-        """Give back memory that only saves work: views of adapters and MLX's free buffers."""
+        """Give back memory that only saves work: beginnings of prompts, views of adapters and MLX's free buffers."""
+        self.memory.prefixes.clear()
         self._views.clear()
         mx.clear_cache()
 
@@ -119,33 +116,60 @@ class Engine:
         state = self._traffic[traffic]
         if state.is_held:
             return False
-        return bool(state.prompts) or any(decoder.rows or decoder.in_flight for decoder in state.decoders)
+        return state.has_rows or bool(state.prompts and not state.is_stuck)
 
     def step(self, traffic: TrafficClass) -> None:
         """One unit of work for one traffic class. Running ahead, a decode step's tokens come with the next unit."""
         state = self._traffic[traffic]
+        self._at_work = state.rows()
         self._switch_versions(state)
-        prompts = self._next_prompts(state)
+        prompts = self.room.next_prompts(traffic, self.settings.max_rows, self._lanes.width)
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
         if prompts and (traffic == "rollout" or state.decoded_last or state.num_rows == 0):
             state.decoded_last = False
             self._compute_prompts(state, prompts)
+            has_worked = True
         else:
             state.decoded_last = True
-            self._decode(state)
+            has_worked = self._decode(traffic)
+        self._count()
+        for one in self._traffic.values():
+            one.is_stuck = one is state and not has_worked
+        self._at_work = None
 
     def settle(self, traffic: TrafficClass) -> None:
         """Read what is still in flight of a class, if anything is."""
         state = self._traffic[traffic]
+        self._at_work = state.rows()
         self._read(state, state.take_steps())
+        self._count()
+        self._at_work = None
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
-        """Give up all requests of a class after an error in its step, with their rows."""
+        """Give up the requests of the unit that raised `error`, or those of the whole class where it was no unit's.
+
+        Where memory ran out, all rows are computed again within a lower limit instead, as long as it can be lowered.
+        """
+        at_work, self._at_work = self._at_work, None
+        everybody = [one for state in self._traffic.values() for one in state.sequences()]
+        if at_work is not None and is_out_of_memory(error) and self.memory.lower(one.request for one in everybody):
+            for name in self._traffic:
+                self._begin_again(name, frozenset())
+            mx.clear_cache()
+        else:
+            everything = at_work is None or isinstance(error, EngineStopped)
+            ended = list(self._traffic[traffic].sequences()) if everything else at_work or []
+            doomed = frozenset(one.request.request_id for one in ended)
+            self._begin_again(traffic, doomed)
+            self._report(sorted(doomed), error)
+        self._count()
+
+    def _begin_again(self, traffic: TrafficClass, doomed: Collection[str]) -> None:
+        """Forget all that a class has computed, as what failed may be among it, and the requests `doomed`."""
         state = self._traffic[traffic]
-        sequences = list(self._sequences(state))
-        self._end(sequences)
-        self._traffic[traffic] = Traffic(self._make_decoders(), num_tokens=state.num_tokens, is_held=state.is_held)
-        self._report(sorted({sequence.request.request_id for sequence in sequences}), error)
+        self._end(one for one in state.sequences() if one.request.request_id in doomed or one.finish_reason)
+        self._traffic[traffic] = self.room.afresh(state, self._make_decoders(), doomed)
+        self.memory.prefixes.clear()
 
     def num_running(self) -> int:
         return sum(state.num_rows for state in self._traffic.values())
@@ -156,16 +180,18 @@ class Engine:
     def num_tokens(self) -> Mapping[TrafficClass, int]:
         return {name: state.num_tokens for name, state in self._traffic.items()}
 
+    def _count(self) -> None:
+        self.memory.used = self.memory.total(self._traffic.values())
+
     def _make_decoders(self) -> list[Decoder]:
-        return [Decoder(self.model, self._views) for _ in range(self._lanes.width)]
+        return [Decoder(self.model, self._views, self.memory.cost) for _ in range(self._lanes.width)]
 
     def _switch_versions(self, state: Traffic) -> None:
         """Move what switches in flight to the version that its name means now: rows, and prompts not yet begun.
 
         A row keeps its keys and values, which the versions before have made.
         """
-        fresh = [one for prompt in state.prompts if prompt.num_computed == 0 for one in prompt.waiting]
-        switching = [one for one in (*state.rows(), *fresh) if one.request.switches_in_flight]
+        switching = state.switching()
         newest = {name: self._adapters.resolve(name) for name in {one.request.model for one in switching}}
         moving = [one for one in switching if one.adapter is not newest[one.request.model]]
         if moving:
@@ -177,25 +203,16 @@ class Engine:
                 self._adapters.release(one.adapter)
                 one.adapter = adapter
 
-    def _next_prompts(self, state: Traffic) -> list[Prompt]:
-        """Uncomputed prompts to work on now: one per lane, and none beyond the rows that will be free for them."""
-        free = self.settings.max_rows - state.num_rows
-        chosen: list[Prompt] = []
-        for prompt in state.prompts:
-            if free <= 0 or len(chosen) == self._lanes.width:
-                break
-            if not prompt.is_computed:
-                chosen.append(prompt)
-            free -= len(prompt.waiting)
-        return chosen
-
     def _compute_prompts(self, state: Traffic, prompts: list[Prompt]) -> None:
         """One chunk of each prompt, evaluated together; what was in flight is read meanwhile."""
-        chunks = self._lanes.run(self._compute_chunk, prompts)
+        self._at_work = members = [member for prompt in prompts for member in prompt.waiting]
+        chunks = self._lanes.run(self.prefill.compute_chunk, prompts)
         before = state.take_steps()
         if before:
+            self._at_work = members + state.rows()
             mx.async_eval(chunks)
             self._read(state, before)
+            self._at_work = members
         mx.eval(chunks)
         for prompt in [prompt for prompt in prompts if prompt.is_computed]:
             self._tell_prompt(state, prompt)
@@ -213,30 +230,15 @@ class Engine:
             self._end(prompt.waiting)
             self._emit([event for one in prompt.waiting if (event := one.event(self.model.tokenizer)) is not None])
 
-    def _compute_chunk(self, prompt: Prompt) -> list[mx.array]:
-        tokens = prompt.request.prompt_tokens
-        chunk = tokens[prompt.num_computed : prompt.num_computed + self._chunk_size(prompt)]
-        view = self._views.for_rows([prompt.waiting[0].adapter])
-        hidden_1TH = self.model.hidden(mx.array([chunk], mx.int32), prompt.cache, view)
-        scored: list[mx.array] = []
-        if prompt.scores is not None:
-            behind = tokens[prompt.num_computed + 1 : prompt.num_computed + len(chunk) + 1]
-            scored = prompt.scores.add(self.model, hidden_1TH[0], behind)
-        prompt.num_computed += len(chunk)
-        arrays = [*scored, *(state for layer in prompt.cache for state in _arrays(layer.state))]
-        if prompt.num_computed < len(tokens):
-            return arrays
-        prompt.logits_V = self.model.head(hidden_1TH[0, -1:])[0]
-        return [prompt.logits_V, *arrays]
+    def _decode(self, traffic: TrafficClass) -> bool:
+        """Launch the next step of all rows, and read the one before it; or both of one, not running ahead.
 
-    def _chunk_size(self, prompt: Prompt) -> int:
-        """The chunk of the settings, or a little less where the rest would be too few rows for exact products."""
-        rest = len(prompt.request.prompt_tokens) - prompt.num_computed - self.settings.prefill_chunk
-        return self.settings.prefill_chunk - (LEAST_ROWS if 0 < rest < LEAST_ROWS else 0)
-
-    def _decode(self, state: Traffic) -> None:
-        """Launch the next step of all rows, and read the one before it; or both of one, not running ahead."""
-        self._join(state)
+        False if there was neither.
+        """
+        state = self._traffic[traffic]
+        self.room.make_for_step(traffic)
+        self._join(traffic)
+        self._at_work = state.rows()
         active = [decoder for decoder in state.decoders if decoder.goes_on(self.max_context)]
         resting = [decoder for decoder in state.decoders if decoder not in active]
         before = [decoder.in_flight for decoder in active] + [decoder.take() for decoder in resting]
@@ -250,13 +252,18 @@ class Engine:
             mx.async_eval(sampled)
         else:
             self._read(state, state.take_steps())
+        return bool(launched or any(before))
 
-    def _join(self, state: Traffic) -> None:
+    def _join(self, traffic: TrafficClass) -> None:
         """Give free rows to members of computed prompts."""
+        state = self._traffic[traffic]
         for prompt in list(state.prompts):
             while prompt.logits_V is not None and prompt.waiting and state.num_rows < self.settings.max_rows:
-                decoder = min(state.decoders, key=lambda decoder: len(decoder.rows))
-                decoder.join(prompt.waiting.pop(0), prompt.cache, prompt.logits_V)
+                decoder, member = state.emptiest(), prompt.waiting[0]
+                if not self.room.make_for_join(traffic, decoder, member, prompt):
+                    return
+                decoder.join(member, prompt.cache, prompt.logits_V)
+                prompt.waiting.pop(0)
             if not prompt.waiting:
                 state.prompts.remove(prompt)
 
@@ -268,9 +275,18 @@ class Engine:
         rows = [row for step in steps for row in step.read(self.model.tokenizer, self.max_context)]
         state.num_tokens += len(rows)
         events = [event for row in rows if (event := row.event(self.model.tokenizer)) is not None]
-        self._drop_rows(state, lambda row: row.finish_reason is not None)
         if events:
-            self._emit(events)
+            self._emit(events)  # first of all: what was sampled is told, whatever fails behind it
+        self._keep_rows(state)
+        self._drop_rows(state, lambda row: row.finish_reason is not None)
+
+    def _keep_rows(self, state: Traffic) -> None:
+        """Keep what rows that have ended have computed, for a turn that goes on from there."""
+        kept = [array for decoder in state.decoders for array in self.prefill.keep_ended(decoder)]
+        if kept and self._runs_ahead:
+            mx.async_eval(kept)
+        elif kept:
+            mx.eval(kept)
 
     def _drop_rows(self, state: Traffic, leaves: Callable[[Sequence], bool]) -> None:
         for decoder in state.decoders:
@@ -282,16 +298,3 @@ class Engine:
         for sequence in sequences:
             if sequence.adapter is not None:
                 self._adapters.release(sequence.adapter)
-
-    def _sequences(self, state: Traffic) -> Iterable[Sequence]:
-        for prompt in state.prompts:
-            yield from prompt.waiting
-        yield from state.rows()
-
-
-def _arrays(state: object) -> list[mx.array]:
-    if isinstance(state, mx.array):
-        return [state]
-    if isinstance(state, list | tuple):
-        return [array for part in state for array in _arrays(part)]
-    return []

@@ -1,4 +1,4 @@
-"""Keys and values of the rows that decode together: one slot per row, allocated in steps, written in O(1).
+"""Keys and values of the rows that decode together: one slot per row, allocated in few steps, written in O(1).
 
 With MLX's CUDA build each row reads the positions that it has (`model/decode_attention.py`); elsewhere all rows read as
 many as the longest one has, or rows that are much longer are computed apart (`active_rows.py`).
@@ -123,21 +123,22 @@ class SlotCache(OwnCache):
     def join(self, slot: int, prompt: PlainCache) -> None:
         """Copy a prompt's keys and values (1, H, T, D) into `slot`, which has room for them."""
         keys, values = prompt.keys_and_values()
-        self._keys_SHLD = _grown(self._keys_SHLD, self._rows.num_slots, self._rows.num_positions, keys)
-        self._values_SHLD = _grown(self._values_SHLD, self._rows.num_slots, self._rows.num_positions, values)
+        if self._keys_SHLD is None or self._values_SHLD is None:
+            self._keys_SHLD, self._values_SHLD = self._empty(keys), self._empty(values)
         self._keys_SHLD[slot : slot + 1, :, : prompt.offset] = keys
         self._values_SHLD[slot : slot + 1, :, : prompt.offset] = values
 
-    def grow(self) -> None:
-        """Make room for `num_positions` of every slot."""
-        if self._keys_SHLD is not None and self._values_SHLD is not None:
-            rows = self._rows
-            self._keys_SHLD = _grown(self._keys_SHLD, rows.num_slots, rows.num_positions, self._keys_SHLD)
-            self._values_SHLD = _grown(self._values_SHLD, rows.num_slots, rows.num_positions, self._values_SHLD)
+    def resize(self, num_rows: int) -> list[mx.array]:
+        """Bring the pools to the present layout and keep the first `num_rows` slots; what is to be evaluated."""
+        if self._keys_SHLD is None or self._values_SHLD is None:
+            return []
+        self._keys_SHLD = self._resized(self._keys_SHLD, num_rows)
+        self._values_SHLD = self._resized(self._values_SHLD, num_rows)
+        return self.state
 
-    def row(self, slot: int, length: int) -> list[mx.array]:
-        """Copies of the first `length` positions of a slot's keys and values, (1, H, length, D) each; not evaluated."""
-        return [mx.contiguous(array[slot : slot + 1, :, :length]) for array in self.state]
+    def copies(self, slot: int, start: int, end: int) -> list[mx.array]:
+        """Copies of these positions of a slot's keys and values, (1, H, end - start, D) each; not evaluated."""
+        return [mx.contiguous(array[slot : slot + 1, :, start:end]) for array in self.state]
 
     def put(self, slot: int, row: Sequence[mx.array]) -> None:
         """Write a copied row, which must be evaluated: MLX writes in place only while nothing else waits to read the
@@ -146,12 +147,12 @@ class SlotCache(OwnCache):
             self._keys_SHLD[slot : slot + 1, :, : row[0].shape[2]] = row[0]
             self._values_SHLD[slot : slot + 1, :, : row[1].shape[2]] = row[1]
 
+    def _resized(self, pool_SHLD: mx.array, num_rows: int) -> mx.array:
+        kept = min(self._rows.layout.num_positions, pool_SHLD.shape[2])
+        resized = self._empty(pool_SHLD)
+        resized[:num_rows, :, :kept] = pool_SHLD[:num_rows, :, :kept]
+        return resized
 
-def _grown(pool: mx.array | None, num_slots: int, num_positions: int, like: mx.array) -> mx.array:
-    if pool is not None and pool.shape[0] >= num_slots and pool.shape[2] >= num_positions:
-        return pool
-    _, heads, _, size = like.shape
-    larger = mx.zeros((num_slots, heads, num_positions, size), like.dtype)
-    if pool is not None:
-        larger[: pool.shape[0], :, : pool.shape[2]] = pool
-    return larger
+    def _empty(self, like: mx.array) -> mx.array:
+        layout = self._rows.layout
+        return mx.zeros((layout.num_slots, like.shape[1], layout.num_positions, like.shape[3]), like.dtype)

@@ -1,5 +1,6 @@
 """One generation in progress, and the prompt that several share. Changed by the engine, on the device thread."""
 
+import math
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,6 +9,7 @@ import mlx.core as mx
 
 from parallm.engine.prompt_scores import PromptScores
 from parallm.model.adapter import Adapter
+from parallm.model.attention import LEAST_ROWS
 from parallm.model.chat import ChatTokenizer, GrowingText
 from parallm.types import (
     Completion,
@@ -20,25 +22,63 @@ from parallm.types import (
     WeightSpan,
 )
 
+Place = tuple[float, int]
+"""Priority and number of a request: the least is computed first, and gives up its room last."""
+BEFORE_ALL: Place = (-math.inf, 0)
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prompt:
-    """A request on its way to rows: computed in chunks, then forked into one row per completion."""
+    """A request on its way to rows: computed in chunks, then forked into one row per completion.
+
+    Or a row that was preempted on its way back: its tokens so far are computed behind its prompt.
+    """
 
     request: GenerationRequest
-    cache: list[Any]
+    tokens: tuple[int, ...]
+    """To be computed."""
     waiting: list["Sequence"]
     """Members that have no row yet: all of them until every chunk is computed, with the same version."""
-    streams: bool
+    place: Place
+    """Prompts are computed in this order."""
+    cache: list[Any] = field(default_factory=list)
+    """Made when the first chunk is computed."""
+    is_admitted: bool = False
+    """Whether it has memory for its cache, begun or not."""
     num_computed: int = 0
     logits_V: mx.array | None = None
-    """Logits after the last prompt token, once all chunks are done."""
+    """Logits after the last token, once all chunks are done."""
     scores: PromptScores | None = None
     """Where log-probs of the prompt are asked for."""
+
+    @classmethod
+    def of(cls, members: list["Sequence"]) -> "Prompt":
+        """What `members` of one request, all new or a single preempted one, need computed."""
+        first = members[0]
+        tokens = (*first.request.prompt_tokens, *first.tokens)
+        made = cls(request=first.request, tokens=tokens, waiting=members, place=first.place)
+        made.restart()
+        return made
 
     @property
     def is_computed(self) -> bool:
         return self.logits_V is not None
+
+    @property
+    def num_allocated(self) -> int:
+        """Positions of its cache: its tokens, and those that fill up a chunk of few."""
+        return len(self.tokens) + LEAST_ROWS
+
+    def restart(self) -> None:
+        """Forget what was computed, and give its memory back."""
+        self.is_admitted, self.cache, self.num_computed, self.logits_V = False, [], 0, None
+        asks = self.request.needs_whole_prompt and self.waiting[0].prompt_logprobs is None
+        self.scores = PromptScores(sampling=self.request.sampling) if asks else None
+
+    def segment(self) -> tuple[int, Adapter | None]:
+        """Where the tokens that one version computes end from here on, and that version."""
+        segments = self.waiting[0].segments()
+        return next(found for found in segments if found[0] > self.num_computed)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,14 +91,18 @@ class Sequence:
     adapter: Adapter | None
     """That the next forward uses; changes only where `request.switches_in_flight`."""
     streams: bool
+    arrival: int = 0
+    """Number of its request, in the order in which the engine got them."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    version_starts: list[tuple[int, int]] = field(default_factory=list)
-    """(version, first token that it sampled), in order."""
+    adapter_starts: list[tuple[Adapter | None, int]] = field(default_factory=list)
+    """(adapter, first token that it sampled), in order."""
     num_launched: int = 0
     """Tokens whose step was launched: those in `tokens`, and those of steps not read yet."""
+    num_cached_prompt_tokens: int = 0
+    """Prompt tokens that were known when it began, and not computed."""
     has_left: bool = False
     """It ended or was aborted; what a step in flight samples for it is dropped."""
     prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
@@ -71,13 +115,41 @@ class Sequence:
     _stop_at: int | None = None
 
     @property
+    def place(self) -> Place:
+        return (self.request.priority, self.arrival)
+
+    @property
     def num_cached(self) -> int:
         """Positions in the cache behind the last launched step: the prompt and all launched tokens but the newest."""
         return len(self.request.prompt_tokens) + self.num_launched - 1
 
     @property
-    def version(self) -> int:
-        return self.adapter.version if self.adapter else 0
+    def num_reserved(self) -> int:
+        """Positions that its slot has for the coming step, one of which is free for a step that computes it along."""
+        return self.num_cached + 2
+
+    def segments(self) -> list[tuple[int, Adapter | None]]:
+        """(end, adapter) of the positions that each version computes, in order: those it computed, then the newest.
+
+        The version that samples a token has computed the position before it, so a row that switched gets the keys and
+        values again that it had.
+        """
+        num_prompt = len(self.request.prompt_tokens)
+        ends = [num_prompt + start - 1 for _, start in self.adapter_starts[1:]]
+        if self.adapter_starts:
+            ends.append(num_prompt + len(self.tokens) - 1)
+        known = [(end, adapter) for end, (adapter, _) in zip(ends, self.adapter_starts, strict=True)]
+        last = (num_prompt + len(self.tokens), self.adapter)
+        return [*known[:-1], last] if known and known[-1][1] is self.adapter else [*known, last]
+
+    def reuses(self, num_tokens: int) -> None:
+        """Note how many tokens were known when its prompt was computed."""
+        if not self.tokens:
+            self.num_cached_prompt_tokens = num_tokens
+
+    def restart(self) -> None:
+        """Go on as one that waits: it keeps its tokens and is computed again."""
+        self.has_left, self.num_launched = False, len(self.tokens)
 
     def begin_grammar(self) -> bool:
         """Ask the grammar, if there is one, for the first token's mask; False where it allows nothing."""
@@ -90,7 +162,7 @@ class Sequence:
 
     def end_unsampled(self) -> None:
         """End a completion of no tokens, whose prompt is computed."""
-        self.version_starts.append((self.version, 0))
+        self.adapter_starts.append((self.adapter, 0))
         self.finish_reason = "length"
 
     def is_launched_whole(self, max_context: int) -> bool:
@@ -102,8 +174,8 @@ class Sequence:
     ) -> None:
         """Take a sampled token; sets `finish_reason` when it ends the sequence."""
         sampling = self.request.sampling
-        if not self.version_starts or self.version_starts[-1][0] != self.version:
-            self.version_starts.append((self.version, len(self.tokens)))
+        if not self.adapter_starts or self.adapter_starts[-1][0] is not self.adapter:
+            self.adapter_starts.append((self.adapter, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.top_logprobs.append(tuple(tops[: sampling.top_logprobs]))
@@ -189,13 +261,14 @@ class Sequence:
             finish_reason=self.finish_reason,
             weight_versions=self._weight_versions(),
             prompt_logprobs=self.prompt_logprobs,
+            num_cached_prompt_tokens=self.num_cached_prompt_tokens,
         )
 
     def _weight_versions(self) -> tuple[WeightSpan, ...]:
-        ends = [*(start for _, start in self.version_starts[1:]), len(self.tokens)]
+        ends = [*(start for _, start in self.adapter_starts[1:]), len(self.tokens)]
         return tuple(
-            WeightSpan(version=version, start=start, end=end)
-            for (version, start), end in zip(self.version_starts, ends, strict=False)
+            WeightSpan(version=adapter.version if adapter else 0, start=start, end=end)
+            for (adapter, start), end in zip(self.adapter_starts, ends, strict=False)
         )
 
     def _final_text(self, tokenizer: ChatTokenizer) -> str:

@@ -13,6 +13,11 @@ class EngineSettings:
     """Tokens of prompt and completion together; null: what the model allows, at most 8192."""
     max_waiting: int = Field(default=4096, ge=1)
     """Requests that may wait; one more is refused."""
+    kv_cache_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of keys and values, of running rows, of prompts, and kept for later ones; null: 40% of what an accelerator
+    has left beside the base, on a CPU a quarter of the free RAM."""
+    prefix_cache: bool = True
+    """Keep keys and values, of at most half of these bytes, for prompts that begin with the same tokens."""
     prefill_chunk: int = Field(default=512, ge=16)
     """Prompt tokens computed in one unit of device work."""
     serving_share: float = Field(default=0.7, ge=0, le=1)

@@ -16,6 +16,8 @@ import mlx.core as mx
 from parallm.engine.active_rows import ActiveRows
 from parallm.engine.compiled_forward import CompiledForward, row_bucket
 from parallm.engine.kv_cache import SlotCache
+from parallm.engine.kv_cost import BLOCK, KvCost
+from parallm.engine.layout import EMPTY, Layout, roomy
 from parallm.engine.sequence import Sequence
 from parallm.engine.views import AdapterViews
 from parallm.model.attention import LEAST_ROWS
@@ -26,6 +28,9 @@ from parallm.model.shared_model import SharedModel
 
 Item = TypeVar("Item")
 logger = logging.getLogger(__name__)
+
+COMPILED_STEP = 256
+"""Positions by which tight pools grow where each of their shapes costs a trace; elsewhere they grow by blocks."""
 
 
 class Shard(Protocol):
@@ -41,6 +46,22 @@ class Shard(Protocol):
         With `waits` it waits for the device, which saves a copy of all keys and values where no step is in flight.
         """
 
+    def copies(self, row: int, start: int, end: int) -> list[mx.array]:
+        """Keys and values of a row's positions, of each layer in turn, (1, heads, end - start, D); not evaluated."""
+
+    @property
+    def nbytes(self) -> int:
+        """What its rows' keys, values and states take."""
+
+    def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
+        """What they would take for rows with so many positions; `tight`: without room for more."""
+
+    def holds(self, lengths: Ordered[int]) -> bool:
+        """Whether such rows fit as it is laid out now."""
+
+    def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
+        """Take that much, with the present rows kept; waits for the device where there is something to copy."""
+
     def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array) -> mx.array:
         """Feed `tokens_B`, the newest of the first `num_rows` rows, int32; hidden states (B, H), not evaluated."""
 
@@ -48,22 +69,23 @@ class Shard(Protocol):
 class BatchedShard:
     """All rows in one forward over slot caches."""
 
-    def __init__(self, model: SharedModel, num_layers: int, *, compiles: bool) -> None:
+    def __init__(self, model: SharedModel, num_layers: int, *, compiles: bool, cost: KvCost) -> None:
         self.rows: list[Sequence] = []
         self._model = model
+        self._cost = cost
         self._active = ActiveRows()
         self._caches = [SlotCache(self._active) for _ in range(num_layers)]
         self._compiled = CompiledForward(model) if compiles else None
 
     def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
-        self._reserve(len(self.rows) + 1, len(sequence.request.prompt_tokens) + 1)
+        self._reserve(len(self.rows) + 1, max(one.num_reserved for one in (sequence, *self.rows)))
         for slots, prompt in zip(self._caches, prompt_cache, strict=True):
             slots.join(len(self.rows), prompt)
         self.rows.append(sequence)
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
         moves = _moves(rows, len(self.rows))
-        copies = [[slots.row(last, self.rows[last].num_cached) for _, last in moves] for slots in self._caches]
+        copies = [[slots.copies(last, 0, self.rows[last].num_cached) for _, last in moves] for slots in self._caches]
         if moves and waits:
             mx.eval(copies)
         for slots, copied in zip(self._caches, copies, strict=True):
@@ -80,7 +102,7 @@ class BatchedShard:
         spare = num_computed - num_rows
         # A row that joins now may hold such a slot: its first token will replace what is written behind its prompt
         joining = self.rows[num_rows:num_computed]
-        lengths = [row.num_cached for row in rows] + [len(row.request.prompt_tokens) for row in joining]
+        lengths = [row.num_cached for row in rows] + [row.num_cached + 1 for row in joining]
         lengths += [0] * (spare - len(joining))
         self._reserve(max(len(self.rows), num_computed), max(lengths) + 1)
         adapters = [row.adapter for row in rows] + [rows[0].adapter] * spare
@@ -102,10 +124,46 @@ class BatchedShard:
         self._active.set_lengths(lengths)
         return self._model.hidden(tokens_B[:, None], self._caches, view)[:, 0]
 
+    def copies(self, row: int, start: int, end: int) -> list[mx.array]:
+        return [array for slots in self._caches for array in slots.copies(row, start, end)]
+
+    @property
+    def nbytes(self) -> int:
+        return self._active.layout.area * self._cost.per_token
+
+    def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
+        return self._layout(len(lengths), max(lengths, default=0), tight=tight).area * self._cost.per_token
+
+    def holds(self, lengths: Ordered[int]) -> bool:
+        return self._active.layout.holds(self._layout(len(lengths), max(lengths, default=0), tight=True))
+
+    def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
+        self._change(self._layout(len(lengths), max(lengths, default=0), tight=tight))
+
     def _reserve(self, num_slots: int, num_positions: int) -> None:
-        if self._active.reserve(row_bucket(num_slots) if self._compiled else num_slots, num_positions):
+        """Room for this much, if nobody has laid it out before."""
+        if not self._active.layout.holds(Layout(num_slots, num_positions)):
+            self._change(self._layout(num_slots, num_positions, tight=False))
+
+    def _layout(self, num_rows: int, num_positions: int, *, tight: bool) -> Layout:
+        if num_rows == 0:
+            return EMPTY
+        num_slots = row_bucket(num_rows) if self._compiled else max(num_rows, LEAST_ROWS)
+        step = COMPILED_STEP if self._compiled else BLOCK
+        needed = Layout(num_slots, -(-num_positions // step) * step)
+        return needed if tight else roomy(needed, self._active.layout)
+
+    def _change(self, layout: Layout) -> None:
+        before, self._active.layout = self._active.layout, layout
+        if layout == EMPTY:
+            self._release()
+        elif layout != before:
+            # One layer after the other: so not much more than the pools is ever held
             for slots in self._caches:
-                slots.grow()
+                if copied := slots.resize(min(len(self.rows), layout.num_slots)):
+                    mx.eval(copied)
+            if layout.area < before.area:
+                mx.clear_cache()  # or MLX would keep what was given back
 
     def _release(self) -> None:
         self._active = ActiveRows()
@@ -115,9 +173,10 @@ class BatchedShard:
 class RowByRowShard:
     """One forward per row."""
 
-    def __init__(self, model: SharedModel) -> None:
+    def __init__(self, model: SharedModel, *, cost: KvCost) -> None:
         self.rows: list[Sequence] = []
         self._model = model
+        self._cost = cost
         self._caches: list[list[Any]] = []
 
     def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
@@ -129,6 +188,22 @@ class RowByRowShard:
         _fill(self.rows, moves, len(rows))
         _fill(self._caches, moves, len(rows))
 
+    def copies(self, row: int, start: int, end: int) -> list[mx.array]:
+        raise NotImplementedError("states of rows that run one by one cannot be cut")
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_for([row.num_cached + 1 for row in self.rows], tight=True)
+
+    def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
+        return sum(map(self._cost.of, lengths))
+
+    def holds(self, lengths: Ordered[int]) -> bool:
+        return self.bytes_for(lengths, tight=True) <= self.nbytes
+
+    def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
+        """mlx-lm's caches grow by themselves."""
+
     def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array) -> mx.array:
         hidden_rows = [
             self._model.hidden(tokens_B[place : place + 1, None], cache, views.for_rows([row.adapter]))[:, 0]
@@ -137,14 +212,14 @@ class RowByRowShard:
         return mx.concatenate(hidden_rows, axis=0)
 
 
-def make_shard(model: SharedModel) -> Shard:
+def make_shard(model: SharedModel, cost: KvCost) -> Shard:
     """A shard of the kind that the model allows.
 
     Only with MLX's CUDA build is a step compiled: on a CPU that needs a C++ compiler and saves little.
     """
     if not model.batches_exactly:
-        return RowByRowShard(model)
-    return BatchedShard(model, len(model.make_cache()), compiles=on_cuda())
+        return RowByRowShard(model, cost=cost)
+    return BatchedShard(model, len(model.make_cache()), compiles=on_cuda(), cost=cost)
 
 
 def _moves(leaving: Ordered[int], num_rows: int) -> list[tuple[int, int]]:

@@ -1,23 +1,29 @@
-"""What the engine has of one traffic class: prompts that wait and rows that decode."""
+"""The prompts and rows of one traffic class."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from parallm.engine.decoder import Decoder, Step
-from parallm.engine.sequence import Prompt, Sequence
+from parallm.engine.sequence import BEFORE_ALL, Place, Prompt, Sequence
 
 
 @dataclass(slots=True)
 class Traffic:
-    """The prompts and rows of one traffic class. Each class has rows of its own, so that each can step alone."""
+    """Each class has rows of its own, so that each can step alone."""
 
     decoders: list[Decoder]
     """One per lane."""
     prompts: deque[Prompt] = field(default_factory=deque)
-    """Not yet computed, or computed with members that wait for a row; in the order of `waiting`."""
+    """Not yet computed, or computed with members that wait for a row; in the order of their places."""
+    newest_admitted: Place = BEFORE_ALL
+    """The last place of a prompt that ever was: none behind it holds memory."""
     decoded_last: bool = False
     is_held: bool = False
     """Nothing is computed until `release`."""
+    is_stuck: bool = False
+    """Its last unit found no room and did nothing; until another class's unit it has no work."""
     num_tokens: int = 0
     """Sampled since the start."""
 
@@ -27,6 +33,35 @@ class Traffic:
 
     def rows(self) -> list[Sequence]:
         return [row for decoder in self.decoders for row in decoder.rows]
+
+    def sequences(self) -> Iterable[Sequence]:
+        """Those that wait, and those that run."""
+        for prompt in self.prompts:
+            yield from prompt.waiting
+        yield from self.rows()
+
+    def switching(self) -> list[Sequence]:
+        """What switches versions in flight: rows, and prompts not yet begun."""
+        fresh = [one for prompt in self.prompts if prompt.num_computed == 0 for one in prompt.waiting]
+        return [one for one in (*self.rows(), *fresh) if one.request.switches_in_flight]
+
+    def admit(self, prompt: Prompt) -> None:
+        prompt.is_admitted = True
+        self.newest_admitted = max(self.newest_admitted, prompt.place)
+
+    def admitted(self) -> list[Prompt]:
+        """Prompts that hold memory."""
+        up_to_newest = takewhile(lambda prompt: prompt.place <= self.newest_admitted, self.prompts)
+        return [prompt for prompt in up_to_newest if prompt.is_admitted]
+
+    def emptiest(self) -> Decoder:
+        """Where the next row joins."""
+        return min(self.decoders, key=lambda decoder: len(decoder.rows))
+
+    @property
+    def has_rows(self) -> bool:
+        """Rows that run, or whose step is in flight."""
+        return any(decoder.rows or decoder.in_flight for decoder in self.decoders)
 
     def take_steps(self) -> list[Step]:
         """The steps in flight, to be read now."""

@@ -1,17 +1,32 @@
-"""The order in which prompts wait: the lowest priority number first, and first come, first served among equals."""
+"""Requests that come: their completions, and the order in which prompts wait."""
 
+import secrets
 from collections import deque
 
-from parallm.engine.sequence import Prompt
+from parallm.engine.sequence import Prompt, Sequence
+from parallm.errors import InvalidRequest
+from parallm.model.adapter import Adapter
+from parallm.seeds import mix
+from parallm.types import GenerationRequest
+
+
+def begin_completions(
+    request: GenerationRequest, adapter: Adapter | None, *, streams: bool, arrival: int
+) -> list[Sequence]:
+    """The completions of a new request. Raises InvalidRequest for a grammar that allows nothing."""
+    seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+    members = [
+        Sequence(request=request, index=index, seed=mix(seed, index), adapter=adapter, streams=streams, arrival=arrival)
+        for index in range(request.n)
+    ]
+    if not all(member.begin_grammar() for member in members):
+        raise InvalidRequest("the grammar allows no token to begin with", "grammar")
+    return members
 
 
 def insert(prompts: deque[Prompt], prompt: Prompt) -> None:
-    """Put `prompt` behind those of its own and of lower priority numbers; what was begun keeps its place."""
-    place = len(prompts)
-    while place and _goes_before(prompt, prompts[place - 1]):
-        place -= 1
-    prompts.insert(place, prompt)
-
-
-def _goes_before(prompt: Prompt, other: Prompt) -> bool:
-    return prompt.request.priority < other.request.priority and other.num_computed == 0
+    """Put `prompt` at its place: the lowest priority number first, and first come, first served among equals."""
+    position = len(prompts)
+    while position and prompt.place < prompts[position - 1].place:
+        position -= 1
+    prompts.insert(position, prompt)

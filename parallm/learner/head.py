@@ -3,8 +3,9 @@
 The logits of all tokens of a step never exist together: `score` computes a chunk's, keeps one number per token, and
 `pull_back` computes them again. Only where one chunk holds all tokens is its softmax kept between the two.
 
-Nothing is evaluated here, so that a whole pass can be built while the device runs another. Whoever evaluates it does so
-stage by stage: a stage is what is left of one chunk, and its logits are gone before the next one's are computed.
+Nothing is evaluated while a pass is built, so that the device can run another in the meantime. What is built is
+evaluated in stages: a stage is what is left of one chunk. `run_stages` has two of them under way at most, so that the
+device never waits and the logits of no more than two chunks exist.
 
 Axes: N tokens, H hidden, V vocabulary.
 """
@@ -18,8 +19,7 @@ from parallm.model.shared_model import SharedModel
 from parallm.model.token_scores import TokenScores, token_scores
 
 Stages = list[list[mx.array]]
-"""To be evaluated one after the other."""
-
+"""To be evaluated one after the other, by `run_stages`."""
 
 TILE = 64  # matrix products are fastest with a multiple of it
 
@@ -43,6 +43,15 @@ class Scores:
     kept: TokenScores | None
     """Those of the one chunk if there is only one."""
     stages: Stages
+
+
+def run_stages(stages: Stages) -> None:
+    """Give the device one stage after the other. The last one is not waited for."""
+    before: list[mx.array] = []
+    for stage in stages:
+        mx.async_eval(stage)
+        mx.eval(before)
+        before = stage
 
 
 class Head:

@@ -14,6 +14,7 @@ from parallm.learner.batch import MicroBatch, make_micro_batches
 from parallm.learner.factors import Factors
 from parallm.learner.faults import Faults
 from parallm.learner.flat import Arrays
+from parallm.learner.head import run_stages
 from parallm.learner.kl import kl_k3
 from parallm.learner.memory import checkpoints_layers, pass_tokens
 from parallm.learner.optimizer import learning_rate
@@ -24,6 +25,7 @@ from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.learner.versions import Versions
 from parallm.model.adapter import Adapter
+from parallm.model.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
 from parallm.reports import ParityReport, RatioReport, UpdateReport
 from parallm.seeds import mix
@@ -60,10 +62,14 @@ class Round:
     gradient_N: mx.array
     """With respect to the factors, summed over this round and those before it."""
 
+    def begin(self) -> None:
+        """Queue the forward through the trunk behind whatever the device is at."""
+        if self.result.stages:
+            mx.async_eval(self.result.stages[0])
+
     def start(self) -> None:
-        """Let the device work on it. Returns while the backward through the trunk, the longest part, is running."""
-        for stage in self.result.stages:
-            mx.eval(stage)
+        """Queue the rest. Returns while the backward through the trunk, the longest part, is running."""
+        run_stages(self.result.stages)
         mx.async_eval(self.gradient_N, self.norm, [found.arrays for found in self.result.statistics])
 
 
@@ -130,6 +136,8 @@ class Learner:
             current, gradient_N = following, following.gradient_N
             current.start()
             following = next(rounds, None)  # Python builds it while the device works on the current one
+            if following is not None and on_cuda():
+                following.begin()  # or the device would wait while thousands of its kernels are handed over
             self._look_at(current, totals, faults)
             seconds += time.perf_counter() - began
             yield None

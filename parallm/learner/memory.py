@@ -1,10 +1,8 @@
 """How much a pass computes at once, and whether it keeps all of it for its backward."""
 
-import os
-
-import mlx.core as mx
 import mlx.nn as nn
 
+from parallm.device.memory import device_memory
 from parallm.errors import ConfigError
 from parallm.learner.checkpointing import can_checkpoint
 from parallm.learner.settings import LearnerSettings
@@ -47,15 +45,6 @@ def kept_bytes(model: SharedModel) -> int:
     """What a pass keeps for each token: about the inputs and outputs of all linear layers."""
     linears = [module for module in model.base.modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
     return sum(map(_columns, linears)) * model.dtype.size
-
-
-def device_memory() -> int:
-    """Bytes of the memory that the default device computes in."""
-    info = mx.device_info()
-    known = info.get("total_memory") or info.get("memory_size")  # CUDA's name, Metal's
-    if mx.default_device() != mx.Device(mx.cpu) and known:
-        return int(known)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _columns(linear: nn.Module) -> int:

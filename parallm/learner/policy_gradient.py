@@ -17,7 +17,7 @@ import mlx.core as mx
 from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch
 from parallm.learner.checkpointing import checkpointed
-from parallm.learner.head import Head, Scores, Stages
+from parallm.learner.head import Head, Scores, Stages, run_stages
 from parallm.learner.loss import LossInputs, is_clipped, objective_loss
 from parallm.learner.objective import Objective
 from parallm.learner.packing import packed_hidden
@@ -97,8 +97,7 @@ class PolicyGradient:
         """Log-probs and entropies of `batches` (one per lane) under `view`, without gradients. Evaluated."""
         hidden = self._lanes.run(lambda batch: self._hidden(batch, view), batches)
         scores = self._lanes.run(lambda pair: self._score(*pair), list(zip(hidden, batches, strict=True)))
-        for stage in _together([one.stages for one in scores]):
-            mx.eval(stage)
+        run_stages(_together([one.stages for one in scores]))
         mx.eval([[one.logprobs_N, one.entropies_N] for one in scores])
         return scores
 

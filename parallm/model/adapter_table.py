@@ -138,6 +138,10 @@ class AdapterTable:
             return self._pinned(view, *wanted.split("@", 1))
         raise UnknownModel(f"no model {model!r}; there are {self._names(view)}")
 
+    def holds(self, name: str, version: int) -> bool:
+        """Whether this version is in memory."""
+        return (name, version) in self._view.entries
+
     def acquire(self, adapter: Adapter | None) -> None:
         """Count one more running sequence for `adapter`, which stays in memory until released. None: the base."""
         with self._lock:

@@ -24,6 +24,7 @@ class Judge:
             sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
             model=model,
             traffic="rollout",
+            is_continued=False,
         )
         ((completion,),) = await self._generate_all([request])
         return completion.text

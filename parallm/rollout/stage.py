@@ -55,7 +55,7 @@ class Stage:
 
         A later turn's request goes on from the very tokens of the earlier ones.
         """
-        first = [self._stopping(*pair) for pair in zip(problems, requests, strict=True)]
+        first = [self._for_turn(*pair, turn=0) for pair in zip(problems, requests, strict=True)]
         results = await generate_for(problems, first, self._generate_all)
         rows = [self._begin(*triple) for triple in zip(problems, requests, results, strict=True)]
         await self._go_on([episode for row in rows for episode in row])
@@ -145,15 +145,19 @@ class Stage:
             sampling=sampling,
             n=1,
         )
-        # nobody answers the last turn, so nothing is left to stop for
-        return request if turn == self._max_turns - 1 else self._stopping(episode.problem, request)
+        return self._for_turn(episode.problem, request, turn)
 
-    def _stopping(self, problem: Problem, request: GenerationRequest) -> GenerationRequest:
+    def _for_turn(self, problem: Problem, request: GenerationRequest, turn: int) -> GenerationRequest:
+        """`request` with what the environment stops at, and whether the engine should expect another turn.
+
+        Nobody answers the last turn, so nothing is left to stop for, and nothing goes on from it.
+        """
         environment = self._multi_turn(problem)
+        if environment is None or turn == self._max_turns - 1:
+            return replace(request, is_continued=False)
         stop = tuple(getattr(environment, "stop", ()))
-        if not stop or self._max_turns == 1:
-            return request
-        return replace(request, sampling=replace(request.sampling, stop=stop))
+        sampling = replace(request.sampling, stop=stop) if stop else request.sampling
+        return replace(request, sampling=sampling, is_continued=True)
 
     def _multi_turn(self, problem: Problem) -> MultiTurnEnvironment | None:
         environment = environment_of(self._environment, problem)

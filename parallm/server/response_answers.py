@@ -44,7 +44,7 @@ class ResponseAnswers:
         told = self.head.usage(len(completion.tokens))
         usage = ResponseUsage(
             input_tokens=told.prompt_tokens,
-            input_tokens_details=InputDetails(cached_tokens=0),
+            input_tokens_details=InputDetails(cached_tokens=completion.num_cached_prompt_tokens),
             output_tokens=told.completion_tokens,
             output_tokens_details=OutputDetails(
                 reasoning_tokens=len(self.head.tokenizer.encode(reasoning)) if reasoning else 0

@@ -113,6 +113,8 @@ class GenerationBody(Wire):
     """Of waiting requests the one with the lowest number goes first."""
     user: str | None = None
     """Gets the same side of a split every time; nothing else depends on it."""
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    """Only requests with the same one share what is kept of the beginnings of prompts."""
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     """These two are accepted and unused, as `store: false` is: by definition they change nothing in the answer."""

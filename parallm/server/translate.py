@@ -35,6 +35,7 @@ def completion_requests(
             model=body.model,
             priority=body.priority,
             user=body.user,
+            cache_salt=body.cache_salt or "",
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -58,6 +59,7 @@ def chat_request(
         model=body.model,
         priority=body.priority,
         user=body.user,
+        cache_salt=body.cache_salt or "",
     )
     return request, _reading(body, tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
 

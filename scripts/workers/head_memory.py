@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx_lm.models.llama import Model, ModelArgs
 from shapes import Shape
 
-from parallm.learner.head import Head
+from parallm.learner.head import Head, run_stages
 from parallm.learner.settings import LearnerSettings
 from parallm.model.chat import ChatTokenizer
 from parallm.model.load import NANO, load_tokenizer, share_model
@@ -32,8 +32,7 @@ def main(tokens: int, vocabulary: int) -> None:
         head = Head(model, LearnerSettings().head_chunk_bytes)
         scores = head.score(hidden_NH, tokens_N, ones_N)
         gradient_NH, stages = head.pull_back(scores, ones_N)
-        for stage in scores.stages + stages:
-            mx.eval(stage)
+        run_stages(scores.stages + stages)
         return gradient_NH
 
     def whole() -> mx.array:

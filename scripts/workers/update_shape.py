@@ -5,28 +5,16 @@ import sys
 import time
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.llama import Model, ModelArgs
-from shapes import SHAPES, Shape, UpdateJob
+from random_model import random_model
+from shapes import SHAPES, UpdateJob
 
 from parallm.device.lanes import Lanes
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import make_adapter
-from parallm.model.chat import ChatTokenizer
-from parallm.model.load import NANO, load_tokenizer, share_model
 from parallm.model.lora import initial_arrays
-from parallm.model.settings import ModelSettings
-from parallm.model.shared_model import SharedModel
 from parallm.types import Problem, Trajectory, TrajectoryGroup
-
-
-def random_model(shape: Shape) -> SharedModel:
-    on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    base: nn.Module = Model(ModelArgs.from_dict(shape.config()))
-    base.set_dtype(mx.bfloat16 if on_gpu else mx.float32)
-    return share_model(base, shape.config(), ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
 
 
 def random_groups(job: UpdateJob, vocabulary: int) -> list[TrajectoryGroup]:

@@ -45,7 +45,7 @@ def core(device: DeviceThread, tiny_model: Callable[[str], Path]) -> tuple[Share
 def with_engine(device: DeviceThread, core: tuple[SharedModel, Lanes]) -> Callable[..., None]:
     """Run a coroutine function on an engine of its own."""
 
-    def run(work: Work, *, runs_ahead: bool = False, **settings: int) -> None:
+    def run(work: Work, *, runs_ahead: bool = False, **settings: Any) -> None:
         async def main() -> None:
             engine = AsyncEngine(device, asyncio.get_running_loop())
             build = partial(
@@ -122,6 +122,31 @@ def test_running_ahead_both_classes_and_the_learner_share_the_device(
         with_engine(work, runs_ahead=runs_ahead)
     assert made[0] == made[1]
     assert [len(tokens) for tokens in made[0]] == [5 + i for i in range(12) for _ in range(2)]
+
+
+def test_the_statistics_say_what_is_held_and_what_was_known_before(with_engine: Callable[..., None], ask: Ask) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        for turn in ("a", "b"):
+            await engine.generate(ask(turn, PROMPT * 5, 9))
+        await idle(engine)
+        stats = engine.stats()
+        assert stats.kv_bytes == stats.prefix_bytes == 512 * 32  # of 35 + 8 computed tokens; the second turn added none
+        assert (stats.num_prefix_lookups, stats.num_prefix_hits, stats.num_preemptions) == (2, 1, 0)
+        assert (stats.prompt_tokens_total, stats.cached_prompt_tokens_total) == (70, 16)
+        assert stats.kv_bytes_limit == 10**6
+
+    with_engine(work, kv_cache_bytes=10**6)
+
+
+def test_a_request_that_could_never_fit_in_memory_is_refused_at_once(
+    with_engine: Callable[..., None], ask: Ask
+) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        with pytest.raises(ContextTooLong, match=r"the limit is 100000; .* raise engine.kv_cache_bytes"):
+            await engine.generate(ask("a", PROMPT, 60))
+        assert len(await engine.generate(ask("a", PROMPT, 9))) == 1
+
+    with_engine(work, kv_cache_bytes=10**5)
 
 
 def test_requests_given_together_come_back_in_order(with_engine: Callable[..., None], ask: Ask) -> None:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from parallm.engine.compiled_forward import row_bucket
+from parallm.engine.kv_cost import measure_cost
 from parallm.engine.sequence import Sequence
 from parallm.engine.shard import BatchedShard
 from parallm.engine.views import AdapterViews
@@ -16,6 +17,10 @@ from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles for a CPU with g++")
+
+
+def make_shard(model: SharedModel, *, compiles: bool) -> BatchedShard:
+    return BatchedShard(model, len(model.make_cache()), compiles=compiles, cost=measure_cost(model))
 
 
 def joined_rows(shard: BatchedShard, model: SharedModel, ask: Callable[..., GenerationRequest], count: int) -> None:
@@ -45,7 +50,10 @@ def test_the_compiled_forward_gives_the_same_hidden_states(
 ) -> None:
     model = load_tiny("gemma3_text")  # some of its layers see a window
     views = AdapterViews(model)
-    shards = [BatchedShard(model, len(model.make_cache()), compiles=compiles) for compiles in (False, True)]
+    shards = [
+        BatchedShard(model, len(model.make_cache()), compiles=compiles, cost=measure_cost(model))
+        for compiles in (False, True)
+    ]
     adapters = [None, random_adapter(model, 1), random_adapter(model, 2), random_adapter(model, 3, dora=True)]
     for adapter, num_rows in zip(adapters, (3, 5, 5, 9), strict=True):
         for shard in shards:
@@ -63,7 +71,10 @@ def test_a_step_of_known_shapes_runs_no_module_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = load_tiny("llama")
-    views, shard = AdapterViews(model), BatchedShard(model, len(model.make_cache()), compiles=True)
+    views, shard = (
+        AdapterViews(model),
+        BatchedShard(model, len(model.make_cache()), compiles=True, cost=measure_cost(model)),
+    )
     joined_rows(shard, model, ask, 7)
     traced: list[int] = []
     hidden = SharedModel.hidden
@@ -83,7 +94,10 @@ def test_a_compiled_step_writes_into_the_pools_without_a_copy(
     load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest]
 ) -> None:
     model = load_tiny("llama")
-    views, shard = AdapterViews(model), BatchedShard(model, len(model.make_cache()), compiles=True)
+    views, shard = (
+        AdapterViews(model),
+        BatchedShard(model, len(model.make_cache()), compiles=True, cost=measure_cost(model)),
+    )
     joined_rows(shard, model, ask, 8)
     shard._reserve(8, 32768)
     steps(shard, views, None, 8, 2)
@@ -118,7 +132,10 @@ def test_a_model_that_reads_arrays_while_it_runs_is_not_compiled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = load_tiny("llama")
-    views, shard = AdapterViews(model), BatchedShard(model, len(model.make_cache()), compiles=True)
+    views, shard = (
+        AdapterViews(model),
+        BatchedShard(model, len(model.make_cache()), compiles=True, cost=measure_cost(model)),
+    )
     joined_rows(shard, model, ask, 2)
     hidden = SharedModel.hidden
 

@@ -165,7 +165,7 @@ def test_lora_path_names_the_adapter(call: Call, engine: Any) -> None:
     assert engine.requests[0].model == "policy@2"
 
 
-def test_token_in_token_out_has_both_names_of_a_token(call: Call) -> None:
+def test_token_in_token_out_has_both_names_of_a_token(call: Call, engine: Any) -> None:
     params = {
         "max_tokens": 2,
         "n": 2,
@@ -177,6 +177,7 @@ def test_token_in_token_out_has_both_names_of_a_token(call: Call) -> None:
     body = {"model": "policy", "token_ids": HELLO, "sampling_params": params, "cache_salt": "12", "request_id": "r1"}
     answer = call("POST", "/inference/v1/generate", json=body).json()
     assert (answer["request_id"], answer["prompt_token_ids"]) == ("r1", HELLO)
+    assert engine.requests[0].cache_salt == "12"
     assert [choice["token_ids"] for choice in answer["choices"]] == [[104, 101]] * 2
     content = answer["choices"][0]["logprobs"]["content"]
     assert [(one["token"], one["token_id"], one["logprob"]) for one in content] == [

@@ -40,7 +40,7 @@ class TokensBody(Wire):
     return_token_ids: bool = False
     """Token ids are in the answer in any case."""
     cache_salt: str | None = None
-    """Clients send the version of the weights, so that no cache of another one is used; none ever is here."""
+    """Clients send the version of the weights, so that no cache of another one is used; none ever is here anyway."""
 
 
 class TokensLogprob(Wire):
@@ -144,6 +144,7 @@ def read(value: Mapping[str, Any]) -> Asked:
         "model": own.model,
         "prompt": own.token_ids,
         "priority": own.priority,
+        "cache_salt": own.cache_salt,
         "request_id": own.request_id,
         "step_id": own.step_id,
     }

@@ -1,0 +1,27 @@
+"""How much memory the default device computes in, and how much of it is free."""
+
+import os
+from pathlib import Path
+
+import mlx.core as mx
+
+MEMORY_INFO = Path("/proc/meminfo")
+
+
+def device_memory() -> int:
+    """Bytes of the memory that the default device computes in."""
+    info = mx.device_info()
+    known = info.get("total_memory") or info.get("memory_size")  # CUDA's name, Metal's
+    if mx.default_device() != mx.Device(mx.cpu) and known:
+        return int(known)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the device, or on a CPU of what the system says is available."""
+    left = max(0, device_memory() - mx.get_active_memory())
+    if mx.default_device() != mx.Device(mx.cpu) or not MEMORY_INFO.exists():
+        return left
+    lines = MEMORY_INFO.read_text().splitlines()
+    available = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return left if available is None else int(available) * 1024

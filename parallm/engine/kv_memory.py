@@ -1,0 +1,91 @@
+"""The memory of keys, values and states: what is held, what may be held, and what could never fit."""
+
+import logging
+from collections.abc import Iterable
+
+import mlx.core as mx
+
+from parallm.device.memory import free_memory
+from parallm.engine.kv_cost import KvCost, measure_cost
+from parallm.engine.prefix_cache import PrefixCache
+from parallm.engine.settings import EngineSettings
+from parallm.engine.shard import make_shard
+from parallm.engine.traffic import Traffic
+from parallm.errors import ContextTooLong
+from parallm.model.attention import LEAST_ROWS
+from parallm.model.shared_model import SharedModel
+from parallm.types import GenerationRequest
+
+DEVICE_SHARE = 0.4
+"""Of what an accelerator has left beside the base: the learner keeps up to half of it for its backward."""
+CPU_SHARE = 0.25
+"""Of the free RAM: other programs live there too, and on a CPU time runs out long before keys and values do."""
+PREFIX_SHARE = 0.5
+"""Of the limit, for what other prompts may begin with: rows get it back at once, but tight pools cost copies."""
+LOWERED_SHARE = 0.8
+"""Of what was held when memory ran out: what may be held from then on."""
+
+logger = logging.getLogger(__name__)
+
+
+class KvMemory:
+    """Adds up what the rows and prompts of an engine hold. Used on the device thread; its numbers from any."""
+
+    def __init__(self, model: SharedModel, settings: EngineSettings) -> None:
+        self.cost: KvCost = measure_cost(model)
+        self.limit = settings.kv_cache_bytes or default_limit()
+        self.used = 0
+        """As of the engine's last unit."""
+        self.prefixes = PrefixCache(int(self.limit * PREFIX_SHARE))
+        self._empty_shard = make_shard(model, self.cost)
+
+    def held(self, states: Iterable[Traffic]) -> int:
+        """Bytes that rows and prompts hold now."""
+        return sum(map(self._held_by, states))
+
+    def total(self, states: Iterable[Traffic]) -> int:
+        """With what is kept for other prompts."""
+        return self.held(states) + self.prefixes.nbytes
+
+    def needed(self, request: GenerationRequest) -> int:
+        """Bytes that a request takes at most when it has all memory to itself."""
+        num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
+        own = self.cost.of(num_tokens + LEAST_ROWS)  # of its prompt, or of all its tokens if it is computed again
+        return own + self._empty_shard.bytes_for([num_tokens + 1], tight=True)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises ContextTooLong for a request that would not fit if it had all memory to itself."""
+        if self.needed(request) > self.limit:
+            raise ContextTooLong(
+                f"the keys and values of {len(request.prompt_tokens)} prompt tokens and max_tokens="
+                f"{request.sampling.max_tokens} take {self.needed(request)} bytes; the limit is {self.limit}; shorten "
+                "them or raise engine.kv_cache_bytes",
+                "max_tokens",
+            )
+
+    def lower(self, requests: Iterable[GenerationRequest]) -> bool:
+        """Lower the limit below what was held when memory ran out; False if `requests` leave no room for that."""
+        most = int(LOWERED_SHARE * self.used)
+        floor = max(map(self.needed, requests), default=0)
+        if max(most, floor) >= self.limit:
+            return False
+        logger.warning(
+            "memory ran out with %d bytes of keys and values; the limit is %d from now on instead of %d; lower "
+            "engine.kv_cache_bytes, or what else is in memory",
+            self.used,
+            max(most, floor),
+            self.limit,
+        )
+        self.limit = max(most, floor)
+        self.prefixes.limit = int(self.limit * PREFIX_SHARE)
+        return True
+
+    def _held_by(self, state: Traffic) -> int:
+        rows = sum(decoder.shard.nbytes for decoder in state.decoders)
+        return rows + sum(self.cost.of(prompt.num_allocated) for prompt in state.admitted())
+
+
+def default_limit() -> int:
+    """Bytes for keys and values where the settings name none."""
+    share = CPU_SHARE if mx.default_device() == mx.Device(mx.cpu) else DEVICE_SHARE
+    return int(share * free_memory())

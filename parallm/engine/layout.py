@@ -1,0 +1,45 @@
+"""How many slots of how many positions a shard's pools have: a rectangle that changes in few steps.
+
+Roomy, both sides double, so a row of any length costs a handful of copies in its life, and a compiled step sees a
+handful of shapes. Tight, for when memory is short, they are what the rows need now. Positions that one long row needed
+are given back when they are four times what the others need.
+"""
+
+from dataclasses import dataclass
+
+LEAST_SLOTS = 8
+LEAST_POSITIONS = 256
+TOO_LONG = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    num_slots: int
+    num_positions: int
+
+    @property
+    def area(self) -> int:
+        return self.num_slots * self.num_positions
+
+    def holds(self, other: "Layout") -> bool:
+        return self.num_slots >= other.num_slots and self.num_positions >= other.num_positions
+
+
+EMPTY = Layout(0, 0)
+
+
+def roomy(needed: Layout, present: Layout) -> Layout:
+    """The layout to change to from `present` where there is memory; `present` itself where it does."""
+    if needed.area == 0:
+        return EMPTY
+    wanted = Layout(_doubled(LEAST_SLOTS, needed.num_slots), _doubled(LEAST_POSITIONS, needed.num_positions))
+    num_positions = max(wanted.num_positions, present.num_positions)
+    if wanted.num_positions * TOO_LONG <= present.num_positions:
+        num_positions = wanted.num_positions
+    return Layout(max(wanted.num_slots, present.num_slots), num_positions)
+
+
+def _doubled(least: int, number: int) -> int:
+    while least < number:
+        least *= 2
+    return least

@@ -1,0 +1,180 @@
+"""Makes room for rows and prompts within the limit: by what is kept for later prompts, by tighter pools, and by rows
+that give theirs up.
+
+A row that gives up its room goes back among the prompts with its tokens, and is computed again when there is room:
+rows of rollouts before those of serving, and in each those of the highest priority number and the newest first. So the
+first row of a class always goes on, and everybody ends. Rollouts never take the room of serving.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Ordered
+
+from parallm.engine.decoder import Decoder
+from parallm.engine.kv_memory import KvMemory
+from parallm.engine.sequence import BEFORE_ALL, Prompt, Sequence
+from parallm.engine.traffic import Traffic
+from parallm.types import TrafficClass
+
+AHEAD = 32
+"""Tokens beyond the prompt that must fit before it is computed, so that its row does not stop at once."""
+
+
+class Room:
+    def __init__(
+        self, memory: KvMemory, traffic: Mapping[TrafficClass, Traffic], settle: Callable[[Traffic], None]
+    ) -> None:
+        """`settle` reads the steps that a class has in flight."""
+        self.num_preempted = 0
+        """Times that a row has given up its room."""
+        self._memory = memory
+        self._traffic = traffic
+        self._settle = settle
+
+    def left(self) -> int:
+        """Bytes that may be taken without anybody giving up any."""
+        return self._memory.limit - self._memory.total(self._traffic.values())
+
+    def make_for_step(self, name: TrafficClass) -> None:
+        """Room for the next position of each row of a class."""
+        for decoder in self._traffic[name].decoders:
+            while decoder.rows and not self._lay_out(decoder, _lengths(decoder.rows)):
+                if not self._take_back(name, sparing=self._oldest(name)):
+                    break
+
+    def make_for_join(self, name: TrafficClass, decoder: Decoder, sequence: Sequence, prompt: Prompt) -> bool:
+        """Room for one more row; False if it has to wait for others to end."""
+        lengths = _lengths([*decoder.rows, sequence])
+        while not self._lay_out(decoder, lengths):
+            if name == "serving" and self._take_back("rollout", sparing=None):
+                continue
+            others = [one for one in self._traffic[name].admitted() if one is not prompt]
+            if self._traffic[name].num_rows or not others:
+                return False
+            self._drop(max(others, key=lambda one: one.place))
+        return True
+
+    def next_prompts(self, name: TrafficClass, max_rows: int, most: int) -> list[Prompt]:
+        """Uncomputed prompts to work on now: `most` of them, and none without rows and memory for it."""
+        state = self._traffic[name]
+        free = max_rows - state.num_rows
+        chosen: list[Prompt] = []
+        for prompt in list(state.prompts):
+            if free <= 0 or len(chosen) == most:
+                break
+            if not prompt.is_computed:
+                if not prompt.is_admitted and not self._admit(name, prompt):
+                    break
+                chosen.append(prompt)
+            free -= len(prompt.waiting)
+        return chosen
+
+    def _admit(self, name: TrafficClass, prompt: Prompt) -> bool:
+        """Give a prompt its memory, if it and the beginning of a row fit."""
+        sequence = prompt.waiting[0]
+        most = len(sequence.request.prompt_tokens) + sequence.request.sampling.max_tokens
+        length = min(len(prompt.tokens) + AHEAD, most) + 1
+        decoder = self._traffic[name].emptiest()
+        needed = self._memory.cost.of(prompt.num_allocated)
+        lengths = [*_lengths(decoder.rows), length]
+        while not self._fits(decoder, lengths, needed):
+            behind = [one for one in self._traffic[name].admitted() if one.place > prompt.place]
+            if name == "serving" and self._take_back("rollout", sparing=None):
+                continue
+            if not behind:
+                return False
+            self._drop(max(behind, key=lambda one: one.place))
+        self._traffic[name].admit(prompt)
+        return True
+
+    def preempt(self, state: Traffic, decoder: Decoder, row: Sequence) -> None:
+        """Take a row, of which nothing is in flight, out of its slot and put it back among the prompts."""
+        decoder.leave([decoder.rows.index(row)], waits=True)
+        row.restart()
+        prompts = [*state.prompts, Prompt.of([row])]
+        state.prompts = deque(sorted(prompts, key=lambda prompt: prompt.place))
+        self.num_preempted += 1
+
+    def afresh(self, state: Traffic, decoders: list[Decoder], doomed: Collection[str]) -> Traffic:
+        """A class whose requests but those of `doomed` are computed again, in `decoders`, from the tokens they have."""
+        rows = [row for row in state.rows() if row.request.request_id not in doomed and row.finish_reason is None]
+        prompts = [prompt for prompt in state.prompts if prompt.request.request_id not in doomed]
+        for prompt in prompts:
+            prompt.restart()
+        for row in rows:
+            row.restart()
+        self.num_preempted += len(rows)
+        prompts += [Prompt.of([row]) for row in rows]
+        prompts = sorted((prompt for prompt in prompts if prompt.waiting), key=lambda prompt: prompt.place)
+        return Traffic(decoders, prompts=deque(prompts), num_tokens=state.num_tokens, is_held=state.is_held)
+
+    def _lay_out(self, decoder: Decoder, lengths: Ordered[int]) -> bool:
+        """Bring a shard's pools to rows of so many positions, if they fit."""
+        shard, limit = decoder.shard, self._memory.limit
+        others = self._memory.total(self._traffic.values()) - shard.nbytes
+        if others + shard.bytes_for(lengths, tight=False) <= limit:
+            shard.lay_out(lengths, tight=False)
+            return True
+        if not shard.holds(lengths) or others + shard.nbytes > limit:
+            if not self._fits(decoder, lengths, 0):
+                return False
+            shard.lay_out(lengths, tight=True)
+        return True
+
+    def _fits(self, decoder: Decoder, lengths: Ordered[int], more: int) -> bool:
+        """Whether tight pools of a shard and so many bytes more fit, be it after others give up what they can spare.
+
+        With `more` the shard is laid out later, and until then has what it has.
+        """
+        shard = decoder.shard
+
+        def beyond() -> int:
+            others = self._memory.total(self._traffic.values()) - shard.nbytes
+            own = max(shard.bytes_for(lengths, tight=True), shard.nbytes if more else 0)
+            return others + own + more - self._memory.limit
+
+        if beyond() > 0:
+            self._memory.prefixes.shrink(beyond())
+        if beyond() > 0:
+            for one in [one for state in self._traffic.values() for one in state.decoders]:
+                spares = one.shard.bytes_for(_lengths(one.rows), tight=True) < one.shard.nbytes
+                if spares and (more or one is not decoder):
+                    one.shard.lay_out(_lengths(one.rows), tight=True)
+        return beyond() <= 0
+
+    def _take_back(self, name: TrafficClass, sparing: Sequence | None) -> bool:
+        """Let one more give up its room, of rollouts or else of class `name`; False if nobody is left."""
+        in_flight = [state for state in self._traffic.values() if any(one.in_flight for one in state.decoders)]
+        if in_flight:  # rows may end with what is in flight
+            for state in in_flight:
+                self._settle(state)
+            return True
+        for state in [self._traffic["rollout"]] + ([self._traffic[name]] if name != "rollout" else []):
+            prompts = state.admitted()
+            newest = max((prompt.place for prompt in prompts), default=BEFORE_ALL)
+            rows = [(row.place, row.index, decoder) for decoder in state.decoders for row in decoder.rows]
+            rows = [found for found in rows if sparing is None or found[:2] != (sparing.place, sparing.index)]
+            if prompts and newest >= max((found[0] for found in rows), default=BEFORE_ALL):
+                self._drop(next(prompt for prompt in prompts if prompt.place == newest))
+                return True
+            if rows:
+                _, _, decoder = max(rows, key=lambda found: found[:2])
+                row = max((one for one in decoder.rows if one is not sparing), key=lambda one: (one.place, one.index))
+                self.preempt(state, decoder, row)
+                return True
+        return False
+
+    def _drop(self, prompt: Prompt) -> None:
+        """Forget what was computed of a prompt."""
+        prompt.restart()
+        self.num_preempted += 1
+
+    def _oldest(self, name: TrafficClass) -> Sequence | None:
+        """The row that always goes on; none of rollouts while serving holds memory, which will end."""
+        if name == "rollout" and self._memory.held([self._traffic["serving"]]):
+            return None
+        return min(self._traffic[name].rows(), key=lambda row: (row.place, row.index), default=None)
+
+
+def _lengths(rows: Ordered[Sequence]) -> list[int]:
+    return [row.num_reserved for row in rows]
