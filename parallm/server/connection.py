@@ -33,6 +33,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
     context = current_request.get()
     if context is not None:
         context.give_up = watching.cancel
+        if context.is_given_up:  # between the first event of a stream and its response
+            watching.cancel()
     try:
         await asyncio.wait((working, watching), timeout=_seconds_left(context), return_when=asyncio.FIRST_COMPLETED)
         if working.done():

@@ -39,5 +39,6 @@ class Doors:
     def cut_off(self) -> None:
         """Let those who are still inside tell their clients that the server ends."""
         for context in self._inside:
+            context.is_given_up = True
             if context.give_up is not None:
                 context.give_up()

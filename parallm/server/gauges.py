@@ -34,6 +34,17 @@ class Gauges(Collector):
         labels = {"model_name": self._service.base_name, "engine": "0"}
         yield _gauge("vllm:num_requests_running", "Completions that decode now.", labels, load.num_running)
         yield _gauge("vllm:num_requests_waiting", "Requests that wait for rows.", labels, load.num_waiting)
+        used = load.kv_bytes / load.kv_bytes_limit
+        yield _gauge("vllm:kv_cache_usage_perc", "Share of engine.kv_cache_bytes in use, 0 to 1.", labels, used)
+        counts = {
+            "num_preemptions": ("Rows and prompts that gave up their memory for a while.", load.num_preemptions),
+            "prefix_cache_queries": ("Tokens of prompts that were begun.", load.prompt_tokens_total),
+            "prefix_cache_hits": ("Of these, tokens that were known before.", load.cached_prompt_tokens_total),
+        }
+        for name, (text, count) in counts.items():
+            family = CounterMetricFamily(f"vllm:{name}", text, labels=list(labels))
+            family.add_metric(list(labels.values()), count)
+            yield family
         tokens = {str(name): float(count) for name, count in load.tokens_total.items()}
         yield _counter("parallm:tokens", "Tokens sampled by kind of traffic, rollouts too.", "traffic", tokens)
 

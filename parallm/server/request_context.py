@@ -15,6 +15,8 @@ class RequestContext:
     """Time of the event loop at which the answer is given up."""
     give_up: Callable[[], object] | None = None
     """Ends the work for this request with the error `Draining`, as long as there is any."""
+    is_given_up: bool = False
+    """Set with that, for the next of several pieces of work."""
     route: str | None = None
     """Path of the route, with its parameters by name."""
     api_key: str | None = None

@@ -103,6 +103,11 @@ class Load:
     num_running: int = 0
     num_waiting: int = 0
     tokens_total: Mapping[TrafficClass, int] = field(default_factory=lambda: {"serving": 7, "rollout": 11})
+    kv_bytes: int = 30
+    kv_bytes_limit: int = 120
+    num_preemptions: int = 2
+    prompt_tokens_total: int = 70
+    cached_prompt_tokens_total: int = 16
 
 
 @dataclass

@@ -69,6 +69,11 @@ def test_metrics_tell_of_versions_training_and_rollouts(call: Call) -> None:
     assert found['parallm:training_steps_total{policy="policy"}'] == 4
     assert found['parallm:training_state{policy="policy",state="updating"}'] == 1
     assert found['parallm:tokens_total{traffic="rollout"}'] == 11
+    of = '{engine="0",model_name="nano"}'
+    assert found[f"vllm:kv_cache_usage_perc{of}"] == 0.25
+    assert found[f"vllm:num_preemptions_total{of}"] == 2
+    assert found[f"vllm:prefix_cache_queries_total{of}"] == 70
+    assert found[f"vllm:prefix_cache_hits_total{of}"] == 16
     assert found['vllm:num_requests_waiting{engine="0",model_name="nano"}'] == 0
 
 
