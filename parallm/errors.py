@@ -4,6 +4,7 @@ ParallmError
   InvalidRequest (ValueError)     a request that can never work
     ContextTooLong                prompt and max_tokens do not fit the context
   UnknownModel (KeyError)         a model, version or alias that is not there
+  UnknownTrajectory (KeyError)    a trajectory that was never there, or is not any more
   EngineFull                      the waiting queue is at its bound
   EngineStopped                   the device thread has ended
   ConfigError (ValueError)        a key, type or recipe that does not exist
@@ -39,6 +40,13 @@ class UnknownModel(ParallmError, KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would print the repr
+
+
+class UnknownTrajectory(ParallmError, KeyError):
+    """No trajectory of that id waits for a reward."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class EngineFull(ParallmError):

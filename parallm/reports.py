@@ -151,3 +151,20 @@ class TrainingStatus:
     message: str = ""
     policies: Mapping[str, "TrainingStatus"] = field(default_factory=dict)
     """Of each, by name, where several are trained; the fields above are then about the one with the most to do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryReport:
+    """What became of the completions that clients have asked to be learned from, of one policy."""
+
+    num_waiting: int
+    """In the buffer, without a reward."""
+    num_rewarded: int
+    """In the buffer, with one."""
+    oldest_seconds: float
+    """Age of the oldest one in the buffer; 0 if it is empty."""
+    num_collected: int
+    """Since the process began, as the next two."""
+    num_trained: int
+    dropped: Mapping[str, int]
+    """By reason."""

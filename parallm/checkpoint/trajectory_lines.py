@@ -18,10 +18,10 @@ def groups_from_lines(lines: str) -> tuple[TrajectoryGroup, ...]:
 
 
 def _group_to_json(group: TrajectoryGroup) -> dict[str, Any]:
-    return {"problem": asdict(group.problem), "trajectories": [_trajectory_to_json(t) for t in group.trajectories]}
+    return {"problem": asdict(group.problem), "trajectories": [trajectory_to_json(t) for t in group.trajectories]}
 
 
-def _trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     # not `asdict`, which copies every single token
     values = {field.name: getattr(trajectory, field.name) for field in fields(trajectory)}
     return values | {
@@ -35,11 +35,12 @@ def _group_from_json(values: dict[str, Any]) -> TrajectoryGroup:
     messages = tuple(Message(**message) for message in problem["messages"])
     return TrajectoryGroup(
         problem=Problem(**(problem | {"messages": messages})),
-        trajectories=tuple(_trajectory_from_json(trajectory) for trajectory in values["trajectories"]),
+        trajectories=tuple(trajectory_from_json(trajectory) for trajectory in values["trajectories"]),
     )
 
 
-def _trajectory_from_json(values: dict[str, Any]) -> Trajectory:
+def trajectory_from_json(values: dict[str, Any]) -> Trajectory:
+    """Undo `trajectory_to_json`. Raises KeyError or TypeError on anything else."""
     tuples = {name: tuple(values[name]) for name in ("prompt_tokens", "tokens", "loss_mask", "logprobs")}
     spans = tuple(WeightSpan(**span) for span in values["weight_versions"])
     return Trajectory(**(values | tuples | {"weight_versions": spans}))

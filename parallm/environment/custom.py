@@ -18,7 +18,7 @@ def make_custom(settings: CustomSettings) -> Any:
     module_name, colon, class_name = target.partition(":")
     if not (module_name and colon and class_name):
         raise ConfigError(f"environment.target={target!r} must have the form package.module:Class")
-    module = import_module(module_name, target)
+    module = import_module(module_name, f"environment.target={target!r}")
     maker = getattr(module, class_name, None)
     if not callable(maker):
         classes = sorted(name for name, value in vars(module).items() if inspect.isclass(value))
@@ -32,19 +32,22 @@ def make_custom(settings: CustomSettings) -> Any:
     return made
 
 
-def import_module(name: str, target: str) -> ModuleType:
-    """Import `name`; an import that fails inside the module is told apart from a module that is not there."""
+def import_module(name: str, setting: str) -> ModuleType:
+    """Import `name`; an import that fails inside the module is told apart from a module that is not there.
+
+    `setting` begins the message of the ConfigError, as in `environment.target='mine:Maze'`.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise ConfigError(
-                f"environment.target={target!r}: there is no module {error.name}; start `python -m parallm.train` "
+                f"{setting}: there is no module {error.name}; start `python -m parallm.train` "
                 "in the folder that holds it, or add that folder to PYTHONPATH"
             ) from error
-        raise ConfigError(f"environment.target={target!r}: {name} needs a missing module: {error}") from error
+        raise ConfigError(f"{setting}: {name} needs a missing module: {error}") from error
     except (ImportError, ValueError) as error:
-        raise ConfigError(f"environment.target={target!r} cannot be imported: {error}") from error
+        raise ConfigError(f"{setting} cannot be imported: {error}") from error
 
 
 def call_with_options(maker: Callable[..., Any], options: Mapping[str, Any], target: str) -> Any:

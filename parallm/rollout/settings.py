@@ -36,7 +36,32 @@ class RewardModelSettings:
 
 
 @settings
+class LiveSettings:
+    """Of `rollout.source=live`."""
+
+    group_by: Literal["prompt", "request", "none"] = "prompt"
+    """What a completion is compared with: others of the same prompt, the others of its request's `n`, or all of its
+    step, which needs learner.advantage=reinforce_pp."""
+    wait_seconds: float = Field(default=60.0, gt=0)
+    """How long a reward waits for others. Then a group of fewer than `group_size` counts, two at least, and a step
+    begins with fewer groups than `problems_per_step`, one at least."""
+    max_trajectories: int = Field(default=4096, ge=1)
+    """In the buffer; the oldest go first."""
+    max_age_seconds: float = Field(default=3600.0, gt=0)
+    """Older trajectories leave the buffer, with a reward or without."""
+    max_metadata_bytes: int = Field(default=4096, ge=0)
+    """Of one trajectory, as JSON."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Of reward parts by name; a part that is not named weighs 1."""
+    scoring_functions: dict[str, str] = Field(default_factory=dict)
+    """Names that clients may ask for, each with `package.module:function`."""
+
+
+@settings
 class RolloutSettings:
+    source: Literal["environment", "live"] = "environment"
+    """Whose completions are trained on: of the environment's problems, or of clients that ask for it."""
+    live: LiveSettings = LiveSettings()
     problems_per_step: int = Field(default=16, ge=1)
     group_size: int = Field(default=8, ge=2)
     max_tokens: int = Field(default=256, ge=1)

@@ -54,6 +54,8 @@ class ChoiceFields(Wire):
     policy_version: int | None
     weight_versions: list[WeightVersions] | None
     token_ids: list[int] | None = None
+    trajectory_id: str | None = None
+    """Where rewards go, of a finished choice that was asked for with `collect_trajectory`."""
 
 
 class CompletionLogprobs(Wire):

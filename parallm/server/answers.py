@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypedDict
 from pydantic import BaseModel
 
 from parallm.server.answer_schemas import Usage, WeightVersions
+from parallm.server.recording import Recorder
 from parallm.server.service import Tokenizer, TokenTexts
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -25,6 +26,8 @@ class Head:
     logprobs: bool
     token_ids: bool
     usage_chunk: bool
+    recorder: Recorder | None = None
+    """Where the client wants the policy to learn from this answer."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Echo` that every chunk carries."""
 

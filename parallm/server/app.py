@@ -37,7 +37,8 @@ from parallm.server.routes_responses import response_routes
 from parallm.server.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.routes_status import status_routes
 from parallm.server.routes_training import training_routes
-from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training
+from parallm.server.routes_trajectories import trajectory_routes
+from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training, Trajectories
 from parallm.server.settings import ServerSettings
 from parallm.server.splits import Splits
 from parallm.server.steered_engine import SteeredEngine
@@ -62,11 +63,13 @@ def create_app(
     traces: Traces | None = None,
     adapters: Adapters | None = None,
     training: Training | None = None,
+    trajectories: Mapping[str, Trajectories] | None = None,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
     `policies` can be asked for before they have a version, and answer as the base then. Without `adapters` or
-    `training` the routes about them answer that this process has none.
+    `training` the routes about them answer that this process has none. `trajectories`: of policies that learn from what
+    clients ask for.
     """
     meters, doors = Meters(base_name), Doors()
     statistics = Statistics(catalog)
@@ -81,6 +84,7 @@ def create_app(
         base_name=base_name,
         policies=policies,
         started=int(time.time()),
+        trajectories=trajectories or {},
         routed=splits.routed,
         device_seconds=device_seconds,
     )
@@ -107,6 +111,7 @@ def create_app(
         adapter_routes(service, adapters),
         adapter_alias_routes(service, adapters),
         training_routes(service, training),
+        trajectory_routes(service),
         queue_routes(steering),
         engine_routes(service, steering),
         split_routes(service, splits, statistics),

@@ -33,6 +33,7 @@ from parallm.server.control_bodies import (
 )
 from parallm.server.document import Document
 from parallm.server.routes_training import CheckpointAnswer, TrainingBody
+from parallm.server.trajectory_bodies import TrajectoryList, TrajectoryRewardAnswer, TrajectoryRewardBody
 
 ADAPTER = {
     "id": "poet@3",
@@ -146,6 +147,27 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "GET /v1/splits": Document(answers=(SplitList,), answer={"data": [SPLIT]}),
     "POST /v1/rewards": Document(
         bodies=(RewardBody,), example={"id": "cmpl-1f", "reward": 1.0}, answers=(RewardAnswer,), answer={"status": "ok"}
+    ),
+    "GET /v1/trajectories": Document(
+        answers=(TrajectoryList,),
+        answer={
+            "data": {
+                "policy": {
+                    "num_waiting": 5,
+                    "num_rewarded": 3,
+                    "oldest_seconds": 41.5,
+                    "num_collected": 200,
+                    "num_trained": 176,
+                    "dropped": {"no_reward": 16},
+                }
+            }
+        },
+    ),
+    "POST /v1/trajectories/{trajectory_id}/reward": Document(
+        bodies=(TrajectoryRewardBody,),
+        example={"reward": {"right": 1, "short": 0.5}},
+        answers=(TrajectoryRewardAnswer,),
+        answer={"id": "cmpl-1f-0", "reward": 1.5},
     ),
     "GET /debug/training": Document(answer=STATUS),
     "POST /v1/training/pause": _training,

@@ -14,6 +14,7 @@ from parallm.errors import (
     ParallmError,
     Unavailable,
     UnknownModel,
+    UnknownTrajectory,
 )
 from parallm.server.answer_schemas import ErrorAnswer, ErrorDetail
 
@@ -68,6 +69,8 @@ def failure_of(error: Exception) -> Failure:
             return failure(400, str(error), param=error.parameter, code="invalid_value")
         case UnknownModel():
             return failure(404, str(error), param="model", code="model_not_found")
+        case UnknownTrajectory():
+            return failure(404, str(error), param="id", code="trajectory_not_found")
         case EngineFull():
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)

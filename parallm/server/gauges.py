@@ -26,6 +26,8 @@ class Gauges(Collector):
             yield from self._engine()
         yield from self._adapters()
         yield from self._training()
+        if self._service.trajectories:
+            yield from self._trajectories()
         device = {work: float(seconds) for work, seconds in self._service.device_seconds().items()}
         yield _counter("parallm:device_seconds", "Seconds of the device by kind of work.", "work", device)
 
@@ -75,6 +77,21 @@ class Gauges(Collector):
                 if isinstance(value, Real):
                     metrics.add_metric([policy, name], float(value))
         yield from (state, step, metrics)
+
+    def _trajectories(self) -> Iterator[Metric]:
+        kept = GaugeMetricFamily("parallm:trajectories", "In the buffer.", labels=["policy", "state"])
+        collected = CounterMetricFamily("parallm:trajectories_collected", "Asked for by clients.", labels=["policy"])
+        trained = CounterMetricFamily("parallm:trajectories_trained", "Trained on.", labels=["policy"])
+        dropped = CounterMetricFamily("parallm:trajectories_dropped", "By reason.", labels=["policy", "reason"])
+        for policy, one in self._service.trajectories.items():
+            report = one.report()
+            kept.add_metric([policy, "waiting"], report.num_waiting)
+            kept.add_metric([policy, "rewarded"], report.num_rewarded)
+            collected.add_metric([policy], report.num_collected)
+            trained.add_metric([policy], report.num_trained)
+            for reason, count in report.dropped.items():
+                dropped.add_metric([policy, reason], count)
+        yield from (kept, collected, trained, dropped)
 
 
 def _by_policy(status: TrainingStatus) -> Mapping[str, TrainingStatus]:

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import ParallmError
-from parallm.server.answers import Answers, WholeAnswers, version_of
+from parallm.server.answer_schemas import ChatAnswer, ChatChunk, CompletionAnswer
+from parallm.server.answers import Answers, Head, WholeAnswers, version_of
 from parallm.server.catalog import resolved, resolved_to
 from parallm.server.connection import while_connected
 from parallm.server.merge import merged
@@ -40,7 +41,11 @@ async def respond_whole(service: Service, http: Request, answers: WholeAnswers) 
     requests = answers.head.requests
     completions = await while_connected(http.receive, generate_all(service.engine, requests))
     model = resolved_to(requests[0].model, version_of(completions[0][0]), service.catalog())
-    return json_response(_echoing(answers, [answers.whole(model, completions)])[0])
+    whole = answers.whole(model, completions)
+    for prompt, group in enumerate(completions):
+        for completion in group:
+            whole = _recorded(answers.head, whole, prompt, completion)
+    return json_response(_echoing(answers, [whole])[0])
 
 
 async def respond_stream(service: Service, http: Request, answers: Answers) -> Response:
@@ -110,5 +115,16 @@ def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: 
     if event.completion is not None:
         name = answers.head.requests[prompt].model
         model = resolved_to(name, version_of(event.completion), service.catalog())
-        chunks.append(answers.final_chunk(model, prompt, event.completion))
+        final = answers.final_chunk(model, prompt, event.completion)
+        chunks.append(_recorded(answers.head, final, prompt, event.completion))
     return chunks
+
+
+def _recorded(head: Head, answer: BaseModel, prompt: int, completion: Completion) -> BaseModel:
+    """The answer with the trajectory's id, where the client wants one, in the choice of this completion."""
+    if head.recorder is None or not isinstance(answer, CompletionAnswer | ChatAnswer | ChatChunk):
+        return answer
+    place = head.choice_index(prompt, completion.index)
+    told = {"trajectory_id": head.recorder.record(head.answer_id, prompt, place, completion)}
+    choices = [choice.model_copy(update=told) if choice.index == place else choice for choice in answer.choices]
+    return answer.model_copy(update={"choices": choices})

@@ -15,6 +15,7 @@ from parallm.server.connection import read_body
 from parallm.server.generation import respond_stream, respond_whole
 from parallm.server.grammars import body_grammar, chat_grammar, constrained
 from parallm.server.parse import parse_body
+from parallm.server.recording import recorder_of
 from parallm.server.schemas import CompletionBody, GenerationBody
 from parallm.server.service import Service
 from parallm.server.token_numbers import TokenNumbers
@@ -63,10 +64,12 @@ def generation_routes(service: Service) -> APIRouter:
 def head_of(
     service: Service, answer_id: str, body: GenerationBody, requests: list[GenerationRequest], *, logprobs: bool
 ) -> Head:
+    routed = service.routed(requests)
     return Head(
         answer_id=answer_id,
         created=int(time.time()),
-        requests=service.routed(requests),
+        requests=routed,
+        recorder=recorder_of(body, service, routed),
         tokenizer=service.tokenizer,
         token_texts=TokenNumbers() if body.return_tokens_as_token_ids else service.tokenizer,
         logprobs=logprobs,

@@ -124,6 +124,12 @@ class GenerationBody(Wire):
     guided_regex: str | None = None
     guided_choice: Choices | None = None
     """The older names of what is in `structured_outputs`."""
+    collect_trajectory: bool = False
+    """Let the policy learn from these completions, by rewards that come later or from `scoring_function`."""
+    scoring_function: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """One that the run has registered."""
+    metadata: Any = None
+    """A small object for the scoring function. Checked in recording.py, whose refusals do not quote it."""
 
 
 class CompletionBody(GenerationBody):

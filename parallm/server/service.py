@@ -1,11 +1,11 @@
 """What the routes need from the rest of the program, as narrow faces: no import of MLX, none of the trainer."""
 
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
-from parallm.reports import TrainingStatus
+from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent, TrafficClass
 
@@ -176,6 +176,31 @@ class Training(Protocol):
         ...
 
 
+class Trajectories(Protocol):
+    """The face of `rollout.live.traffic.LiveTraffic` that the server uses: of one policy that learns from clients."""
+
+    def check(self, request: GenerationRequest, scoring_function: str | None, metadata: Mapping[str, Any]) -> None:
+        """Raise InvalidRequest for what could not be trained on, and Unavailable when training has ended."""
+        ...
+
+    def record(
+        self,
+        trajectory_id: str,
+        request: GenerationRequest,
+        completion: Completion,
+        scoring_function: str | None,
+        metadata: Mapping[str, Any],
+    ) -> None:
+        """Take in a completion of a request that `check` let pass."""
+        ...
+
+    def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:
+        """Returns the sum. Raises UnknownTrajectory, Unavailable, InvalidRequest."""
+        ...
+
+    def report(self) -> TrajectoryReport: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
     """Everything that a route may use."""
@@ -192,5 +217,7 @@ class Service:
     """Unix seconds."""
     device_seconds: Callable[[], Mapping[str, float]]
     """By kind of work, since the start."""
+    trajectories: Mapping[str, Trajectories] = field(default_factory=dict)
+    """By policy, of those that learn from what clients ask for."""
     routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list
     """The requests of one answer, to the models that a split of their name chooses."""

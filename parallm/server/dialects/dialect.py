@@ -12,7 +12,7 @@ from parallm.server.failures import Failure
 from parallm.server.parse import checked
 from parallm.server.schemas import CompletionBody
 
-SHAPES = ("echo", "prompt_logprobs", "return_tokens_as_token_ids")
+SHAPES = ("collect_trajectory", "echo", "prompt_logprobs", "return_tokens_as_token_ids")
 """Fields of `/v1/completions` that change what an answer holds, which a dialect has to have a place for."""
 
 

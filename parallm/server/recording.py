@@ -1,0 +1,70 @@
+"""Completions that clients want a policy to learn from, on their way to it. Nothing is taken that was not asked for."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from parallm.errors import InvalidRequest, Unavailable
+from parallm.server.catalog import resolved
+from parallm.server.schemas import GenerationBody
+from parallm.server.service import Service, Trajectories
+from parallm.types import Completion, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorder:
+    """Hands the completions of one answer over."""
+
+    requests: Sequence[GenerationRequest]
+    """One for each prompt."""
+    takers: Sequence[Trajectories | None]
+    """For each request; None where a split has chosen a model that does not learn."""
+    scoring_function: str | None
+    metadata: Mapping[str, Any] = field(repr=False)
+
+    def record(self, answer_id: str, prompt: int, place: int, completion: Completion) -> str | None:
+        """The id of the new trajectory, that of choice `place`, if there is one."""
+        taker = self.takers[prompt]
+        if taker is None:
+            return None
+        trajectory_id = f"{answer_id}-{place}"
+        taker.record(trajectory_id, self.requests[prompt], completion, self.scoring_function, self.metadata)
+        return trajectory_id
+
+
+def recorder_of(body: GenerationBody, service: Service, requests: Sequence[GenerationRequest]) -> Recorder | None:
+    """None unless the client has asked for it.
+
+    Raises InvalidRequest for what could not be trained on, and Unavailable where nothing learns from clients.
+    """
+    if not body.collect_trajectory:
+        _refuse_rest(body)
+        return None
+    metadata = {} if body.metadata is None else body.metadata
+    if not isinstance(metadata, dict):
+        raise InvalidRequest("metadata should be an object", "metadata")
+    takers = [_taker(service, request) for request in requests]
+    for taker, request in zip(takers, requests, strict=True):
+        if taker is not None:
+            taker.check(request, body.scoring_function, metadata)
+    return Recorder(requests=requests, takers=takers, scoring_function=body.scoring_function, metadata=metadata)
+
+
+def _refuse_rest(body: GenerationBody) -> None:
+    if body.scoring_function is not None:
+        raise InvalidRequest("scoring_function needs collect_trajectory: true", "scoring_function")
+    if body.metadata not in (None, {}):
+        raise InvalidRequest("metadata is kept only with collect_trajectory: true; leave it out", "metadata")
+
+
+def _taker(service: Service, request: GenerationRequest) -> Trajectories | None:
+    if not service.trajectories:
+        raise Unavailable(
+            "nothing here learns from what clients ask for; train with rollout=live, or leave out collect_trajectory"
+        )
+    policy = resolved(request.model, service.catalog(), service.policies).partition("@")[0]
+    taker = service.trajectories.get(policy)
+    if taker is None and request.split is None:
+        names = ", ".join(service.trajectories)
+        raise InvalidRequest(f"{request.model[:100]!r} does not learn from what clients ask for; ask {names}", "model")
+    return taker

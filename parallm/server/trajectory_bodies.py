@@ -1,0 +1,35 @@
+"""Wire types of the routes about trajectories."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from parallm.server.schemas import Wire
+
+MOST_PARTS = 64
+Part = Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class TrajectoryRewardBody(Wire):
+    reward: float | Annotated[dict[Part, float], Field(min_length=1, max_length=MOST_PARTS)]
+    """One number, or parts by name."""
+
+
+class TrajectoryRewardAnswer(Wire):
+    id: str
+    reward: float
+    """The weighted sum of the parts."""
+
+
+class TrajectoryStatistics(Wire):
+    num_waiting: int
+    num_rewarded: int
+    oldest_seconds: float
+    num_collected: int
+    num_trained: int
+    dropped: dict[str, int]
+
+
+class TrajectoryList(Wire):
+    data: dict[str, TrajectoryStatistics]
+    """By policy."""

@@ -1,0 +1,201 @@
+"""From completions and rewards to the groups of a step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from parallm.errors import InvalidRequest, Unavailable, UnknownTrajectory
+from parallm.rollout.live.traffic import LiveTraffic, check_sampling
+from parallm.types import GenerationRequest, SamplingParams, WeightSpan
+
+Record = Callable[..., None]
+Make = Callable[..., LiveTraffic]
+
+
+def rewards_of(traffic: LiveTraffic) -> list[tuple[float, ...]]:
+    return [group.rewards for group in traffic.take().groups]
+
+
+def two_groups(traffic: LiveTraffic, record: Record) -> None:
+    for prompt in (1, 2):
+        record(traffic, f"{prompt}a", prompt=prompt, reward=1.0)
+        record(traffic, f"{prompt}b", prompt=prompt, reward=0.0)
+
+
+def test_a_trajectory_holds_the_very_tokens_and_logprobs(traffic: LiveTraffic, record: Record) -> None:
+    two_groups(traffic, record)
+    one = traffic.take().groups[0].trajectories[0]
+    assert (one.prompt_tokens, one.tokens, one.logprobs) == ((1, 8), (3, 4), (-0.5, -0.25))
+    assert one.loss_mask == (True, True)
+    assert one.weight_versions == (WeightSpan(version=0, start=0, end=2),)
+    assert (one.reward, one.reward_parts, one.temperature) == (1.0, {"reward": 1.0}, 1.0)
+
+
+def test_a_step_is_ready_when_enough_groups_of_a_prompt_have_their_rewards(
+    traffic: LiveTraffic, record: Record
+) -> None:
+    record(traffic, "1a", prompt=1, reward=1.0)
+    record(traffic, "2a", prompt=2, reward=1.0)
+    record(traffic, "1b", prompt=1, reward=0.0)
+    record(traffic, "2b", prompt=2)
+    assert not traffic.is_ready(0, 0)
+    traffic.reward("2b", 0.0)
+    assert traffic.is_ready(0, 0)
+    assert rewards_of(traffic) == [(1.0, 0.0), (1.0, 0.0)]
+    assert not traffic.is_ready(0, 0)
+
+
+def test_groups_without_signal_are_reported_and_do_not_count(traffic: LiveTraffic, record: Record) -> None:
+    for place, prompt in enumerate((1, 2, 3)):
+        record(traffic, f"{prompt}a", prompt=prompt, reward=1.0)
+        record(traffic, f"{prompt}b", prompt=prompt, reward=1.0 if place == 0 else 0.0)
+    taken = traffic.take()
+    assert [group.rewards for group in taken.groups] == [(1.0, 1.0), (1.0, 0.0), (1.0, 0.0)]
+    assert [group.rewards for group in taken.with_signal] == [(1.0, 0.0), (1.0, 0.0)]
+
+
+def test_what_is_more_than_a_step_stays_for_the_next(traffic: LiveTraffic, record: Record) -> None:
+    for prompt in (1, 2, 3):
+        record(traffic, f"{prompt}a", prompt=prompt, reward=1.0)
+        record(traffic, f"{prompt}b", prompt=prompt, reward=0.0)
+    assert len(traffic.take().groups) == 2
+    assert traffic.report().num_rewarded == 2
+
+
+def test_a_reward_that_waited_long_enough_needs_no_whole_group_and_no_whole_step(
+    make: Make, record: Record, clock: Any
+) -> None:
+    traffic = make(wait_seconds=10)
+    record(traffic, "a", prompt=1, reward=1.0)
+    clock.now += 9
+    assert not traffic.is_ready(0, 0)
+    clock.now += 2
+    assert not traffic.is_ready(0, 0)  # alone it can be compared with nothing
+    record(traffic, "b", prompt=1, reward=0.0)
+    assert traffic.is_ready(0, 0)
+    assert rewards_of(traffic) == [(1.0, 0.0)]
+
+
+def test_completions_of_one_request_are_a_group_whatever_others_say_to_its_prompt(make: Make, record: Record) -> None:
+    traffic = make(group_by="request")
+    for request in ("x", "y"):
+        for place, reward in enumerate((1.0, 0.0, 0.5)):
+            record(traffic, f"{request}{place}", request=request, n=3, reward=reward)
+    assert traffic.is_ready(0, 0)
+    assert rewards_of(traffic) == [(1.0, 0.0, 0.5)] * 2
+
+
+def test_without_groups_a_step_is_as_many_completions_of_any_prompt(make: Make, record: Record) -> None:
+    traffic = make(group_by="none")
+    for prompt, reward in enumerate((1.0, 0.0, 0.5)):
+        record(traffic, str(prompt), prompt=prompt, reward=reward)
+    assert not traffic.is_ready(0, 0)
+    record(traffic, "3", prompt=3, reward=0.25)
+    assert traffic.is_ready(0, 0)
+    taken = traffic.take()
+    assert [group.rewards for group in taken.with_signal] == [(1.0,), (0.0,), (0.5,), (0.25,)]
+    assert len({group.trajectories[0].prompt_tokens for group in taken.groups}) == 4
+
+
+def test_the_last_reward_counts_until_a_step_takes_it(traffic: LiveTraffic, record: Record) -> None:
+    two_groups(traffic, record)
+    traffic.reward("1b", 0.75)
+    assert rewards_of(traffic)[0] == (1.0, 0.75)
+    with pytest.raises(Unavailable, match="'1b' was trained on already"):
+        traffic.reward("1b", 0.5)
+
+
+def test_parts_are_weighed_by_name(make: Make, record: Record) -> None:
+    traffic = make(weights={"short": 0.5, "spam": 0.0})
+    record(traffic, "a")
+    assert traffic.reward("a", {"right": 1.0, "short": 0.5, "spam": 9.0}) == 1.25
+    with pytest.raises(InvalidRequest, match="no finite number"):
+        traffic.reward("a", {"right": 1e308, "more": 1e308})
+
+
+def test_a_reward_for_an_unknown_id_is_refused(traffic: LiveTraffic) -> None:
+    with pytest.raises(UnknownTrajectory, match="'nobody'"):
+        traffic.reward("nobody", 1.0)
+
+
+def test_what_is_too_old_leaves_by_age_and_is_counted_by_reason(make: Make, record: Record, clock: Any) -> None:
+    traffic = make(max_age_seconds=100, wait_seconds=1000)
+    record(traffic, "a")
+    record(traffic, "b", reward=1.0)
+    clock.now += 101
+    with pytest.raises(UnknownTrajectory, match="older than 100 s"):
+        traffic.reward("a", 1.0)
+    report = traffic.report()
+    assert report.dropped == {"no_partner": 1, "no_reward": 1}
+    assert (report.num_waiting, report.num_rewarded, report.num_collected) == (0, 0, 2)
+
+
+def test_the_oldest_goes_where_there_are_too_many(make: Make, record: Record) -> None:
+    traffic = make(max_trajectories=2)
+    for name in "abc":
+        record(traffic, name)
+    assert traffic.report().dropped == {"full": 1}
+    with pytest.raises(UnknownTrajectory):
+        traffic.reward("a", 1.0)
+    assert traffic.reward("b", 1.0) == 1.0
+
+
+def test_versions_beyond_the_limit_and_abandoned_ones_are_dropped(traffic: LiveTraffic, record: Record) -> None:
+    for version in (2, 3, 4, 5):
+        record(traffic, str(version), version=version, reward=1.0)
+    traffic.is_ready(version=4, limit=1)
+    assert traffic.report().dropped == {"stale": 2}
+    assert traffic.report().num_rewarded == 2
+    assert traffic.take().num_stale == 2
+    assert traffic.take().num_stale == 0
+
+
+def test_aborted_completions_and_those_of_no_tokens_are_not_taken(traffic: LiveTraffic, record: Record) -> None:
+    record(traffic, "a", finish_reason="abort")
+    record(traffic, "b", tokens=(), logprobs=(), weight_versions=())
+    assert traffic.report().dropped == {"aborted": 1, "no_tokens": 1}
+    assert traffic.report().num_waiting == 0
+
+
+def test_an_id_that_comes_again_means_the_newer_one(traffic: LiveTraffic, record: Record) -> None:
+    record(traffic, "a", reward=1.0)
+    record(traffic, "a")
+    assert traffic.report().dropped == {"replaced": 1}
+    assert traffic.report().num_waiting == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_p", 0.9), ("top_k", 5), ("min_p", 0.1), ("temperature", 0.0)], ids=str
+)
+def test_what_is_not_sampled_from_the_policy_is_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check_sampling(SamplingParams(max_tokens=4, **{name: value}))  # type: ignore[arg-type]
+    assert raised.value.parameter == name
+
+
+def test_lengths_seeds_and_stops_are_free() -> None:
+    check_sampling(SamplingParams(max_tokens=9, temperature=0.5, seed=3, stop=("x",), stop_token_ids=(1,)))
+
+
+def test_a_single_completion_is_refused_where_requests_are_groups(make: Make) -> None:
+    traffic = make(group_by="request")
+    with pytest.raises(InvalidRequest, match="n of 2 or more"):
+        traffic.check(_request(1), None, {})
+    traffic.check(_request(2), None, {})
+
+
+def test_metadata_that_is_too_large_is_refused_without_quoting_it(make: Make) -> None:
+    with pytest.raises(InvalidRequest, match="metadata has 30 bytes as JSON, the limit is 10") as raised:
+        make(max_metadata_bytes=10).check(_request(1), None, {"secret": "x" * 16})
+    assert "xx" not in str(raised.value)
+
+
+def test_nothing_is_collected_after_the_end_of_training(traffic: LiveTraffic) -> None:
+    traffic.end()
+    with pytest.raises(Unavailable, match="training has ended"):
+        traffic.check(_request(1), None, {})
+
+
+def _request(n: int) -> GenerationRequest:
+    return GenerationRequest(request_id="r#0", prompt_tokens=(1,), sampling=SamplingParams(max_tokens=4), n=n)

@@ -1,0 +1,230 @@
+"""Completions that clients want to be learned from, over HTTP."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from parallm.reports import TrainingStatus
+from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.settings import LiveSettings, RolloutSettings
+from parallm.server.app import create_app
+from parallm.server.settings import ServerSettings
+from parallm.types import AdapterCard, TrajectoryGroup, WeightSpan
+
+Post = Callable[..., Any]
+
+
+def policy_card(version: int) -> AdapterCard:
+    return AdapterCard(
+        name="policy",
+        version=version,
+        parent=None,
+        step=version,
+        rank=8,
+        alpha=16.0,
+        aliases=("best",) if version == 2 else (),
+        digest="00",
+        num_running=0,
+        is_served=version == 3,
+    )
+
+
+def make_client(engine: Any, tokenizer: Any, **trajectories: LiveTraffic) -> TestClient:
+    return TestClient(
+        create_app(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=lambda: (policy_card(2), policy_card(3)),
+            status=lambda: TrainingStatus(state="collecting"),
+            settings=ServerSettings(),
+            base_name="nano",
+            trajectories=trajectories,
+        )
+    )
+
+
+@pytest.fixture
+def traffic(tmp_path: Path) -> LiveTraffic:
+    live = LiveSettings(wait_seconds=0.001, weights={"short": 0.5})
+    return LiveTraffic(RolloutSettings(source="live", live=live), tmp_path / "trajectories.jsonl")
+
+
+@pytest.fixture
+def client(engine: Any, tokenizer: Any, traffic: LiveTraffic) -> TestClient:
+    return make_client(engine, tokenizer, policy=traffic)
+
+
+def complete(client: TestClient, **fields: Any) -> Any:
+    body = {"model": "policy", "prompt": "hi", "max_tokens": 4, "collect_trajectory": True}
+    return client.post("/v1/completions", json=body | fields)
+
+
+def chat(client: TestClient, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": "hi"}]
+    body = {"model": "policy", "messages": messages, "max_tokens": 4, "collect_trajectory": True}
+    return client.post("/v1/chat/completions", json=body | fields)
+
+
+def reward(client: TestClient, trajectory_id: str, value: Any) -> Any:
+    return client.post(f"/v1/trajectories/{trajectory_id}/reward", json={"reward": value})
+
+
+def taken(traffic: LiveTraffic) -> list[TrajectoryGroup]:
+    """The groups of whatever has two rewards."""
+    return list(traffic.take().groups)
+
+
+def test_a_completion_becomes_a_trajectory_of_its_exact_tokens(client: TestClient, traffic: LiveTraffic) -> None:
+    answer = complete(client, n=2, temperature=0.7).json()
+    ids = [choice["trajectory_id"] for choice in answer["choices"]]
+    assert ids == [f"{answer['id']}-0", f"{answer['id']}-1"]
+    assert [reward(client, one, value).json() for one, value in zip(ids, (1, 0), strict=True)] == [
+        {"id": ids[0], "reward": 1.0},
+        {"id": ids[1], "reward": 0.0},
+    ]
+    (group,) = taken(traffic)
+    one = group.trajectories[0]
+    assert (one.prompt_tokens, one.tokens) == (tuple(map(ord, "hi")), tuple(map(ord, "hi 0")))
+    assert (one.logprobs, one.temperature) == ((-0.25,) * 4, 0.7)
+    assert one.weight_versions == (WeightSpan(version=3, start=0, end=4),)
+    assert group.rewards == (1.0, 0.0)
+
+
+def test_prompts_of_one_request_are_numbered_through(client: TestClient, traffic: LiveTraffic) -> None:
+    answer = complete(client, prompt=["a", "b"], n=2).json()
+    for place, choice in enumerate(answer["choices"]):
+        assert choice["trajectory_id"] == f"{answer['id']}-{place}"
+        assert reward(client, choice["trajectory_id"], place).status_code == 200
+    assert sorted(group.rewards for group in taken(traffic)) == [(0.0, 1.0), (2.0, 3.0)]
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_a_stream_names_the_trajectory_when_it_can_be_rewarded(client: TestClient, ask: Post) -> None:
+    lines = [line.removeprefix("data: ") for line in ask(client, stream=True, n=2).text.split("\n\n")]
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    told = [
+        (choice["index"], choice["trajectory_id"])
+        for event in events
+        for choice in event["choices"]
+        if choice.get("trajectory_id")
+    ]
+    assert sorted(told) == [(0, f"{events[0]['id']}-0"), (1, f"{events[0]['id']}-1")]
+    assert reward(client, told[0][1], 1).status_code == 200
+
+
+def test_a_chat_is_collected_with_its_whole_prompt(client: TestClient, traffic: LiveTraffic) -> None:
+    for value in (0, 1):
+        (choice,) = chat(client).json()["choices"]
+        assert reward(client, choice["trajectory_id"], value).status_code == 200
+    (group,) = taken(traffic)
+    assert group.trajectories[0].prompt_tokens == tuple(map(ord, "<user>hi"))
+
+
+@pytest.mark.parametrize("ask", [complete, chat])
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_collected_that_was_not_asked_for(
+    client: TestClient, traffic: LiveTraffic, ask: Post, stream: bool
+) -> None:
+    for fields in ({}, {"collect_trajectory": None}, {"metadata": {}}):
+        wanted: dict[str, Any] = {"collect_trajectory": False, **fields}
+        answer = ask(client, stream=stream, **wanted)
+        assert answer.status_code == 200
+        assert "trajectory_id" not in answer.text
+    assert traffic.report().num_collected == 0
+
+
+def test_an_own_request_id_makes_ids_that_are_known_before(client: TestClient) -> None:
+    assert complete(client, request_id="mine").json()["choices"][0]["trajectory_id"] == "cmpl-mine-0"
+    assert reward(client, "cmpl-mine-0", {"right": 1, "short": 1}).json()["reward"] == 1.5
+
+
+def test_rewards_for_unknown_ids_are_404_and_those_too_late_409(client: TestClient, traffic: LiveTraffic) -> None:
+    answer = reward(client, "cmpl-nobody-0", 1)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "trajectory_not_found")
+    ids = [choice["trajectory_id"] for choice in complete(client, n=2).json()["choices"]]
+    assert [reward(client, one, 1).status_code for one in (*ids, *ids)] == [200] * 4
+    taken(traffic)
+    answer = reward(client, ids[0], 1)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "unavailable")
+
+
+@pytest.mark.parametrize("value", ["good", None, {}, {"right": "1"}, {"": 1}, [1], True])
+def test_rewards_are_numbers_or_parts_by_name(client: TestClient, value: object) -> None:
+    name = complete(client).json()["choices"][0]["trajectory_id"]
+    answer = reward(client, name, value)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("reward")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 0}, "temperature"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"top_k": 3}, "top_k"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"model": "base"}, "model"),
+        ({"scoring_function": "nobody"}, "scoring_function"),
+        ({"metadata": "sk-secret"}, "metadata"),
+        ({"metadata": ["sk-secret"]}, "metadata"),
+        ({"metadata": {"key": "sk-secret" * 1000}}, "metadata"),
+        ({"collect_trajectory": "yes"}, "collect_trajectory"),
+        ({"collect_trajectory": False, "scoring_function": "length"}, "scoring_function"),
+        ({"collect_trajectory": False, "metadata": {"key": "sk-secret"}}, "metadata"),
+    ],
+)
+def test_what_cannot_be_learned_from_is_refused_before_it_is_sampled(
+    client: TestClient, engine: Any, fields: dict[str, Any], param: str
+) -> None:
+    answer = complete(client, **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert "sk-secret" not in answer.text
+    assert engine.requests == []
+
+
+def test_any_name_of_the_policy_is_collected_for_it(client: TestClient, traffic: LiveTraffic) -> None:
+    for model in ("policy", "policy@2", "best"):
+        assert complete(client, model=model).json()["choices"][0]["trajectory_id"]
+    assert traffic.report().num_collected == 3
+
+
+def test_a_split_collects_what_the_policy_answers(client: TestClient) -> None:
+    client.put("/v1/splits/policy", json={"weights": {"policy@3": 1, "base": 1}}).raise_for_status()
+    ids = [complete(client).json()["choices"][0]["trajectory_id"] for _ in range(4)]
+    assert sorted(one is None for one in ids) == [False, False, True, True]
+
+
+def test_the_dialects_of_generate_have_no_place_for_it(client: TestClient, traffic: LiveTraffic) -> None:
+    answer = client.post("/generate", json={"prompt": "hi", "collect_trajectory": True})
+    assert answer.status_code == 400
+    assert traffic.report().num_collected == 0
+
+
+def test_statistics_tell_what_became_of_all(client: TestClient) -> None:
+    ids = [choice["trajectory_id"] for choice in complete(client, n=3).json()["choices"]]
+    reward(client, ids[0], 1)
+    told = client.get("/v1/trajectories").json()["data"]["policy"]
+    assert told.pop("oldest_seconds") < 60
+    assert told == {"num_waiting": 2, "num_rewarded": 1, "num_collected": 3, "num_trained": 0, "dropped": {}}
+
+
+def test_a_process_that_does_not_learn_from_clients_says_so(engine: Any, tokenizer: Any) -> None:
+    client = make_client(engine, tokenizer)
+    assert complete(client).status_code == 409
+    assert reward(client, "a", 1).status_code == 409
+    assert client.get("/v1/trajectories").json() == {"data": {}}
+
+
+def test_each_of_several_policies_gets_its_own(
+    engine: Any, tokenizer: Any, traffic: LiveTraffic, tmp_path: Path
+) -> None:
+    other = LiveTraffic(RolloutSettings(source="live"), tmp_path / "other.jsonl")
+    client = make_client(engine, tokenizer, poet=other, policy=traffic)
+    name = complete(client).json()["choices"][0]["trajectory_id"]
+    assert reward(client, name, 1).status_code == 200
+    assert (traffic.report().num_rewarded, other.report().num_collected) == (1, 0)
