@@ -26,6 +26,7 @@ from parallm.rollout.problem_stream import make_stream
 from parallm.server.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
+from parallm.trainer.live_trainer import LiveTrainer
 from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
 from parallm.trainer.restoring import restore
@@ -51,6 +52,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
     display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout)
     runs = make_policy_runs(config, folder, display)
+    live = {run.name: run.traffic for run in runs if run.traffic is not None}
 
     def status() -> TrainingStatus:
         return combined_status({run.name: run.status for run in runs})
@@ -65,6 +67,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         try:
             failures = await train_all(runs)
         finally:
+            for traffic in live.values():
+                traffic.end()
             device = "" if blas.name == "reference" else blas.name
             summaries = [run.recorder.finish(run.figures, device=device) for run in runs]
         for run, summary in zip(runs, summaries, strict=True):
@@ -79,9 +83,10 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
     try:
         trained, training = tuple(policy_configs(config)), TrainingControl(runs)
-        return await with_house(config, blas, status, work, trained=trained, training=training)
+        return await with_house(config, blas, status, work, trained=trained, training=training, trajectories=live)
     finally:
         display.close()
+        await asyncio.gather(*(traffic.close() for traffic in live.values()))
 
 
 def _leave(runs: tuple[PolicyRun, ...], server: HttpServer | None) -> None:
@@ -118,6 +123,9 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
     elif lessons.demonstrations is not None:
         given = tokenized(lessons.demonstrations, house.model, per_step=per_step, seed=config.seed)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
+    elif run.traffic is not None:
+        run.traffic.connect(partial(house.model.tokenizer.decode, special=True))
+        trainer = LiveTrainer(parts, run.traffic, config.trainer, config.rollout, save_every=save_every)
     else:
         trainer = Trainer(parts, config.trainer, config.rollout, save_every=save_every)
     run.adapters = parts.adapters

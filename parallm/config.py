@@ -112,7 +112,7 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
 
     Raises ConfigError with one line for each wrong name, key or value, and for choices that contradict each other.
     """
-    objective_of(config.learner)  # refuses choices that contradict each other
+    check_choices(config)
     if not config.policies:
         return {POLICY: config}
     metrics = config.metrics
@@ -121,12 +121,31 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
     for name, own in config.policies.items():
         try:
             configs[name] = _validated(values_of(own, run), type(config))
-            objective_of(configs[name].learner)
+            check_choices(configs[name])
         except ConfigError as error:
             wrong += [f"policies.{name}.{line}" for line in str(error).splitlines()]
     if wrong:
         raise ConfigError("\n".join(wrong))
     return configs
+
+
+def check_choices(config: RunConfig) -> None:
+    """Raise ConfigError with one line for each pair of choices that contradict each other."""
+    objective = objective_of(config.learner)
+    if config.rollout.source != "live":
+        return
+    wrong = []
+    if not config.server.enabled:
+        wrong.append("rollout.source=live learns from requests: it needs server.enabled=true")
+    if config.learner.data is not None:
+        wrong.append("rollout.source=live learns from requests: leave learner.data out, or rollout.source")
+    if config.rollout.live.group_by == "none" and objective.advantage != "reinforce_pp":
+        wrong.append(
+            f"rollout.live.group_by=none: learner.advantage={objective.advantage} compares the completions of a group, "
+            "and there are none; set learner.advantage=reinforce_pp, whose baseline is the whole step"
+        )
+    if wrong:
+        raise ConfigError("\n".join(wrong))
 
 
 def _validated(values: Any, kind: type[Config]) -> Config:

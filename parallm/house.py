@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,7 @@ from parallm.server.app import create_app
 from parallm.server.keys import read_keys
 from parallm.server.listen import HttpServer
 from parallm.server.request_log import writing_request_log
-from parallm.server.service import Training
+from parallm.server.service import Training, Trajectories
 from parallm.server.sockets import bind
 from parallm.server.traces import exporting_traces
 from parallm.types import POLICY
@@ -61,10 +61,12 @@ async def with_house(
     *,
     trained: tuple[str, ...] = (),
     training: Training | None = None,
+    trajectories: Mapping[str, Trajectories] | None = None,
 ) -> int:
     """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads.
 
-    `trained` are the policies whose versions `work` makes, `training` is what clients may do to it.
+    `trained` are the policies whose versions `work` makes, `training` is what clients may do to it, `trajectories`
+    take what clients want to be learned from, by policy.
     """
     keys = read_keys(config.server) if config.server.enabled else ()
     bound = bind(config.server) if config.server.enabled else None
@@ -89,6 +91,7 @@ async def with_house(
                 device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
                 adapters=_adapter_store(config, house, trained=trained),
                 training=training,
+                trajectories=trajectories,
             )
             server = HttpServer(app, bound, config.server)
             await server.start()

@@ -21,6 +21,7 @@ from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.record import RunRecorder
 from parallm.model.adapter_table import AdapterTable
 from parallm.reports import TrainingStatus
+from parallm.rollout.live.traffic import LiveTraffic
 from parallm.trainer.loop import Loop
 
 ENDED = ("finished", "failed")
@@ -43,6 +44,8 @@ class PolicyRun:
     recorder: RunRecorder
     display: Display
     """That of the run, or lines that begin with the policy's name where there are several."""
+    traffic: LiveTraffic | None
+    """Where it learns from what clients ask for."""
     trainer: Loop | None = None  # set by build.py as soon as there is a model
     adapters: AdapterTable | None = None  # the trainer's versions; set with it
 
@@ -70,6 +73,7 @@ def make_policy_runs(config: RunConfig, folder: Path, display: Display) -> tuple
             folder=folders[name],
             figures=f"{figures}.{name}" if config.policies else figures,
             recorder=RunRecorder(folders[name], own.metrics, dataclasses.asdict(own)),
+            traffic=_traffic(own, folders[name]),
             display=_named_display(name, own) if config.policies else display,
         )
         for name, own in configs.items()
@@ -156,6 +160,10 @@ def _named_display(name: str, config: RunConfig) -> Display:
     if config.metrics.display == "off":
         return NoDisplay()
     return LinesDisplay(NamedLines(name), total_steps=config.trainer.steps)
+
+
+def _traffic(config: RunConfig, folder: Path) -> LiveTraffic | None:
+    return LiveTraffic(config.rollout, folder / "trajectories.jsonl") if config.rollout.source == "live" else None
 
 
 def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:

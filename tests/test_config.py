@@ -199,3 +199,28 @@ def test_a_name_that_will_be_refused_gets_no_folder_outside_of_the_runs() -> Non
 
 def test_a_checkpoint_named_by_its_folder_starts_a_run(runs: Path) -> None:
     assert run_folder("a", str(runs / "2025-01-01"), "2025-01-05") == "checkpoints/a/2025-01-05"
+
+
+def test_learning_from_clients_needs_clients_and_no_file() -> None:
+    lines = complaint_about("rollout=live", "server=off", "learner=sft", "learner.data=demos.jsonl")
+    assert [line.partition(":")[0] for line in lines] == ["rollout.source=live learns from requests"] * 2
+    assert "server.enabled=true" in lines[0]
+    assert "learner.data" in lines[1]
+
+
+def test_completions_without_groups_need_a_baseline_of_the_step() -> None:
+    (line,) = complaint_about("rollout=live", "rollout.live.group_by=none")
+    assert "learner.advantage=group_std compares the completions of a group" in line
+    chosen = config_of("rollout=live", "rollout.live.group_by=none", "learner.advantage=reinforce_pp")
+    assert chosen.rollout.live.group_by == "none"
+
+
+def test_of_several_policies_each_chooses_where_it_learns_from() -> None:
+    policies = "policies={poet: {rollout: {source: live, live: {group_by: none}}}, coder: {}}"
+    (line,) = complaint_about(policies)
+    assert line.startswith("policies.poet.rollout.live.group_by=none")
+
+
+def test_scoring_functions_have_names_of_their_own() -> None:
+    functions = config_of("rollout=live", "+rollout.live.scoring_functions.length=own:length").rollout.live
+    assert functions.scoring_functions == {"length": "own:length"}

@@ -1,6 +1,7 @@
 """What every training loop does: step after step, evaluate, save, and leave the finished steps behind whatever happens.
 
-It decides the order and nothing else; `trainer` and `supervised_trainer` say where a step's groups come from.
+It decides the order and nothing else; `trainer`, `live_trainer` and `supervised_trainer` say where a step's groups come
+from.
 """
 
 import asyncio
@@ -57,6 +58,10 @@ class Loop(ABC):
     def _counters(self) -> Mapping[str, Any]:
         """What a checkpoint keeps of the subclass itself, for its `resume`."""
 
+    def _is_ready(self) -> bool:
+        """Whether there is something to train on, for loops that wait for others to bring it."""
+        return True
+
     async def _give_up_work_ahead(self) -> None:  # noqa: B027  # most loops have none
         """Drop what is under way for later steps: the run ends, or the version it was made with was undone."""
 
@@ -98,7 +103,7 @@ class Loop(ABC):
             await self._evaluate()
         try:
             while not self._is_over():
-                await self.pacing.turn(self._is_over, lambda: self._set("paused"))
+                await self.pacing.turn(self._is_over, self._wait, self._is_ready)
                 if not self._is_over():
                     await self._step_and_save()
         finally:
@@ -106,6 +111,11 @@ class Loop(ABC):
         if self._saver.saved_step < self._step:
             self._set("saving")
             await self._saver.save()
+
+    def _wait(self) -> None:
+        state: State = "paused" if self.pacing.is_paused else "collecting"
+        if self.status.state != state:
+            self._set(state)
 
     async def _step_and_save(self) -> None:
         verdict = await self._one_step()

@@ -5,10 +5,14 @@ Used on the asyncio thread only.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from parallm.errors import ParallmError, Unavailable
+
+SECONDS_BETWEEN_LOOKS = 0.1
+"""At something to train on. Each look costs about a millisecond where thousands of trajectories wait."""
 
 
 class Pacing:
@@ -62,15 +66,21 @@ class Pacing:
         """Let a loop that waits look again whether it is over."""
         self._changed.set()
 
-    async def turn(self, is_over: Callable[[], bool], on_wait: Callable[[], None]) -> None:
-        """Before each step: returns when it may begin, or when there is none to begin. `on_wait`: it has to wait."""
+    async def turn(
+        self, is_over: Callable[[], bool], on_wait: Callable[[], None], is_ready: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Before each step: returns when it may begin, or when there is none to begin. `on_wait`: it has to wait.
+
+        `is_ready`: whether there is something to train on; it is asked again and again.
+        """
         self._num_finished = self._num_begun
         self._tell_steps()
         await self._save_for_all()
-        while self._allowed == 0 and not is_over():
+        while not is_over() and (self._allowed == 0 or not is_ready()):
             on_wait()
             self._changed.clear()
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), None if self._allowed == 0 else SECONDS_BETWEEN_LOOKS)
             await self._save_for_all()
         self._num_begun += 1
         if self._allowed:

@@ -1,0 +1,66 @@
+"""The loop of training on what clients ask for: wait for rewards -> update -> publish -> evaluate -> save."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from parallm.rollout.collector import Collection
+from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.settings import RolloutSettings
+from parallm.trainer.guard import Verdict
+from parallm.trainer.loop import Loop
+from parallm.trainer.parts import Parts
+from parallm.trainer.settings import TrainerSettings
+from parallm.trainer.staleness import off_policy_report
+from parallm.trainer.step_metrics import step_metrics
+
+
+class LiveTrainer(Loop):
+    """Takes the groups of each step from live traffic. `parts.collector` stays unused.
+
+    A step begins when there is enough to train on, so pause, checkpoint and stop need not wait for clients.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        traffic: LiveTraffic,
+        settings: TrainerSettings,
+        rollout: RolloutSettings,
+        *,
+        save_every: int,
+    ) -> None:
+        super().__init__(parts, settings, compares=parts.learner.adapter.dropout == 0, save_every=save_every)
+        self._traffic = traffic
+        self._rollout = rollout
+        self._last_end, self._last_served = time.perf_counter(), self._served()
+
+    def _is_ready(self) -> bool:
+        return self._traffic.is_ready(self._parts.learner.adapter.version, self._settings.max_off_policy_steps)
+
+    async def _one_step(self) -> Verdict:
+        began = time.perf_counter()
+        taken, version = self._traffic.take(), self._parts.learner.adapter.version
+        collection = Collection(first=taken.groups, sampled=taken.groups, seconds=began - self._last_end)
+        self._set("updating")
+        update = await self._update(taken.with_signal, max_tokens=self._rollout.max_tokens)
+        ended, served = time.perf_counter(), self._served()
+        metrics = step_metrics(
+            step=self._step + 1,
+            collection=collection,
+            off_policy=off_policy_report(taken.with_signal, version, taken.num_stale),
+            update=update,
+            update_seconds=ended - began,
+            total_seconds=ended - self._last_end,
+            served_tokens=served - self._last_served,
+        )
+        # where completions are compared over the whole step, no group of one has signal by itself
+        metrics = replace(metrics, groups_with_signal=len(taken.with_signal))
+        self._last_end, self._last_served = ended, served
+        verdict = await self._judge(metrics, trained=taken.with_signal, sampled=taken.groups)
+        self._finish(metrics, taken.groups)
+        return verdict
+
+    def _counters(self) -> Mapping[str, Any]:
+        return {}
