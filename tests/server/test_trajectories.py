@@ -129,9 +129,9 @@ def test_a_chat_is_collected_with_its_whole_prompt(client: TestClient, traffic: 
 def test_nothing_is_collected_that_was_not_asked_for(
     client: TestClient, traffic: LiveTraffic, ask: Post, stream: bool
 ) -> None:
-    for fields in ({}, {"collect_trajectory": None}, {"metadata": {}}):
-        wanted: dict[str, Any] = {"collect_trajectory": False, **fields}
-        answer = ask(client, stream=stream, **wanted)
+    wishes: list[dict[str, Any]] = [{}, {"collect_trajectory": None}, {"metadata": {}}]
+    for wish in wishes:
+        answer = ask(client, stream=stream, **{"collect_trajectory": False, **wish})
         assert answer.status_code == 200
         assert "trajectory_id" not in answer.text
     assert traffic.report().num_collected == 0

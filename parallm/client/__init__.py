@@ -1,0 +1,7 @@
+"""A client for what OpenAI's lacks: adapters, training, trajectories and their rewards."""
+
+from parallm.client.async_client import AsyncClient
+from parallm.client.calls import ApiError
+from parallm.client.client import Client
+
+__all__ = ["ApiError", "AsyncClient", "Client"]

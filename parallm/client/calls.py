@@ -1,0 +1,151 @@
+"""Every request of the clients as a value: what is sent, and what the answer means. Pure; no HTTP happens here."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.types import POLICY, AdapterCard
+
+Result = TypeVar("Result")
+Record = TypeVar("Record")
+Reward = float | Mapping[str, float]
+"""One number, or parts by name."""
+
+
+class ApiError(Exception):
+    """A request that the server has refused: HTTP's `status`, and `code` and `param` where the server names them."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ApiError, (self.status, str(self), self.code, self.param)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[Result]):
+    """One request, and how to read its answer."""
+
+    method: Literal["GET", "POST", "PUT", "DELETE"]
+    path: str
+    read: Callable[[Any], Result]
+    """Of the answer's JSON."""
+    fields: Mapping[str, Any] | None = None
+    """Sent as JSON."""
+    content: bytes | None = None
+    query: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def options(self) -> dict[str, Any]:
+        """For httpx's `request`."""
+        body = {} if self.fields is None else {"json": dict(self.fields)}
+        return body | ({"params": dict(self.query)} if self.query else {}) | {"content": self.content}
+
+    def result(self, response: httpx.Response) -> Result:
+        """Raises ApiError for anything but success."""
+        if response.is_success:
+            return self.read(response.json())
+        try:
+            error = response.json()["error"]
+            raise ApiError(response.status_code, error["message"], error.get("code"), error.get("param"))
+        except (ValueError, KeyError, TypeError):
+            # something between here and the server has answered
+            raise ApiError(response.status_code, response.text[:500] or response.reason_phrase) from None
+
+
+def adapters() -> Call[tuple[AdapterCard, ...]]:
+    return Call(method="GET", path="/v1/adapters", read=lambda told: tuple(map(_card, told["data"])))
+
+
+def load_adapter(name: str, path: str) -> Call[AdapterCard]:
+    return Call(method="POST", path="/v1/adapters/load", read=_card, fields={"name": name, "path": path})
+
+
+def upload_adapter(name: str, archive: bytes) -> Call[AdapterCard]:
+    return Call(method="PUT", path=f"/v1/adapters/{quote(name, safe='')}", read=_card, content=archive)
+
+
+def update_adapter(name: str, weights: bytes) -> Call[AdapterCard]:
+    return Call(method="POST", path="/update_adapter_weights", read=_card, content=weights, query={"name": name})
+
+
+def unload_adapter(model: str) -> Call[None]:
+    return Call(method="DELETE", path=f"/v1/adapters/{quote(model, safe='@')}", read=_nothing)
+
+
+def promote(version: int, name: str = POLICY) -> Call[None]:
+    return Call(method="POST", path="/v1/adapters/promote", read=_nothing, fields={"name": name, "version": version})
+
+
+def roll_back(name: str = POLICY) -> Call[int]:
+    return Call(
+        method="POST", path="/v1/adapters/rollback", read=lambda told: int(told["version"]), fields={"name": name}
+    )
+
+
+def set_alias(alias: str, version: int, name: str = POLICY) -> Call[None]:
+    fields = {"alias": alias, "name": name, "version": version}
+    return Call(method="POST", path="/v1/adapters/aliases", read=_nothing, fields=fields)
+
+
+def remove_alias(alias: str, name: str = POLICY) -> Call[None]:
+    path = f"/v1/adapters/{quote(name, safe='')}/aliases/{quote(alias, safe='')}"
+    return Call(method="DELETE", path=path, read=_nothing)
+
+
+def training_status() -> Call[TrainingStatus]:
+    return Call(method="GET", path="/v1/training/status", read=_status)
+
+
+def steer_training(what: Literal["pause", "resume", "update"], policy: str | None) -> Call[TrainingStatus]:
+    return Call(method="POST", path=f"/v1/training/{what}", read=_status, fields=_of(policy))
+
+
+def checkpoint(policy: str | None) -> Call[dict[str, str]]:
+    return Call(
+        method="POST", path="/v1/training/checkpoint", read=lambda told: dict(told["folders"]), fields=_of(policy)
+    )
+
+
+def reward(trajectory_id: str, value: Reward) -> Call[float]:
+    path = f"/v1/trajectories/{quote(trajectory_id, safe='')}/reward"
+    told = dict(value) if isinstance(value, Mapping) else value
+    return Call(method="POST", path=path, read=lambda answer: float(answer["reward"]), fields={"reward": told})
+
+
+def trajectories() -> Call[dict[str, TrajectoryReport]]:
+    return Call(
+        method="GET",
+        path="/v1/trajectories",
+        read=lambda told: {name: _record(TrajectoryReport, one) for name, one in told["data"].items()},
+    )
+
+
+def _of(policy: str | None) -> dict[str, str]:
+    return {} if policy is None else {"policy": policy}
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _card(values: Mapping[str, Any]) -> AdapterCard:
+    return _record(AdapterCard, {**values, "aliases": tuple(values["aliases"])})
+
+
+def _status(values: Mapping[str, Any]) -> TrainingStatus:
+    policies = {name: _status(one) for name, one in values["policies"].items()}
+    return _record(TrainingStatus, {**values, "policies": policies})
+
+
+def _record(kind: type[Record], values: Mapping[str, Any]) -> Record:
+    """What a newer server tells beyond our fields is left out."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # all of them are dataclasses
+    return kind(**{name: value for name, value in values.items() if name in names})
