@@ -83,6 +83,11 @@ BARS: Mapping[str, Bar] = {
     "serving.errors_while_training": Bar(most=0),
     "ab.share_error": Bar(most=0.02),
     "ab.failed_requests": Bar(most=0),
+    "live.reward_before": Bar(),
+    "live.reward_after": Bar(),
+    "live.reward_gain": Bar(least=0.2),
+    "live.control_gain": Bar(least=-0.05, most=0.05),
+    "live.failed_requests": Bar(most=0),
     "offpolicy.max_lag": Bar(most=1),
     "offpolicy.k1_speedup": Bar(least=1.2),
     "memory.learner_over_base": Bar(most_figure="memory.learner_over_base_bar"),
@@ -119,7 +124,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles presets quickstart gsm8k parity engine learner serving split offpolicy memory trl "
+        help="oracles presets quickstart gsm8k parity engine learner serving split live offpolicy memory trl "
         "update grpo_gpu engine_gpu",
     )
     parser.add_argument(
@@ -189,6 +194,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
         ),
         "serving": partial(script, "bench_serving.py", *with_data, *sized("--seconds=5", "--publishes=100")),
         "split": partial(script, "check_split.py", *sized("--requests=200")),
+        "live": partial(script, "check_live.py", *sized("--completions=80")),
         "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=4", "--rounds=1")),
         "quickstart": partial(quickstart, steps),
         "trl": partial(script, "compare_trl.py", *sized("--seeds=1", "--steps=2", "--problems=64")),

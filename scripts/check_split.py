@@ -15,6 +15,8 @@ import httpx
 from report import print_figures, print_table
 from server_process import server_process
 
+from parallm.client import Client
+
 WEIGHTS = {"policy@3": 6.0, "policy@2": 3.0, "base": 1.0}
 AT_A_TIME = 32
 TRAINING = (
@@ -53,8 +55,9 @@ def share(model: str) -> float:
 
 
 def wait_for_versions(url: str) -> None:
-    while httpx.get(f"{url}/v1/training/status", trust_env=False).json()["state"] != "finished":
-        time.sleep(0.2)
+    with Client(url, http=httpx.Client(base_url=url, trust_env=False)) as parallm:
+        while parallm.training_status().state != "finished":
+            time.sleep(0.2)
 
 
 async def ask(url: str, weights: Mapping[str, float], number: int) -> tuple[Counter[str], float]:
