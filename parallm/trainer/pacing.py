@@ -11,8 +11,8 @@ from typing import Any
 
 from parallm.errors import ParallmError, Unavailable
 
-SECONDS_BETWEEN_LOOKS = 0.1
-"""At something to train on. Each look costs about a millisecond where thousands of trajectories wait."""
+SECONDS_BETWEEN_LOOKS = 0.2
+"""At something to train on. A look at 4,096 trajectories takes 5 ms of the event loop."""
 
 
 class Pacing:

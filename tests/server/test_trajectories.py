@@ -228,3 +228,19 @@ def test_each_of_several_policies_gets_its_own(
     name = complete(client).json()["choices"][0]["trajectory_id"]
     assert reward(client, name, 1).status_code == 200
     assert (traffic.report().num_rewarded, other.report().num_collected) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e400", "1" + "0" * 400, "NaN", '{"a": 1e308, "b": 1e308}', '{"a": 1' + "0" * 400 + "}"]
+)
+def test_numbers_beyond_all_bounds_are_refused(client: TestClient, text: str) -> None:
+    name = complete(client).json()["choices"][0]["trajectory_id"]
+    body = f'{{"reward": {text}}}'
+    assert client.post(f"/v1/trajectories/{name}/reward", content=body).status_code == 400
+
+
+def test_metadata_of_any_depth_is_an_answer(client: TestClient) -> None:
+    for depth in (20, 150, 1500):
+        body = '{"model": "policy", "prompt": "hi", "max_tokens": 4, "collect_trajectory": true, "metadata": '
+        answer = client.post("/v1/completions", content=body + '{"a":' * depth + "1" + "}" * depth + "}")
+        assert answer.status_code in (200, 400)

@@ -37,7 +37,7 @@ class Buffer:
         for values in read_journal(file):
             self._replay(values)
         self._journal = Journal(file)
-        if self._kept:
+        if file.is_file():  # its last line may be half a line
             self._write_anew()
 
     def __iter__(self) -> Iterator[Recorded]:

@@ -44,16 +44,13 @@ class Journal:
         self._thread.shutdown()
 
     def _append(self, text: str) -> None:
-        is_new = not self._file.exists()
+        self._file.touch(OWNER_ONLY)
         with self._file.open("a", encoding="utf-8") as lines:
-            if is_new:
-                self._file.chmod(OWNER_ONLY)
-            lines.write(text)
+            # a disk that has refused may have taken half a line
+            lines.write("\n" + text if self._has_failed else text)
 
     def _replace(self, text: str) -> None:
-        self._file.touch(OWNER_ONLY)
-        temporary = self._file.with_name(self._file.name + ".tmp")
-        temporary.touch(OWNER_ONLY)
+        self._file.with_name(self._file.name + ".tmp").touch(OWNER_ONLY)
         write_whole(self._file, text)
 
     def _write(self, how: Callable[[str], None], lines: list[Line]) -> None:
