@@ -167,6 +167,10 @@ def test_rewards_are_numbers_or_parts_by_name(client: TestClient, value: object)
         ({"top_p": 0.5}, "top_p"),
         ({"top_k": 3}, "top_k"),
         ({"min_p": 0.1}, "min_p"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"min_tokens": 2}, "min_tokens"),
         ({"model": "base"}, "model"),
         ({"scoring_function": "nobody"}, "scoring_function"),
         ({"metadata": "sk-secret"}, "metadata"),
@@ -244,3 +248,16 @@ def test_metadata_of_any_depth_is_an_answer(client: TestClient) -> None:
         body = '{"model": "policy", "prompt": "hi", "max_tokens": 4, "collect_trajectory": true, "metadata": '
         answer = client.post("/v1/completions", content=body + '{"a":' * depth + "1" + "}" * depth + "}")
         assert answer.status_code in (200, 400)
+
+
+def test_logprobs_of_the_prompt_may_come_along(client: TestClient) -> None:
+    assert complete(client, prompt_logprobs=0).json()["choices"][0]["trajectory_id"]
+
+
+def test_metrics_tell_of_trajectories(client: TestClient) -> None:
+    name = complete(client, n=3).json()["choices"][0]["trajectory_id"]
+    reward(client, name, 1)
+    text = client.get("/metrics").text
+    assert 'parallm:trajectories{policy="policy",state="waiting"} 2.0' in text
+    assert 'parallm:trajectories{policy="policy",state="rewarded"} 1.0' in text
+    assert 'parallm:trajectories_collected_total{policy="policy"} 3.0' in text

@@ -174,6 +174,15 @@ def test_what_is_not_sampled_from_the_policy_is_refused_by_name(name: str, value
     assert raised.value.parameter == name
 
 
+def test_texts_of_a_given_form_are_no_samples_of_the_policy() -> None:
+    class Anything:
+        def start(self) -> Any:
+            raise AssertionError("nothing is sampled")
+
+    with pytest.raises(InvalidRequest, match="which these are not with response_format"):
+        check_sampling(SamplingParams(max_tokens=4, grammar=Anything()))
+
+
 def test_lengths_seeds_and_stops_are_free() -> None:
     check_sampling(SamplingParams(max_tokens=9, temperature=0.5, seed=3, stop=("x",), stop_token_ids=(1,)))
 
