@@ -32,6 +32,8 @@ from parallm.types import POLICY
 PACKAGE_FOLDER = Path(__file__).parent
 RUNS_FOLDER = Path("checkpoints")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
+TRAJECTORIES = "trajectories.jsonl"
+"""In the folder of a policy that learns from clients."""
 MANDATORY = "???"
 """How OmegaConf marks a key without a value."""
 
@@ -206,23 +208,31 @@ def recipe_files(*folders: Path) -> dict[str, Path]:
 def run_folder(name: str, resume: str, now: str) -> str:
     """Where a run writes: `checkpoints/NAME/NOW`.
 
-    With `resume=auto`, the newest run folder of that name that holds a checkpoint, if there is one: the run goes on
-    in it. A checkpoint named by its folder starts a new run, so that the run it came from stays as it is.
+    With `resume=auto`, the newest run folder of that name that holds a checkpoint or trajectories of clients, if there
+    is one: the run goes on in it. A checkpoint named by its folder starts a new run, so that the run it came from stays
+    as it is.
     """
     # Hydra makes the folder before to_run_config refuses a wrong name
     runs = RUNS_FOLDER / (str(name) if re.match(NAME_PATTERN, str(name)) else "run")
     if resume == "auto":
-        with_checkpoint = [
-            folder for folder in runs.glob("*/") if has_checkpoint(folder) and not folder.name.startswith("sweep_")
+        begun = [
+            folder
+            for folder in runs.glob("*/")
+            if (has_checkpoint(folder) or has_trajectories(folder)) and not folder.name.startswith("sweep_")
         ]
-        if with_checkpoint:
-            return str(max(with_checkpoint, key=lambda folder: folder.name))
+        if begun:
+            return str(max(begun, key=lambda folder: folder.name))
     return str(runs / now)
 
 
 def has_checkpoint(folder: Path) -> bool:
     """Whether the checkpoint manager has saved anything in this run folder or in one of its policies, good or not."""
     return any(True for pattern in ("step_*/", "*/step_*/") for _ in folder.glob(pattern))
+
+
+def has_trajectories(folder: Path) -> bool:
+    """Whether completions of clients were collected in this run folder or for one of its policies."""
+    return any(True for pattern in (TRAJECTORIES, f"*/{TRAJECTORIES}") for _ in folder.glob(pattern))
 
 
 def _defaults(settings_class: type) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.manager import step_folders
-from parallm.config import RunConfig, policy_configs
+from parallm.config import TRAJECTORIES, RunConfig, policy_configs
 from parallm.errors import ConfigError, ParallmError, TrainingStopped
 from parallm.metrics.display import Display, NoDisplay
 from parallm.metrics.lines import LinesDisplay
@@ -163,7 +163,7 @@ def _named_display(name: str, config: RunConfig) -> Display:
 
 
 def _traffic(config: RunConfig, folder: Path) -> LiveTraffic | None:
-    return LiveTraffic(config.rollout, folder / "trajectories.jsonl") if config.rollout.source == "live" else None
+    return LiveTraffic(config.rollout, folder / TRAJECTORIES) if config.rollout.source == "live" else None
 
 
 def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:

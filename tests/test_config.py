@@ -189,6 +189,12 @@ def test_resume_auto_goes_on_in_the_newest_run_with_a_checkpoint(runs: Path) -> 
     assert run_folder("a", "auto", "2025-01-05") == "checkpoints/a/2025-01-02"
 
 
+def test_resume_auto_goes_on_with_what_clients_were_asked_to_reward(runs: Path) -> None:
+    (runs / "2025-01-04").mkdir(exist_ok=True)
+    (runs / "2025-01-04" / "trajectories.jsonl").touch()
+    assert run_folder("a", "auto", "2025-01-05") == "checkpoints/a/2025-01-04"
+
+
 def test_resume_auto_without_any_checkpoint_starts_a_run(runs: Path) -> None:
     assert run_folder("b", "auto", "2025-01-05") == "checkpoints/b/2025-01-05"
 

@@ -20,6 +20,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
+from parallm.client import Client
 from parallm.model.adapter import make_adapter
 from parallm.model.adapter_files import write_mlx, write_peft
 from parallm.model.lora import initial_arrays
@@ -336,6 +337,25 @@ def one_line(command: Command, code: int) -> str:
 
 def write_rows(file: Path, *rows: dict[str, str]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_trajectories_of_a_killed_run_are_trained_on_by_the_next(start: Start, tmp_path: Path) -> None:
+    live = ("+recipe=live_traffic", "server.port=0", "rollout.problems_per_step=1", "rollout.group_size=2")
+    killed = start(*live)
+    url = killed.wait_for(r"(http://127\.0\.0\.1:\d+)")
+    body = {"model": "policy", "prompt": "1 + 1", "n": 2, "max_tokens": 4, "collect_trajectory": True}
+    answer = httpx.post(f"{url}/v1/completions", json=body | {"request_id": "late"}, trust_env=False, timeout=SECONDS)
+    assert answer.status_code == 200, answer.text
+    time.sleep(0.2)  # the file is written beside the answer
+    assert killed.end(signal.SIGKILL) == -signal.SIGKILL
+
+    resumed = start(*live, "trainer.steps=1", "trainer.keep_serving=false")
+    with Client(resumed.wait_for(r"(http://127\.0\.0\.1:\d+)")) as parallm:
+        assert parallm.trajectories()["policy"].num_waiting == 2
+        assert [parallm.reward(f"cmpl-late-{place}", float(place)) for place in range(2)] == [0.0, 1.0]
+    assert resumed.end() == 0, resumed.output()
+    (row,) = rows_of(run_folder(tmp_path, "live_traffic"), "metrics.jsonl")
+    assert (row["reward/mean"], row["groups/with_signal"]) == (0.5, 1)
 
 
 def test_a_port_in_use_is_named_with_the_way_out(start: Start) -> None:
