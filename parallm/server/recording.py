@@ -28,8 +28,8 @@ class Recorder:
         if taker is None:
             return None
         trajectory_id = f"{answer_id}-{place}"
-        taker.record(trajectory_id, self.requests[prompt], completion, self.scoring_function, self.metadata)
-        return trajectory_id
+        is_kept = taker.record(trajectory_id, self.requests[prompt], completion, self.scoring_function, self.metadata)
+        return trajectory_id if is_kept else None
 
 
 def recorder_of(body: GenerationBody, service: Service, requests: Sequence[GenerationRequest]) -> Recorder | None:

@@ -190,8 +190,8 @@ class Trajectories(Protocol):
         completion: Completion,
         scoring_function: str | None,
         metadata: Mapping[str, Any],
-    ) -> None:
-        """Take in a completion of a request that `check` let pass."""
+    ) -> bool:
+        """Take in a completion of a request that `check` let pass; False for one that nothing can be learned from."""
         ...
 
     def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:

@@ -261,3 +261,9 @@ def test_metrics_tell_of_trajectories(client: TestClient) -> None:
     assert 'parallm:trajectories{policy="policy",state="waiting"} 2.0' in text
     assert 'parallm:trajectories{policy="policy",state="rewarded"} 1.0' in text
     assert 'parallm:trajectories_collected_total{policy="policy"} 3.0' in text
+
+
+def test_a_completion_without_tokens_has_no_trajectory(client: TestClient, traffic: LiveTraffic) -> None:
+    answer = complete(client, max_tokens=0, echo=True).json()
+    assert answer["choices"][0]["trajectory_id"] is None
+    assert traffic.report().dropped == {"no_tokens": 1}

@@ -100,7 +100,7 @@ class Buffer:
                 break
             late.append(one)
         self.remove([one.trajectory_id for one in late if one.rewarded is None], "no_reward")
-        self.remove([one.trajectory_id for one in late if one.rewarded is not None], "no_partner")
+        self.remove([one.trajectory_id for one in late if one.rewarded is not None], "unused")
 
     def report(self) -> TrajectoryReport:
         self.expire()

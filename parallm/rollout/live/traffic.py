@@ -92,15 +92,16 @@ class LiveTraffic:
         completion: Completion,
         scoring_function: str | None,
         metadata: Mapping[str, Any],
-    ) -> None:
-        """Take in a completion of a request that `check` let pass."""
+    ) -> bool:
+        """Take in a completion of a request that `check` let pass; False for one that nothing can be learned from."""
         if completion.finish_reason == "abort" or not completion.tokens:
             self._buffer.refuse("aborted" if completion.finish_reason == "abort" else "no_tokens")
-            return
+            return False
         wish = Wish(scoring_function=scoring_function, metadata=metadata)
         one = recorded_of(trajectory_id, request, completion, wish, self._clock())
         self._buffer.add(one)
         self._score(one)
+        return True
 
     def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:
         """Set a reward, parts by name or one number; returns the weighted sum. The last one counts.

@@ -127,7 +127,7 @@ def test_what_is_too_old_leaves_by_age_and_is_counted_by_reason(make: Make, reco
     with pytest.raises(UnknownTrajectory, match="older than 100 s"):
         traffic.reward("a", 1.0)
     report = traffic.report()
-    assert report.dropped == {"no_partner": 1, "no_reward": 1}
+    assert report.dropped == {"no_reward": 1, "unused": 1}
     assert (report.num_waiting, report.num_rewarded, report.num_collected) == (0, 0, 2)
 
 
