@@ -243,11 +243,12 @@ def test_prompt_and_answer_may_fill_the_context(with_engine: Callable[..., None]
 def test_a_name_in_use_is_refused_and_its_owner_goes_on(with_engine: Callable[..., None], ask: Ask) -> None:
     async def work(engine: AsyncEngine, _: DeviceThread) -> None:
         stream = engine.stream(ask("a", PROMPT, 60))
-        await anext(stream)
+        events = [await anext(stream)]
         for names in ("a", "bb"):
             with pytest.raises(InvalidRequest, match="in use"):
                 await engine.generate_all([ask(name, PROMPT, 5) for name in names])
-        assert len([event async for event in stream]) == 59
+        events += [event async for event in stream]
+        assert sum(len(event.tokens) for event in events) == 60  # those that piled up came as one event
 
     with_engine(work)
 
