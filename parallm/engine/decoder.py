@@ -9,7 +9,7 @@ Axes: B rows, H hidden, V vocabulary.
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from parallm.engine.adjustments import Adjustments
 from parallm.engine.kv_cost import KvCost
 from parallm.engine.sampler import RowSampling, Sampled, row_sampling, sample
-from parallm.engine.sequence import Sequence
+from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.shard import make_shard
 from parallm.engine.views import AdapterViews
 from parallm.model.chat import ChatTokenizer
@@ -84,10 +84,12 @@ class Decoder:
         step, self.in_flight = self.in_flight, None
         return step
 
-    def join(self, sequence: Sequence, prompt_cache: Ordered[Any], logits_V: mx.array) -> None:
-        """Add a row that continues a computed prompt: the next step samples its first token from `logits_V`."""
-        self.shard.join(sequence, prompt_cache)
-        self._first_logits.append(logits_V)
+    def join(self, joining: Ordered[tuple[Prompt, Sequence]]) -> None:
+        """Add rows that continue computed prompts: the next step samples their first tokens."""
+        for _, some in groupby(joining, key=lambda one: id(one[0].cache)):
+            prompts, sequences = zip(*some, strict=True)
+            self.shard.join(sequences, prompts[0].cache, [prompt.cache_row for prompt in prompts])
+        self._first_logits += [prompt.logits_V for prompt, _ in joining if prompt.logits_V is not None]
         self._sampling = None
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
@@ -159,8 +161,8 @@ class Decoder:
         return tokens_B[mx.array([places[row] for row in rows])]
 
 
-def _top_logprobs(sampled: Sampled, num_rows: int) -> list[list[TopLogprob]]:
+def _top_logprobs(sampled: Sampled, num_rows: int) -> Ordered[Ordered[TopLogprob]]:
     if sampled.top_tokens_BK is None or sampled.top_logprobs_BK is None:
-        return [[] for _ in range(num_rows)]
+        return [()] * num_rows
     rows = zip(sampled.top_tokens_BK.tolist(), sampled.top_logprobs_BK.tolist(), strict=True)
     return [[TopLogprob(token, logprob) for token, logprob in zip(*row, strict=True)] for row in rows]

@@ -55,7 +55,7 @@ class Engine:
         self.memory = KvMemory(model, settings)
         self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
         self.room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
-        self.prefill = Prefill(model, self._views, self.memory, settings, is_known=adapters.holds, room=self.room.left)
+        self.prefill = Prefill(model, lanes, self._views, self.memory, settings, adapters.holds, self.room.left)
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # whose unit it is; None between units
 
@@ -123,7 +123,7 @@ class Engine:
         state = self._traffic[traffic]
         self._at_work = state.rows()
         self._switch_versions(state)
-        prompts = self.room.next_prompts(traffic, self.settings.max_rows, self._lanes.width)
+        prompts = self.room.next_prompts(traffic, self.settings.max_rows, self.prefill.most_prompts)
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
         if prompts and (traffic == "rollout" or state.decoded_last or state.num_rows == 0):
             state.decoded_last = False
@@ -141,6 +141,7 @@ class Engine:
         """Read what is still in flight of a class, if anything is."""
         state = self._traffic[traffic]
         self._at_work = state.rows()
+        self._wait_for_chunk(state)
         self._read(state, state.take_steps())
         self._count()
         self._at_work = None
@@ -204,18 +205,30 @@ class Engine:
                 one.adapter = adapter
 
     def _compute_prompts(self, state: Traffic, prompts: list[Prompt]) -> None:
-        """One chunk of each prompt, evaluated together; what was in flight is read meanwhile."""
+        """One chunk of each prompt, or the first of them whole; what was in flight is read meanwhile."""
+        prompts = self.prefill.for_one_unit(prompts)
         self._at_work = members = [member for prompt in prompts for member in prompt.waiting]
-        chunks = self._lanes.run(self.prefill.compute_chunk, prompts)
-        before = state.take_steps()
-        if before:
-            self._at_work = members + state.rows()
+        chunks = self.prefill.compute(prompts)
+        if self._runs_ahead:
             mx.async_eval(chunks)
-            self._read(state, before)
-            self._at_work = members
-        mx.eval(chunks)
+        self._at_work = members + state.rows()
+        self._read(state, state.take_steps())
+        self._wait_for_chunk(state)
+        self._at_work = members
+        if self._runs_ahead:  # the next chunk, or a step, is built while the device computes this one
+            state.computing = (chunks, members)
+        else:
+            mx.eval(chunks)
         for prompt in [prompt for prompt in prompts if prompt.is_computed]:
             self._tell_prompt(state, prompt)
+
+    def _wait_for_chunk(self, state: Traffic) -> None:
+        """Wait for the chunk of prompts that is still being computed, if there is one: what fails is its own."""
+        at_work, (arrays, members) = self._at_work, state.computing
+        if arrays:
+            state.computing, self._at_work = ((), ()), list(members)
+            mx.eval(arrays)
+            self._at_work = at_work
 
     def _tell_prompt(self, state: Traffic, prompt: Prompt) -> None:
         """Hand out what is known once a prompt is computed; that is all where no token is to be sampled."""
@@ -231,13 +244,10 @@ class Engine:
             self._emit([event for one in prompt.waiting if (event := one.event(self.model.tokenizer)) is not None])
 
     def _decode(self, traffic: TrafficClass) -> bool:
-        """Launch the next step of all rows, and read the one before it; or both of one, not running ahead.
-
-        False if there was neither.
-        """
+        """Launch the next step of all rows and read the one before, or both of one; False if there was neither."""
         state = self._traffic[traffic]
         self.room.make_for_step(traffic)
-        self._join(traffic)
+        self.room.join(traffic, self.settings.max_rows)
         self._at_work = state.rows()
         active = [decoder for decoder in state.decoders if decoder.goes_on(self.max_context)]
         resting = [decoder for decoder in state.decoders if decoder not in active]
@@ -245,6 +255,7 @@ class Engine:
         launched = self._lanes.run(Decoder.launch, active)
         if self._runs_ahead:
             mx.async_eval(launched)
+        self._wait_for_chunk(state)
         self._read(state, [step for step in before if step is not None])
         masked = [decoder for decoder in active if decoder.waits_for_masks]
         sampled = self._lanes.run(Decoder.sample, masked)
@@ -253,19 +264,6 @@ class Engine:
         else:
             self._read(state, state.take_steps())
         return bool(launched or any(before))
-
-    def _join(self, traffic: TrafficClass) -> None:
-        """Give free rows to members of computed prompts."""
-        state = self._traffic[traffic]
-        for prompt in list(state.prompts):
-            while prompt.logits_V is not None and prompt.waiting and state.num_rows < self.settings.max_rows:
-                decoder, member = state.emptiest(), prompt.waiting[0]
-                if not self.room.make_for_join(traffic, decoder, member, prompt):
-                    return
-                decoder.join(member, prompt.cache, prompt.logits_V)
-                prompt.waiting.pop(0)
-            if not prompt.waiting:
-                state.prompts.remove(prompt)
 
     def _read(self, state: Traffic, steps: list[Step]) -> None:
         """Wait for steps, hand out their tokens, and let the rows leave that have ended."""

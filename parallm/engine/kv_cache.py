@@ -120,13 +120,17 @@ class SlotCache(OwnCache):
         )
         return found
 
-    def join(self, slot: int, prompt: PlainCache) -> None:
-        """Copy a prompt's keys and values (1, H, T, D) into `slot`, which has room for them."""
-        keys, values = prompt.keys_and_values()
+    def join(self, slots: slice, prompts: PlainCache, rows: slice | mx.array) -> None:
+        """Copy keys and values of `rows` of computed prompts, one for each of `slots` or one for all of them.
+
+        What is behind a shorter prompt's end comes along, as far as there is room: nobody reads it.
+        """
+        keys, values = prompts.keys_and_values()
         if self._keys_SHLD is None or self._values_SHLD is None:
             self._keys_SHLD, self._values_SHLD = self._empty(keys), self._empty(values)
-        self._keys_SHLD[slot : slot + 1, :, : prompt.offset] = keys
-        self._values_SHLD[slot : slot + 1, :, : prompt.offset] = values
+        part = slice(0, min(prompts.offset, self._rows.layout.num_positions))
+        self._keys_SHLD[slots, :, part] = keys[rows, :, part]
+        self._values_SHLD[slots, :, part] = values[rows, :, part]
 
     def resize(self, num_rows: int) -> list[mx.array]:
         """Bring the pools to the present layout and keep the first `num_rows` slots; what is to be evaluated."""

@@ -1,5 +1,6 @@
 """What a model's keys, values and states take in memory, measured on the model itself."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ class KvCost:
     """Bytes of one row in a cache of its own."""
 
     layers: tuple[tuple[int, int | None], ...]
-    """(bytes of a position, most positions that are kept or None: all) of each cache that keys and values are in."""
+    """(bytes of a position, most positions that are kept or None: all), of all layers that keep as many together."""
     per_row: int
     """Whatever does not grow: recurrent states."""
 
@@ -42,17 +43,17 @@ def measure_cost(model: SharedModel) -> KvCost:
     """
     cache = model.make_cache()
     model.hidden(mx.zeros((1, 1), mx.int32), cache, None)
-    layers: list[tuple[int, int | None]] = []
+    layers: Counter[int | None] = Counter()
     per_row = 0
     for one in _each(cache):
         keys = _arrays(getattr(one, "keys", None))
         if keys:
             # what mlx-lm allocates ahead is no cost of a position
             total = sum(array.nbytes for array in keys + _arrays(one.values))
-            layers.append((total // keys[0].shape[2], getattr(one, "max_size", None)))
+            layers[getattr(one, "max_size", None)] += total // keys[0].shape[2]
         else:
             per_row += sum(array.nbytes for array in _arrays(one.state))
-    return KvCost(layers=tuple(layers), per_row=per_row)
+    return KvCost(layers=tuple((size, most) for most, size in layers.items()), per_row=per_row)
 
 
 def _each(caches: Iterable[Any]) -> Iterable[Any]:

@@ -82,7 +82,7 @@ class KvMemory:
 
     def _held_by(self, state: Traffic) -> int:
         rows = sum(decoder.shard.nbytes for decoder in state.decoders)
-        return rows + sum(self.cost.of(prompt.num_allocated) for prompt in state.admitted())
+        return rows + sum(prompt.num_bytes for prompt in state.admitted())
 
 
 def default_limit() -> int:

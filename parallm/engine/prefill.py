@@ -1,9 +1,13 @@
 """Computes prompts in chunks, each alone with a plain causal mask, and what preempted rows had, as it was computed.
 
+On CUDA, prompts that begin at the same position are computed together, each in a row of one forward: a forward takes
+Python milliseconds, whatever is in it. Behind the end of a shorter one come tokens that it does not see and nobody
+reads. On a CPU nothing would be gained, and a prompt's numbers could depend on its company.
+
 What the prefix cache knows of a prompt's beginning is not computed again. Only rows that batch have one: recurrent
 states cannot be cut.
 
-Axes: T tokens, H hidden, V vocabulary.
+Axes: B prompts, T tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -13,25 +17,33 @@ from typing import Any
 
 import mlx.core as mx
 
+from parallm.device.lanes import Lanes
 from parallm.engine.decoder import Decoder
 from parallm.engine.kv_cost import BLOCK, blocks
 from parallm.engine.kv_memory import KvMemory
+from parallm.engine.kv_stack import layers_of, row_copies, stacks_of
 from parallm.engine.prefix_cache import Hit, Owner
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.engine.views import AdapterViews
 from parallm.model.attention import LEAST_ROWS
+from parallm.model.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
+
+CHUNKS_TOGETHER = 4
+"""Chunks' worth of positions of prompts that are computed together: a GPU is hardly full with one."""
+LEAST_FILLED = 0.5
+"""Of a row: shorter prompts are computed with others."""
 
 
 class Prefill:
     def __init__(
         self,
         model: SharedModel,
+        lanes: Lanes,
         views: AdapterViews,
         memory: KvMemory,
         settings: EngineSettings,
-        *,
         is_known: Callable[[str, int], bool],
         room: Callable[[], int],
     ) -> None:
@@ -41,12 +53,67 @@ class Prefill:
         self.num_cached_tokens = 0
         """Of these, those whose keys and values were known."""
         self._model = model
+        self._lanes = lanes
         self._views = views
         self._memory = memory
         self._chunk = settings.prefill_chunk
         self._is_known = is_known
         self._room = room
         self._reuses = settings.prefix_cache and model.batches_exactly
+        self.positions_together = CHUNKS_TOGETHER * settings.prefill_chunk if model.batches_exactly and on_cuda() else 0
+        """That one forward computes of several prompts; 0: each prompt is computed alone."""
+
+    @property
+    def most_prompts(self) -> int:
+        """That one unit may compute: one per lane, or as many as one forward takes."""
+        return self.positions_together // LEAST_ROWS or self._lanes.width
+
+    def compute(self, prompts: Ordered[Prompt]) -> list[list[mx.array]]:
+        """Compute what `for_one_unit` chose: prompts together to their ends, or a chunk of each; see there."""
+        if self.positions_together and len(prompts) > 1:
+            return [self.compute_together(prompts)]
+        return self._lanes.run(self.compute_chunk, prompts)
+
+    def for_one_unit(self, prompts: list[Prompt]) -> list[Prompt]:
+        """All prompts where each is computed alone; else the first, and those behind it that fit its forward."""
+        if not self.positions_together:
+            return prompts
+        first = prompts[0]
+        known = self._num_known(first)
+        if known is None:
+            return [first]
+        chosen, longest = [first], len(first.tokens) - known
+        for prompt in prompts[1:]:
+            if longest * (len(chosen) + 1) > self.positions_together:
+                break
+            length = len(prompt.tokens) - known
+            most, least = max(longest, length), min(longest, length)
+            fits = most * (len(chosen) + 1) <= self.positions_together and least >= LEAST_FILLED * most
+            if fits and prompt.segment()[1] is first.segment()[1] and self._num_known(prompt) == known:
+                chosen.append(prompt)
+                longest = most
+        return chosen
+
+    def compute_together(self, prompts: Ordered[Prompt]) -> list[mx.array]:
+        """Compute prompts to their ends in one forward; what is to be evaluated."""
+        cache, hits, known = self._model.make_cache(), [self._hit(prompt) for prompt in prompts], 0
+        for place, (prompt, hit) in enumerate(zip(prompts, hits, strict=True)):
+            prompt.cache, prompt.cache_row, known = cache, place, hit.num_tokens if hit else 0
+            self._count(prompt, known)
+        rests = [prompt.tokens[known:] for prompt in prompts]
+        longest = max(LEAST_ROWS, *map(len, rests))
+        _allocate(cache, known + longest, [hit for hit in hits if hit])
+        tokens_BT = [[*rest, *rest[-1:] * (longest - len(rest))] for rest in rests]
+        view = self._views.for_rows([prompts[0].segment()[1]] * len(prompts))
+        hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, view)
+        last_B = mx.array([len(rest) - 1 for rest in rests])
+        logits_BV = self._model.head(hidden_BTH[mx.arange(len(prompts)), last_B])
+        computed = [logits_BV, *_states(cache)]
+        stacks = stacks_of([array for layer in cache for array in (layer.keys, layer.values)])
+        for prompt in prompts:
+            prompt.num_computed, prompt.logits_V = len(prompt.tokens), logits_BV[prompt.cache_row]
+            computed += self._keep(prompt.waiting[0], len(prompt.tokens), partial(_copies, stacks, prompt.cache_row))
+        return computed
 
     def compute_chunk(self, prompt: Prompt) -> list[mx.array]:
         """Compute the next chunk of a prompt; what is to be evaluated."""
@@ -67,11 +134,14 @@ class Prefill:
             behind = prompt.tokens[prompt.num_computed + 1 : prompt.num_computed + len(chunk) + 1]
             computed += prompt.scores.add(self._model, hidden_1TH[0], behind)
         prompt.num_computed += len(chunk)
-        computed += [array for layer in prompt.cache for array in _arrays(layer.state)]
+        computed += _states(prompt.cache)
         if prompt.num_computed == len(prompt.tokens):
             last = len(chunk) - 1
             prompt.logits_V = self._model.head(hidden_1TH[0, last : last + 1])[0]
-            computed += [prompt.logits_V, *self._keep(prompt.waiting[0], len(prompt.tokens), _copier(prompt.cache))]
+            computed += [
+                prompt.logits_V,
+                *self._keep(prompt.waiting[0], len(prompt.tokens), partial(_first_copies, prompt.cache)),
+            ]
         return computed
 
     def keep_ended(self, decoder: Decoder) -> list[mx.array]:
@@ -95,29 +165,37 @@ class Prefill:
 
     def _begin(self, prompt: Prompt) -> None:
         """Allocate for the whole prompt, where mlx-lm's caches would grow and copy, and fill in what is known of it."""
+        hit = self._hit(prompt)
+        self._count(prompt, hit.num_tokens if hit else 0)
+        if self._model.batches_exactly:
+            _allocate(prompt.cache, prompt.num_allocated, [hit] if hit else [])
+
+    def _count(self, prompt: Prompt, num_known: int) -> None:
         self.num_prompt_tokens += len(prompt.tokens)
-        if not self._model.batches_exactly:
-            return
-        size = blocks(prompt.num_allocated) * BLOCK
-        for layer in prompt.cache:
-            layer.step = size
-        hit = self._hit(prompt) if self._reuses and prompt.scores is None else None
-        if hit is None:
-            return
-        arrays = hit.arrays()
-        for layer, keys_1HTD, values_1HTD in zip(prompt.cache, arrays[::2], arrays[1::2], strict=True):
-            padding = [(0, 0), (0, 0), (0, size - hit.num_tokens), (0, 0)]
-            layer.keys, layer.values = mx.pad(keys_1HTD, padding), mx.pad(values_1HTD, padding)
-            layer.offset = hit.num_tokens
-        prompt.num_computed = hit.num_tokens
-        self.num_cached_tokens += hit.num_tokens
-        for member in prompt.waiting:
-            member.reuses(hit.num_tokens)
+        self.num_cached_tokens += num_known
+        prompt.num_computed = num_known
+        if num_known:
+            for member in prompt.waiting:
+                member.reuses(num_known)
 
     def _hit(self, prompt: Prompt) -> Hit | None:
+        """What is known of a prompt that begins."""
+        if not self._reuses or prompt.scores is not None:
+            return None
+        return self._memory.prefixes.match(*self._beginning(prompt))
+
+    def _beginning(self, prompt: Prompt) -> tuple[Owner, Ordered[int], int]:
+        """Whose tokens they are, and how many of them may be known."""
         end, adapter = prompt.segment()
         most = min(end, len(prompt.tokens) - LEAST_ROWS)  # something must give logits, in products of enough rows
-        return self._memory.prefixes.match(Owner.of(adapter, prompt.request.cache_salt), prompt.tokens, most)
+        return Owner.of(adapter, prompt.request.cache_salt), prompt.tokens, most
+
+    def _num_known(self, prompt: Prompt) -> int | None:
+        """Tokens that are known of a prompt that one forward can compute with others; None: it is computed alone."""
+        if prompt.num_computed or prompt.scores is not None or prompt.segment()[0] < len(prompt.tokens):
+            return None
+        known = self._memory.prefixes.num_known(*self._beginning(prompt)) if self._reuses else 0
+        return known if len(prompt.tokens) - known <= self.positions_together else None
 
     def _end(self, start: int, segment_end: int) -> int:
         """A chunk's end, a little earlier where the rest would be too few rows for exact products."""
@@ -125,12 +203,33 @@ class Prefill:
         return end - (LEAST_ROWS if 0 < segment_end - end < LEAST_ROWS else 0)
 
 
-def _copier(cache: Ordered[Any]) -> Callable[[int, int], list[mx.array]]:
-    def copies(start: int, end: int) -> list[mx.array]:
-        parts = [array[:, :, start:end] for layer in cache for array in (layer.keys, layer.values)]
-        return [mx.contiguous(part) for part in parts]
+def _allocate(cache: Ordered[Any], num_positions: int, hits: Ordered[Hit]) -> None:
+    """Let caches have so many positions from the beginning; `hits`, one for each row, are the first of them, if any."""
+    size = blocks(num_positions) * BLOCK
+    for layer in cache:
+        layer.step = size
+    if not hits:
+        return
+    num_known = hits[0].num_tokens
+    padding = [(0, 0), (0, 0), (0, size - num_known), (0, 0)]
+    arrays = layers_of([hit.arrays() for hit in hits])
+    for layer, keys_BHTD, values_BHTD in zip(cache, arrays[::2], arrays[1::2], strict=True):
+        layer.keys, layer.values = mx.pad(keys_BHTD, padding), mx.pad(values_BHTD, padding)
+        layer.offset = num_known
 
-    return copies
+
+def _first_copies(cache: Ordered[Any], start: int, end: int) -> list[mx.array]:
+    """Of the only row of a cache."""
+    return row_copies([array[:, :, start:end] for layer in cache for array in (layer.keys, layer.values)])
+
+
+def _copies(stacks_NBHTD: Ordered[mx.array], place: int, start: int, end: int) -> list[mx.array]:
+    """Of one of several rows."""
+    return [mx.contiguous(stack[:, place, :, start:end]) for stack in stacks_NBHTD]
+
+
+def _states(cache: Ordered[Any]) -> list[mx.array]:
+    return [array for layer in cache for array in _arrays(layer.state)]
 
 
 def _arrays(state: object) -> list[mx.array]:

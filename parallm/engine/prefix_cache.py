@@ -4,7 +4,7 @@ A radix tree for each adapter version and salt, over blocks of 16 tokens. A node
 prompt leaves it, a child goes on. The least recently used leaf goes first, and before all others what belongs to a
 version that nobody can ask for any more.
 
-Axes: H key-value heads, T positions, D head size.
+Axes: N layers' keys and values, H key-value heads, T positions, D head size.
 """
 
 from collections import OrderedDict
@@ -41,7 +41,7 @@ class Node:
     """Blocks of the parent before it."""
     blocks: list[Block]
     arrays: list[mx.array]
-    """Keys and values of each layer in turn, (1, H, T, D)."""
+    """Of keys and values, (N, H, T, D), see `kv_stack`."""
     children: dict[tuple[int, Block], "Node"] = field(default_factory=dict)
     """By how many of this node's blocks come before them, and their first block."""
 
@@ -56,10 +56,10 @@ class Hit:
 
     num_tokens: int
     pieces: list[list[mx.array]]
-    """Keys and values of each layer in turn, (1, H, T, D), of each run of positions."""
+    """Keys and values, (N, H, T, D), of each run of positions."""
 
     def arrays(self) -> list[mx.array]:
-        """Keys and values of each layer in turn, all positions together."""
+        """All positions together."""
         return [mx.concatenate(parts, axis=2) for parts in zip(*self.pieces, strict=True)]
 
 
@@ -79,13 +79,17 @@ class PrefixCache:
         """What is known of the first `most` of `tokens`."""
         self.num_lookups += 1
         path = self._walk(owner, tokens[: most // BLOCK * BLOCK])
-        num_blocks = sum(used for _, used in path)
+        num_blocks = _num_blocks(path)
         if num_blocks == 0:
             return None
         self.num_hits += 1
         self._touch(path[-1][0])
         pieces = [[array[:, :, : used * BLOCK] for array in node.arrays] for node, used in path if used]
         return Hit(num_blocks * BLOCK, pieces)
+
+    def num_known(self, owner: Owner, tokens: Tokens, most: int) -> int:
+        """How many tokens `match` would find; that does not count as a use."""
+        return _num_blocks(self._walk(owner, tokens[: most // BLOCK * BLOCK])) * BLOCK
 
     def add(
         self, owner: Owner, tokens: Tokens, make: Callable[[int, int], list[mx.array]], per_token: int, room: int
@@ -95,7 +99,7 @@ class PrefixCache:
         `room` is how many bytes more may be held. Returns the copies, to be evaluated before what they are of changes.
         """
         path = self._walk(owner, tokens)
-        known = sum(used for _, used in path)
+        known = _num_blocks(path)
         whole = len(tokens) // BLOCK
         needed = (whole - known) * BLOCK * per_token
         if whole == known or needed > self.limit:
@@ -167,6 +171,10 @@ class PrefixCache:
 
     def _root(self, owner: Owner) -> Node:
         return self._roots.setdefault(owner, Node(None, owner, 0, [], []))
+
+
+def _num_blocks(path: Sequence[tuple[Node, int]]) -> int:
+    return sum(used for _, used in path)
 
 
 def _blocks(tokens: Tokens) -> list[Block]:

@@ -42,7 +42,26 @@ class Room:
                 if not self._take_back(name, sparing=self._oldest(name)):
                     break
 
-    def make_for_join(self, name: TrafficClass, decoder: Decoder, sequence: Sequence, prompt: Prompt) -> bool:
+    def join(self, name: TrafficClass, max_rows: int) -> None:
+        """Give free rows to members of computed prompts: to all at once where there is memory, else one by one."""
+        state = self._traffic[name]
+        computed = [prompt for prompt in state.admitted() if prompt.is_computed]
+        for decoder, joining in state.shared_out(computed, max_rows - state.num_rows):
+            if self._lay_out_roomy(decoder, _lengths([*decoder.rows, *(member for _, member in joining)])):
+                decoder.join(joining)
+                for prompt, member in joining:
+                    prompt.waiting.remove(member)
+        for prompt in [prompt for prompt in state.admitted() if prompt.is_computed]:
+            while prompt.logits_V is not None and prompt.waiting and state.num_rows < max_rows:
+                decoder, member = state.emptiest(), prompt.waiting[0]
+                if not self._make_for_join(name, decoder, member, prompt):
+                    return
+                decoder.join([(prompt, member)])
+                prompt.waiting.pop(0)
+            if not prompt.waiting:
+                state.prompts.remove(prompt)
+
+    def _make_for_join(self, name: TrafficClass, decoder: Decoder, sequence: Sequence, prompt: Prompt) -> bool:
         """Room for one more row; False if it has to wait for others to end."""
         lengths = _lengths([*decoder.rows, sequence])
         while not self._lay_out(decoder, lengths):
@@ -63,7 +82,7 @@ class Room:
             if free <= 0 or len(chosen) == most:
                 break
             if not prompt.is_computed:
-                if not prompt.is_admitted and not self._admit(name, prompt):
+                if not prompt.num_bytes and not self._admit(name, prompt):
                     break
                 chosen.append(prompt)
             free -= len(prompt.waiting)
@@ -84,7 +103,7 @@ class Room:
             if not behind:
                 return False
             self._drop(max(behind, key=lambda one: one.place))
-        self._traffic[name].admit(prompt)
+        self._traffic[name].admit(prompt, needed)
         return True
 
     def preempt(self, state: Traffic, decoder: Decoder, row: Sequence) -> None:
@@ -110,15 +129,22 @@ class Room:
 
     def _lay_out(self, decoder: Decoder, lengths: Ordered[int]) -> bool:
         """Bring a shard's pools to rows of so many positions, if they fit."""
+        if self._lay_out_roomy(decoder, lengths):
+            return True
         shard, limit = decoder.shard, self._memory.limit
         others = self._memory.total(self._traffic.values()) - shard.nbytes
-        if others + shard.bytes_for(lengths, tight=False) <= limit:
-            shard.lay_out(lengths, tight=False)
-            return True
         if not shard.holds(lengths) or others + shard.nbytes > limit:
             if not self._fits(decoder, lengths, 0):
                 return False
             shard.lay_out(lengths, tight=True)
+        return True
+
+    def _lay_out_roomy(self, decoder: Decoder, lengths: Ordered[int]) -> bool:
+        shard = decoder.shard
+        others = self._memory.total(self._traffic.values()) - shard.nbytes
+        if others + shard.bytes_for(lengths, tight=False) > self._memory.limit:
+            return False
+        shard.lay_out(lengths, tight=False)
         return True
 
     def _fits(self, decoder: Decoder, lengths: Ordered[int], more: int) -> bool:

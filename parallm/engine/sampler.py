@@ -18,6 +18,7 @@ from parallm.seeds import mix_all
 from parallm.types import SamplingParams
 
 DRAW_BLOCK = 128
+STEPS_AHEAD = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,25 @@ class Sampled:
     top_logprobs_BK: mx.array | None
 
 
+class Noise:
+    """The random numbers of rows: of several steps at once, as these cost hardly more than those of one."""
+
+    def __init__(self, seeds_B: Sequence[int]) -> None:
+        self._seeds_B = np.array(seeds_B, np.uint64)
+        self._first_B: list[int] = []  # positions of the first of the steps that are known
+        self._uniforms_NB2: mx.array | None = None
+
+    def uniforms(self, positions_B: Sequence[int]) -> mx.array:
+        """Two of [0, 1) per row, (B, 2)."""
+        steps = positions_B[0] - self._first_B[0] if self._first_B else STEPS_AHEAD
+        if not 0 <= steps < STEPS_AHEAD or [first + steps for first in self._first_B] != list(positions_B):
+            self._first_B, steps = list(positions_B), 0
+            positions_NB = np.array(positions_B, np.uint64) + np.arange(STEPS_AHEAD, dtype=np.uint64)[:, None]
+            self._uniforms_NB2 = _uniforms(self._seeds_B, positions_NB)
+        assert self._uniforms_NB2 is not None
+        return self._uniforms_NB2[steps]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
     """What rows ask of the sampler: the same in every step, so made once for each set of rows."""
@@ -38,7 +58,7 @@ class RowSampling:
     greedy_B: mx.array | None
     """Which rows take the most likely token; None where no row does."""
     all_greedy: bool
-    seeds_B: npt.NDArray[np.uint64]
+    noise: "Noise"
     filters: Sequence[Filters]
     most_alternatives: int
     is_adjusted: bool
@@ -52,7 +72,7 @@ def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> 
         temperatures_B=mx.array([params.temperature for params in params_B], mx.float32),
         greedy_B=mx.array(is_greedy) if any(is_greedy) else None,
         all_greedy=all(is_greedy),
-        seeds_B=np.array(seeds_B, np.uint64),
+        noise=Noise(seeds_B),
         filters=filters_of(params_B),
         most_alternatives=max(params.top_logprobs for params in params_B),
         is_adjusted=any(params.is_adjusted for params in params_B),
@@ -73,7 +93,7 @@ def sample(
     if rows.all_greedy:
         tokens_B = _most_likely(chosen)
     else:
-        tokens_B = _draw(filtered(chosen, rows.filters), _uniforms(rows.seeds_B, positions_B))
+        tokens_B = _draw(filtered(chosen, rows.filters), rows.noise.uniforms(positions_B))
         if rows.greedy_B is not None:
             tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
@@ -110,11 +130,12 @@ def _inverted(weights_BK: mx.array, uniforms_B: mx.array) -> mx.array:
     return mx.argmax(reached_BK > targets_B1, axis=-1).astype(mx.int32)
 
 
-def _uniforms(seeds_B: npt.NDArray[np.uint64], positions_B: Sequence[int]) -> mx.array:
-    """Two multiples of 2**-24 in [0, 1) per row, (B, 2): exact in float32, and times a total they stay below it."""
-    bits_B = mix_all(seeds_B, np.array(positions_B, np.uint64))
-    pairs_B2 = np.stack([bits_B >> np.uint64(40), bits_B & np.uint64(0xFFFFFF)], axis=-1)
-    return mx.array(pairs_B2.astype(np.float32) * np.float32(2.0**-24))
+def _uniforms(seeds_B: npt.NDArray[np.uint64], positions_NB: npt.NDArray[np.uint64]) -> mx.array:
+    """Two multiples of 2**-24 in [0, 1) per position, (N, B, 2): exact in float32, and times a total they stay below
+    it."""
+    bits_NB = mix_all(seeds_B, positions_NB)
+    pairs_NB2 = np.stack([bits_NB >> np.uint64(40), bits_NB & np.uint64(0xFFFFFF)], axis=-1)
+    return mx.array(pairs_NB2.astype(np.float32) * np.float32(2.0**-24))
 
 
 def alternatives(softmax: Softmax, most: int) -> tuple[mx.array | None, mx.array | None]:

@@ -42,9 +42,11 @@ class Prompt:
     place: Place
     """Prompts are computed in this order."""
     cache: list[Any] = field(default_factory=list)
-    """Made when the first chunk is computed."""
-    is_admitted: bool = False
-    """Whether it has memory for its cache, begun or not."""
+    """Made when the first chunk is computed; prompts that are computed together share it."""
+    cache_row: int = 0
+    """Which row of the cache it is."""
+    num_bytes: int = 0
+    """What is counted for its cache, begun or not, from when it is admitted; 0 before."""
     num_computed: int = 0
     logits_V: mx.array | None = None
     """Logits after the last token, once all chunks are done."""
@@ -71,7 +73,7 @@ class Prompt:
 
     def restart(self) -> None:
         """Forget what was computed, and give its memory back."""
-        self.is_admitted, self.cache, self.num_computed, self.logits_V = False, [], 0, None
+        self.num_bytes, self.cache, self.cache_row, self.num_computed, self.logits_V = 0, [], 0, 0, None
         asks = self.request.needs_whole_prompt and self.waiting[0].prompt_logprobs is None
         self.scores = PromptScores(sampling=self.request.sampling) if asks else None
 
@@ -110,6 +112,8 @@ class Sequence:
     allowed: bytes | None = None
     """Bits of the tokens that its grammar allows next; None: all of them."""
     _mask: TokenMask | None = None
+    _ends: frozenset[int] | None = None  # the tokens that end it, once it has sampled one
+    _limit: int | None = None  # of its tokens, once asked for
     _text: GrowingText | None = None
     _num_shown: int = 0
     _stop_at: int | None = None
@@ -174,12 +178,15 @@ class Sequence:
     ) -> None:
         """Take a sampled token; sets `finish_reason` when it ends the sequence."""
         sampling = self.request.sampling
+        if self._ends is None:
+            eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
+            self._ends = frozenset((*sampling.stop_token_ids, *eos))
         if not self.adapter_starts or self.adapter_starts[-1][0] is not self.adapter:
             self.adapter_starts.append((self.adapter, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.top_logprobs.append(tuple(tops[: sampling.top_logprobs]))
-        is_end = token in sampling.stop_token_ids or (token in tokenizer.eos_token_ids and not sampling.ignore_eos)
+        self.top_logprobs.append(tuple(tops[: sampling.top_logprobs]) if tops else ())
+        is_end = token in self._ends
         if not is_end and (self.streams or sampling.stop):
             self._grow_text(token, tokenizer)
         if is_end or self._stop_at is not None:
@@ -225,8 +232,9 @@ class Sequence:
         )
 
     def _fills(self, num_tokens: int, max_context: int) -> bool:
-        most = min(self.request.sampling.max_tokens, max_context - len(self.request.prompt_tokens))
-        return num_tokens >= most
+        if self._limit is None:
+            self._limit = min(self.request.sampling.max_tokens, max_context - len(self.request.prompt_tokens))
+        return num_tokens >= self._limit
 
     def _grow_text(self, token: int, tokenizer: ChatTokenizer) -> None:
         if self._text is None:

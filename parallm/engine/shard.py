@@ -17,6 +17,7 @@ from parallm.engine.active_rows import ActiveRows
 from parallm.engine.compiled_forward import CompiledForward, row_bucket
 from parallm.engine.kv_cache import SlotCache
 from parallm.engine.kv_cost import BLOCK, KvCost
+from parallm.engine.kv_stack import row_copies
 from parallm.engine.layout import EMPTY, Layout, roomy
 from parallm.engine.sequence import Sequence
 from parallm.engine.views import AdapterViews
@@ -37,8 +38,8 @@ class Shard(Protocol):
     rows: list[Sequence]
     """Row b of the next forward; changed by `join` and `leave` only."""
 
-    def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
-        """Add a row that continues a computed prompt; the prompt's cache is copied."""
+    def join(self, sequences: Ordered[Sequence], cache: Ordered[Any], places: Ordered[int]) -> None:
+        """Add rows that continue computed prompts: i what row `places[i]` of the cache holds, which is copied."""
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
         """Take rows out; the last rows take their places.
@@ -47,7 +48,7 @@ class Shard(Protocol):
         """
 
     def copies(self, row: int, start: int, end: int) -> list[mx.array]:
-        """Keys and values of a row's positions, of each layer in turn, (1, heads, end - start, D); not evaluated."""
+        """Keys and values of a row's positions, as `kv_stack.row_copies` makes them; not evaluated."""
 
     @property
     def nbytes(self) -> int:
@@ -77,11 +78,13 @@ class BatchedShard:
         self._caches = [SlotCache(self._active) for _ in range(num_layers)]
         self._compiled = CompiledForward(model) if compiles else None
 
-    def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
-        self._reserve(len(self.rows) + 1, max(one.num_reserved for one in (sequence, *self.rows)))
-        for slots, prompt in zip(self._caches, prompt_cache, strict=True):
-            slots.join(len(self.rows), prompt)
-        self.rows.append(sequence)
+    def join(self, sequences: Ordered[Sequence], cache: Ordered[Any], places: Ordered[int]) -> None:
+        new = slice(len(self.rows), len(self.rows) + len(sequences))
+        self._reserve(new.stop, max(one.num_reserved for one in (*sequences, *self.rows)))
+        rows = _rows_at(places)
+        for slots, prompts in zip(self._caches, cache, strict=True):
+            slots.join(new, prompts, rows)
+        self.rows += sequences
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
         moves = _moves(rows, len(self.rows))
@@ -125,7 +128,8 @@ class BatchedShard:
         return self._model.hidden(tokens_B[:, None], self._caches, view)[:, 0]
 
     def copies(self, row: int, start: int, end: int) -> list[mx.array]:
-        return [array for slots in self._caches for array in slots.copies(row, start, end)]
+        pools = [array for slots in self._caches for array in slots.state]
+        return row_copies([pool[row : row + 1, :, start:end] for pool in pools])
 
     @property
     def nbytes(self) -> int:
@@ -179,9 +183,9 @@ class RowByRowShard:
         self._cost = cost
         self._caches: list[list[Any]] = []
 
-    def join(self, sequence: Sequence, prompt_cache: Ordered[Any]) -> None:
-        self._caches.append(copy.deepcopy(list(prompt_cache)))
-        self.rows.append(sequence)
+    def join(self, sequences: Ordered[Sequence], cache: Ordered[Any], places: Ordered[int]) -> None:
+        self._caches += [copy.deepcopy(list(cache)) for _ in sequences]
+        self.rows += sequences
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
         moves = _moves(rows, len(self.rows))
@@ -220,6 +224,16 @@ def make_shard(model: SharedModel, cost: KvCost) -> Shard:
     if not model.batches_exactly:
         return RowByRowShard(model, cost=cost)
     return BatchedShard(model, len(model.make_cache()), compiles=on_cuda(), cost=cost)
+
+
+def _rows_at(places: Ordered[int]) -> slice | mx.array:
+    """An index of these rows that copies nothing where it can; of one row where all are the same."""
+    first = places[0]
+    if all(place == first for place in places):
+        return slice(first, first + 1)
+    if list(places) == [*range(first, first + len(places))]:
+        return slice(first, first + len(places))
+    return mx.array(list(places), mx.int32)
 
 
 def _moves(leaving: Ordered[int], num_rows: int) -> list[tuple[int, int]]:

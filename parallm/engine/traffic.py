@@ -2,8 +2,11 @@
 
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
+
+import mlx.core as mx
 
 from parallm.engine.decoder import Decoder, Step
 from parallm.engine.sequence import BEFORE_ALL, Place, Prompt, Sequence
@@ -19,6 +22,8 @@ class Traffic:
     """Not yet computed, or computed with members that wait for a row; in the order of their places."""
     newest_admitted: Place = BEFORE_ALL
     """The last place of a prompt that ever was: none behind it holds memory."""
+    computing: tuple[Ordered[mx.array], Ordered[Sequence]] = ((), ())
+    """What the device computes of prompts that nobody has waited for yet, and whose it is."""
     decoded_last: bool = False
     is_held: bool = False
     """Nothing is computed until `release`."""
@@ -45,18 +50,27 @@ class Traffic:
         fresh = [one for prompt in self.prompts if prompt.num_computed == 0 for one in prompt.waiting]
         return [one for one in (*self.rows(), *fresh) if one.request.switches_in_flight]
 
-    def admit(self, prompt: Prompt) -> None:
-        prompt.is_admitted = True
+    def admit(self, prompt: Prompt, num_bytes: int) -> None:
+        prompt.num_bytes = num_bytes
         self.newest_admitted = max(self.newest_admitted, prompt.place)
 
     def admitted(self) -> list[Prompt]:
         """Prompts that hold memory."""
         up_to_newest = takewhile(lambda prompt: prompt.place <= self.newest_admitted, self.prompts)
-        return [prompt for prompt in up_to_newest if prompt.is_admitted]
+        return [prompt for prompt in up_to_newest if prompt.num_bytes]
 
     def emptiest(self) -> Decoder:
         """Where the next row joins."""
         return min(self.decoders, key=lambda decoder: len(decoder.rows))
+
+    def shared_out(
+        self, computed: Iterable[Prompt], num_free: int
+    ) -> list[tuple[Decoder, list[tuple[Prompt, Sequence]]]]:
+        """Members of computed prompts for so many free rows, by the decoder that each joins: the emptiest one."""
+        shares: list[tuple[Decoder, list[tuple[Prompt, Sequence]]]] = [(decoder, []) for decoder in self.decoders]
+        for joining in islice(((prompt, member) for prompt in computed for member in prompt.waiting), num_free):
+            min(shares, key=lambda share: len(share[0].rows) + len(share[1]))[1].append(joining)
+        return [share for share in shares if share[1]]
 
     @property
     def has_rows(self) -> bool:

@@ -3,6 +3,7 @@
 With MLX's CUDA build one view serves rows of up to eight versions, see `row_lora`; the others do what it cannot.
 """
 
+import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
 from parallm.model.lora import OneAdapter, View, one_adapter
 from parallm.model.mixed_adapters import MixedAdapters, stack_adapters
-from parallm.model.row_lora import MOST_VERSIONS, NO_ADAPTER, RowAdapters, group_factors
+from parallm.model.row_lora import MOST_VERSIONS, NO_ADAPTER, GroupFactors, RowAdapters, Sites, group_factors
 from parallm.model.shared_model import SharedModel
 from parallm.model.side_by_side import MOST_ADAPTERS, SideBySide, side_by_side
 
@@ -34,10 +35,18 @@ class AdapterViews:
         self._ones: OrderedDict[Key, OneAdapter] = OrderedDict()
         self._few: OrderedDict[tuple[Key, ...], SideBySide] = OrderedDict()
         self._stacks: OrderedDict[tuple[Key | None, ...], MixedAdapters] = OrderedDict()
-        self._row_views: OrderedDict[tuple[Key | None, ...], RowAdapters] = OrderedDict()
+        self._last: tuple[Sequence[Adapter | None], View | None] = ((), None)  # rows seldom change
+        self._factors: OrderedDict[tuple[Key, ...], Mapping[Sites, GroupFactors] | None] = OrderedDict()
 
     def for_rows(self, adapters_B: Sequence[Adapter | None]) -> View | None:
         """The view for rows that use `adapters_B` (None: the base)."""
+        known_B, view = self._last
+        if len(known_B) != len(adapters_B) or not all(map(operator.is_, known_B, adapters_B)):
+            view = self._for_rows(adapters_B)
+            self._last = (tuple(adapters_B), view)
+        return view
+
+    def _for_rows(self, adapters_B: Sequence[Adapter | None]) -> View | None:
         distinct = {_key(adapter): adapter for adapter in adapters_B}
         if all(adapter is None for adapter in distinct.values()):
             return None
@@ -58,29 +67,30 @@ class AdapterViews:
 
     def _rows(self, keys_B: Sequence[Key | None], present: Mapping[Key, Adapter]) -> RowAdapters | None:
         """The view of the kernels, or None where they cannot serve these versions together."""
-        chosen = tuple(keys_B)
-        if chosen not in self._row_views:
-            versions = sorted(present)
-            if len(versions) > MOST_VERSIONS:
-                return None
-            # few numbers of versions, as each is compiled anew
-            count = 1 << (len(versions) - 1).bit_length()
-            ones = [self._one(present[key]) for key in [*versions, *[versions[0]] * (count - len(versions))]]
-            factors = group_factors(ones, self._model.groups, self._model.dtype)
-            if factors is None:
-                return None
-            index_B = [NO_ADAPTER if key is None else versions.index(key) for key in keys_B]
-            self._row_views[chosen] = RowAdapters(factors=factors, index_B=mx.array(index_B, mx.int32))
-            _shrink(self._row_views, MOST_SETS)
-        self._row_views.move_to_end(chosen)
-        return self._row_views[chosen]
+        versions = sorted(present)
+        if len(versions) > MOST_VERSIONS:
+            return None
+        # few numbers of versions, as each is compiled anew
+        count = 1 << (len(versions) - 1).bit_length()
+        chosen = (*versions, *versions[:1] * (count - len(versions)))
+        if chosen not in self._factors:
+            ones = [self._one(present[key]) for key in chosen]
+            self._factors[chosen] = group_factors(ones, self._model.groups, self._model.dtype)
+            _shrink(self._factors, MOST_SETS)
+        self._factors.move_to_end(chosen)
+        factors = self._factors[chosen]
+        if factors is None:
+            return None
+        index_B = [NO_ADAPTER if key is None else versions.index(key) for key in keys_B]
+        return RowAdapters(factors=factors, index_B=mx.array(index_B, mx.int32))
 
     def clear(self) -> None:
         """Forget what is kept; views that are in use go on."""
         self._ones.clear()
         self._few.clear()
         self._stacks.clear()
-        self._row_views.clear()
+        self._factors.clear()
+        self._last = ((), None)
 
     def _one(self, adapter: Adapter) -> OneAdapter:
         key = (adapter.name, adapter.version)

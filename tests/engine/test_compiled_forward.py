@@ -27,7 +27,8 @@ def joined_rows(shard: BatchedShard, model: SharedModel, ask: Callable[..., Gene
     for row in range(len(shard.rows), count):
         request, cache = ask(f"r{row}", [5 + row, 7, 9 + 2 * row][: 1 + row % 3], 40), model.make_cache()
         mx.eval(model.hidden(mx.array([request.prompt_tokens]), cache, None))
-        shard.join(Sequence(request=request, index=0, seed=0, adapter=None, streams=False, tokens=[3 + row]), cache)
+        joining = Sequence(request=request, index=0, seed=0, adapter=None, streams=False, tokens=[3 + row])
+        shard.join([joining], cache, [0])
 
 
 def steps(shard: BatchedShard, views: AdapterViews, adapter: Adapter | None, num_rows: int, count: int) -> mx.array:
