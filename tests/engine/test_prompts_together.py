@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+import mlx.core as mx
 import pytest
 
 from parallm.engine.engine import Engine
+from parallm.engine.sequence import Prompt
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.shared_model import SharedModel
@@ -27,13 +29,17 @@ def run(
     engine.prefill.positions_together = together
     counts: list[list[int]] = []
     compute = engine.prefill.compute_together
-    engine.prefill.compute_together = lambda prompts: (
-        counts.append([len(one.tokens) for one in prompts]) or compute(prompts)
-    )
-    for request in requests:
-        engine.add(request, False)
-    while step(engine):
-        pass
+
+    def count(prompts: Sequence[Prompt]) -> list[mx.array]:
+        counts.append([len(one.tokens) for one in prompts])
+        return compute(prompts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.prefill, "compute_together", count)
+        for request in requests:
+            engine.add(request, False)
+        while step(engine):
+            pass
     return by_request(requests, events), counts, engine
 
 
