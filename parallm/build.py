@@ -23,7 +23,7 @@ from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
 from parallm.rollout.problem_stream import make_stream
-from parallm.server.listen import HttpServer
+from parallm.server.operation.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.live_trainer import LiveTrainer

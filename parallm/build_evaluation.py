@@ -25,7 +25,7 @@ from parallm.reports import TrainingStatus
 from parallm.rollout.estimates import mean_difference
 from parallm.rollout.evaluation import Evaluator, Outcomes
 from parallm.rollout.judge import Judge
-from parallm.server.listen import HttpServer
+from parallm.server.operation.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.reward_training import open_reward_model
 from parallm.types import BASE, Problem

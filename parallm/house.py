@@ -25,12 +25,12 @@ from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.keys import read_keys
-from parallm.server.listen import HttpServer
-from parallm.server.request_log import writing_request_log
+from parallm.server.operation.keys import read_keys
+from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.request_log import writing_request_log
+from parallm.server.operation.sockets import bind
+from parallm.server.operation.traces import exporting_traces
 from parallm.server.service import Training, Trajectories
-from parallm.server.sockets import bind
-from parallm.server.traces import exporting_traces
 from parallm.types import POLICY
 
 Result = TypeVar("Result")

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypedDict
 from pydantic import BaseModel
 
 from parallm.server.answer_schemas import Usage, WeightVersions
-from parallm.server.recording import Recorder
+from parallm.server.control.recording import Recorder
 from parallm.server.service import Tokenizer, TokenTexts
 from parallm.types import Completion, GenerationRequest, TokenEvent
 

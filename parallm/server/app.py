@@ -15,35 +15,35 @@ from starlette.responses import Response
 
 from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
-from parallm.server.doors import Doors
+from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
+from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
+from parallm.server.control.routes_engine import engine_routes, queue_routes
+from parallm.server.control.routes_splits import reward_routes, split_routes, statistics_routes
+from parallm.server.control.routes_training import training_routes
+from parallm.server.control.routes_trajectories import trajectory_routes
+from parallm.server.control.splits import Splits
+from parallm.server.control.steered_engine import SteeredEngine
+from parallm.server.control.version_statistics import Statistics
+from parallm.server.dialects.routes_data import data_routes
+from parallm.server.dialects.routes_identity import absent_routes, identity_routes
 from parallm.server.failures import Failure, failure, failure_of
-from parallm.server.front import Front
-from parallm.server.gate import gate
-from parallm.server.gauges import Gauges
 from parallm.server.generation import json_response
-from parallm.server.keys import StoredKey
-from parallm.server.metered_engine import MeteredEngine
-from parallm.server.meters import Meters
-from parallm.server.openapi import openapi_document
-from parallm.server.roles import check_roles
-from parallm.server.routes_adapter_aliases import adapter_alias_routes
-from parallm.server.routes_adapters import adapter_list_routes, adapter_routes
-from parallm.server.routes_data import data_routes
-from parallm.server.routes_engine import engine_routes, queue_routes
-from parallm.server.routes_generation import generation_routes
-from parallm.server.routes_identity import absent_routes, identity_routes
-from parallm.server.routes_operation import operation_routes
-from parallm.server.routes_responses import response_routes
-from parallm.server.routes_splits import reward_routes, split_routes, statistics_routes
+from parallm.server.openai.routes_generation import generation_routes
+from parallm.server.openai.routes_responses import response_routes
+from parallm.server.operation.doors import Doors
+from parallm.server.operation.front import Front
+from parallm.server.operation.gate import gate
+from parallm.server.operation.gauges import Gauges
+from parallm.server.operation.keys import StoredKey
+from parallm.server.operation.metered_engine import MeteredEngine
+from parallm.server.operation.meters import Meters
+from parallm.server.operation.roles import check_roles
+from parallm.server.operation.routes_operation import operation_routes
+from parallm.server.operation.traces import Traces
+from parallm.server.reference.openapi import openapi_document
 from parallm.server.routes_status import status_routes
-from parallm.server.routes_training import training_routes
-from parallm.server.routes_trajectories import trajectory_routes
 from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training, Trajectories
 from parallm.server.settings import ServerSettings
-from parallm.server.splits import Splits
-from parallm.server.steered_engine import SteeredEngine
-from parallm.server.traces import Traces
-from parallm.server.version_statistics import Statistics
 from parallm.types import POLICY, AdapterCard
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from parallm.server.failures import BodyTooLarge, DeadlineExceeded, Draining
-from parallm.server.request_context import RequestContext, current_request
+from parallm.server.operation.request_context import RequestContext, current_request
 
 Result = TypeVar("Result")
 

@@ -13,9 +13,9 @@ from workbench import Workbench, open_workbench
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.listen import HttpServer
+from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
-from parallm.server.sockets import bind
 from parallm.types import BASE, SamplingParams
 
 READER = Path(__file__).parent.parent / "stream_reader.py"

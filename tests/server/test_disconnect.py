@@ -21,9 +21,9 @@ from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.listen import HttpServer
+from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
-from parallm.server.sockets import bind
 from parallm.types import TrafficClass
 
 SECONDS_OF_A_STEP = 0.03

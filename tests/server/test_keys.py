@@ -10,10 +10,10 @@ import pytest
 from parallm.errors import ConfigError
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.keys import read_keys
-from parallm.server.roles import ROLES
+from parallm.server.operation.keys import read_keys
+from parallm.server.operation.roles import ROLES
+from parallm.server.operation.sockets import ListenError, bind
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
-from parallm.server.sockets import ListenError, bind
 
 KEYS = {role: f"{role}-0123456789abcdef" for role in ("inference", "training", "admin")}
 BODY = {"model": "policy", "prompt": "hello", "max_tokens": 2}

@@ -9,9 +9,9 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.errors import ParallmError
-from parallm.server.listen import HttpServer
+from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
-from parallm.server.sockets import bind
 
 FREE_PORT = ServerSettings(port=0)
 

@@ -1,4 +1,4 @@
-from parallm.server.logprobs import chat_logprobs, completion_logprobs
+from parallm.server.openai.logprobs import chat_logprobs, completion_logprobs
 from parallm.types import TokenEvent, TopLogprob
 
 

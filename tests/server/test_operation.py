@@ -11,11 +11,11 @@ from fastapi.testclient import TestClient
 from starlette.types import Message
 
 from parallm.reports import TrainingStatus
-from parallm.server import routes_operation
 from parallm.server.app import create_app
-from parallm.server.listen import HttpServer
+from parallm.server.operation import routes_operation
+from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
-from parallm.server.sockets import bind
 from parallm.server.sse import EventStream
 
 FREE_PORT = ServerSettings(port=0)

@@ -1,7 +1,7 @@
 import asyncio
 import time
 
-from parallm.server.pace import MANY_STREAMS, Pace
+from parallm.server.operation.pace import MANY_STREAMS, Pace
 
 
 async def rests(num_streams: int, coalesce_ms: float) -> list[float]:

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from parallm.errors import ConfigError
-from parallm.server.request_log import request_log, writing_request_log
+from parallm.server.operation.request_log import request_log, writing_request_log
 
 BODY = {"model": "policy", "prompt": "hello", "max_tokens": 3}
 Call = Callable[..., httpx.Response]

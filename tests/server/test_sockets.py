@@ -10,9 +10,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from parallm.server.listen import HttpServer
+from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.sockets import ListenError, bind
 from parallm.server.settings import ServerSettings
-from parallm.server.sockets import ListenError, bind
 
 
 async def health(app: FastAPI, settings: ServerSettings, **client_options: object) -> int:

@@ -7,7 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parallm.errors import UnknownModel
-from parallm.server.splits import Splits
+from parallm.server.control.splits import Splits
 from parallm.types import AdapterCard, GenerationRequest, SamplingParams
 
 Call = Callable[..., httpx.Response]

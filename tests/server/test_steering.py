@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.errors import EngineFull, InvalidRequest
-from parallm.server.steered_engine import SteeredEngine, is_called
+from parallm.server.control.steered_engine import SteeredEngine, is_called
 from parallm.types import GenerationRequest, SamplingParams
 
 Call = Callable[..., httpx.Response]
@@ -60,7 +60,7 @@ def test_a_request_that_waits_can_be_cancelled_and_its_id_used_again(engine: Any
 
 
 def test_a_pause_holds_a_bounded_number_of_requests(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallm.server.steered_engine.MAX_HELD", 1)
+    monkeypatch.setattr("parallm.server.control.steered_engine.MAX_HELD", 1)
 
     async def main() -> None:
         steered = SteeredEngine(engine)

@@ -7,8 +7,8 @@ from fastapi.testclient import TestClient
 from parallm.errors import ConfigError
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.operation.traces import Traces, exporting_traces
 from parallm.server.settings import ServerSettings
-from parallm.server.traces import Traces, exporting_traces
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")

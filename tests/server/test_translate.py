@@ -4,10 +4,10 @@ import pytest
 
 from parallm.errors import ContextTooLong, InvalidRequest
 from parallm.server.catalog import resolved, resolved_to
-from parallm.server.chat_schemas import ChatBody
+from parallm.server.openai.chat_schemas import ChatBody
+from parallm.server.openai.translate import chat_request, completion_requests
 from parallm.server.schemas import CompletionBody
 from parallm.server.settings import ServerSettings
-from parallm.server.translate import chat_request, completion_requests
 from parallm.types import AdapterCard, SamplingParams
 
 SETTINGS = ServerSettings(default_max_tokens=50)

@@ -14,7 +14,7 @@ from parallm.server.answer_schemas import WeightVersions
 from parallm.server.answers import Head, version_of, weight_versions
 from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.dialects.vllm_fields import refusal, sampling_fields
-from parallm.server.logprobs import finite
+from parallm.server.openai.logprobs import finite
 from parallm.server.parse import checked
 from parallm.server.schemas import CompletionBody, Wire, is_tokens
 from parallm.types import Completion, PromptLogprob

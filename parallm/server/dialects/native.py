@@ -8,7 +8,7 @@ from parallm.server.answer_schemas import ErrorAnswer, Usage, WeightVersions
 from parallm.server.answers import Head, num_tokens, version_of, weight_versions
 from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.failures import Failure
-from parallm.server.logprobs import finite
+from parallm.server.openai.logprobs import finite
 from parallm.server.schemas import CompletionBody, Wire
 from parallm.types import Completion
 

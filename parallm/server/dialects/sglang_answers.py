@@ -9,7 +9,7 @@ from pydantic import RootModel
 
 from parallm.server.answer_schemas import WeightVersions
 from parallm.server.answers import Head, version_of, weight_versions
-from parallm.server.logprobs import finite
+from parallm.server.openai.logprobs import finite
 from parallm.server.schemas import CompletionBody, Wire
 from parallm.types import Completion, GenerationRequest, TokenEvent, TopLogprob
 

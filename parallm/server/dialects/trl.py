@@ -11,7 +11,7 @@ from parallm.server.answers import Head, weight_versions
 from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.dialects.vllm_fields import sampling_fields
 from parallm.server.failures import Failure
-from parallm.server.logprobs import finite
+from parallm.server.openai.logprobs import finite
 from parallm.server.parse import checked
 from parallm.server.schemas import Wire, read_prompts
 from parallm.types import Completion

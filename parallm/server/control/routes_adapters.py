@@ -1,0 +1,111 @@
+"""Adapters that come and go while the process runs, and which of their versions is served."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallm.errors import InvalidRequest, Unavailable
+from parallm.model_names import is_number
+from parallm.server.connection import read_body
+from parallm.server.control.adapter_bodies import (
+    AdapterList,
+    AliasBody,
+    Done,
+    LoadBody,
+    NameMeans,
+    PromoteBody,
+    RollBackBody,
+    entry,
+)
+from parallm.server.control.routes_engine import body_of
+from parallm.server.generation import json_response
+from parallm.server.service import Adapters, Service
+
+
+def adapter_list_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/adapters")
+    async def adapters() -> Response:
+        """Every version in memory."""
+        return json_response(AdapterList(data=[entry(card) for card in service.catalog()]))
+
+    return router
+
+
+def adapter_routes(service: Service, given: Adapters | None) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/adapters/load")
+    async def load(http: Request) -> Response:
+        """Load a folder as the next version of a name, and serve it."""
+        body = await body_of(service, http, LoadBody)
+        return json_response(entry(await store(given).load(body.name, body.path)))
+
+    @router.put("/v1/adapters/{name}")
+    async def upload(name: str, http: Request) -> Response:
+        """Take a zip archive of adapter_config.json and the weights as the next version of a name, and serve it."""
+        return json_response(entry(await store(given).upload(name, await adapter_body(service, http))))
+
+    @router.delete("/v1/adapters/{model}")
+    async def unload(model: str) -> Response:
+        """Forget `name`, or one version `name@3`. Requests that run on it finish first."""
+        unload_model(store(given), model)
+        return json_response(Done(status="ok"))
+
+    @router.post("/v1/adapters/promote")
+    async def promote(http: Request) -> Response:
+        """Let the bare name mean this version, be it older or newer."""
+        body = await body_of(service, http, PromoteBody)
+        store(given).promote(body.name, body.version)
+        return json_response(NameMeans(name=body.name, version=body.version))
+
+    @router.post("/v1/adapters/rollback")
+    async def roll_back(http: Request) -> Response:
+        """Let the bare name mean the version below the one it means; of a policy at last the base."""
+        body = await body_of(service, http, RollBackBody)
+        return json_response(NameMeans(name=body.name, version=store(given).roll_back(body.name)))
+
+    @router.post("/v1/adapters/aliases")
+    async def set_alias(http: Request) -> Response:
+        """Let `name@alias` (of the policy also `alias`) mean a version until it is set again."""
+        body = await body_of(service, http, AliasBody)
+        store(given).set_alias(body.alias, body.name, body.version)
+        return json_response(Done(status="ok"))
+
+    @router.delete("/v1/adapters/{name}/aliases/{alias}")
+    async def remove_alias(name: str, alias: str) -> Response:
+        """Forget an alias; its version stays."""
+        store(given).remove_alias(alias, name)
+        return json_response(Done(status="ok"))
+
+    @router.post("/update_adapter_weights")
+    async def update(http: Request) -> Response:
+        """The served version of `?name=` with the tensors of this safetensors body, as its next version."""
+        return json_response(entry(await store(given).update(name_of(http), await adapter_body(service, http))))
+
+    return router
+
+
+def store(given: Adapters | None) -> Adapters:
+    if given is None:
+        raise Unavailable("adapters cannot be changed in this process")
+    return given
+
+
+def unload_model(adapters: Adapters, model: str) -> None:
+    name, at, version = model.partition("@")
+    if at and not is_number(version):
+        raise InvalidRequest(f"{model[:100]!r} is neither a name nor one version of it, such as poet@3", "name")
+    adapters.unload(name, int(version) if at else None)
+
+
+def name_of(http: Request) -> str:
+    name = http.query_params.get("name", "")
+    if not name:
+        raise InvalidRequest("the name of the adapter is missing; add ?name=NAME to the path", "name")
+    return name
+
+
+async def adapter_body(service: Service, http: Request) -> bytes:
+    return await read_body(http, service.settings.max_adapter_bytes, "max_adapter_bytes")

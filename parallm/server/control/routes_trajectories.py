@@ -1,0 +1,51 @@
+"""Rewards for completions that a policy learns from, and what became of them."""
+
+import dataclasses
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallm.errors import Unavailable, UnknownTrajectory
+from parallm.server.control.routes_engine import body_of
+from parallm.server.control.trajectory_bodies import (
+    TrajectoryList,
+    TrajectoryRewardAnswer,
+    TrajectoryRewardBody,
+    TrajectoryStatistics,
+)
+from parallm.server.generation import json_response
+from parallm.server.service import Service
+
+
+def trajectory_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/trajectories/{trajectory_id}/reward")
+    async def reward(trajectory_id: str, http: Request) -> Response:
+        """Set the reward of a choice by its `trajectory_id`; the last one before it is trained on counts."""
+        body = await body_of(service, http, TrajectoryRewardBody)
+        return json_response(TrajectoryRewardAnswer(id=trajectory_id, reward=_rewarded(service, trajectory_id, body)))
+
+    @router.get("/v1/trajectories")
+    async def statistics() -> Response:
+        """How many trajectories wait, and what became of the others, by policy."""
+        reports = {name: one.report() for name, one in service.trajectories.items()}
+        data = {name: TrajectoryStatistics(**dataclasses.asdict(report)) for name, report in reports.items()}
+        return json_response(TrajectoryList(data=data))
+
+    return router
+
+
+def _rewarded(service: Service, trajectory_id: str, body: TrajectoryRewardBody) -> float:
+    """Ids do not tell the policy, so ask each. Raises UnknownTrajectory, Unavailable, InvalidRequest."""
+    if not service.trajectories:
+        raise Unavailable("nothing here learns from what clients ask for; train with rollout=live")
+    unknown: UnknownTrajectory | None = None
+    for trajectories in service.trajectories.values():
+        try:
+            return trajectories.reward(trajectory_id, body.reward)
+        except UnknownTrajectory as error:
+            unknown = error
+    assert unknown is not None
+    raise unknown

@@ -1,0 +1,89 @@
+"""What each version has answered, by the name that clients asked for. On the asyncio thread."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from parallm.errors import InvalidRequest
+from parallm.server.answers import version_of
+from parallm.server.catalog import resolved_to
+from parallm.server.control.steered_engine import answer_id
+from parallm.types import AdapterCard, Completion, GenerationRequest
+
+MAX_NAMES = 256
+MAX_VERSIONS = 64
+"""Of each name; the newest ones are kept."""
+MAX_ANSWERS = 16_384
+"""Answers that a reward may still come for."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(slots=True)
+class VersionStatistics:
+    """Changed by `Statistics` only."""
+
+    num_requests: int = 0
+    num_completions: int = 0
+    num_tokens: int = 0
+    num_rewards: int = 0
+    reward_sum: float = 0.0
+
+    @property
+    def reward_mean(self) -> float | None:
+        return self.reward_sum / self.num_rewards if self.num_rewards else None
+
+
+class Statistics:
+    """Counts since the start of the process, bounded in names and versions."""
+
+    def __init__(self, catalog: Callable[[], tuple[AdapterCard, ...]]) -> None:
+        self._catalog = catalog
+        self._names: OrderedDict[str, OrderedDict[str, VersionStatistics]] = OrderedDict()
+        self._answers: OrderedDict[str, VersionStatistics] = OrderedDict()
+
+    def count(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
+        """One request that has ended."""
+        name = request.split or request.model
+        version = resolved_to(request.model, version_of(completions[0]), self._catalog())
+        one = self._of(name, version)
+        one.num_requests += 1
+        one.num_completions += len(completions)
+        one.num_tokens += sum(len(completion.tokens) for completion in completions)
+        _keep(self._answers, answer_id(request.request_id), one, MAX_ANSWERS)
+
+    def reward(self, answer: str, reward: float) -> None:
+        """Add a reward to the version that gave this answer. Raises InvalidRequest for an id that is not known."""
+        found = next((self._answers[name] for name in _names_of(answer) if name in self._answers), None)
+        if found is None:
+            raise InvalidRequest(
+                f"no answer {answer[:100]!r} among the last {MAX_ANSWERS}; send the `id` of an answer that has ended",
+                "id",
+            )
+        found.num_rewards += 1
+        found.reward_sum += reward
+
+    def of(self, name: str) -> dict[str, VersionStatistics]:
+        """By version."""
+        return dict(self._names.get(name, {}))
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names)
+
+    def _of(self, name: str, version: str) -> VersionStatistics:
+        versions = _keep(self._names, name, self._names.get(name, OrderedDict()), MAX_NAMES)
+        return _keep(versions, version, versions.get(version, VersionStatistics()), MAX_VERSIONS)
+
+
+def _names_of(answer: str) -> tuple[str, ...]:
+    """An answer by its id, or by the `request_id` of its request."""
+    return answer, f"cmpl-{answer}", f"chatcmpl-{answer}"
+
+
+def _keep(kept: OrderedDict[str, Value], key: str, value: Value, most: int) -> Value:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > most:
+        kept.popitem(last=False)
+    return value

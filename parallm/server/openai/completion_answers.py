@@ -1,0 +1,95 @@
+"""Answers of `POST /v1/completions`."""
+
+from collections.abc import Sequence
+
+from parallm.server.answer_schemas import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
+from parallm.server.answers import UNFINISHED, Head, num_tokens, provenance
+from parallm.server.openai.logprobs import completion_logprobs
+from parallm.server.openai.prompt_answers import echoed_logprobs, prompt_logprobs, prompt_text
+from parallm.server.schemas import CompletionBody
+from parallm.types import Completion, TokenEvent
+
+
+class CompletionAnswers:
+    """Remembers of each streamed choice how many characters its tokens had, for `text_offset`."""
+
+    def __init__(self, head: Head, body: CompletionBody) -> None:
+        self.head = head
+        self._body = body
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> CompletionAnswer:
+        choices = [
+            self._whole_choice(prompt, completion)
+            for prompt, group in enumerate(completions)
+            for completion in sorted(group, key=lambda completion: completion.index)
+        ]
+        return self._answer(model, choices, self.head.usage(num_tokens(completions)))
+
+    def opening(self, model: str) -> list[CompletionAnswer]:
+        if not self._body.echo:
+            return []
+        choices = [
+            CompletionChoice(index=prompt * self._body.n + index, text=text, logprobs=None, **UNFINISHED)
+            for prompt, text in enumerate(self._prompt_texts())
+            for index in range(self._body.n)
+        ]
+        return [self._answer(model, [choice]) for choice in choices]
+
+    def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> CompletionAnswer | None:
+        if not (event.text or (event.tokens and (self.head.logprobs or self.head.token_ids))):
+            return None
+        index = self.head.choice_index(prompt, event.index)
+        offset = self._offsets.get(index)
+        logprobs = completion_logprobs(event, self.head.token_texts, offset or 0) if self.head.logprobs else None
+        num_characters = sum(map(len, logprobs.tokens)) if logprobs else 0
+        self._offsets[index] = (offset or 0) + num_characters
+        choice = CompletionChoice(index=index, text=event.text, logprobs=logprobs, **UNFINISHED)
+        return self._answer(model, [self._with_ids(choice, event.tokens, None if offset is not None else prompt)])
+
+    def final_chunk(self, model: str, prompt: int, completion: Completion) -> CompletionAnswer:
+        index = self.head.choice_index(prompt, completion.index)
+        choice = CompletionChoice(index=index, text="", logprobs=None, **provenance(completion))
+        return self._answer(model, [choice])
+
+    def usage_chunk(self, model: str, num_completion_tokens: int) -> CompletionAnswer:
+        return self._answer(model, [], self.head.usage(num_completion_tokens))
+
+    def _whole_choice(self, prompt: int, completion: Completion) -> CompletionChoice:
+        choice = CompletionChoice(
+            index=self.head.choice_index(prompt, completion.index),
+            text=self._prompt_texts()[prompt] + completion.text if self._body.echo else completion.text,
+            logprobs=self._logprobs(prompt, completion),
+            **provenance(completion),
+        )
+        most, told = self._body.prompt_logprobs, completion.prompt_logprobs
+        if most is not None and told is not None:
+            update = {"prompt_logprobs": prompt_logprobs(told, most, self.head.token_texts)}
+            choice = choice.model_copy(update=update)
+        return self._with_ids(choice, completion.tokens, prompt)
+
+    def _logprobs(self, prompt: int, completion: Completion) -> CompletionLogprobs | None:
+        if self._body.logprobs is None:
+            return None
+        if not self._body.echo:
+            return completion_logprobs(completion, self.head.token_texts, 0)
+        first = self.head.requests[prompt].prompt_tokens[0]
+        return echoed_logprobs(completion, first, self._body.logprobs, self.head.token_texts)
+
+    def _prompt_texts(self) -> list[str]:
+        return [prompt_text(prompt, self.head.tokenizer) for prompt in self._body.prompt]
+
+    def _with_ids(self, choice: CompletionChoice, tokens: Sequence[int], prompt: int | None) -> CompletionChoice:
+        if not self.head.token_ids:
+            return choice
+        update = {"token_ids": list(tokens)}
+        if prompt is not None:
+            update["prompt_token_ids"] = list(self.head.requests[prompt].prompt_tokens)
+        return choice.model_copy(update=update)
+
+    def _answer(self, model: str, choices: list[CompletionChoice], usage: Usage | None = None) -> CompletionAnswer:
+        answer = CompletionAnswer(
+            id=self.head.answer_id, object="text_completion", created=self.head.created, model=model, choices=choices
+        )
+        # clients that asked for usage get the field, null, in every other chunk
+        return answer.model_copy(update={"usage": usage}) if usage or self.head.usage_chunk else answer

@@ -1,0 +1,106 @@
+"""What a client asks texts to look like: from the fields of a body to a compiled grammar."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parallm.conversation import GrammarForm, GrammarSource
+from parallm.errors import InvalidRequest
+from parallm.server.openai.chat_prompt import shown_tools
+from parallm.server.openai.chat_schemas import ChatBody, JsonFormat, NamedTool, SchemaFormat
+from parallm.server.openai.forced_calls import forced_grammar, strict_grammar
+from parallm.server.schemas import GenerationBody, StructuredOutputs
+from parallm.server.service import Service
+from parallm.types import GenerationRequest
+
+ANY_OBJECT = '{"type": "object"}'
+
+
+def body_grammar(body: GenerationBody) -> GrammarSource | None:
+    """Of vLLM's fields, which both endpoints have. Raises InvalidRequest where there are several."""
+    asked = body.structured_outputs or StructuredOutputs()
+    name = "structured_outputs"
+    fields: list[tuple[str, GrammarForm, object]] = [
+        ("guided_json", "json", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", body.guided_choice),
+        (name, "json", asked.json_schema),
+        (name, "json", ANY_OBJECT if asked.json_object else None),
+        (name, "regex", asked.regex),
+        (name, "choice", asked.choice),
+    ]
+    return _only([_source(form, value, name) for name, form, value in fields if value is not None])
+
+
+def chat_grammar(body: ChatBody) -> GrammarSource | None:
+    """Raises InvalidRequest where several fields each ask for a form of their own."""
+    vllm = body_grammar(body)
+    found = [] if vllm is None else [vllm]
+    match body.response_format:
+        case JsonFormat():
+            found.append(_source("json", ANY_OBJECT, "response_format"))
+        case SchemaFormat(json_schema=asked):
+            found.append(_source("json", asked.json_schema, "response_format"))
+    if is_forced(body):
+        found.append(forced_grammar(body))
+    elif shown_tools(body):
+        if found:
+            name = found[0].parameter
+            raise InvalidRequest(
+                f"{name} leaves no place for tool calls; send tool_choice 'none' or leave one of them out", name
+            )
+        strict = strict_grammar(body)
+        found += [] if strict is None else [strict]
+    if found and body.continue_final_message:
+        raise InvalidRequest(f"{found[0].parameter} excludes continue_final_message", found[0].parameter)
+    return _only(found)
+
+
+def is_forced(body: ChatBody) -> bool:
+    """Whether the model must call a function."""
+    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+
+
+async def constrained(
+    requests: Sequence[GenerationRequest], source: GrammarSource | None, service: Service, *, reasoning: bool | None
+) -> list[GenerationRequest]:
+    """`requests` with the grammar, compiled beside the event loop. Raises InvalidRequest."""
+    if source is None:
+        return list(requests)
+    settings = service.settings
+    size = len(source.text.encode())
+    if size > settings.max_grammar_bytes:
+        raise InvalidRequest(
+            f"{source.parameter} has {size} bytes, the limit is {settings.max_grammar_bytes}; "
+            "shorten it or raise server.max_grammar_bytes",
+            source.parameter,
+        )
+    work = asyncio.to_thread(service.tokenizer.compile_grammar, source, reasoning=reasoning)
+    try:
+        grammar = await asyncio.wait_for(work, settings.max_grammar_seconds)
+    except TimeoutError as error:
+        raise InvalidRequest(
+            f"{source.parameter} took more than {settings.max_grammar_seconds} s to prepare; "
+            "simplify it or raise server.max_grammar_seconds",
+            source.parameter,
+        ) from error
+    return [replace(request, sampling=replace(request.sampling, grammar=grammar)) for request in requests]
+
+
+def _source(form: GrammarForm, value: object, parameter: str) -> GrammarSource:
+    """Strings are taken as they are: a regular expression, or a schema as JSON."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    if form == "json" and isinstance(value, str):
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"{parameter} is no JSON: {error}", parameter) from error
+    return GrammarSource(form=form, text=text, parameter=parameter)
+
+
+def _only(found: Sequence[GrammarSource]) -> GrammarSource | None:
+    if len(found) > 1:
+        names = [source.parameter for source in found]
+        raise InvalidRequest(f"only one of these can say what the text looks like: {names}", names[1])
+    return found[0] if found else None

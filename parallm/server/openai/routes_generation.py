@@ -1,0 +1,93 @@
+"""`POST /v1/completions` and `POST /v1/chat/completions`."""
+
+import time
+import uuid
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallm.server.answers import Answers, Head
+from parallm.server.connection import read_body
+from parallm.server.control.recording import recorder_of
+from parallm.server.generation import respond_stream, respond_whole
+from parallm.server.openai.chat_answers import ChatAnswers
+from parallm.server.openai.chat_schemas import ChatBody
+from parallm.server.openai.completion_answers import CompletionAnswers
+from parallm.server.openai.grammars import body_grammar, chat_grammar, constrained
+from parallm.server.openai.token_numbers import TokenNumbers
+from parallm.server.openai.translate import chat_request, completion_requests
+from parallm.server.parse import parse_body
+from parallm.server.schemas import CompletionBody, GenerationBody
+from parallm.server.service import Service
+from parallm.types import GenerationRequest
+
+
+def generation_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        """Complete one or more prompts, given as text or as token ids."""
+        body = parse_body(await read_body(http, service.settings.max_body_bytes), CompletionBody)
+        answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+        requests = completion_requests(
+            body,
+            answer_id,
+            tokenizer=service.tokenizer,
+            settings=service.settings,
+            max_context=service.engine.max_context,
+        )
+        requests = await constrained(requests, body_grammar(body), service, reasoning=None)
+        head = head_of(service, answer_id, body, requests, logprobs=body.logprobs is not None)
+        return await _respond(service, http, body, CompletionAnswers(head, body))
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        """Answer the last message of a chat, in the format of the model's chat template."""
+        body = parse_body(await read_body(http, service.settings.max_body_bytes), ChatBody)
+        answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+        request, reading = chat_request(
+            body,
+            answer_id,
+            tokenizer=service.tokenizer,
+            settings=service.settings,
+            max_context=service.engine.max_context,
+        )
+        requests = await constrained([request], chat_grammar(body), service, reasoning=reading.begins_in_reasoning)
+        head = head_of(service, answer_id, body, requests, logprobs=body.logprobs)
+        return await _respond(service, http, body, ChatAnswers(head, reading))
+
+    return router
+
+
+def head_of(
+    service: Service, answer_id: str, body: GenerationBody, requests: list[GenerationRequest], *, logprobs: bool
+) -> Head:
+    routed = service.routed(requests)
+    return Head(
+        answer_id=answer_id,
+        created=int(time.time()),
+        requests=routed,
+        recorder=recorder_of(body, service, routed),
+        tokenizer=service.tokenizer,
+        token_texts=TokenNumbers() if body.return_tokens_as_token_ids else service.tokenizer,
+        logprobs=logprobs,
+        token_ids=body.return_token_ids,
+        usage_chunk=body.stream_options is not None and body.stream_options.include_usage,
+        echo=echo_of(body, logprobs=logprobs),
+    )
+
+
+def echo_of(body: GenerationBody, *, logprobs: bool) -> dict[str, object]:
+    """What every chunk of the answer carries, as far as the request asks for it."""
+    wanted = {
+        "request_id": body.request_id,
+        "step_id": body.step_id,
+        "logprobs_mode": "temperature" if logprobs else None,
+    }
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
+async def _respond(service: Service, http: Request, body: GenerationBody, answers: Answers) -> Response:
+    return await (respond_stream if body.stream else respond_whole)(service, http, answers)

@@ -1,0 +1,154 @@
+"""Wire requests to domain requests: pure functions. What only the engine can know, it checks itself."""
+
+from collections.abc import Sequence
+
+from parallm.errors import ContextTooLong, InvalidRequest
+from parallm.server.openai.chat_prompt import chat_prompt, shown_tools
+from parallm.server.openai.chat_schemas import ChatBody, NamedTool
+from parallm.server.openai.message_reader import Reading
+from parallm.server.schemas import CompletionBody, GenerationBody
+from parallm.server.service import Tokenizer
+from parallm.server.settings import ServerSettings
+from parallm.types import GenerationRequest, SamplingParams
+
+
+def completion_requests(
+    body: CompletionBody, request_id: str, *, tokenizer: Tokenizer, settings: ServerSettings, max_context: int
+) -> list[GenerationRequest]:
+    """One request for each prompt. Raises InvalidRequest."""
+    _check_limits(body, len(body.prompt), settings)
+    prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt]
+    top_logprobs = _checked_top_logprobs("logprobs", body.logprobs or 0, settings)
+    _check_whole(body)
+    shown = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
+    return [
+        GenerationRequest(
+            request_id=f"{request_id}#{index}",
+            prompt_tokens=prompt,
+            sampling=_sampling(
+                body,
+                _room(prompt, settings, max_context, "prompt") if body.max_tokens is None else body.max_tokens,
+                top_logprobs,
+                max(shown, default=None),
+            ),
+            n=body.n,
+            model=body.model,
+            priority=body.priority,
+            user=body.user,
+            cache_salt=body.cache_salt or "",
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def chat_request(
+    body: ChatBody, request_id: str, *, tokenizer: Tokenizer, settings: ServerSettings, max_context: int
+) -> tuple[GenerationRequest, Reading]:
+    """Raises InvalidRequest, also where the chat template refuses the messages."""
+    _check_limits(body, 1, settings)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    top_logprobs = _checked_top_logprobs("top_logprobs", body.top_logprobs or 0, settings)
+    prompt = chat_prompt(body, tokenizer)
+    max_tokens = _chat_max_tokens(body) or _room(prompt.tokens, settings, max_context, "messages")
+    request = GenerationRequest(
+        request_id=request_id,
+        prompt_tokens=prompt.tokens,
+        sampling=_sampling(body, max_tokens, top_logprobs, body.prompt_logprobs),
+        n=body.n,
+        model=body.model,
+        priority=body.priority,
+        user=body.user,
+        cache_salt=body.cache_salt or "",
+    )
+    return request, _reading(body, tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
+
+
+def _reading(body: ChatBody, tokenizer: Tokenizer, *, begins_in_reasoning: bool) -> Reading:
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        return Reading(begins_in_reasoning=begins_in_reasoning, answer="arguments", called=name)
+    if body.tool_choice == "required":
+        return Reading(begins_in_reasoning=begins_in_reasoning, answer="calls")
+    tools = shown_tools(body)
+    if tools and tokenizer.output.tool_marks is None:
+        raise InvalidRequest("how this model writes tool calls is unknown; leave tools out", "tools")
+    return Reading(
+        begins_in_reasoning=begins_in_reasoning, tools=tools, max_calls=None if body.parallel_tool_calls else 1
+    )
+
+
+def _chat_max_tokens(body: ChatBody) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest(f"max_tokens is {old} and max_completion_tokens is {new}; send one of them", "max_tokens")
+    return new if new is not None else old
+
+
+def _room(prompt: Sequence[int], settings: ServerSettings, max_context: int, name: str) -> int:
+    """Tokens for a request that names none: the default, or fewer where the context ends before."""
+    if len(prompt) >= max_context:
+        raise ContextTooLong(
+            f"{name} has {len(prompt)} tokens, the limit is {max_context - 1}; shorten it or raise engine.max_context",
+            name,
+        )
+    return min(settings.default_max_tokens, max_context - len(prompt))
+
+
+def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int, prompt_logprobs: int | None) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(0, body.top_k),
+        min_p=body.min_p,
+        seed=body.seed,
+        stop=tuple(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        top_logprobs=top_logprobs,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=tuple(body.logit_bias),
+        min_tokens=body.min_tokens,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _checked_top_logprobs(name: str, value: int, settings: ServerSettings) -> int:
+    if value > settings.max_top_logprobs:
+        raise InvalidRequest(f"{name} is {value}, the limit is {settings.max_top_logprobs}", name)
+    return value
+
+
+def _check_whole(body: CompletionBody) -> None:
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise InvalidRequest("max_tokens is 0; send at least 1, or ask for echo or prompt_logprobs", "max_tokens")
+    if body.echo and body.logprobs is not None and body.stream:
+        raise InvalidRequest("echo with logprobs is not streamed; leave one of the three out", "echo")
+
+
+def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettings) -> None:
+    if body.n > settings.max_n:
+        raise InvalidRequest(f"n is {body.n}, the limit is {settings.max_n}; raise server.max_n", "n")
+    if num_prompts * body.n > settings.max_completions:
+        raise InvalidRequest(
+            f"{num_prompts} prompts times n={body.n} are more than {settings.max_completions} completions; "
+            "send several requests or raise server.max_completions",
+            "prompt" if num_prompts > 1 else "n",
+        )
+    num_stop = max(len(body.stop), len(body.stop_token_ids))
+    if num_stop > settings.max_stop:
+        name = "stop" if len(body.stop) == num_stop else "stop_token_ids"
+        raise InvalidRequest(f"{name} has {num_stop} items, the limit is {settings.max_stop}", name)
+    if body.best_of is not None and body.best_of != body.n:
+        raise InvalidRequest(f"best_of is {body.best_of} and n is {body.n}; leave best_of out", "best_of")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
+    _checked_top_logprobs("prompt_logprobs", body.prompt_logprobs or 0, settings)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream: true", "stream_options")
+    if 0 < body.temperature < 0.01:
+        # logits divided by less leave the range of float32
+        raise InvalidRequest(f"temperature is {body.temperature}; send 0 for greedy or at least 0.01", "temperature")

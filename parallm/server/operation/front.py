@@ -1,0 +1,74 @@
+"""Around every request: its id, its line in the log, its count. Below FastAPI, so that a stream is timed to its end."""
+
+import logging
+import re
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from parallm.server.operation.doors import Doors
+from parallm.server.operation.meters import Meters
+from parallm.server.operation.request_context import RequestContext, current_request
+from parallm.server.operation.request_log import request_log
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class Front:
+    """ASGI middleware. A request without a usable `x-request-id` gets one; the response says it."""
+
+    def __init__(self, app: ASGIApp, *, meters: Meters, doors: Doors) -> None:
+        self._app = app
+        self._meters = meters
+        self._doors = doors
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        context = RequestContext(request_id=_request_id(headers), headers=headers)
+        began, status = time.perf_counter(), 499  # unless a response begins, the client has gone
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = context.request_id
+            await send(message)
+
+        token = current_request.set(context)
+        self._doors.enter(context)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._tell(scope, context, status, time.perf_counter() - began)
+            self._doors.leave(context)
+            current_request.reset(token)
+
+    def _tell(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
+        route = context.route
+        self._meters.http_request(route, scope["method"], status, seconds)
+        if request_log.isEnabledFor(logging.INFO):
+            fields = {
+                "request_id": context.request_id,
+                "method": scope["method"],
+                "path": route or scope["path"][:200],
+                "status": status,
+                "seconds": round(seconds, 6),
+                "api_key": context.api_key,
+                "model": context.model,
+                "prompt_tokens": context.num_prompt_tokens,
+                "completion_tokens": context.num_completion_tokens,
+            }
+            request_log.info("request", extra={"fields": fields})
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,0 +1,125 @@
+"""The uvicorn server around an application. The caller starts it, stops it and owns the signals."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Generator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
+
+from parallm.server.operation.doors import Doors
+from parallm.server.operation.sockets import bind
+from parallm.server.settings import ServerSettings
+
+LAST_BYTES_SECONDS = 1
+"""For connections to close after the last answer."""
+KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they and not we close idle connections
+
+
+class HttpServer:
+    """Serves `app` on `bound` from `start` to `stop`, on the running event loop. Installs no signal handlers."""
+
+    def __init__(self, app: FastAPI, bound: socket.socket, settings: ServerSettings) -> None:
+        self._app = app
+        self._doors: Doors = app.state.doors
+        self._settings = settings
+        self._socket = bound
+        self._task: asyncio.Task[None] | None = None
+        self._server = _Server(
+            uvicorn.Config(
+                self._call,
+                interface="asgi3",
+                proxy_headers=False,
+                log_config=None,  # logging is set up by the program
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=LAST_BYTES_SECONDS,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
+                ssl_ca_certs=settings.ssl_ca_certs,
+                ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+            )
+        )
+
+        self.url = _url(bound, settings)
+
+    async def start(self) -> None:
+        """Returns when requests are answered."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        ready = asyncio.create_task(self._server.ready.wait())
+        await asyncio.wait((self._task, ready), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def wait(self) -> None:
+        """Until the server has ended, by `stop` or by an error, which is raised."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    def drain(self) -> None:
+        """From now on new requests for completions get 503; those under way go on until `stop` is through."""
+        self._doors.close()
+
+    async def stop(self) -> None:
+        """Refuse new requests, let answers end for `drain_seconds`, then cut them off. Can be called twice."""
+        self.drain()
+        is_running = self._task is not None and not self._task.done()
+        if is_running and not await self._doors.wait_until_empty(self._settings.drain_seconds):
+            self._doors.cut_off()
+            await self._doors.wait_until_empty(LAST_BYTES_SECONDS)
+        self._server.should_exit = True
+        if self._task is None:
+            self._socket.close()
+        await self.wait()
+        if self._settings.uds:
+            Path(self._settings.uds).unlink(missing_ok=True)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            # what is left after the grace: uvicorn closes the connection, and prints a traceback if we raise
+            if not self._server.should_exit:
+                raise
+
+
+async def serve(app: FastAPI, settings: ServerSettings) -> None:
+    """Bind and serve until cancelled; then stop gracefully."""
+    server = HttpServer(app, bind(settings), settings)
+    await server.start()
+    try:
+        await server.wait()
+    finally:
+        await server.stop()
+
+
+def _url(bound: socket.socket, settings: ServerSettings) -> str:
+    if settings.uds:
+        return f"unix:{settings.uds}"
+    host, port = bound.getsockname()[:2]
+    scheme = "https" if settings.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: Ctrl-C belongs to the trainer."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()

@@ -1,0 +1,105 @@
+"""Spans of OpenTelemetry, named by its conventions for generative models. Needs the extra `parallm[otel]`."""
+
+import importlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from parallm.errors import ConfigError
+from parallm.server.operation.request_context import RequestContext
+from parallm.types import GenerationRequest
+
+PROVIDER = "parallm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """One request to the engine, as it went. Times are of `time.perf_counter`."""
+
+    request: GenerationRequest
+    context: RequestContext | None
+    began: float
+    first_token: float | None
+    ended: float
+    finish_reasons: Sequence[str]
+    num_tokens: int
+    error: str | None
+    """Name of the error's class."""
+
+
+class Traces:
+    """Makes a span of each finished request; the exporter sends them from a thread of its own."""
+
+    def __init__(self, processor: Any) -> None:
+        sdk, resources = _module("opentelemetry.sdk.trace"), _module("opentelemetry.sdk.resources")
+        self._provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": PROVIDER}))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer(PROVIDER)
+        self._propagator = _module("opentelemetry.trace.propagation.tracecontext").TraceContextTextMapPropagator()
+        self._kind = _module("opentelemetry.trace").SpanKind.SERVER
+        self._status = _module("opentelemetry.trace.status")
+
+    def record(self, done: Finished) -> None:
+        operation = "chat" if done.context is not None and "chat" in (done.context.route or "") else "text_completion"
+        began = time.time_ns() - int(1e9 * (time.perf_counter() - done.began))
+        span = self._tracer.start_span(
+            f"{operation} {done.request.model}",
+            context=self._propagator.extract({} if done.context is None else done.context.headers),
+            kind=self._kind,
+            attributes=_attributes(done, operation),
+            start_time=began,
+        )
+        if done.error is not None:
+            span.set_status(self._status.StatusCode.ERROR)
+        span.end(began + int(1e9 * (done.ended - done.began)))
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+
+@contextmanager
+def exporting_traces(endpoint: str | None) -> Iterator[Traces | None]:
+    """Traces that go to an OTLP endpoint over HTTP, or None without one. Raises ConfigError."""
+    if endpoint is None:
+        yield None
+        return
+    exporter = _module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter(endpoint=endpoint)
+    traces = Traces(_module("opentelemetry.sdk.trace.export").BatchSpanProcessor(exporter))
+    try:
+        yield traces
+    finally:
+        traces.close()
+
+
+def _attributes(done: Finished, operation: str) -> Mapping[str, Any]:
+    sampling = done.request.sampling
+    found = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": done.request.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k or None,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.stop_sequences": sampling.stop or None,
+        "gen_ai.request.choice.count": done.request.n,
+        "gen_ai.response.id": done.request.request_id,
+        "gen_ai.response.finish_reasons": tuple(done.finish_reasons) or None,
+        "gen_ai.usage.input_tokens": len(done.request.prompt_tokens),
+        "gen_ai.usage.output_tokens": done.num_tokens,
+        "gen_ai.latency.time_to_first_token": done.first_token and done.first_token - done.began,
+        "parallm.request_id": done.context and done.context.request_id,
+        "error.type": done.error,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)  # by name and not at the top: the extra is optional
+    except ImportError as error:
+        raise ConfigError(f"server.otlp_endpoint needs OpenTelemetry: pip install 'parallm[otel]' ({error})") from error

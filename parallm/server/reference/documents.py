@@ -1,0 +1,135 @@
+"""What the page of each route shows: the types that parse.py reads and that answers are written with, and examples."""
+
+from collections.abc import Mapping
+
+from parallm.server.answer_schemas import ChatAnswer, CompletionAnswer, ModelEntry, ModelList
+from parallm.server.openai.chat_schemas import ChatBody
+from parallm.server.openai.response_answer_schemas import ResponseAnswer
+from parallm.server.openai.response_schemas import ResponseBody
+from parallm.server.reference.document import Document
+from parallm.server.reference.documents_control import CONTROL_DOCUMENTS
+from parallm.server.reference.documents_data import DATA_DOCUMENTS
+from parallm.server.schemas import CompletionBody
+
+MODEL = {
+    "id": "policy",
+    "object": "model",
+    "created": 1790000000,
+    "owned_by": "parallm",
+    "root": "Qwen/Qwen3-8B",
+    "parent": "policy@11",
+    "max_model_len": 8192,
+    "policy_version": 12,
+}
+
+DOCUMENTS: Mapping[str, Document] = {
+    "GET /health": Document(answer={"status": "ok", "num_running": 3, "num_waiting": 0}),
+    "GET /ready": Document(answer={"status": "ready"}),
+    "GET /metrics": Document(
+        media_type="text/plain", answer={"text": 'vllm:num_requests_running{engine="0",model_name="nano"} 3.0'}
+    ),
+    "GET /v1/models": Document(
+        answers=(ModelList,),
+        answer={
+            "object": "list",
+            "data": [MODEL],
+        },
+    ),
+    "GET /v1/models/{name}": Document(answers=(ModelEntry,), answer=MODEL),
+    "POST /v1/completions": Document(
+        bodies=(CompletionBody,),
+        example={"model": "policy", "prompt": "2 + 3 =", "max_tokens": 8, "temperature": 0.7, "logprobs": 1},
+        answers=(CompletionAnswer,),
+        answer={
+            "id": "cmpl-1f",
+            "object": "text_completion",
+            "created": 1790000000,
+            "model": "policy@12",
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "policy_version": 12,
+                    "weight_versions": [{"version": "12", "start": 0, "end": 2}],
+                    "text": " 5",
+                    "logprobs": None,
+                }
+            ],
+            "usage": {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6},
+        },
+    ),
+    "POST /v1/chat/completions": Document(
+        bodies=(ChatBody,),
+        example={"model": "policy", "messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 64},
+        answers=(ChatAnswer,),
+        answer={
+            "id": "chatcmpl-1f",
+            "object": "chat.completion",
+            "created": 1790000000,
+            "model": "policy@12",
+            "choices": [
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "policy_version": 12,
+                    "weight_versions": [{"version": "12", "start": 0, "end": 2}],
+                    "message": {"role": "assistant", "content": "5"},
+                    "logprobs": None,
+                }
+            ],
+            "usage": {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11},
+        },
+    ),
+    "POST /v1/responses": Document(
+        bodies=(ResponseBody,),
+        example={"model": "policy", "input": "2 + 3?", "max_output_tokens": 64},
+        answers=(ResponseAnswer,),
+        events="OpenAI's events of a response, the last one `response.completed`, `response.incomplete` or `error`",
+        answer={
+            "id": "resp_1f",
+            "object": "response",
+            "created_at": 1790000000,
+            "status": "completed",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "max_output_tokens": 64,
+            "metadata": {},
+            "model": "policy@12",
+            "output": [
+                {
+                    "type": "message",
+                    "id": "msg_1f",
+                    "status": "completed",
+                    "role": "assistant",
+                    "content": [{"type": "output_text", "text": "5", "annotations": [], "logprobs": []}],
+                }
+            ],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": 1.0,
+            "truncation": "disabled",
+            "usage": {
+                "input_tokens": 9,
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": 2,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": 11,
+            },
+            "user": None,
+            "policy_version": 12,
+        },
+    ),
+    "GET /v1/training/status": Document(
+        answer={"state": "updating", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
+    ),
+    **CONTROL_DOCUMENTS,
+    **DATA_DOCUMENTS,
+}
+"""One row for each route, as in roles.py."""
