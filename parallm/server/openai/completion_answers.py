@@ -31,7 +31,7 @@ class CompletionAnswers:
             return []
         choices = [
             CompletionChoice(index=prompt * self._body.n + index, text=text, logprobs=None, **UNFINISHED)
-            for prompt, text in enumerate(self._prompt_texts())
+            for prompt, text in enumerate(map(self._prompt_text, range(len(self._body.prompt))))
             for index in range(self._body.n)
         ]
         return [self._answer(model, [choice]) for choice in choices]
@@ -58,7 +58,7 @@ class CompletionAnswers:
     def _whole_choice(self, prompt: int, completion: Completion) -> CompletionChoice:
         choice = CompletionChoice(
             index=self.head.choice_index(prompt, completion.index),
-            text=self._prompt_texts()[prompt] + completion.text if self._body.echo else completion.text,
+            text=self._prompt_text(prompt) + completion.text if self._body.echo else completion.text,
             logprobs=self._logprobs(prompt, completion),
             **provenance(completion),
         )
@@ -76,8 +76,8 @@ class CompletionAnswers:
         first = self.head.requests[prompt].prompt_tokens[0]
         return echoed_logprobs(completion, first, self._body.logprobs, self.head.token_texts)
 
-    def _prompt_texts(self) -> list[str]:
-        return [prompt_text(prompt, self.head.tokenizer) for prompt in self._body.prompt]
+    def _prompt_text(self, prompt: int) -> str:
+        return prompt_text(self._body.prompt[prompt], self.head.tokenizer)
 
     def _with_ids(self, choice: CompletionChoice, tokens: Sequence[int], prompt: int | None) -> CompletionChoice:
         if not self.head.token_ids:

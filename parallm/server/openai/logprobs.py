@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 from parallm.server.answer_schemas import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopTokenLogprob
 from parallm.server.service import TokenTexts
@@ -14,7 +15,7 @@ REPLACEMENT = "\ufffd"  # a token that is part of a character has no text of its
 def completion_logprobs(source: TokenEvent | Completion, tokenizer: TokenTexts, offset: int) -> CompletionLogprobs:
     """`offset` is the number of characters of all token texts before this one."""
     texts = [tokenizer.token_text(token) for token in source.tokens]
-    offsets = [offset + sum(map(len, texts[:position])) for position in range(len(texts))]
+    offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
     logprobs = [finite(logprob) for logprob in source.logprobs]
     tops = source.top_logprobs or ((),) * len(texts)
     return CompletionLogprobs(
