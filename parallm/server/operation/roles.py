@@ -1,5 +1,6 @@
 """Who may use which route: the one table, and the check of keys."""
 
+import ipaddress
 from collections.abc import Iterable, Mapping
 from typing import Literal
 from urllib.parse import urlsplit
@@ -139,6 +140,20 @@ def _checked_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> Stor
 def _check_origin(http: Request, settings: ServerSettings) -> None:
     """Without keys, any page that a browser on this machine shows could post here: only pages of ours may."""
     origin = http.headers.get("origin")
-    if origin is None or {origin, "*"} & set(settings.cors_origins) or urlsplit(origin).netloc == http.url.netloc:
+    if origin is None or {origin, "*"} & set(settings.cors_origins):
+        return
+    own = urlsplit(origin)
+    if own.netloc == http.url.netloc and _is_own_name(own.hostname or "", settings):
         return
     raise ForeignOrigin("requests of pages from other origins are refused; name the origin in server.cors_origins")
+
+
+def _is_own_name(host: str, settings: ServerSettings) -> bool:
+    """A name of somebody else's can be made to mean this machine: then their page and this server have one origin."""
+    if host in ("localhost", settings.host):
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
