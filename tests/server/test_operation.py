@@ -161,7 +161,9 @@ def test_draining_refuses_new_requests_and_lets_old_ones_finish(app: FastAPI, en
             assert (new.status_code, new.headers["retry-after"]) == (503, "20")
             assert new.json()["error"]["code"] == "draining"
             assert (await client.get("/ready")).status_code == 503
-            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/health_generate")).status_code == 503
+            for looks in ("/health", "/metrics", "/v1/models", "/v1/queue"):
+                assert (await client.get(looks)).status_code == 200
             engine.is_stuck = False
             assert (await old).status_code == 200
             await stopping

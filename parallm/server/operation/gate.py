@@ -26,13 +26,18 @@ def gate(keys: tuple[StoredKey, ...], settings: ServerSettings, doors: Doors) ->
         context.route = http.scope["route"].path_format
         key = authorize(http, keys, settings)
         context.api_key = None if key is None else key.name
-        if role_of(http) == "inference" and doors.is_closed:
+        if doors.is_closed and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
             raise Draining("the server is finishing its last answers; ask another one, or this one later", seconds)
         seconds_left = _seconds_left(http, settings)
         context.deadline = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
 
     return check
+
+
+def _asks_for_work(http: Request) -> bool:
+    """What only looks, such as `/metrics`, may go on to the end, and what steers training, too."""
+    return role_of(http) == "inference" and (http.method == "POST" or http.url.path == "/health_generate")
 
 
 def _seconds_left(http: Request, settings: ServerSettings) -> float | None:
