@@ -107,6 +107,50 @@ def test_pausing_with_wait_returns_when_nothing_runs(engine: Any) -> None:
     asyncio.run(main())
 
 
+def test_a_pause_that_waits_ends_when_somebody_resumes(engine: Any) -> None:
+    engine.is_endless = True
+
+    async def main() -> None:
+        steered = SteeredEngine(engine)
+        work = asyncio.create_task(steered.generate(replace(REQUEST, n=1)))
+        await soon(lambda: bool(engine.requests))
+        pausing = asyncio.create_task(steered.pause("wait"))
+        await soon(lambda: steered.is_paused)
+        await steered.resume()
+        await asyncio.wait_for(pausing, 5)
+        assert not work.done()
+        await steered.cancel("r1")
+        await work
+
+    asyncio.run(main())
+
+
+def test_a_probe_that_leaves_during_a_pause_waits_no_longer(app: FastAPI) -> None:
+    left, sent = asyncio.Event(), ["http.request"]
+
+    async def receive() -> dict[str, Any]:
+        if sent:
+            return {"type": sent.pop(), "body": b"", "more_body": False}
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        pass
+
+    async def main() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            await client.post("/pause?mode=keep")
+            scope = {"type": "http", "method": "GET", "path": "/health_generate", "query_string": b"", "headers": []}
+            probe = asyncio.create_task(app(scope, receive, send))
+            while (await client.get("/v1/queue")).json()["num_held"] == 0:
+                await asyncio.sleep(0.001)
+            left.set()
+            await asyncio.wait_for(probe, 5)
+            assert (await client.get("/v1/queue")).json()["num_held"] == 0
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("request_id", "name", "is_meant"),
     [
@@ -194,6 +238,7 @@ def test_caches_are_forgotten_under_all_names(call: Call, engine: Any) -> None:
     ("path", "body"),
     [
         ("/pause?mode=sideways", None),
+        ("/pause?mod=keep", None),
         ("/pause_generation", {"mode": "sideways"}),
         ("/abort_request", {}),
         ("/abort_requests", {"request_ids": "r1"}),

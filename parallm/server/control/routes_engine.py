@@ -1,14 +1,13 @@
 """Pause, resume, abort, caches and the queue, under ParaLLM's and vLLM's names and those of SGLang and AReaL."""
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import InvalidRequest
-from parallm.server.connection import read_body
+from parallm.server.connection import body_of, json_response
 from parallm.server.control.control_bodies import (
     AbortAnswer,
     AbortManyBody,
@@ -21,9 +20,6 @@ from parallm.server.control.control_bodies import (
     QueueAnswer,
 )
 from parallm.server.control.steered_engine import PauseMode, SteeredEngine
-from parallm.server.generation import json_response
-from parallm.server.parse import parse_body
-from parallm.server.schemas import Wire
 from parallm.server.service import Service
 
 MODES: Mapping[str, PauseMode] = {
@@ -34,7 +30,8 @@ MODES: Mapping[str, PauseMode] = {
     "in_place": "keep",
 }
 
-Body = TypeVar("Body", bound=Wire)
+PAUSE_PARAMETERS = {"mode", "clear_cache"}
+"""vLLM's `clear_cache` changes nothing here: what is kept of a version is of use to that version only."""
 
 
 def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
@@ -43,6 +40,9 @@ def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
     @router.post("/pause")
     async def pause(http: Request) -> Response:
         """Hold new requests; `mode`: abort those that run (the usual), wait for them, or keep them frozen."""
+        if unknown := http.query_params.keys() - PAUSE_PARAMETERS:
+            name = min(unknown)
+            raise InvalidRequest(f"unknown parameter {name[:50]!r}; send mode=abort, wait or keep", name[:50])
         mode = http.query_params.get("mode", "abort")
         if mode not in MODES:
             raise InvalidRequest(f"mode is {mode[:50]!r}; choose abort, wait or keep", "mode")
@@ -119,14 +119,11 @@ def queue_routes(steering: SteeredEngine) -> APIRouter:
     return router
 
 
-async def body_of(service: Service, http: Request, schema: type[Body]) -> Body:
-    """The body as `schema`; no body is an empty object."""
-    return parse_body(await read_body(http, service.settings.max_body_bytes) or b"{}", schema)
-
-
 async def _pause(steering: SteeredEngine, mode: PauseMode) -> Response:
     await steering.pause(mode)
-    return json_response(PauseAnswer(status="paused", is_paused=True))
+    return json_response(
+        PauseAnswer(status="paused" if steering.is_paused else "resumed", is_paused=steering.is_paused)
+    )
 
 
 def _aborted(number: int) -> Response:

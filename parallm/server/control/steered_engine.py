@@ -91,7 +91,7 @@ class SteeredEngine:
         self._count(request, completions)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Let nothing new in; returns when what `mode` says of running requests is done."""
+        """Let nothing new in; returns when what `mode` says of running requests is done, or at `resume`."""
         self._open.clear()
         if mode == "keep":
             await self._engine.hold()
@@ -99,7 +99,7 @@ class SteeredEngine:
         if mode == "abort":
             await self._engine.cancel(tuple(self._running))
         await self._engine.release()  # frozen ones could not come to their ends
-        await self._empty.wait()
+        await _first_of(self._empty, self._open)
 
     async def resume(self) -> None:
         await self._engine.release()
@@ -150,6 +150,15 @@ class SteeredEngine:
             del self._running[request.request_id]
             if not self._running:
                 self._empty.set()
+
+
+async def _first_of(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for one in waiting:
+            one.cancel()
 
 
 def answer_id(request_id: str) -> str:

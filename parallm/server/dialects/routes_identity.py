@@ -3,11 +3,12 @@
 import uuid
 
 from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import Unavailable
 from parallm.server.catalog import card_of
-from parallm.server.generation import json_response
+from parallm.server.connection import json_response, while_connected
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
 from parallm.types import BASE, GenerationRequest, SamplingParams
@@ -69,7 +70,7 @@ def identity_routes(service: Service) -> APIRouter:
         )
 
     @router.get("/health_generate")
-    async def health_generate() -> Response:
+    async def health_generate(http: Request) -> Response:
         """Generate one token of the base: 200 says that the engine really works."""
         request = GenerationRequest(
             request_id=f"health-{uuid.uuid4().hex}",
@@ -77,7 +78,7 @@ def identity_routes(service: Service) -> APIRouter:
             sampling=SamplingParams(max_tokens=1, temperature=0),
             model=BASE,
         )
-        await service.engine.generate(request)
+        await while_connected(http.receive, service.engine.generate(request))
         return json_response(Alive(status="ok"))
 
     return router
