@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
+from parallm.server.connection import error_response
 from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
 from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
 from parallm.server.control.routes_engine import engine_routes, queue_routes
@@ -26,12 +27,11 @@ from parallm.server.control.steered_engine import SteeredEngine
 from parallm.server.control.version_statistics import Statistics
 from parallm.server.dialects.routes_data import data_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
-from parallm.server.failures import Failure, failure, failure_of
-from parallm.server.generation import json_response
+from parallm.server.failures import failure, failure_of
 from parallm.server.openai.routes_generation import generation_routes
 from parallm.server.openai.routes_responses import response_routes
 from parallm.server.operation.doors import Doors
-from parallm.server.operation.front import Front
+from parallm.server.operation.front import CLIENT_CLOSED_REQUEST, Front
 from parallm.server.operation.gate import gate
 from parallm.server.operation.gauges import Gauges
 from parallm.server.operation.keys import StoredKey
@@ -45,8 +45,6 @@ from parallm.server.routes_status import status_routes
 from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training, Trajectories
 from parallm.server.settings import ServerSettings
 from parallm.types import POLICY, AdapterCard
-
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
 
 
 def create_app(
@@ -97,7 +95,7 @@ def create_app(
     )
     app.state.doors = doors
     # bodies are read by parse.py: FastAPI alone has nothing to show on them
-    setattr(app, "openapi", partial(openapi_document, app, has_keys=bool(keys)))  # noqa: B010
+    setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=bool(keys))))  # noqa: B010
     meters.registry.register(Gauges(service))
     routers = (
         generation_routes(service),
@@ -127,7 +125,6 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
-    app.add_exception_handler(Exception, _on_error)
     return app
 
 
@@ -143,14 +140,14 @@ def _allow_origins(app: FastAPI, settings: ServerSettings) -> None:
 
 
 async def _on_error(http: Request, error: Exception) -> Response:
-    return _response(failure_of(error))
+    return error_response(failure_of(error))
 
 
 async def _on_http_error(http: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, which Starlette finds."""
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.url.path[:200]}: {error.detail}"
-    return _response(failure(error.status_code, message, headers=error.headers))
+    return error_response(failure(error.status_code, message, headers=error.headers))
 
 
 async def _on_wrong_parameter(http: Request, error: Exception) -> Response:
@@ -158,14 +155,8 @@ async def _on_wrong_parameter(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    return _response(failure(400, f"{name}: {first['msg']}", param=name, code="invalid_value"))
+    return error_response(failure(400, f"{name}: {first['msg']}", param=name, code="invalid_value"))
 
 
 async def _on_disconnect(http: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-def _response(told: Failure) -> Response:
-    response = json_response(told.answer, told.status)
-    response.headers.update(told.headers)
-    return response

@@ -1,16 +1,22 @@
-"""What is peculiar to one HTTP connection: reading a bounded body, and noticing that the client has gone."""
+"""One exchange over HTTP: a bounded body in, an answer out, and noticing that the client has gone."""
 
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive
 
-from parallm.server.failures import BodyTooLarge, DeadlineExceeded, Draining
+from parallm.server.failures import BodyTooLarge, DeadlineExceeded, Draining, Failure
 from parallm.server.operation.request_context import RequestContext, current_request
+from parallm.server.parse import parse_body
+from parallm.server.schemas import Wire
+from parallm.server.service import Service
 
 Result = TypeVar("Result")
+Body = TypeVar("Body", bound=Wire)
 
 
 async def read_body(http: Request, max_bytes: int, setting: str = "max_body_bytes") -> bytes:
@@ -21,6 +27,22 @@ async def read_body(http: Request, max_bytes: int, setting: str = "max_body_byte
         if len(body) > max_bytes:
             raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
     return bytes(body)
+
+
+async def body_of(service: Service, http: Request, schema: type[Body]) -> Body:
+    """The body as `schema`; no body is an empty object. Raises BodyTooLarge, InvalidRequest."""
+    return parse_body(await read_body(http, service.settings.max_body_bytes) or b"{}", schema)
+
+
+def json_response(wire: BaseModel, status: int = 200) -> Response:
+    return Response(wire.model_dump_json(exclude_unset=True), status, media_type="application/json")
+
+
+def error_response(told: Failure, answer: BaseModel | None = None) -> Response:
+    """`answer` in place of OpenAI's form, for those who know another."""
+    response = json_response(answer or told.answer, told.status)
+    response.headers.update(told.headers)
+    return response
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

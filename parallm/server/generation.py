@@ -13,7 +13,7 @@ from parallm.errors import ParallmError
 from parallm.server.answer_schemas import ChatAnswer, ChatChunk, CompletionAnswer
 from parallm.server.answers import Answers, Head, WholeAnswers, version_of
 from parallm.server.catalog import resolved, resolved_to
-from parallm.server.connection import while_connected
+from parallm.server.connection import json_response, while_connected
 from parallm.server.merge import merged
 from parallm.server.service import Engine, Service
 from parallm.server.sse import DONE, EventStream, encode_events, failed
@@ -21,10 +21,6 @@ from parallm.types import Completion, GenerationRequest, TokenEvent
 
 logger = logging.getLogger(__name__)
 Events = AsyncGenerator[tuple[int, TokenEvent], None]
-
-
-def json_response(wire: BaseModel, status: int = 200) -> Response:
-    return Response(wire.model_dump_json(exclude_unset=True), status, media_type="application/json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

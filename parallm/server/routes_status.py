@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import model_entry, model_list
-from parallm.server.generation import json_response
+from parallm.server.connection import json_response
 from parallm.server.service import Service
 
 

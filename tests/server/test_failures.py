@@ -45,6 +45,7 @@ def test_a_bug_is_500_without_its_details(complete: Call, engine: Any, stream: b
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
     assert "secret" not in response.text
+    assert response.headers["x-request-id"]
 
 
 def test_a_prompt_beyond_the_context_is_named_so(complete: Call) -> None:

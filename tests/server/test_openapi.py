@@ -66,6 +66,10 @@ def test_every_reference_in_the_document_leads_somewhere(app: FastAPI) -> None:
     )
 
 
+def test_the_document_is_made_once(app: FastAPI) -> None:
+    assert app.openapi() is app.openapi()
+
+
 def test_keys_are_in_the_document_where_there_are_keys(app: FastAPI) -> None:
     with_keys = dict(operations(openapi_document(app, has_keys=True)))
     assert with_keys["POST /v1/completions"]["security"] == [{"bearer": []}, {"x-api-key": []}]

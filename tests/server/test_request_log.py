@@ -49,10 +49,13 @@ def test_nothing_that_a_client_sends_begins_a_line(call: Call, tmp_path: Path) -
     assert "\r" not in text
 
 
-def test_a_failure_is_logged_with_the_id_of_its_request(app: FastAPI, engine: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_failure_is_logged_with_the_id_of_its_request(
+    app: FastAPI, engine: Any, tmp_path: Path, stream: bool
+) -> None:
     engine.crash = RuntimeError("broken\nglass")
     with writing_request_log(str(tmp_path / "log")), TestClient(app) as client:
-        client.post("/v1/completions", json=BODY | {"stream": True}, headers={"x-request-id": "r1"})
+        client.post("/v1/completions", json=BODY | {"stream": stream}, headers={"x-request-id": "r1"})
     failed, request = lines_of(tmp_path / "log")
     assert (failed["level"], failed["request_id"], request["request_id"]) == ("error", "r1", "r1")
     assert "RuntimeError: broken\nglass" in failed["exception"]

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from parallm.errors import InvalidRequest
-from parallm.server.connection import read_body
+from parallm.server.connection import json_response, read_body
 from parallm.server.control.adapter_bodies import (
     OF_OTHERS,
     LoadBody,
@@ -19,7 +19,6 @@ from parallm.server.control.adapter_bodies import (
     in_our_words,
 )
 from parallm.server.control.routes_adapters import adapter_body, name_of, store, unload_model
-from parallm.server.generation import json_response
 from parallm.server.parse import checked, read_object
 from parallm.server.schemas import Wire
 from parallm.server.service import Adapters, Service

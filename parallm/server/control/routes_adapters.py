@@ -6,7 +6,7 @@ from starlette.responses import Response
 
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.model_names import is_number
-from parallm.server.connection import read_body
+from parallm.server.connection import body_of, json_response, read_body
 from parallm.server.control.adapter_bodies import (
     AdapterList,
     AliasBody,
@@ -17,8 +17,6 @@ from parallm.server.control.adapter_bodies import (
     RollBackBody,
     entry,
 )
-from parallm.server.control.routes_engine import body_of
-from parallm.server.generation import json_response
 from parallm.server.service import Adapters, Service
 
 

@@ -4,6 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from parallm.server.connection import body_of, json_response
 from parallm.server.control.control_bodies import (
     RewardAnswer,
     RewardBody,
@@ -12,10 +13,8 @@ from parallm.server.control.control_bodies import (
     SplitList,
     VersionAnswer,
 )
-from parallm.server.control.routes_engine import body_of
 from parallm.server.control.splits import Splits
 from parallm.server.control.version_statistics import Statistics
-from parallm.server.generation import json_response
 from parallm.server.service import Service
 
 

@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import Unavailable
-from parallm.server.control.routes_engine import body_of
-from parallm.server.generation import json_response
+from parallm.server.connection import body_of, json_response
 from parallm.server.routes_status import status_answer
 from parallm.server.schemas import Wire
 from parallm.server.service import Service, Training

@@ -7,14 +7,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import Unavailable, UnknownTrajectory
-from parallm.server.control.routes_engine import body_of
+from parallm.server.connection import body_of, json_response
 from parallm.server.control.trajectory_bodies import (
     TrajectoryList,
     TrajectoryRewardAnswer,
     TrajectoryRewardBody,
     TrajectoryStatistics,
 )
-from parallm.server.generation import json_response
 from parallm.server.service import Service
 
 

@@ -10,14 +10,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import InvalidRequest, ParallmError
-from parallm.server.connection import read_body
+from parallm.server.connection import error_response, json_response, read_body
 from parallm.server.dialects.dialect import Asked, Dialect
 from parallm.server.dialects.dispatch import dialect_of
 from parallm.server.dialects.native import NATIVE
 from parallm.server.dialects.token_bodies import DetokenizeBody, TextOfTokens, TokenizeBody, TokensOfText
 from parallm.server.dialects.token_in_token_out import TOKEN_IN_TOKEN_OUT
 from parallm.server.failures import DeadlineExceeded, failure_of
-from parallm.server.generation import json_response, respond_stream, respond_whole
+from parallm.server.generation import respond_stream, respond_whole
 from parallm.server.openai.chat_prompt import chat_prompt
 from parallm.server.openai.grammars import body_grammar, constrained
 from parallm.server.openai.routes_generation import head_of
@@ -72,9 +72,7 @@ async def _answer(
         told = failure_of(DeadlineExceeded("the request was not done in the time that it gave itself (timeout)"))
     except ParallmError as error:
         told = failure_of(error)
-    response = json_response(dialect.refusal(told), told.status)
-    response.headers.update(told.headers)
-    return response
+    return error_response(told, dialect.refusal(told))
 
 
 async def _respond(service: Service, http: Request, asked: Asked) -> Response:

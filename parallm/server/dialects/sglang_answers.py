@@ -125,7 +125,7 @@ class SglangAnswers:
         trims = not self._shown.stop
         tokens = completion.tokens[:-1] if trims and isinstance(matched, int) else completion.tokens
         text = self.head.tokenizer.decode(tokens, special=self._shown.special_tokens)
-        return text[: text.find(matched)] if trims and isinstance(matched, str) else text
+        return text.partition(matched)[0] if trims and isinstance(matched, str) else text
 
     def _meta(
         self,

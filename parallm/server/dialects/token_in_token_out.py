@@ -40,7 +40,7 @@ class TokensBody(Wire):
     return_token_ids: bool = False
     """Token ids are in the answer in any case."""
     cache_salt: str | None = None
-    """Clients send the version of the weights, so that no cache of another one is used; none ever is here anyway."""
+    """Only requests with the same one share beginnings of prompts; no version uses those of another in any case."""
 
 
 class TokensLogprob(Wire):

@@ -1,4 +1,7 @@
-"""Around every request: its id, its line in the log, its count. Below FastAPI, so that a stream is timed to its end."""
+"""Around every request: its id, its line in the log, its count, and the last place for an error that nobody expected.
+
+Below FastAPI, so that a stream is timed to its end.
+"""
 
 import logging
 import re
@@ -8,11 +11,16 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from parallm.server.connection import error_response
+from parallm.server.failures import failure_of
 from parallm.server.operation.doors import Doors
 from parallm.server.operation.meters import Meters
 from parallm.server.operation.request_context import RequestContext, current_request
 from parallm.server.operation.request_log import request_log
 
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -30,7 +38,7 @@ class Front:
             return
         headers = Headers(scope=scope)
         context = RequestContext(request_id=_request_id(headers), headers=headers)
-        began, status = time.perf_counter(), 499  # unless a response begins, the client has gone
+        began, status = time.perf_counter(), CLIENT_CLOSED_REQUEST  # unless a response begins, the client has gone
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -43,9 +51,11 @@ class Front:
         self._doors.enter(context)
         try:
             await self._app(scope, receive, send_with_id)
-        except Exception:
-            status = 500
-            raise
+        except Exception as error:
+            if status != CLIENT_CLOSED_REQUEST:
+                raise  # a response has begun: all that is left is to close the connection
+            logger.exception("%s %s failed", scope["method"], context.route)
+            await error_response(failure_of(error))(scope, receive, send_with_id)
         finally:
             self._tell(scope, context, status, time.perf_counter() - began)
             self._doors.leave(context)

@@ -26,6 +26,7 @@ ERRORS: Mapping[int, str] = {
     401: "No API key or a wrong one.",
     403: "The key's role does not allow this route, or the route is switched off.",
     404: "No such model, version or alias.",
+    409: "This process does not do that, or not any more: it trains nothing, or takes no such weights.",
     413: "The body is larger than `server.max_body_bytes`.",
     429: "The queue is full; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
@@ -88,8 +89,10 @@ def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, A
     statuses = {503}
     if role != "public":
         statuses |= {401, 403} if has_keys else {403}
-    if document.bodies:
-        statuses |= {400, 404, 413, 429, 504} if role == "inference" else {400, 404, 413}
+    if role in ("training", "admin"):
+        statuses |= {400, 404, 409, 413}
+    elif document.bodies:
+        statuses |= {400, 404, 409, 413, 429, 504}
     error = {"schema": _any_of((ErrorAnswer,))}
     errors = {str(status): {"description": ERRORS[status], "content": {JSON: error}} for status in sorted(statuses)}
     return {"200": {"description": "The answer.", "content": _answer_content(document)}, **errors}
