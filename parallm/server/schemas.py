@@ -105,8 +105,8 @@ class GenerationBody(Wire):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     """In log-probs `token_id:5` stands for the text of the token."""
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Given back in the answer; `POST /abort_requests` knows the request by it."""
+    request_id: Annotated[str, Field(min_length=1, max_length=256, pattern="^[^#]+$")] | None = None
+    """Given back in the answer; `POST /abort_requests` knows the request by it. Without `#`, which numbers its prompts."""
     step_id: int | Annotated[str, Field(max_length=256)] | None = None
     """Of a training framework; given back in the answer."""
     priority: Annotated[int, Field(ge=-LARGEST_INT, le=LARGEST_INT)] = 0

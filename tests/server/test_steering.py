@@ -243,6 +243,7 @@ def test_caches_are_forgotten_under_all_names(call: Call, engine: Any) -> None:
         ("/abort_request", {}),
         ("/abort_requests", {"request_ids": "r1"}),
         ("/resume", {"now": True}),
+        ("/v1/completions", {"model": "policy", "prompt": "hi", "request_id": "a#1"}),
     ],
 )
 def test_wrong_bodies_of_control_routes_are_refused(call: Call, path: str, body: dict[str, Any] | None) -> None:

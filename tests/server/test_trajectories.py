@@ -142,6 +142,11 @@ def test_an_own_request_id_makes_ids_that_are_known_before(client: TestClient) -
     assert reward(client, "cmpl-mine-0", {"right": 1, "short": 1}).json()["reward"] == 1.5
 
 
+def test_an_own_request_id_may_look_like_a_path(client: TestClient) -> None:
+    (choice,) = complete(client, request_id="run/7").json()["choices"]
+    assert client.post(f"/v1/trajectories/{choice['trajectory_id']}/reward", json={"reward": 1}).status_code == 200
+
+
 def test_rewards_for_unknown_ids_are_404_and_those_too_late_409(client: TestClient, traffic: LiveTraffic) -> None:
     answer = reward(client, "cmpl-nobody-0", 1)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "trajectory_not_found")

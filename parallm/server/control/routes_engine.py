@@ -75,7 +75,7 @@ def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
         body = await body_of(service, http, AbortManyBody)
         return _aborted(sum([await steering.cancel(name) for name in body.request_ids]))
 
-    @router.post("/v1/requests/{request_id}/cancel")
+    @router.post("/v1/requests/{request_id:path}/cancel")
     async def cancel(request_id: str) -> Response:
         """End one request by its id; it answers with what it has."""
         return _aborted(await steering.cancel(request_id))

@@ -20,7 +20,7 @@ from parallm.server.service import Service
 def trajectory_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/trajectories/{trajectory_id}/reward")
+    @router.post("/v1/trajectories/{trajectory_id:path}/reward")
     async def reward(trajectory_id: str, http: Request) -> Response:
         """Set the reward of a choice by its `trajectory_id`; the last one before it is trained on counts."""
         body = await body_of(service, http, TrajectoryRewardBody)

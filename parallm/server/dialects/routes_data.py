@@ -65,7 +65,7 @@ async def _answer(
     try:
         value = read_object(await read_body(http, service.settings.max_body_bytes))
         dialect = choose(value)
-        asked = dialect.read({"model": _usual_model(service)} | value)
+        asked = dialect.read(value if value.get("model") is not None else value | {"model": _usual_model(service)})
         async with asyncio.timeout(asked.timeout_seconds):
             return await _respond(service, http, asked)
     except TimeoutError:
