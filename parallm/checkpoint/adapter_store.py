@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from parallm.checkpoint.chosen_adapter import find_adapter
+from parallm.checkpoint.chosen_adapter import exists, find_adapter
 from parallm.checkpoint.foreign_files import check_folder, check_safetensors, inside, unpack
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError
@@ -143,7 +143,7 @@ class AdapterStore:
 
 
 def _safe_folder(root: Path, path: str, max_bytes: int) -> Path:
-    where, _, choice = ("", "", "") if (root / path).exists() else path.rpartition("@")
+    where, _, choice = ("", "", "") if exists(root / path) else path.rpartition("@")
     found = inside(root, where or path)
     folder = find_adapter(f"{found}@{choice}" if where else str(found))
     check_folder(folder, root, max_bytes)

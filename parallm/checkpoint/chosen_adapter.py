@@ -42,11 +42,19 @@ def find_adapter(where: str) -> Path:
     return found[0]
 
 
+def exists(path: Path) -> bool:
+    """`Path.exists`, also for names that are too long for the disk."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def _split(where: str) -> tuple[Path, str]:
     """Folder and what follows its last @, unless a folder has that name."""
     path, at, choice = where.rpartition("@")
     whole = Path(where).expanduser()
-    return (Path(path).expanduser(), choice) if at and not whole.exists() else (whole, "")
+    return (Path(path).expanduser(), choice) if at and not exists(whole) else (whole, "")
 
 
 def _without_choice(folder: Path, choice: str, where: str) -> Path:

@@ -123,7 +123,13 @@ def test_raw_tensors_replace_those_of_the_served_version(make_store: Make, table
 def test_what_is_no_adapter_of_this_base_changes_nothing(make_store: Make, table: AdapterTable, folder: Path) -> None:
     store = make_store()
     (folder / "empty").mkdir(exist_ok=True)
-    for path, error in (("../", AdapterError), ("empty", AdapterError), ("nothing", AdapterMissing)):
+    for path, error in (
+        ("../", AdapterError),
+        ("empty", AdapterError),
+        ("nothing", AdapterMissing),
+        ("0" * 4096, AdapterMissing),
+        ("empty@" + "0" * 4000, AdapterError),
+    ):
         with pytest.raises(error):
             run(store.load("poet", path))
     with pytest.raises(AdapterError, match="no zip archive"):
