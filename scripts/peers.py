@@ -33,6 +33,14 @@ def torch_python(folder: Path, name: str, torch_version: str, requirements: Sequ
     return _python_with(folder / name, [torch, requirements])
 
 
+def plain_python(folder: Path, name: str, requirement: str) -> str:
+    """The interpreter of a venv that has `requirement` and nothing of ours; made on first use.
+
+    Raises subprocess.CalledProcessError if pip cannot install it.
+    """
+    return _python_with(folder / name, [[requirement]])
+
+
 def _python_with(place: Path, installs: Sequence[Sequence[str]]) -> str:
     """The interpreter of the venv at `place` after one `pip install` for each of `installs`."""
     python = place / "bin" / "python"

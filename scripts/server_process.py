@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -17,9 +18,28 @@ SECONDS_TO_START = 120.0
 SECONDS_TO_STOP = 60.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    url: str
+    process_id: int
+
+    def resident_megabytes(self) -> float:
+        told = subprocess.run(
+            ["ps", "-o", "rss=", "-p", str(self.process_id)], capture_output=True, text=True, check=True
+        )
+        return int(told.stdout) / 1024
+
+
 @contextmanager
 def server_process(program: str, overrides: list[str], folder: Path) -> Iterator[str]:
     """Start the program in `folder`, yield its URL when it answers, and stop it. Raises RuntimeError if it ends."""
+    with running_server(program, overrides, folder) as server:
+        yield server.url
+
+
+@contextmanager
+def running_server(program: str, overrides: list[str], folder: Path) -> Iterator[Server]:
+    """As `server_process`, for those who look at the process, too."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", program, f"server.port={port}", "metrics.display=lines", *overrides]
@@ -28,7 +48,7 @@ def server_process(program: str, overrides: list[str], folder: Path) -> Iterator
         process = subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=output, stderr=output)
         try:
             wait_until_healthy(process, url, log)
-            yield url
+            yield Server(url=url, process_id=process.pid)
             if process.poll() is not None:
                 raise RuntimeError(f"{program} ended by itself with {process.returncode}:\n{log.read_text()[-3000:]}")
         finally:

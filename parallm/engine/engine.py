@@ -111,6 +111,7 @@ class Engine:
         self.memory.prefixes.clear()
         self._views.clear()
         mx.clear_cache()
+        self._count()
 
     def has_work(self, traffic: TrafficClass) -> bool:
         state = self._traffic[traffic]

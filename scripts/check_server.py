@@ -1,0 +1,180 @@
+"""Does a server stand broken requests, and two hundred clients at once? A real process on loopback is asked.
+
+Fuzzing: schemathesis over the whole /openapi.json, and malformed bodies of our own. No answer may be of 500 or above,
+the engine must answer afterwards, and memory must not grow. Load: clients that stream, wait, leave and are aborted by id,
+while adapters are uploaded, promoted and unloaded. Nothing may be lost, every finished greedy answer must be what its
+prompt and version gave alone, and in the end nothing may be held.
+"""
+
+import asyncio
+import random
+import re
+import sys
+import time
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+from job import absolute, base_job, blas_name, run_worker
+from peers import DEFAULT_FOLDER
+from report import Figures, print_figures, print_table
+from server_fuzz import fuzz_with_bodies, fuzz_with_schemathesis, rows_of, show_errors
+from server_load import PINNED, Adapters, Tally, load_for
+from server_process import Server, running_server
+
+FUZZED = (
+    "name=fuzz",
+    "engine.max_context=256",
+    "engine.kv_cache_bytes=64000000",
+    "server.default_max_tokens=16",
+    "server.max_body_bytes=300000",
+    "server.max_adapter_bytes=300000",
+)
+"""Limits that make a request that passes short, and that memory reaches early."""
+LOADED = ("name=load", "engine.max_context=512")
+PROMPTS = 24
+SECONDS_TO_DRAIN = 30.0
+KV_USED = re.compile(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", re.MULTILINE)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="nano", help="nano or a local folder (default: %(default)s)")
+    parser.add_argument("--blas", default="auto", help="auto, mkl, openblas or reference (default: %(default)s)")
+    parser.add_argument("--only", choices=("fuzz", "load"), help="default: both")
+    parser.add_argument("--bodies", type=int, default=2000, help="malformed ones of our own (default: %(default)s)")
+    parser.add_argument(
+        "--examples", type=int, default=15, help="of schemathesis for each route (default: %(default)s)"
+    )
+    parser.add_argument("--minutes", type=float, default=5.0, help="of load (default: %(default)s)")
+    parser.add_argument("--clients", type=int, default=200, help="at once (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, help="default: %(default)s")
+    parser.add_argument("overrides", nargs="*", help="of the loaded server, such as engine.kv_cache_bytes=50000000")
+    arguments = parser.parse_args()
+    arguments.data = None
+    figures: dict[str, float | None] = {}
+    if arguments.only != "load":
+        figures |= fuzz(arguments)
+    if arguments.only != "fuzz":
+        figures |= load(arguments)
+    print_figures(figures, device=blas_name(base_job(arguments)))
+
+
+def fuzz(arguments: Namespace) -> Figures:
+    """The model is always the embedded one: what is read of a body does not depend on it."""
+    with (
+        TemporaryDirectory() as name,
+        running_server("parallm.serve", overrides(arguments, *FUZZED), Path(name)) as server,
+    ):
+        ours = asyncio.run(fuzz_with_bodies(server, arguments.bodies, arguments.seed))
+        theirs = asyncio.run(
+            fuzz_with_schemathesis(server, arguments.peers, Path(name), arguments.examples, arguments.seed)
+        )
+        is_alive = answers(server)
+    print_table(f"{ours.requests} malformed bodies in {ours.seconds:.0f} s", rows_of(ours))
+    counts = ", ".join(f"{number} {status}" for status, number in sorted(theirs.statuses.items()))
+    print(f"  memory grew by {ours.memory_growth:.1f} MB in the last three quarters of them")
+    print(f"  schemathesis: {theirs.requests} requests in {theirs.seconds:.0f} s: {counts}")
+    print(f"  the engine {'answers' if is_alive else 'DOES NOT ANSWER'} afterwards")
+    for found in (ours, theirs):
+        show_errors(found)
+    return {
+        "fuzz.requests": float(ours.requests + theirs.requests),
+        "fuzz.server_errors": float(ours.server_errors + theirs.server_errors),
+        "fuzz.engine_alive": float(is_alive),
+        "fuzz.memory_growth_mb": ours.memory_growth,
+    }
+
+
+def load(arguments: Namespace) -> Figures:
+    model = absolute(arguments.model)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        run_worker("random_adapters", replace(base_job(arguments), prompts=PINNED, trajectories=name))
+        archives = [(folder / f"{place}.zip").read_bytes() for place in range(PINNED)]
+        asked = overrides(arguments, *LOADED, f"model.path={model}", *arguments.overrides)
+        with running_server("parallm.serve", asked, folder) as server:
+            work = load_for(
+                server.url,
+                prompts_of(arguments.seed),
+                archives,
+                clients=arguments.clients,
+                seconds=arguments.minutes * 60,
+                seed=arguments.seed,
+            )
+            tally, adapters = asyncio.run(work)
+            drained, held = drain(server)
+            kv_share = kv_used(server)
+    show_load(arguments, tally, adapters)
+    print(f"  drained in {drained:.2f} s; held in the end: {held}; share of keys and values: {kv_share:g}")
+    return {
+        "load.clients": float(arguments.clients),
+        "load.requests": float(tally.ends.total() + len(tally.lost)),
+        "load.checked": float(tally.checked),
+        "load.lost": float(len(tally.lost)),
+        "load.wrong": float(len(tally.wrong)),
+        "load.leaked_slots": float(sum(held.values())),
+        "load.leaked_kv_share": kv_share,
+    }
+
+
+def overrides(arguments: Namespace, *more: str) -> list[str]:
+    return [f"device.blas={arguments.blas}", "server.adapters_root=.", *more]
+
+
+def prompts_of(seed: int) -> list[str]:
+    """Some begin alike, so that one prompt's keys and values may serve another."""
+    source = random.Random(seed)
+    beginning = "Mia has 12 apples and gets some more from Tom. " * 4
+    plain = [f"{source.randrange(100)} + {source.randrange(100)} = " for _ in range(PROMPTS // 2)]
+    return plain + [f"{beginning * source.randrange(1, 3)}{source.randrange(100)} + 1 = " for _ in plain]
+
+
+def answers(server: Server) -> bool:
+    body = {"model": "base", "prompt": "2 + 2", "max_tokens": 4}
+    try:
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=SECONDS_TO_DRAIN, trust_env=False)
+    except httpx.HTTPError:
+        return False
+    return response.status_code == 200 and bool(response.json()["choices"])
+
+
+def drain(server: Server) -> tuple[float, Mapping[str, int]]:
+    """The seconds until nothing was held, at most 30, and what was held then."""
+    began = time.perf_counter()
+    while True:
+        with httpx.Client(base_url=server.url, timeout=SECONDS_TO_DRAIN, trust_env=False) as client:
+            queue = client.get("/v1/queue").json()
+            cards = client.get("/v1/adapters").json()["data"]
+        held = {name: queue[name] for name in ("num_running", "num_waiting", "num_in_flight", "num_held")}
+        held["adapters"] = sum(card["num_running"] for card in cards)
+        seconds = time.perf_counter() - began
+        if not any(held.values()) or seconds > SECONDS_TO_DRAIN:
+            return seconds, held
+        time.sleep(0.1)
+
+
+def kv_used(server: Server) -> float:
+    """The share of memory for keys and values that is used when nothing is kept for later prompts."""
+    with httpx.Client(base_url=server.url, timeout=SECONDS_TO_DRAIN, trust_env=False) as client:
+        client.post("/reset_prefix_cache").raise_for_status()
+        (share,) = KV_USED.findall(client.get("/metrics").text)
+    return float(share)
+
+
+def show_load(arguments: Namespace, tally: Tally, adapters: Adapters) -> None:
+    rows = [("ended", "requests"), *((end, str(number)) for end, number in sorted(tally.ends.items()))]
+    rows += [("lost", str(len(tally.lost))), ("wrong", f"{len(tally.wrong)} of {tally.checked} checked")]
+    print_table(f"{arguments.clients} clients for {arguments.minutes:g} minutes: {arguments.model}", rows)
+    swaps = f"{adapters.uploads} uploads, {adapters.promotions} promotions, {adapters.unloads} unloads"
+    print(f"  {swaps} meanwhile; checked answers came from {len(tally.versions)} versions")
+    for line in (*tally.lost[:5], *tally.wrong[:5]):
+        print(f"  {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Broken requests to a server that runs: those of schemathesis over its whole document, and our own."""
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+from job import SCRIPTS
+from malformed_bodies import KINDS, Malformed, malformed_bodies, routes_of
+from peers import plain_python
+from server_process import Server
+
+SCHEMATHESIS = "schemathesis==4.32.5"
+AT_A_TIME = 8
+TIMEOUT = 60.0
+SECONDS_BETWEEN_RESUMES = 0.2
+LAST_WORDS = 4000
+COUNTED = re.compile(r'^http_requests_total\{handler="(.*?)",method="\w+",status="(\dxx)"\} (\S+)$', re.MULTILINE)
+
+
+@dataclass(slots=True)
+class Fuzzed:
+    """What became of the requests of one fuzzer."""
+
+    requests: int = 0
+    server_errors: int = 0
+    """Answers of 500 and above, and no answers at all."""
+    shown: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    statuses: Counter[str] = field(default_factory=Counter)
+    memory_growth: float = 0.0
+    """Megabytes, in the last three quarters of our own bodies."""
+
+
+async def fuzz_with_bodies(server: Server, number: int, seed: int) -> Fuzzed:
+    """Send `number` malformed bodies, some at a time."""
+    found = Fuzzed()
+    began = time.perf_counter()
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, trust_env=False) as client, kept_awake(client):
+        document = (await client.get("/openapi.json")).json()
+        bodies = list(malformed_bodies(routes_of(document), number, seed))
+        warm_up = number // 4
+        await send_all(server.url, client, bodies[:warm_up], found)
+        before = server.resident_megabytes()
+        await send_all(server.url, client, bodies[warm_up:], found)
+        found.memory_growth = server.resident_megabytes() - before
+    found.seconds = time.perf_counter() - began
+    return found
+
+
+async def send_all(url: str, client: httpx.AsyncClient, bodies: Sequence[Malformed], found: Fuzzed) -> None:
+    turns = asyncio.Semaphore(AT_A_TIME)
+
+    async def one(body: Malformed) -> None:
+        path = re.sub(r"\{\w+\}", "poet", body.route.path)
+        async with turns:
+            try:
+                response = await client.request(
+                    body.route.method, f"{url}{path}", content=body.content,
+                    headers={"content-type": body.content_type},
+                )  # fmt: skip
+                status = response.status_code
+            except httpx.HTTPError as error:
+                status = 599
+                found.shown.append(f"{type(error).__name__}: {error}")
+        found.requests += 1
+        found.statuses[f"{body.kind}: {status // 100}xx"] += 1
+        if status >= 500:
+            found.server_errors += 1
+            found.shown.append(f"{status} {body.route.method} {path} {body.kind}: {body.content[:200]!r}")
+
+    await asyncio.gather(*(one(body) for body in bodies))
+
+
+async def fuzz_with_schemathesis(server: Server, peers: Path, folder: Path, examples: int, seed: int) -> Fuzzed:
+    """Its examples, its coverage of every constraint and its fuzzing, valid and not. The server's own counters count.
+
+    Raises RuntimeError if it ends otherwise than with results.
+    """
+    command = [
+        plain_python(peers, "schemathesis", SCHEMATHESIS), "-m", "schemathesis.cli", "run",
+        f"{server.url}/openapi.json", "--checks=not_a_server_error", "--phases=examples,coverage,fuzzing",
+        f"--max-examples={examples}", f"--seed={seed}", "--workers=2", f"--request-timeout={TIMEOUT:.0f}",
+        "--continue-on-failure", "--no-shrink", "--suppress-health-check=all", "--warnings=off",
+    ]  # fmt: skip
+    environment = os.environ | {"SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(SCRIPTS / "workers")}
+    began = time.perf_counter()
+    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, trust_env=False) as client:
+        before = await counted(client)
+        async with kept_awake(client):
+            process = await asyncio.create_subprocess_exec(
+                *command, cwd=folder, env=environment, stdout=asyncio.subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+            output, _ = await process.communicate()
+        seen = await counted(client)
+    seen.subtract(before)
+    words = output.decode(errors="replace")
+    if process.returncode not in (0, 1) or "Test cases:" not in words:
+        raise RuntimeError(f"schemathesis ended with {process.returncode}:\n{words[-LAST_WORDS:]}")
+    return Fuzzed(
+        requests=seen.total(),
+        server_errors=seen["5xx"],
+        shown=[] if process.returncode == 0 else [words[-LAST_WORDS:]],
+        seconds=time.perf_counter() - began,
+        statuses=seen,
+    )
+
+
+async def counted(client: httpx.AsyncClient) -> Counter[str]:
+    """Requests by class of status that the server has answered, without those that only keep it awake."""
+    text = (await client.get("/metrics")).text
+    counts: Counter[str] = Counter()
+    for handler, status, number in COUNTED.findall(text):
+        if handler not in ("/resume", "/metrics"):
+            counts[status] += round(float(number))
+    return counts
+
+
+@asynccontextmanager
+async def kept_awake(client: httpx.AsyncClient) -> AsyncIterator[None]:
+    """A fuzzer finds the routes that pause the server, and would wait for itself."""
+
+    async def resume() -> None:
+        while True:
+            await client.post("/resume")
+            await asyncio.sleep(SECONDS_BETWEEN_RESUMES)
+
+    task = asyncio.create_task(resume())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def rows_of(found: Fuzzed) -> list[tuple[str, ...]]:
+    """A table of our own bodies by kind."""
+    statuses = sorted({key.rpartition(" ")[2] for key in found.statuses})
+    rows: list[tuple[str, ...]] = [("body", *statuses)]
+    rows += [(kind, *(str(found.statuses[f"{kind}: {status}"]) for status in statuses)) for kind in KINDS]
+    return rows
+
+
+def show_errors(found: Fuzzed) -> None:
+    for line in found.shown[:10]:
+        print(f"  {line}", file=sys.stderr)
