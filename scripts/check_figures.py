@@ -88,6 +88,17 @@ BARS: Mapping[str, Bar] = {
     "live.reward_gain": Bar(least=0.2),
     "live.control_gain": Bar(least=-0.05, most=0.05),
     "live.failed_requests": Bar(most=0),
+    "fuzz.requests": Bar(least=4000),
+    "fuzz.server_errors": Bar(most=0),
+    "fuzz.engine_alive": Bar(least=1),
+    "fuzz.memory_growth_mb": Bar(most=32),
+    "load.clients": Bar(least=200),
+    "load.requests": Bar(),
+    "load.checked": Bar(least=1000),
+    "load.lost": Bar(most=0),
+    "load.wrong": Bar(most=0),
+    "load.leaked_slots": Bar(most=0),
+    "load.leaked_kv_share": Bar(most=0),
     "offpolicy.max_lag": Bar(most=1),
     "offpolicy.k1_speedup": Bar(least=1.2),
     "memory.learner_over_base": Bar(most_figure="memory.learner_over_base_bar"),
@@ -124,7 +135,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles presets quickstart gsm8k parity engine learner serving split live offpolicy memory trl "
+        help="oracles presets quickstart gsm8k parity engine learner serving split live server offpolicy memory trl "
         "update grpo_gpu engine_gpu",
     )
     parser.add_argument(
@@ -195,6 +206,12 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
         "serving": partial(script, "bench_serving.py", *with_data, *sized("--seconds=5", "--publishes=100")),
         "split": partial(script, "check_split.py", *sized("--requests=200")),
         "live": partial(script, "check_live.py", *sized("--completions=80")),
+        "server": partial(
+            script,
+            "check_server.py",
+            *options,
+            *sized("--minutes=0.2", "--clients=20", "--bodies=200", "--examples=1"),
+        ),
         "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=4", "--rounds=1")),
         "quickstart": partial(quickstart, steps),
         "trl": partial(script, "compare_trl.py", *sized("--seeds=1", "--steps=2", "--problems=64")),

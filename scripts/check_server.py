@@ -1,9 +1,11 @@
 """Does a server stand broken requests, and two hundred clients at once? A real process on loopback is asked.
 
 Fuzzing: schemathesis over the whole /openapi.json, and malformed bodies of our own. No answer may be of 500 or above,
-the engine must answer afterwards, and memory must not grow. Load: clients that stream, wait, leave and are aborted by id,
-while adapters are uploaded, promoted and unloaded. Nothing may be lost, every finished greedy answer must be what its
-prompt and version gave alone, and in the end nothing may be held.
+the engine must answer afterwards, and memory must not grow.
+
+Load: clients that stream, wait, leave and are aborted by id, while adapters are uploaded, promoted and unloaded.
+Nothing may be lost, every finished greedy answer must be what its prompt and version gave alone, and in the end nothing
+may be held. A BLAS that is not strict may compute a row otherwise in company, so that near ties count as wrong.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from job import absolute, base_job, blas_name, run_worker
 from peers import DEFAULT_FOLDER
 from report import Figures, print_figures, print_table
 from server_fuzz import fuzz_with_bodies, fuzz_with_schemathesis, rows_of, show_errors
-from server_load import PINNED, Adapters, Tally, load_for
+from server_load import PINNED, Adapters, Tally, load_for, share_of_distinct
 from server_process import Server, running_server
 
 FUZZED = (
@@ -170,8 +172,9 @@ def show_load(arguments: Namespace, tally: Tally, adapters: Adapters) -> None:
     rows = [("ended", "requests"), *((end, str(number)) for end, number in sorted(tally.ends.items()))]
     rows += [("lost", str(len(tally.lost))), ("wrong", f"{len(tally.wrong)} of {tally.checked} checked")]
     print_table(f"{arguments.clients} clients for {arguments.minutes:g} minutes: {arguments.model}", rows)
+    alone = f"{share_of_distinct(adapters):.0%} of {len(adapters.alone)} answers given alone are different"
     swaps = f"{adapters.uploads} uploads, {adapters.promotions} promotions, {adapters.unloads} unloads"
-    print(f"  {swaps} meanwhile; checked answers came from {len(tally.versions)} versions")
+    print(f"  {swaps} meanwhile; checked answers came from {len(tally.versions)} versions; {alone}")
     for line in (*tally.lost[:5], *tally.wrong[:5]):
         print(f"  {line}", file=sys.stderr)
 

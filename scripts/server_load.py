@@ -20,6 +20,8 @@ NAME = "poet"
 PINNED = 3
 """Versions that stay: one for each archive."""
 SECONDS_BETWEEN_SWAPS = 1.0
+LEAST_DISTINCT = 0.5
+"""Of the answers given alone."""
 PATH = "/v1/completions"
 
 Tokens = tuple[int, ...]
@@ -62,7 +64,7 @@ class Answer:
 
 
 async def record_alone(client: httpx.AsyncClient, prompts: Sequence[str], archives: Sequence[bytes]) -> Adapters:
-    """Upload each archive once and ask for each prompt, one after the other. Raises httpx.HTTPError."""
+    """Upload each archive once and ask for each prompt, one after the other. Raises httpx.HTTPError, ValueError."""
     adapters = Adapters()
     for place, archive in enumerate(archives):
         await upload(client, adapters, place, archive)
@@ -71,7 +73,13 @@ async def record_alone(client: httpx.AsyncClient, prompts: Sequence[str], archiv
             answer = await client.post(PATH, json=body_of(model, prompt, MAX_TOKENS))
             answer.raise_for_status()
             adapters.alone[place, prompt] = tuple(answer.json()["choices"][0]["token_ids"])
+    if share_of_distinct(adapters) < LEAST_DISTINCT:
+        raise ValueError("most prompts and versions give the same answers: what is mixed up would not be seen")
     return adapters
+
+
+def share_of_distinct(adapters: Adapters) -> float:
+    return len(set(adapters.alone.values())) / len(adapters.alone)
 
 
 async def load_for(

@@ -282,10 +282,8 @@ class Engine:
     def _keep_rows(self, state: Traffic) -> None:
         """Keep what rows that have ended have computed, for a turn that goes on from there."""
         kept = [array for decoder in state.decoders for array in self.prefill.keep_ended(decoder)]
-        if kept and self._runs_ahead:
-            mx.async_eval(kept)
-        elif kept:
-            mx.eval(kept)
+        if kept:
+            (mx.async_eval if self._runs_ahead else mx.eval)(kept)
 
     def _drop_rows(self, state: Traffic, leaves: Callable[[Sequence], bool]) -> None:
         for decoder in state.decoders:

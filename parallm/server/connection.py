@@ -1,7 +1,8 @@
 """One exchange over HTTP: a bounded body in, an answer out, and noticing that the client has gone."""
 
 import asyncio
-from collections.abc import Coroutine
+import math
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -22,10 +23,13 @@ Body = TypeVar("Body", bound=Wire)
 async def read_body(http: Request, max_bytes: int, setting: str = "max_body_bytes") -> bytes:
     """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says."""
     body = bytearray()
+    too_large = BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
+    if max_bytes < announced_bytes(http.headers) < math.inf:
+        raise too_large
     async for chunk in http.stream():
         body += chunk
         if len(body) > max_bytes:
-            raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
+            raise too_large
     return bytes(body)
 
 
@@ -43,6 +47,13 @@ def error_response(told: Failure, answer: BaseModel | None = None) -> Response:
     response = json_response(answer or told.answer, told.status)
     response.headers.update(told.headers)
     return response
+
+
+def announced_bytes(headers: Mapping[str, str]) -> float:
+    """Of the body that follows the headers; infinite where only its end will tell."""
+    if "transfer-encoding" in headers:
+        return math.inf
+    return int(headers.get("content-length", "0"))
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

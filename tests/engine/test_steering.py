@@ -78,3 +78,14 @@ def test_what_is_held_stays_as_it_is_until_it_is_released(
         assert whole["b"] is not None
         assert whole["a"].tokens == whole["b"].tokens
         assert len(whole["a"].tokens) == 8
+
+
+def test_caches_that_are_reset_hold_no_memory_at_once(
+    load_tiny: Callable[[str], SharedModel], ask: Ask, make_engine: Callable[..., Engine]
+) -> None:
+    engine = make_engine(load_tiny("llama"), events=[])
+    engine.add(ask("a", PROMPT * 20, 2), False)
+    steps(engine)
+    assert engine.memory.used == engine.memory.prefixes.nbytes > 0
+    engine.reset_caches()
+    assert engine.memory.used == 0

@@ -11,7 +11,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from parallm.server.connection import error_response
+from parallm.server.connection import announced_bytes, error_response
 from parallm.server.failures import failure_of
 from parallm.server.operation.doors import Doors
 from parallm.server.operation.meters import Meters
@@ -21,6 +21,8 @@ from parallm.server.operation.request_log import request_log
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
+MOST_UNREAD = 65_536
+"""Bytes of a body that may come after the answer; a connection with more to come is closed."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -39,18 +41,27 @@ class Front:
         headers = Headers(scope=scope)
         context = RequestContext(request_id=_request_id(headers), headers=headers)
         began, status = time.perf_counter(), CLIENT_CLOSED_REQUEST  # unless a response begins, the client has gone
+        is_read = announced_bytes(headers) <= MOST_UNREAD
+
+        async def receive_and_note() -> Message:
+            nonlocal is_read
+            message = await receive()
+            is_read |= message["type"] == "http.request" and not message.get("more_body", False)
+            return message
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = context.request_id
+                if not is_read:  # else uvicorn reads the rest, however long, to keep the connection
+                    MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
         token = current_request.set(context)
         self._doors.enter(context)
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive_and_note, send_with_id)
         except Exception as error:
             if status != CLIENT_CLOSED_REQUEST:
                 raise  # a response has begun: all that is left is to close the connection
