@@ -36,22 +36,25 @@ class Fuzzed:
     shown: list[str] = field(default_factory=list)
     seconds: float = 0.0
     statuses: Counter[str] = field(default_factory=Counter)
-    memory_growth: float = 0.0
-    """Megabytes, in the last three quarters of our own bodies."""
 
 
-async def fuzz_with_bodies(server: Server, number: int, seed: int) -> Fuzzed:
-    """Send `number` malformed bodies, some at a time."""
+def bodies_for(server: Server, number: int, seed: int) -> list[Malformed]:
+    document = httpx.get(f"{server.url}/openapi.json", trust_env=False).json()
+    return list(malformed_bodies(routes_of(document), number, seed))
+
+
+def settled_megabytes(server: Server) -> float:
+    """Resident memory without what is kept for later prompts."""
+    httpx.post(f"{server.url}/reset_prefix_cache", timeout=TIMEOUT, trust_env=False).raise_for_status()
+    return server.resident_megabytes()
+
+
+async def fuzz_with_bodies(server: Server, bodies: Sequence[Malformed]) -> Fuzzed:
+    """Send malformed bodies, some at a time."""
     found = Fuzzed()
     began = time.perf_counter()
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT, trust_env=False) as client, kept_awake(client):
-        document = (await client.get("/openapi.json")).json()
-        bodies = list(malformed_bodies(routes_of(document), number, seed))
-        warm_up = number // 4
-        await send_all(server.url, client, bodies[:warm_up], found)
-        before = server.resident_megabytes()
-        await send_all(server.url, client, bodies[warm_up:], found)
-        found.memory_growth = server.resident_megabytes() - before
+        await send_all(server.url, client, bodies, found)
     found.seconds = time.perf_counter() - began
     return found
 
