@@ -106,7 +106,7 @@ class GenerationBody(Wire):
     return_tokens_as_token_ids: bool = False
     """In log-probs `token_id:5` stands for the text of the token."""
     request_id: Annotated[str, Field(min_length=1, max_length=256, pattern="^[^#]+$")] | None = None
-    """Given back in the answer; `POST /abort_requests` knows the request by it. Without `#`, which numbers its prompts."""
+    """Given back in the answer; `POST /abort_requests` knows the request by it. `#` numbers its prompts: not in it."""
     step_id: int | Annotated[str, Field(max_length=256)] | None = None
     """Of a training framework; given back in the answer."""
     priority: Annotated[int, Field(ge=-LARGEST_INT, le=LARGEST_INT)] = 0
