@@ -21,6 +21,14 @@ def peer_python(folder: Path, name: str, requirement: str) -> str:
     return _python_with(folder / name, [[requirement, *mlx]])
 
 
+def plain_python(folder: Path, name: str, requirements: Sequence[str]) -> str:
+    """The interpreter of a venv that has `requirements`; made on first use.
+
+    Raises subprocess.CalledProcessError if pip cannot install them.
+    """
+    return _python_with(folder / name, [requirements])
+
+
 def torch_python(folder: Path, name: str, torch_version: str, requirements: Sequence[str]) -> str:
     """The interpreter of a venv that has `requirements` and torch without a GPU; made on first use.
 

@@ -235,8 +235,8 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
         raise InvalidRequest("a grammar decides where the completion may end; leave min_tokens out", "min_tokens")
     if num_prompt + sampling.max_tokens > engine.max_context:
         raise ContextTooLong(
-            f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}; together the limit is "
-            f"{engine.max_context}; shorten them or raise engine.max_context",
+            f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}; this model's maximum context "
+            f"length is {engine.max_context}; shorten them or raise engine.max_context",
             "max_tokens",
         )
     engine.memory.check(request)

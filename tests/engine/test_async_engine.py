@@ -191,7 +191,7 @@ def test_cancelling_the_task_aborts_the_request(with_engine: Callable[..., None]
         ((), {}, InvalidRequest, "the prompt has no tokens"),
         ((5, 385), {}, InvalidRequest, "from 0 to 384"),
         ((-1, 5), {}, InvalidRequest, "from 0 to 384"),
-        (PROMPT, {"max_tokens": 506}, ContextTooLong, "together the limit is 512.*engine.max_context"),
+        (PROMPT, {"max_tokens": 506}, ContextTooLong, "maximum context length is 512.*engine.max_context"),
         (PROMPT, {"max_tokens": -1}, InvalidRequest, "max_tokens is -1"),
         (
             PROMPT,

@@ -84,7 +84,7 @@ def test_without_max_tokens_the_default_or_the_rest_of_the_context_is_taken(
 
 def test_a_prompt_that_fills_the_context_is_named_and_not_its_max_tokens(tokenizer: Any) -> None:
     body = CompletionBody.model_validate({"model": "policy", "prompt": "ab"})
-    with pytest.raises(ContextTooLong, match="prompt has 2 tokens, the limit is 1"):
+    with pytest.raises(ContextTooLong, match="prompt has 2 tokens and this model's maximum context length is 2"):
         completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=2)
 
 
