@@ -28,6 +28,8 @@ class Head:
     usage_chunk: bool
     recorder: Recorder | None = None
     """Where the client wants the policy to learn from this answer."""
+    usage_in_chunks: bool = False
+    """Each chunk tells the tokens so far, of all choices together."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Echo` that every chunk carries."""
 

@@ -83,12 +83,14 @@ async def _encoded(service: Service, answers: Answers, begun: Beginning) -> Asyn
     num_tokens = 0
     model, first = begun.model, begun.first
     try:
-        yield encode_events(_echoing(answers, [*answers.opening(model), *_chunks(service, answers, model, *first)]))
+        opening = _counting(answers, answers.opening(model), num_tokens)
         num_tokens += len(first[1].tokens)
+        chunks = _counting(answers, _chunks(service, answers, model, *first), num_tokens)
+        yield encode_events(_echoing(answers, [*opening, *chunks]))
         async for prompt, event in begun.events:
             num_tokens += len(event.tokens)
             if chunks := _chunks(service, answers, model, prompt, event):
-                yield encode_events(_echoing(answers, chunks))
+                yield encode_events(_echoing(answers, _counting(answers, chunks, num_tokens)))
         if answers.head.usage_chunk:
             yield encode_events(_echoing(answers, [answers.usage_chunk(model, num_tokens)]))
         yield DONE
@@ -103,6 +105,13 @@ def _echoing(answers: WholeAnswers, chunks: Sequence[BaseModel]) -> list[BaseMod
     """The same with what the client wants to find its answer again by."""
     echo = answers.head.echo
     return [chunk.model_copy(update=echo) for chunk in chunks] if echo else list(chunks)
+
+
+def _counting(answers: Answers, chunks: Sequence[BaseModel], num_tokens: int) -> Sequence[BaseModel]:
+    """The same with the tokens until then, where the client wants them in every chunk."""
+    if not answers.head.usage_in_chunks:
+        return chunks
+    return [chunk.model_copy(update={"usage": answers.head.usage(num_tokens)}) for chunk in chunks]
 
 
 def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: TokenEvent) -> list[BaseModel]:

@@ -58,7 +58,7 @@ def read_stop(value: object) -> list[object]:
 class StreamOptions(Wire):
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
 
 
 Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024, fail_fast=True)]

@@ -86,6 +86,17 @@ def test_the_last_chunk_has_the_usage_where_it_is_asked_for(complete: Call, chun
     assert all("usage" not in chunk for chunk in chunks_of(complete(stream=True)))
 
 
+def test_every_chunk_has_the_usage_until_then_where_it_is_asked_for(complete: Call, chunks_of: Read) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = chunks_of(complete(stream=True, stream_options=options))
+    told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert told == sorted(told)
+    assert (told[0], told[-1]) == (1, 8)
+    assert chunks[-1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    alone = complete(stream=True, stream_options={"continuous_usage_stats": True})
+    assert (alone.status_code, alone.json()["error"]["param"]) == (400, "stream_options")
+
+
 def test_a_stop_string_ends_the_text_before_it(complete: Call, chunks_of: Read) -> None:
     whole = complete(stop="lo").json()["choices"][0]
     streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks_of(complete(stop=["lo"], stream=True)))

@@ -18,7 +18,7 @@ from parallm.server.openai.grammars import body_grammar, chat_grammar, constrain
 from parallm.server.openai.token_numbers import TokenNumbers
 from parallm.server.openai.translate import chat_request, completion_requests
 from parallm.server.parse import parse_body
-from parallm.server.schemas import CompletionBody, GenerationBody
+from parallm.server.schemas import CompletionBody, GenerationBody, StreamOptions
 from parallm.server.service import Service
 from parallm.types import GenerationRequest
 
@@ -65,6 +65,7 @@ def head_of(
     service: Service, answer_id: str, body: GenerationBody, requests: list[GenerationRequest], *, logprobs: bool
 ) -> Head:
     routed = service.routed(requests)
+    options = body.stream_options or StreamOptions()
     return Head(
         answer_id=answer_id,
         created=int(time.time()),
@@ -74,7 +75,8 @@ def head_of(
         token_texts=TokenNumbers() if body.return_tokens_as_token_ids else service.tokenizer,
         logprobs=logprobs,
         token_ids=body.return_token_ids,
-        usage_chunk=body.stream_options is not None and body.stream_options.include_usage,
+        usage_chunk=options.include_usage,
+        usage_in_chunks=options.continuous_usage_stats,
         echo=echo_of(body, logprobs=logprobs),
     )
 

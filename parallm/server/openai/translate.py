@@ -150,6 +150,8 @@ def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettin
     _checked_top_logprobs("prompt_logprobs", body.prompt_logprobs or 0, settings)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
+    if body.stream_options and body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
+        raise InvalidRequest("continuous_usage_stats needs include_usage: true", "stream_options")
     if 0 < body.temperature < 0.01:
         # logits divided by less leave the range of float32
         raise InvalidRequest(f"temperature is {body.temperature}; send 0 for greedy or at least 0.01", "temperature")
