@@ -100,7 +100,7 @@ def main(url: str) -> int:
                 passed += 1
             except Exception as error:  # noqa: BLE001  whatever goes wrong is the probe's result
                 print(f"{one.__name__}: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
-    print(json.dumps({"passed": passed, "total": len(PROBES)}))
+    print(json.dumps({"version": openai.__version__, "passed": passed, "total": len(PROBES)}))
     return int(passed < len(PROBES))
 
 

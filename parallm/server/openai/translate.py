@@ -89,8 +89,8 @@ def _room(prompt: Sequence[int], settings: ServerSettings, max_context: int, nam
     """Tokens for a request that names none: the default, or fewer where the context ends before."""
     if len(prompt) >= max_context:
         raise ContextTooLong(
-            f"{name} has {len(prompt)} tokens and this model's maximum context length is {max_context}, with the answer; "
-            "shorten it or raise engine.max_context",
+            f"{name} has {len(prompt)} tokens and this model's maximum context length is {max_context}, with the "
+            "answer; shorten it or raise engine.max_context",
             name,
         )
     return min(settings.default_max_tokens, max_context - len(prompt))
