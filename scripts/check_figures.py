@@ -138,8 +138,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles presets quickstart gsm8k parity engine learner serving split live server clients offpolicy memory "
-        "trl update grpo_gpu engine_gpu",
+        help="oracles presets quickstart gsm8k parity engine learner serving split live server clients offpolicy "
+        "memory trl update grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",

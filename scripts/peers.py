@@ -22,7 +22,7 @@ def peer_python(folder: Path, name: str, requirement: str) -> str:
 
 
 def plain_python(folder: Path, name: str, requirements: Sequence[str]) -> str:
-    """The interpreter of a venv that has `requirements`; made on first use.
+    """The interpreter of a venv that has `requirements` and nothing of ours; made on first use.
 
     Raises subprocess.CalledProcessError if pip cannot install them.
     """
@@ -39,14 +39,6 @@ def torch_python(folder: Path, name: str, torch_version: str, requirements: Sequ
     # by its local version: PyPI's build for Linux would bring gigabytes of CUDA along
     torch = [f"torch=={torch_version}+cpu", f"--extra-index-url={TORCH_CPU_INDEX}"]
     return _python_with(folder / name, [torch, requirements])
-
-
-def plain_python(folder: Path, name: str, requirement: str) -> str:
-    """The interpreter of a venv that has `requirement` and nothing of ours; made on first use.
-
-    Raises subprocess.CalledProcessError if pip cannot install it.
-    """
-    return _python_with(folder / name, [[requirement]])
 
 
 def _python_with(place: Path, installs: Sequence[Sequence[str]]) -> str:

@@ -89,7 +89,7 @@ async def fuzz_with_schemathesis(server: Server, peers: Path, folder: Path, exam
     Raises RuntimeError if it ends otherwise than with results.
     """
     command = [
-        plain_python(peers, "schemathesis", SCHEMATHESIS), "-m", "schemathesis.cli", "run",
+        plain_python(peers, "schemathesis", [SCHEMATHESIS]), "-m", "schemathesis.cli", "run",
         f"{server.url}/openapi.json", "--checks=not_a_server_error", "--phases=examples,coverage,fuzzing",
         f"--max-examples={examples}", f"--seed={seed}", "--workers=2", f"--request-timeout={TIMEOUT:.0f}",
         "--continue-on-failure", "--no-shrink", "--suppress-health-check=all", "--warnings=off",
