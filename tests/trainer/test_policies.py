@@ -66,7 +66,7 @@ def test_a_policy_that_fails_does_not_stop_the_others(
     train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     policies = {"broken": {"rollout": {"max_tokens": 5000}}, "poet": {}}
-    with pytest.raises(TrainingStopped, match=r"^broken: .*limit is"):
+    with pytest.raises(TrainingStopped, match=r"^broken: .*maximum context length is"):
         train(trainer={"steps": 2}, policies=policies)
     assert newest_state(tmp_path / "run" / "poet").step == 2
     assert read_adapter(tmp_path / "run" / "poet" / "adapter").version == 2
