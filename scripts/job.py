@@ -30,6 +30,8 @@ class Job:
     model: str = "nano"
     data: str | None = None
     """Folder with train.jsonl in GSM8K's form; None: the arithmetic problems."""
+    quantized: str = "auto"
+    """model.quantized."""
     blas: str = "auto"
     strict: bool = True
     prompts: int = 16

@@ -18,6 +18,7 @@ set_blas_threads(BLAS, 1)  # what the lanes do too: several threads on few, busy
 import mlx.core as mx  # noqa: E402  # only now: MLX takes the BLAS that is there when it loads
 import mlx.nn as nn  # noqa: E402
 from mlx.utils import tree_flatten  # noqa: E402
+from mlx_lm.convert import convert  # noqa: E402
 from mlx_lm.utils import _get_classes  # noqa: E402
 
 from parallm.device.lanes import Lanes  # noqa: E402
@@ -112,6 +113,20 @@ def load_tiny(tiny_model: Callable[[str], Path]) -> Callable[..., SharedModel]:
         return load_shared_model(ModelSettings(path=str(tiny_model(architecture)), lora=LoraSettings(rank=rank)))
 
     return load
+
+
+@pytest.fixture(scope="session")
+def tiny_quantized(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a small model as `mlx_lm.convert -q` makes it: `tiny_quantized("llama", bits=4)`."""
+
+    @cache
+    def make(architecture: str, *, bits: int, mode: str = "affine") -> Path:
+        folder = tmp_path_factory.mktemp(f"{architecture}-{mode}-{bits}") / "model"
+        source = str(tiny_model(architecture))
+        convert(source, str(folder), quantize=True, q_bits=bits, q_group_size=32, q_mode=mode)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")

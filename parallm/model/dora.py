@@ -13,6 +13,7 @@ import mlx.nn as nn
 
 from parallm.model.adapter import Adapter
 from parallm.model.lora import LoraLinear, Scaling
+from parallm.model.quantized import unpacked
 from parallm.model.shared_model import SharedModel
 
 
@@ -49,14 +50,4 @@ def _norms(layer: nn.Module, a_IR: mx.array, scaled_b_RO: mx.array) -> mx.array:
 
 def _weight(layer: nn.Module) -> mx.array:
     """(O, I) in float32."""
-    if not isinstance(layer, nn.QuantizedLinear):
-        return layer.weight.astype(mx.float32)
-    whole = mx.dequantize(
-        layer.weight,
-        layer.scales,
-        layer.get("biases"),
-        group_size=layer.group_size,
-        bits=layer.bits,
-        mode=layer.mode,
-    )
-    return whole.astype(mx.float32)
+    return unpacked(layer, mx.float32) if isinstance(layer, nn.QuantizedLinear) else layer.weight.astype(mx.float32)

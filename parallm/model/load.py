@@ -24,7 +24,9 @@ from parallm.model.activations import install_swiglu
 from parallm.model.attention import install_attention
 from parallm.model.chat import ChatTokenizer
 from parallm.model.cuda import on_cuda
+from parallm.model.fingerprint import fingerprint
 from parallm.model.lora import Binding
+from parallm.model.quantized import arrange_quantized
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch, find_trunk
 from parallm.model.site_group import form_groups
@@ -53,9 +55,13 @@ def share_model(
 ) -> SharedModel:
     """Freeze and evaluate a model of mlx-lm, and put LoRA sites on it. `config` is that of its config.json.
 
-    Raises AdapterError for targets that the model does not have.
+    Raises AdapterError for targets that the model does not have, ModelError for a way to keep quantized weights of a
+    model that has none.
     """
-    base.set_dtype(_dtype(settings.dtype, base))
+    dtype = _dtype(settings.dtype, base)
+    base.set_dtype(dtype)
+    sha256 = fingerprint(base)  # of what is stored, however it is kept here
+    arrange_quantized(base, settings.quantized, dtype)
     base.freeze()
     base.eval()
     install_attention(base)
@@ -69,6 +75,7 @@ def share_model(
     model = SharedModel(
         name=settings.path,
         base=base,
+        sha256=sha256,
         binding=binding,
         sites=sites,
         tokenizer=tokenizer,

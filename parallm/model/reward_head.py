@@ -47,7 +47,7 @@ def with_reward_head(adapter: Adapter, model: SharedModel, seed: int) -> Adapter
 
 def read_reward_model(folder: Path, model: SharedModel) -> Adapter:
     """The reward model in `folder`. Raises AdapterError unless it is one and was trained on this base."""
-    trained_on, here = base_of(folder), model.fingerprint()
+    trained_on, here = base_of(folder), model.sha256
     if not trained_on:
         logger.warning("%s does not say which base it was trained on; its shapes alone are checked", folder)
     elif trained_on != here:

@@ -34,6 +34,9 @@ class ModelSettings:
     """`nano` (the model inside the package), a local Hugging Face folder, or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: float32 on a CPU, as stored elsewhere."""
+    quantized: Literal["auto", "packed", "unpacked"] = "auto"
+    """How the weights of a quantized base are kept: as they are stored, or written out in `dtype`. `auto`: packed on a
+    GPU; on a CPU, whose products need them so, unpacked where that takes at most half of the free memory."""
     adapter: str | None = None
     """Folder of a LoRA adapter (mlx-lm or PEFT format) to start from."""
     lora: LoraSettings = LoraSettings()

@@ -6,7 +6,6 @@ hold logits of more tokens than needed. Everything here runs on the device threa
 Axes: B rows, T tokens, H hidden, N tokens of any rows, V vocabulary.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +32,8 @@ class SharedModel:
 
     name: str
     base: nn.Module
+    sha256: str
+    """The base's fingerprint; see `fingerprint.py`."""
     binding: Binding
     sites: Mapping[str, tuple[int, int]]
     """LoRA site -> (inputs, outputs)."""
@@ -82,18 +83,6 @@ class SharedModel:
         """The floating type of the base's unquantized arrays."""
         dtypes = (array.dtype for _, array in tree_flatten(self.base.parameters()))
         return next(dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating))
-
-    def fingerprint(self) -> str:
-        """SHA-256 over names, shapes, types and a few values of the base's arrays: tells bases apart without reading
-        all of them."""
-        digest = hashlib.sha256()
-        # without the marks of the sites, which are the run's choice and no part of the base
-        plain = {name.replace(".linear.", "."): array for name, array in tree_flatten(self.base.parameters())}
-        for name in sorted(plain):
-            array = plain[name]
-            values = array.reshape(-1)[:: max(1, array.size // 16)].astype(mx.float32)
-            digest.update(f"{name} {array.shape} {array.dtype} {values.tolist()}".encode())
-        return digest.hexdigest()
 
     @property
     def num_layers(self) -> int:

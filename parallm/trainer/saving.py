@@ -66,7 +66,7 @@ def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
     """
     try:
         if is_reward_model(adapter):
-            write_peft(adapter, folder / "adapter", model.name, model.fingerprint())
+            write_peft(adapter, folder / "adapter", model.name, model.sha256)
         else:
             write_mlx(adapter, folder / "adapter", num_layers=model.num_layers)
             write_peft(adapter, folder / "adapter_peft", model.name)
@@ -80,7 +80,7 @@ def fingerprint_of(model: SharedModel, start: Adapter) -> Fingerprint:
     """Of a run that starts from `start`. Reads some of the base's values, on the device thread."""
     return Fingerprint(
         model=model.name,
-        model_sha256=model.fingerprint(),
+        model_sha256=model.sha256,
         num_layers=model.num_layers,
         rank=start.rank,
         alpha=start.alpha,

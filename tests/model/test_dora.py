@@ -57,7 +57,7 @@ def quantized_nano(tmp_path: Path) -> SharedModel:
     config |= {"quantization": {"group_size": 32, "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(base.parameters())))
-    return load_shared_model(ModelSettings(path=str(tmp_path)))
+    return load_shared_model(ModelSettings(path=str(tmp_path), quantized="packed"))
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def policy_of(model: SharedModel, **form: Any) -> Adapter:
 
 
 def write(adapter: Adapter, folder: Path, model: SharedModel) -> Path:
-    write_exactly(adapter, folder, num_layers=model.num_layers, base_name=model.name, base_sha256=model.fingerprint())
+    write_exactly(adapter, folder, num_layers=model.num_layers, base_name=model.name, base_sha256=model.sha256)
     return folder
 
 
@@ -71,7 +71,7 @@ def test_mlx_lms_format_is_refused(nano: SharedModel, tmp_path: Path) -> None:
 
 
 def test_a_policy_is_no_reward_model(nano: SharedModel, tmp_path: Path) -> None:
-    write_peft(policy_of(nano), tmp_path, nano.name, nano.fingerprint())
+    write_peft(policy_of(nano), tmp_path, nano.name, nano.sha256)
     with pytest.raises(AdapterError, match="is no reward model: it has no reward_head"):
         read_reward_model(tmp_path, nano)
 

@@ -1,0 +1,100 @@
+"""A quantized base: kept packed, as it is stored, or unpacked into the model's floating type when it is loaded.
+
+MLX multiplies by packed weights on GPUs. Its product for CPUs unpacks them anew for every row: 64 rows take about 30
+times as long as unpacked weights and a BLAS do. So on a CPU weights are unpacked first, all of them once where memory
+allows it, else those of a layer for each product. Either way the same numbers are multiplied by the same function.
+
+Left out: experts that stay packed, which MLX's own product computes on a CPU, too.
+"""
+
+import copy
+from typing import Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.utils import dequantize_model
+
+from parallm.device.memory import free_memory
+from parallm.errors import ModelError
+
+UNPACKED_SHARE = 0.5
+"""Of the free memory: what unpacked weights may take where nobody has chosen."""
+
+Choice = Literal["auto", "packed", "unpacked"]
+
+
+def arrange_quantized(base: nn.Module, choice: Choice, dtype: mx.Dtype) -> None:
+    """Keep the quantized layers of `base` as `choice` says. Changes `base`; evaluates nothing.
+
+    Raises ModelError for a choice other than `auto` where nothing is quantized.
+    """
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    needed = unpacked_bytes(base, dtype)
+    if choice != "auto" and not needed:
+        raise ModelError(f"model.quantized={choice}: no layer of this model is quantized; leave the setting out")
+    fits = needed <= UNPACKED_SHARE * free_memory()
+    if choice == "unpacked" or (choice == "auto" and on_cpu and fits):
+        dequantize_model(base)
+        base.set_dtype(dtype)  # formats whose scales are no floats are unpacked into bfloat16
+    elif on_cpu:
+        own = [(name, _unpacking(module)) for name, module in base.named_modules() if type(module) in UNPACKING]
+        base.update_modules(tree_unflatten(own))
+
+
+def unpacked_bytes(base: nn.Module, dtype: mx.Dtype) -> int:
+    """What the weights of the quantized layers take once they are unpacked."""
+    packed = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
+    layers = [module for module in base.modules() if isinstance(module, packed)]
+    return sum(layer.weight.size * 32 // layer.bits for layer in layers) * dtype.size
+
+
+def unpacked(layer: nn.Module, dtype: mx.Dtype) -> mx.array:
+    """The weights of a quantized layer, (outputs, inputs)."""
+    form = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.dequantize(layer.weight, layer.scales, layer.get("biases"), **form).astype(dtype)
+
+
+class UnpackingLinear(nn.QuantizedLinear):
+    """A quantized linear layer that unpacks its weights for each product, forward and backward."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return _product(self, x)
+
+
+class UnpackingEmbedding(nn.QuantizedEmbedding):
+    """A quantized embedding that does so where it is the model's head."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return _product(self, x)
+
+
+UNPACKING: dict[type[nn.Module], type[nn.Module]] = {
+    nn.QuantizedLinear: UnpackingLinear,
+    nn.QuantizedEmbedding: UnpackingEmbedding,
+}
+
+
+def _unpacking(layer: nn.Module) -> nn.Module:
+    """The same layer with the same arrays; its own constructor would quantize random ones first."""
+    own = copy.copy(layer)
+    own.__class__ = UNPACKING[type(layer)]
+    return own
+
+
+def _product(layer: nn.Module, x: mx.array) -> mx.array:
+    """What a plain linear layer with the unpacked weights gives for `x` (..., inputs)."""
+
+    @mx.custom_function  # type: ignore[untyped-decorator]
+    def forward(x: mx.array) -> mx.array:
+        weight_OI = unpacked(layer, x.dtype)
+        return mx.addmm(layer.bias, x, weight_OI.T) if "bias" in layer else x @ weight_OI.T
+
+    # unpacked again: else all weights would be kept from the forward until the backward
+    @forward.vjp  # type: ignore[untyped-decorator]
+    def backward(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
+        return cotangent @ unpacked(layer, cotangent.dtype)
+
+    y: mx.array = forward(x)
+    return y

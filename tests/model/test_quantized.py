@@ -1,0 +1,101 @@
+"""How a quantized base is kept, and what tells it from others."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.convert import convert
+from mlx_lm.utils import load_model
+
+from parallm.errors import ModelError
+from parallm.model.load import NANO, load_shared_model
+from parallm.model.quantized import UnpackingLinear, unpacked_bytes
+from parallm.model.settings import LoraSettings, ModelSettings
+from parallm.model.shared_model import SharedModel
+
+TOKENS = mx.array([[5, 9, 17, 33, 65]])
+
+
+def load(folder: Path, quantized: str = "auto") -> SharedModel:
+    settings = ModelSettings(path=str(folder), quantized=quantized, lora=LoraSettings(rank=4))  # type: ignore[arg-type]
+    return load_shared_model(settings)
+
+
+def kind(model: SharedModel) -> type[nn.Module]:
+    return type(model.base.layers[0].mlp.up_proj.linear)
+
+
+def test_a_cpu_unpacks_weights_where_memory_allows_it(
+    tiny_quantized: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_quantized("llama", bits=4)
+    needed = unpacked_bytes(load_model(folder)[0], mx.float32)
+    monkeypatch.setattr("parallm.model.quantized.free_memory", lambda: 2 * needed)
+    assert kind(load(folder)) is nn.Linear
+    monkeypatch.setattr("parallm.model.quantized.free_memory", lambda: 2 * needed - 2)
+    assert kind(load(folder)) is UnpackingLinear
+    assert kind(load(folder, "unpacked")) is nn.Linear
+
+
+def test_a_way_to_keep_quantized_weights_is_refused_where_there_are_none(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match=r"model\.quantized=packed: no layer of this model is quantized"):
+        load(tiny_model("llama"), "packed")
+
+
+def test_packed_weights_take_the_memory_that_they_take_on_disk(tiny_quantized: Callable[..., Path]) -> None:
+    folder = tiny_quantized("llama", bits=4)
+    on_disk = (folder / "model.safetensors").stat().st_size
+    assert load(folder, "packed").base_bytes < on_disk < 0.3 * load(folder, "unpacked").base_bytes
+
+
+def test_the_fingerprint_is_of_what_is_stored(tiny_quantized: Callable[..., Path]) -> None:
+    four, eight = (tiny_quantized("llama", bits=bits) for bits in (4, 8))
+    assert load(four, "packed").sha256 == load(four, "unpacked").sha256
+    assert load(four).sha256 != load(eight).sha256
+
+
+@pytest.mark.parametrize("architecture", ["llama", "starcoder2", "gemma"])
+def test_gradients_of_inputs_are_those_of_unpacked_weights(
+    architecture: str, tiny_quantized: Callable[..., Path]
+) -> None:
+    """Through linear layers with and without biases, and an embedding as the head."""
+    gradients = []
+    for how in ("packed", "unpacked"):
+        model = load(tiny_quantized(architecture, bits=4), how)
+
+        def loss(scale: mx.array, model: SharedModel = model) -> mx.array:
+            hidden_TH = model.hidden(TOKENS, model.make_cache(), _Scaled(scale))[0]
+            return mx.logsumexp(model.head(hidden_TH), axis=-1).sum()
+
+        gradients.append(mx.grad(loss)(mx.array(1.0)).item())
+    assert gradients[0] == gradients[1] != 0
+
+
+def test_a_backward_keeps_no_unpacked_weights(tmp_path: Path) -> None:
+    convert(str(NANO), str(tmp_path / "nano"), quantize=True, q_bits=4, q_group_size=32)
+    model = load(tmp_path / "nano", "packed")
+
+    def loss(scale: mx.array) -> mx.array:
+        hidden_TH = model.hidden(TOKENS, model.make_cache(), _Scaled(scale))[0]
+        return mx.logsumexp(model.head(hidden_TH), axis=-1).sum()
+
+    gradient = mx.grad(loss)(mx.array(1.0))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(gradient)
+    assert mx.get_peak_memory() - before < 0.75 * unpacked_bytes(model.base, mx.float32)
+
+
+class _Scaled:
+    """Multiplies the outputs of all sites."""
+
+    def __init__(self, scale: mx.array) -> None:
+        self._scale = scale
+
+    def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
+        return y * self._scale
+
+    def stretch(self, site: str) -> None:
+        return None
