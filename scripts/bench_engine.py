@@ -1,5 +1,6 @@
 """Tokens per second of the engine and of mlx-lm's BatchGenerator, on the same weights with the same BLAS.
 
+First whole rollouts on a real model, then loads of every kind on random weights (`engine_loads.py`).
 Rounds alternate between the two, each in a fresh process, so that a busy machine slows both. BatchGenerator runs at the
 best of several batch sizes, our own among them. Stock mlx-lm, with the reference BLAS that its wheel links, is measured
 once and on fewer prompts, because it is an order of magnitude slower: its figure is per token.
@@ -9,6 +10,7 @@ from argparse import ArgumentParser
 from dataclasses import replace
 from statistics import median
 
+from engine_loads import LOADS, measure_loads
 from job import Job, add_model_options, base_job, blas_name, run_worker
 from report import print_figures, print_table
 
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (default: %(default)s)")
     parser.add_argument("--lora-rounds", type=int, default=1, help="the same with LoRA; 0: leave it out")
     parser.add_argument("--stock-prompts", type=int, default=8, help="for the reference BLAS; 0: leave it out")
+    parser.add_argument("--load-rounds", type=int, default=1, help="of the loads of every kind; 0: leave them out")
     arguments = parser.parse_args()
     job = replace(base_job(arguments), prompts=arguments.prompts, max_tokens=arguments.max_tokens, rows=arguments.rows)
     size, first = best_size(job, sorted({*arguments.sizes, arguments.rows}))
@@ -48,6 +51,8 @@ def main() -> None:
         figures["engine.cpu.vs_stock_mlx_lm"] = median(ours) / median(stock)
     title = f"Tokens/s: {arguments.model}, {job.prompts} prompts x {job.group_size}, {job.max_tokens} tokens"
     print_table(title, [("", "median", "all", "engine / this"), *rows])
+    if arguments.load_rounds:
+        figures |= measure_loads(LOADS, arguments.load_rounds)
     print_figures(figures, device=blas_name(job))
 
 

@@ -2,8 +2,9 @@
 
 The base is converted as `mlx_lm.convert -q` does, in groups of 64. `unpacked` and `packed` are the choices of
 model.quantized. Rounds go through all of them in turns, each in a fresh process. BatchGenerator of mlx-lm has the same
-quantized model and the same BLAS, and fewer prompts where its products take it a second for 20 tokens: 16 rows or 64 make
-no difference to them. In full precision `bench_engine.py` compares the two. Peaks are of MLX's arrays: of prefill and decode, and of the update.
+quantized model and BLAS, and fewer prompts where a token takes it long: its products take as long a row whatever their
+number. In full precision `bench_engine.py` compares the two. Peaks are of MLX's arrays: of prefill and decode, and of
+the update.
 """
 
 import sys

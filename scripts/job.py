@@ -87,13 +87,22 @@ def run_worker(
 
     `peer` workers run other people's code under MLX's own settings. Raises RuntimeError with the worker's errors.
     """
-    variables = clean_environment()
-    variables |= {"MLX_BFS_MAX_WIDTH": MLX_DEFAULT_BFS_WIDTH} if peer else {}
-    variables |= environment or {}
+    variables = worker_environment(peer=peer) | (environment or {})
     worker = SCRIPTS / "naive_grpo.py" if name == "naive_grpo" else SCRIPTS / "workers" / f"{name}.py"
     return last_json(
         run_program([python, str(SCRIPTS / "with_blas.py"), str(worker), json.dumps(asdict(job))], variables)
     )
+
+
+def run_worker_parts(name: str, job: str, *, peer: bool) -> list[dict[str, Any]]:
+    """The same with a worker that prints a line of JSON for each part of `job`. Raises RuntimeError if it crashes."""
+    command = [sys.executable, str(SCRIPTS / "with_blas.py"), str(SCRIPTS / "workers" / f"{name}.py"), job]
+    output = run_program(command, worker_environment(peer=peer))
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def worker_environment(*, peer: bool) -> dict[str, str]:
+    return clean_environment() | ({"MLX_BFS_MAX_WIDTH": MLX_DEFAULT_BFS_WIDTH} if peer else {})
 
 
 def run_program(command: list[str], environment: Mapping[str, str] | None = None, folder: Path | None = None) -> str:

@@ -1,6 +1,6 @@
 """Random prompts and arrivals: what both sides of a comparison are asked for. Imports no MLX."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from shapes import EngineJob
@@ -37,6 +37,12 @@ def random_arrivals(job: EngineJob, vocabulary: int, seed: int) -> list[Arrival]
         )
         for second, length, num_new in zip(seconds, prompts, outputs, strict=True)
     ]
+
+
+def random_storm(job: EngineJob, vocabulary: int, seed: int) -> list[Arrival]:
+    """Short requests that come at the same time."""
+    short = replace(job, prompts=job.storm_prompts, outputs=job.storm_outputs)
+    return [replace(one, seconds=0.0) for one in random_arrivals(short, vocabulary, seed)]
 
 
 def _lengths(random: np.random.Generator, bounds: tuple[int, int], count: int) -> list[int]:

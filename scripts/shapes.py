@@ -45,6 +45,7 @@ SHAPES = {
     "0.5b": Shape(
         hidden=896, intermediate=4864, layers=24, heads=14, key_value_heads=2, head_size=64, vocabulary=151936
     ),
+    "25m": Shape(hidden=512, intermediate=1408, layers=8, heads=8, key_value_heads=4, head_size=64, vocabulary=4096),
     "tiny": Shape(hidden=64, intermediate=96, layers=2, heads=4, key_value_heads=2, head_size=16, vocabulary=384),
 }
 
@@ -134,6 +135,9 @@ class EngineJob:
     outputs: tuple[int, int] = (16, 1024)
     mixed_rows: int = 64
     """That decode together."""
+    storm_prompts: tuple[int, int] = (8, 32)
+    storm_outputs: tuple[int, int] = (1, 8)
+    """Of a storm: `requests` that come at once, so short that rows join and leave in nearly every step."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

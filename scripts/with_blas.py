@@ -4,6 +4,7 @@ In an environment without parallm the library's path comes in the variable BENCH
 """
 
 import ctypes
+import json
 import os
 import runpy
 import sys
@@ -11,11 +12,11 @@ import sys
 LIBRARY = os.environ.get("BENCH_BLAS_LIBRARY")
 
 if LIBRARY is None:
-    from job import read_job
-
     from parallm.device.blas import load_blas
+    from parallm.device.settings import DeviceSettings
 
-    load_blas(read_job(sys.argv[2]).device)
+    asked = json.loads(sys.argv[2])
+    load_blas(DeviceSettings(blas=asked.get("blas", "auto"), blas_strict=asked.get("strict", True)))
 elif LIBRARY:
     ctypes.CDLL(LIBRARY, mode=ctypes.RTLD_GLOBAL)
 

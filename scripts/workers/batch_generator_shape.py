@@ -15,12 +15,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from parts import run_parts
-from random_load import Arrival, random_arrivals, random_prompts
+from random_load import Arrival, Tokens, random_arrivals, random_prompts, random_storm
 from random_model import random_base
 from shapes import SHAPES, EngineJob, read_engine_job
 
 PROMPTS_AT_ONCE, MIXED_AT_ONCE = 32, 8
 WARM_UP_TOKENS = 8
+PREFILL_ROWS, GROUPS, GROUP_SIZE = 32, 4, 8
 
 
 class Bench:
@@ -33,21 +34,46 @@ class Bench:
         mx.eval(self._base.parameters())
 
     def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        return {"b1": partial(self.same_lengths, 1), "b128": partial(self.same_lengths, 128), "mixed": self.mixed}
+        return {
+            "b1": partial(self.same_lengths, 1),
+            "b64": partial(self.same_lengths, 64),
+            "b128": partial(self.same_lengths, 128),
+            "prefill": self.prefill,
+            "groups": self.groups,
+            "mixed": partial(self.served, random_arrivals),
+            "storm": partial(self.served, random_storm),
+        }
 
     def same_lengths(self, rows: int) -> dict[str, Any]:
         """Rows that begin and end together."""
-        self._complete(rows, WARM_UP_TOKENS, seed=0)
+        new = self._job.new
+        self._complete(self._prompts(rows, 0), WARM_UP_TOKENS)
         seconds, steps = zip(
-            *(self._complete(rows, self._job.new, seed=1 + turn) for turn in range(self._job.repeats)), strict=True
+            *(self._complete(self._prompts(rows, 1 + turn), new) for turn in range(self._job.repeats)), strict=True
         )
-        return {"tokens": rows * self._job.new, "seconds": seconds, "step_seconds": steps}
+        return {"tokens": rows * new, "seconds": seconds, "step_seconds": steps}
 
-    def mixed(self) -> dict[str, Any]:
-        """Requests of all lengths that arrive at random times; before them a quarter of others that warm up."""
+    def prefill(self) -> dict[str, Any]:
+        """Prompts of which one token each is sampled; tokens of prompts are counted."""
+        length = self._job.group_prompt
+        turns = [
+            self._complete(self._prompts(PREFILL_ROWS, turn, length), 1)[0] for turn in range(1 + self._job.repeats)
+        ]
+        return {"tokens": PREFILL_ROWS * length, "seconds": turns[1:]}
+
+    def groups(self) -> dict[str, Any]:
+        """Groups that share their prompts, which it computes for each row."""
+        turns = []
+        for turn in range(1 + self._job.repeats):
+            prompts = [one for one in self._prompts(GROUPS, turn, self._job.group_prompt) for _ in range(GROUP_SIZE)]
+            turns.append(self._complete(prompts, self._job.new)[0])
+        return {"tokens": GROUPS * GROUP_SIZE * self._job.new, "seconds": turns[1:]}
+
+    def served(self, arrivals_of: Callable[[EngineJob, int, int], list[Arrival]]) -> dict[str, Any]:
+        """Requests of all lengths at the times of their arrivals; before them a quarter of others that warm up."""
         vocabulary = self._shape.vocabulary
-        self._serve(random_arrivals(self._job, vocabulary, seed=1)[: max(1, self._job.requests // 4)])
-        arrivals = random_arrivals(self._job, vocabulary, seed=0)
+        self._serve(arrivals_of(self._job, vocabulary, 1)[: max(1, self._job.requests // 4)])
+        arrivals = arrivals_of(self._job, vocabulary, 0)
         began = time.perf_counter()
         ends = self._serve(arrivals)
         return {
@@ -56,13 +82,15 @@ class Bench:
             "latency": median(end - began - one.seconds for end, one in zip(ends, arrivals, strict=True)),
         }
 
-    def _complete(self, rows: int, new: int, seed: int) -> tuple[float, float]:
+    def _prompts(self, rows: int, seed: int, length: int = 0) -> list[Tokens]:
+        return random_prompts(self._shape.vocabulary, rows, length or self._job.prompt, seed)
+
+    def _complete(self, prompts: Sequence[Tokens], new: int) -> tuple[float, float]:
         """Seconds of all, and of the median step."""
-        prompts = random_prompts(self._shape.vocabulary, rows, self._job.prompt, seed)
         units: list[float] = []
         began = time.perf_counter()
-        generator = self._generator(rows, PROMPTS_AT_ONCE)
-        generator.insert([list(prompt) for prompt in prompts], [new] * rows)
+        generator = self._generator(len(prompts), PROMPTS_AT_ONCE)
+        generator.insert([list(prompt) for prompt in prompts], [new] * len(prompts))
         found = 0
         while True:
             start = time.perf_counter()
@@ -73,7 +101,7 @@ class Bench:
             found += len(responses)
         seconds = time.perf_counter() - began
         generator.close()
-        _check(found, rows * new)
+        _check(found, len(prompts) * new)
         return seconds, median(units)
 
     def _serve(self, arrivals: Sequence[Arrival]) -> list[float]:

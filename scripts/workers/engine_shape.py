@@ -17,11 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from parts import run_parts
-from random_load import Arrival, random_arrivals, random_prompts
+from random_load import Arrival, random_arrivals, random_prompts, random_storm
 from random_model import random_base, random_model
 from shapes import SHAPES, EngineJob, read_engine_job
 
+from parallm.device.blas import load_blas, set_blas_threads
 from parallm.device.lanes import Lanes
+from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapter import Adapter, make_adapter
@@ -69,13 +71,14 @@ class Bench:
         mx.random.seed(0)
         self._model = random_model(self._shape)
         self._table = AdapterTable()
-        self._lanes = Lanes(lambda _: None)
+        self._lanes = Lanes(partial(set_blas_threads, load_blas(DeviceSettings())))
         self._num_runs = 0
 
     def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:
         return {
             "b1": partial(self.same_lengths, 1),
             "b32": partial(self.same_lengths, 32),
+            "b64": partial(self.same_lengths, 64),
             "b128": partial(self.same_lengths, 128),
             "lora": partial(self.lora, 1),
             "lora8": partial(self.lora, VERSIONS),
@@ -83,7 +86,10 @@ class Bench:
             "penalties16": partial(self.sampling, has_penalties=True),
             "join": self.join,
             "group": self.group,
-            "mixed": self.mixed,
+            "prefill": self.prefill,
+            "groups": self.groups,
+            "mixed": partial(self.served, random_arrivals),
+            "storm": partial(self.served, random_storm),
         }
 
     def same_lengths(self, rows: int) -> dict[str, Any]:
@@ -133,8 +139,25 @@ class Bench:
         trunk.embed_tokens = counted.inner
         return {"computed": counted.num_tokens, "of_rows": GROUPS * GROUP_SIZE * self._job.group_prompt}
 
-    def mixed(self) -> dict[str, Any]:
-        """Requests of all lengths that arrive at random times; before them a quarter of others that warm up."""
+    def prefill(self) -> dict[str, Any]:
+        """Prompts of which one token each is sampled; tokens of prompts are counted."""
+        engine = self._engine(LORA_ROWS)
+        asked = [GREEDY] * LORA_ROWS, [BASE] * LORA_ROWS, self._job.group_prompt
+        timings = [self._timed(engine, self._requests(*asked, new=1)) for _ in self._turns()]
+        tokens = LORA_ROWS * self._job.group_prompt
+        return {"tokens": tokens, "seconds": [one.seconds for one in timings[1:]]}
+
+    def groups(self) -> dict[str, Any]:
+        """Groups that share their prompts, from the first prompt token to the last sampled one."""
+        engine = self._engine(GROUPS * GROUP_SIZE)
+        asked = [GREEDY] * GROUPS, [BASE] * GROUPS, self._job.group_prompt
+        turns = [
+            self._timed(engine, [replace(one, n=GROUP_SIZE) for one in self._requests(*asked)]) for _ in self._turns()
+        ]
+        return {"tokens": GROUPS * GROUP_SIZE * self._job.new, "seconds": [one.seconds for one in turns[1:]]}
+
+    def served(self, arrivals_of: Callable[[EngineJob, int, int], list[Arrival]]) -> dict[str, Any]:
+        """Requests of all lengths at the times of their arrivals; before them a quarter of others that warm up."""
         ends: dict[str, float] = {}
 
         def emit(events: list[TokenEvent]) -> None:
@@ -142,10 +165,10 @@ class Bench:
 
         engine = self._engine(self._job.mixed_rows, emit)
         vocabulary = self._shape.vocabulary
-        _serve(engine, random_arrivals(self._job, vocabulary, seed=1)[: max(1, self._job.requests // 4)])
+        _serve(engine, arrivals_of(self._job, vocabulary, 1)[: max(1, self._job.requests // 4)])
         ends.clear()
         before = engine.num_tokens()["serving"]
-        arrivals = random_arrivals(self._job, vocabulary, seed=0)
+        arrivals = arrivals_of(self._job, vocabulary, 0)
         began = time.perf_counter()
         _serve(engine, arrivals)
         _check(engine.num_tokens()["serving"] - before, sum(one.num_new for one in arrivals))

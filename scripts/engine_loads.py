@@ -1,0 +1,90 @@
+"""Loads of every kind for our engine and BatchGenerator side by side: one table, and a figure for each load.
+
+Random weights, greedy, a process for each side and round; sides take turns. Tokens/s are of sampled tokens, of prompt
+tokens for `prefill`.
+
+b1, b64: rows that begin and end together.
+prefill: 32 prompts that have nothing in common.
+groups: 4 prompts of 8 rows each, from the first prompt token on; BatchGenerator knows no groups.
+mixed: prompts and outputs of all lengths, arriving as a Poisson process faster than either side can answer.
+storm: requests of a few tokens that come at once, so that rows join and leave in nearly every step.
+lora, lora8: rows of one version, or of eight in turns, against rows of the base; ours only.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from job import run_worker_parts
+from report import print_table
+from shapes import EngineJob
+
+OURS, THEIRS = "engine_shape", "batch_generator_shape"
+COMPARED = ("b1", "b64", "prefill", "groups", "mixed", "storm")
+ALONE = ("lora", "lora8")
+LOADS = EngineJob(
+    shape="25m",
+    parts=(),
+    prompt=64,
+    new=32,
+    repeats=1,
+    group_prompt=256,
+    requests=48,
+    per_second=50.0,
+    prompts=(16, 256),
+    outputs=(8, 64),
+    mixed_rows=32,
+)
+
+Found = Mapping[tuple[str, str], list[dict[str, Any]]]
+
+
+def measure_loads(job: EngineJob, rounds: int) -> dict[str, float | None]:
+    """Run both sides in turns and print the table. Returns the figures; None where a part has failed."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for _ in range(rounds):
+        for worker, parts in ((OURS, (*COMPARED, *ALONE)), (THEIRS, COMPARED)):
+            for result in run_worker_parts(worker, replace(job, parts=parts).dump(), peer=worker == THEIRS):
+                if "error" not in result:
+                    found[worker, result["part"]].append(result)
+    header = ("load", "ours", "beside it", "ratio", "")
+    print_table(f"Loads: {job.shape} shape, random weights", [header, *(row(part, found) for part in COMPARED + ALONE)])
+    return {figure_name(part): ratio(part, found) for part in COMPARED + ALONE}
+
+
+def figure_name(part: str) -> str:
+    return f"engine.cpu.load.{part}.{'vs_base' if part in ALONE else 'vs_batchgenerator'}"
+
+
+def row(part: str, found: Found) -> tuple[str, ...]:
+    value = ratio(part, found)
+    if value is None:
+        return part, "-", "-", "-", "failed"
+    if part in ALONE:
+        ours, base = (1e3 * median(one) for one in steps(part, found))
+        return part, f"{ours:.1f} ms a step", f"{base:.1f} ms of the base", f"{value:.2f}", ""
+    ours, theirs = (f"{median(speeds(worker, part, found)):.0f} tokens/s" for worker in (OURS, THEIRS))
+    return part, ours, f"{theirs} BatchGenerator", f"{value:.2f}", ""
+
+
+def ratio(part: str, found: Found) -> float | None:
+    """Of ours to what stands beside it, larger is better; the median of the rounds."""
+    if part in ALONE:
+        own, base = steps(part, found)
+        pairs = [one / other for one, other in zip(base, own, strict=True)]
+    else:
+        rounds = zip(*(speeds(worker, part, found) for worker in (OURS, THEIRS)), strict=False)
+        pairs = [ours / theirs for ours, theirs in rounds]
+    return median(pairs) if pairs else None
+
+
+def speeds(worker: str, part: str, found: Found) -> list[float]:
+    return [one["tokens"] / median(one["seconds"]) for one in found[worker, part]]
+
+
+def steps(part: str, found: Found) -> tuple[list[float], list[float]]:
+    """Seconds of a step of each round, and of one of the base in turns with it."""
+    rounds = found[OURS, part]
+    return [median(one["step_seconds"]) for one in rounds], [median(one["plain"]["step_seconds"]) for one in rounds]
