@@ -13,7 +13,6 @@ group: prompt tokens that are computed for groups of 8, over those of all rows.
 """
 
 import json
-import os
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -25,7 +24,7 @@ from statistics import median
 from threading import Timer
 from typing import Any
 
-from job import SCRIPTS, clean_environment
+from job import SCRIPTS, worker_environment
 from report import print_figures, print_table
 from shapes import SHAPES, EngineJob
 
@@ -87,11 +86,11 @@ def run(worker: str, job: EngineJob, limit: float) -> Iterator[tuple[str, dict[s
     """What a worker finds, part by part; one that lasts longer than `limit` seconds is ended."""
     if not job.parts:
         return
-    variables = clean_environment()
-    variables |= {"PYTHONPATH": os.pathsep.join([str(SCRIPTS), variables["PYTHONPATH"]])}
-    command = [sys.executable, str(SCRIPTS / "workers" / f"{worker}.py"), job.dump()]
+    command = [sys.executable, str(SCRIPTS / "with_blas.py"), str(SCRIPTS / "workers" / f"{worker}.py"), job.dump()]
     left = set(job.parts)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=worker_environment(peer=worker == THEIRS)
+    ) as process:
         clock = Timer(limit, process.kill)
         clock.start()
         assert process.stdout is not None
