@@ -162,7 +162,7 @@ def test_an_unknown_key_at_the_top_of_a_recipe_is_named() -> None:
 
 
 def test_known_keys_hold_every_environment_by_name() -> None:
-    assert set(known_keys()["environment"]) == {"arithmetic", "gsm8k", "custom", "calculator", "mixed"}
+    assert set(known_keys()["environment"]) == {"arithmetic", "gsm8k", "custom", "calculator", "verifiers", "mixed"}
 
 
 def test_nothing_wrong_needs_no_explanation() -> None:

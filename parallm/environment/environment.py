@@ -15,7 +15,9 @@ from parallm.environment.settings import (
     EnvironmentSettings,
     Gsm8kSettings,
     MixedSettings,
+    VerifiersSettings,
 )
+from parallm.environment.verifiers.load import load_verifiers
 from parallm.types import BASE, Message, Problem, Split
 
 Parts: TypeAlias = Mapping[str, float]
@@ -60,7 +62,29 @@ class MultiTurnEnvironment(Problems, Protocol):
         """Return the reward parts of a whole episode."""
 
 
-AnyEnvironment: TypeAlias = Environment | MultiTurnEnvironment
+class Counterpart(Protocol):
+    """The environment's side of one episode, which it may keep in mind. Methods are called as an environment's are."""
+
+    def reply(self, turns: Sequence[Message]) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
+        """What to say to the newest turn, the last of `turns`; None ends the episode."""
+
+    def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> Parts | Awaitable[Parts]:
+        """The reward parts of the episode. Its last turn may be one that `reply` has not seen, and may be cut off."""
+
+    def close(self) -> None:
+        """The episode will not be scored. Called on the asyncio thread, perhaps after a fault of its own; must return
+        at once."""
+
+
+@runtime_checkable
+class StatefulEnvironment(Problems, Protocol):
+    """An environment whose episodes have a state, which it makes when they begin."""
+
+    def open(self, problem: Problem, count: int) -> Sequence[Counterpart]:
+        """One counterpart for each episode of a group. Called on the asyncio thread; must return at once."""
+
+
+AnyEnvironment: TypeAlias = Environment | MultiTurnEnvironment | StatefulEnvironment
 
 
 class Ask(Protocol):
@@ -102,14 +126,23 @@ class Mixed:
 
     def score(self, problem: Problem, text: str) -> Parts | Awaitable[Parts]:
         environment = self.environments[problem.environment]
+        turns = [Message(role="assistant", content=text)]
+        if isinstance(environment, StatefulEnvironment):
+            return environment.open(problem, 1)[0].score(turns, is_cut_off=False)
         if isinstance(environment, MultiTurnEnvironment):
-            return environment.score(problem, [Message(role="assistant", content=text)])
+            return environment.score(problem, turns)
         return environment.score(problem, text)
 
 
 def environment_of(environment: AnyEnvironment, problem: Problem) -> AnyEnvironment:
     """The one environment that `problem` comes from."""
     return environment.environments[problem.environment] if isinstance(environment, Mixed) else environment
+
+
+def open_episodes(environment: AnyEnvironment, problem: Problem, count: int) -> Sequence[Counterpart | None]:
+    """A counterpart for each of `count` episodes of `problem`; None where episodes have no state."""
+    own = environment_of(environment, problem)
+    return own.open(problem, count) if isinstance(own, StatefulEnvironment) else [None] * count
 
 
 def connect(environment: AnyEnvironment, ask: Ask) -> None:
@@ -131,6 +164,9 @@ def build_environment(settings: EnvironmentSettings) -> AnyEnvironment:
         case CustomSettings():
             environment: AnyEnvironment = make_custom(settings)
             return environment
+        case VerifiersSettings():
+            loaded: StatefulEnvironment = load_verifiers(settings)
+            return loaded
         case MixedSettings():
             return Mixed(
                 environments={name: build_environment(part.environment) for name, part in settings.parts.items()},

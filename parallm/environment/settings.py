@@ -46,11 +46,29 @@ class CalculatorSettings:
 
 
 @settings
+class VerifiersSettings:
+    name: Literal["verifiers"] = "verifiers"
+    id: str
+    """An installed environment of the package verifiers: its id, `owner/name` or the name of its module."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of its taskset's configuration, or of its `load_environment`."""
+    test_options: dict[str, Any] | None = None
+    """What differs for held-out problems, such as {split: test}; null: they are the first ones of the same data."""
+    num_train: int | None = Field(default=None, ge=1)
+    """How many problems to train on; null: all that there are."""
+    num_test: int = Field(default=100, ge=0)
+    """How many problems to hold out."""
+    correct_at: float = 1.0
+    """An episode counts as right from this reward on, where the environment has no reward of the name `correct`."""
+
+
+@settings
 class MixedPart:
     weight: float = Field(default=1.0, gt=0)
     """How often it is drawn, in proportion to the other parts."""
     environment: Annotated[
-        ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings, Field(discriminator="name")
+        ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings | VerifiersSettings,
+        Field(discriminator="name"),
     ]
 
 
@@ -62,6 +80,6 @@ class MixedSettings:
 
 
 EnvironmentSettings = Annotated[
-    ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings | MixedSettings,
+    ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings | VerifiersSettings | MixedSettings,
     Field(discriminator="name"),
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from parallm.environment.environment import Counterpart
 from parallm.rollout.environment_calls import EnvironmentFault
 from parallm.types import Completion, FinishReason, GenerationRequest, Message, Problem, WeightSpan
 
@@ -19,6 +20,8 @@ class Episode:
     """The first one; its `max_tokens` is the limit of all tokens together."""
     index: int
     """Which of the request's `n`."""
+    counterpart: Counterpart | None = None
+    """Of an environment whose episodes have a state."""
     tokens: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from parallm.environment.environment import AnyEnvironment, MultiTurnEnvironment, environment_of
+from parallm.environment.environment import AnyEnvironment, MultiTurnEnvironment, StatefulEnvironment, environment_of
 from parallm.rollout.environment_calls import EnvironmentFault, Outcome
 from parallm.rollout.episode import Episode
 from parallm.types import FaultyEpisode, Problem
@@ -41,6 +41,9 @@ class Score:
 def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], object]:
     """The call that scores `episode`: with its turns where there may be several, else with its text."""
     own = environment_of(environment, episode.problem)
+    if episode.counterpart is not None:
+        return partial(episode.counterpart.score, tuple(episode.turns), is_cut_off=episode.finish_reason == "length")
+    assert not isinstance(own, StatefulEnvironment), "the stage opens these"
     if isinstance(own, MultiTurnEnvironment):
         return partial(own.score, episode.problem, tuple(episode.turns))
     return partial(own.score, episode.problem, episode.text)

@@ -1,10 +1,16 @@
 """Problems -> scored episodes: generation, the environment's replies between turns, and its scores at the end."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from parallm.environment.environment import AnyEnvironment, MultiTurnEnvironment, environment_of
+from parallm.environment.environment import (
+    AnyEnvironment,
+    MultiTurnEnvironment,
+    StatefulEnvironment,
+    environment_of,
+    open_episodes,
+)
 from parallm.errors import ContextTooLong
 from parallm.model.chat import ChatTokenizer
 from parallm.model.turns import ASSISTANT, reply_tokens
@@ -77,6 +83,7 @@ class Stage:
 
     async def _score(self, rows: list[list[Episode]]) -> list[list[ScoredEpisode]]:
         whole = [episode for row in rows for episode in row if episode.fault is None]
+        close_counterparts(episode for row in rows for episode in row if episode.fault is not None)
         outcomes = iter(await self._calls.call_all([score_call(self._environment, episode) for episode in whole]))
         scores = [
             [
@@ -85,6 +92,12 @@ class Stage:
             ]
             for row in rows
         ]
+        close_counterparts(
+            episode
+            for row, own in zip(rows, scores, strict=True)
+            for episode, score in zip(row, own, strict=True)
+            if score.fault is not None
+        )
         if self._reward_model is not None:
             scores = await self._reward_model.rated(rows, scores)
         return [
@@ -93,15 +106,16 @@ class Stage:
         ]
 
     def _begin(self, problem: Problem, request: GenerationRequest, completions: Sequence[Completion]) -> list[Episode]:
+        counterparts = open_episodes(self._environment, problem, len(completions))
         episodes = []
-        for completion in completions:
-            episode = Episode(problem=problem, request=request, index=completion.index)
+        for completion, counterpart in zip(completions, counterparts, strict=True):
+            episode = Episode(problem=problem, request=request, index=completion.index, counterpart=counterpart)
             self._take(episode, completion)
             episodes.append(episode)
         return episodes
 
     def _take(self, episode: Episode, completion: Completion) -> None:
-        if self._multi_turn(episode.problem) is None:
+        if not self._has_turns(episode.problem):
             episode.take(completion, completion.text)
             episode.is_over = True
         else:
@@ -120,8 +134,10 @@ class Stage:
                 self._append_reply(episode, outcome.value)
 
     def _reply_call(self, episode: Episode) -> Callable[[], object]:
-        environment = self._multi_turn(episode.problem)
-        assert environment is not None, "other episodes are over after their first turn"
+        if episode.counterpart is not None:
+            return partial(episode.counterpart.reply, tuple(episode.turns))
+        environment = environment_of(self._environment, episode.problem)
+        assert isinstance(environment, MultiTurnEnvironment), "other episodes are over after their first turn"
         return partial(environment.reply, episode.problem, tuple(episode.turns))
 
     def _append_reply(self, episode: Episode, reply: Sequence[Message]) -> None:
@@ -152,16 +168,22 @@ class Stage:
 
         Nobody answers the last turn, so nothing is left to stop for, and nothing goes on from it.
         """
-        environment = self._multi_turn(problem)
-        if environment is None or turn == self._max_turns - 1:
+        if not self._has_turns(problem) or turn == self._max_turns - 1:
             return replace(request, is_continued=False)
+        environment = environment_of(self._environment, problem)
         stop = tuple(getattr(environment, "stop", ()))
         sampling = replace(request.sampling, stop=stop) if stop else request.sampling
         return replace(request, sampling=sampling, is_continued=True)
 
-    def _multi_turn(self, problem: Problem) -> MultiTurnEnvironment | None:
-        environment = environment_of(self._environment, problem)
-        return environment if isinstance(environment, MultiTurnEnvironment) else None
+    def _has_turns(self, problem: Problem) -> bool:
+        return isinstance(environment_of(self._environment, problem), MultiTurnEnvironment | StatefulEnvironment)
+
+
+def close_counterparts(episodes: Iterable[Episode]) -> None:
+    """End what an environment still does for episodes that will not be scored."""
+    for episode in episodes:
+        if episode.counterpart is not None:
+            episode.counterpart.close()
 
 
 def fault_of_reply(value: object) -> EnvironmentFault | None:

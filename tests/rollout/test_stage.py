@@ -187,3 +187,55 @@ def test_a_reply_that_raises_is_a_fault_of_its_episode(tokenizer: ChatTokenizer)
     assert wrong.score.fault is not None
     assert wrong.score.fault.kind == "reply_raised"
     assert right.score.reward == 1.0
+
+
+class Counting:
+    """Episodes that remember how often the model has spoken; the one of the group's place `broken` fails."""
+
+    weights: Mapping[str, float] = {"spoken": 1.0}
+
+    def __init__(self, broken: int | None = None) -> None:
+        self._broken = broken
+        self.opened: list[CountingEpisode] = []
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return [PROBLEM]
+
+    def open(self, problem: Problem, count: int) -> Sequence["CountingEpisode"]:
+        self.opened = [CountingEpisode(is_broken=place == self._broken) for place in range(count)]
+        return self.opened
+
+
+class CountingEpisode:
+    def __init__(self, *, is_broken: bool) -> None:
+        self._is_broken = is_broken
+        self._spoken = 0
+        self.is_closed = False
+
+    async def reply(self, turns: Sequence[Message]) -> Sequence[Message] | None:
+        if self._is_broken:
+            raise ValueError("broken")
+        self._spoken += 1
+        return [Message(role="user", content="more apples")] if self._spoken == 1 else None
+
+    def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> Mapping[str, float]:
+        return {"spoken": float(self._spoken), "is_cut_off": float(is_cut_off)}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_each_episode_of_a_group_has_a_state_of_its_own(tokenizer: ChatTokenizer) -> None:
+    script = Script(tokenizer, ["12|", "13"], ["14|"])  # the second is cut off in its first turn
+    first, second = play(script, Counting(), tokenizer)
+    assert first.score.parts == {"spoken": 2, "is_cut_off": 0}
+    assert second.score.parts == {"spoken": 0, "is_cut_off": 1}
+
+
+def test_an_episode_whose_environment_fails_is_closed_and_the_others_go_on(tokenizer: ChatTokenizer) -> None:
+    environment = Counting(broken=0)
+    first, second = play(Script(tokenizer, ["12|", "13|"], ["14|"]), environment, tokenizer)
+    assert first.score.fault is not None
+    assert first.score.fault.kind == "reply_raised"
+    assert second.score.reward == 2
+    assert [episode.is_closed for episode in environment.opened] == [True, False]
