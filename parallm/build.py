@@ -11,14 +11,19 @@ from parallm.checkpoint.manager import CheckpointManager
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import connect
+from parallm.errors import ConfigError
 from parallm.house import House, on_device, with_house
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.learner import Learner
 from parallm.lessons import Lessons, read_lessons
 from parallm.metrics.display import make_display
 from parallm.metrics.run_header import RunHeader
+from parallm.model_names import of_alias
 from parallm.policy_runs import PolicyRun, combined_status, make_policy_runs, raise_failures, stop_all, train_all
 from parallm.reports import TrainingStatus
+from parallm.rollout.atropos.rescoring import Rescorer
+from parallm.rollout.atropos.scored_group import Limits
+from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
@@ -35,6 +40,7 @@ from parallm.trainer.saving import fingerprint_of, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
 from parallm.training_control import TrainingControl
+from parallm.types import LATEST
 
 
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
@@ -53,6 +59,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout)
     runs = make_policy_runs(config, folder, display)
     live = {run.name: run.traffic for run in runs if run.traffic is not None}
+    ledgers = {run.name: run.atropos.ledger for run in runs if run.atropos is not None}
+    sources = [source for run in runs for source in (run.traffic, run.atropos) if source is not None]
 
     def status() -> TrainingStatus:
         return combined_status({run.name: run.status for run in runs})
@@ -67,8 +75,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         try:
             failures = await train_all(runs)
         finally:
-            for traffic in live.values():
-                traffic.end()
+            for source in sources:
+                source.end()
             device = "" if blas.name == "reference" else blas.name
             summaries = [run.recorder.finish(run.figures, device=device) for run in runs]
         for run, summary in zip(runs, summaries, strict=True):
@@ -83,10 +91,19 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
     try:
         trained, training = tuple(policy_configs(config)), TrainingControl(runs)
-        return await with_house(config, blas, status, work, trained=trained, training=training, trajectories=live)
+        return await with_house(
+            config,
+            blas,
+            status,
+            work,
+            trained=trained,
+            training=training,
+            trajectories=live,
+            witnesses=ledgers,
+        )
     finally:
         display.close()
-        await asyncio.gather(*(traffic.close() for traffic in live.values()))
+        await asyncio.gather(*(source.close() for source in sources))
 
 
 def _leave(runs: tuple[PolicyRun, ...], server: HttpServer | None) -> None:
@@ -126,6 +143,8 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
     elif run.traffic is not None:
         run.traffic.connect(partial(house.model.tokenizer.decode, special=True))
         trainer = LiveTrainer(parts, run.traffic, config.trainer, config.rollout, save_every=save_every)
+    elif run.atropos is not None:
+        trainer = LiveTrainer(parts, run.atropos, config.trainer, config.rollout, save_every=save_every)
     else:
         trainer = Trainer(parts, config.trainer, config.rollout, save_every=save_every)
     run.adapters = parts.adapters
@@ -135,7 +154,25 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
         await on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
         trainer.resume(state)
         parts.display.message(f"resumed after step {state.step}, version {state.version}")
+    if run.atropos is not None:
+        _connect(run.atropos, config, house, parts.policy, version=parts.learner.adapter.version)
     return trainer
+
+
+def _connect(source: AtroposSource, config: RunConfig, house: House, policy: str, *, version: int) -> None:
+    """Raises ConfigError for sequences that no model here could compute."""
+    longest = config.rollout.atropos.max_token_len
+    if longest > house.engine.max_context:
+        raise ConfigError(
+            f"rollout.atropos.max_token_len={longest} is more than the context of {house.engine.max_context} tokens "
+            "(engine.max_context); lower it"
+        )
+    source.connect(
+        Limits(max_tokens=longest, num_token_ids=house.model.vocabulary_size),
+        Rescorer(house.engine.generate_all, of_alias(LATEST, policy)),
+        partial(house.model.tokenizer.decode, special=True),
+        version,
+    )
 
 
 async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:

@@ -134,14 +134,20 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
 def check_choices(config: RunConfig) -> None:
     """Raise ConfigError with one line for each pair of choices that contradict each other."""
     objective = objective_of(config.learner)
-    if config.rollout.source != "live":
+    source = config.rollout.source
+    if source == "environment":
         return
     wrong = []
     if not config.server.enabled:
-        wrong.append("rollout.source=live learns from requests: it needs server.enabled=true")
+        wrong.append(f"rollout.source={source} learns from requests: it needs server.enabled=true")
     if config.learner.data is not None:
-        wrong.append("rollout.source=live learns from requests: leave learner.data out, or rollout.source")
-    if config.rollout.live.group_by == "none" and objective.advantage != "reinforce_pp":
+        wrong.append(f"rollout.source={source} learns from requests: leave learner.data out, or rollout.source")
+    if source == "atropos" and objective.needs_base and objective.kl_placement == "reward":
+        wrong.append(
+            "rollout.source=atropos: environments may send advantages instead of rewards, so the KL cannot be part of "
+            "a reward; set learner.kl_placement=loss"
+        )
+    if source == "live" and config.rollout.live.group_by == "none" and objective.advantage != "reinforce_pp":
         wrong.append(
             f"rollout.live.group_by=none: learner.advantage={objective.advantage} compares the completions of a group, "
             "and there are none; set learner.advantage=reinforce_pp, whose baseline is the whole step"

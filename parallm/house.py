@@ -25,6 +25,7 @@ from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.control.witnesses import Witness
 from parallm.server.operation.keys import read_keys
 from parallm.server.operation.listen import HttpServer
 from parallm.server.operation.request_log import writing_request_log
@@ -62,11 +63,12 @@ async def with_house(
     trained: tuple[str, ...] = (),
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
+    witnesses: Mapping[str, Witness] | None = None,
 ) -> int:
     """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads.
 
     `trained` are the policies whose versions `work` makes, `training` is what clients may do to it, `trajectories`
-    take what clients want to be learned from, by policy.
+    take what clients want to be learned from, by policy, and `witnesses` remember what a policy has answered.
     """
     keys = read_keys(config.server) if config.server.enabled else ()
     bound = bind(config.server) if config.server.enabled else None
@@ -92,6 +94,7 @@ async def with_house(
                 adapters=_adapter_store(config, house, trained=trained),
                 training=training,
                 trajectories=trajectories,
+                witnesses=witnesses,
             )
             server = HttpServer(app, bound, config.server)
             await server.start()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.record import RunRecorder
 from parallm.model.adapter_table import AdapterTable
 from parallm.reports import TrainingStatus
+from parallm.rollout.atropos.api import Registration
+from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.live.traffic import LiveTraffic
 from parallm.trainer.loop import Loop
 
@@ -46,6 +49,8 @@ class PolicyRun:
     """That of the run, or lines that begin with the policy's name where there are several."""
     traffic: LiveTraffic | None
     """Where it learns from what clients ask for."""
+    atropos: AtroposSource | None = None
+    """Where it learns from what the environments of an Atropos run post."""
     trainer: Loop | None = None  # set by build.py as soon as there is a model
     adapters: AdapterTable | None = None  # the trainer's versions; set with it
 
@@ -66,7 +71,7 @@ def make_policy_runs(config: RunConfig, folder: Path, display: Display) -> tuple
     _check_resume(config, folder, set(folders.values()))
     _warn_of_twins(configs)
     figures = config.metrics.figures or config.name
-    return tuple(
+    runs = tuple(
         PolicyRun(
             name=name,
             config=own,
@@ -78,6 +83,10 @@ def make_policy_runs(config: RunConfig, folder: Path, display: Display) -> tuple
         )
         for name, own in configs.items()
     )
+    for run in runs:
+        if run.config.rollout.source == "atropos":
+            run.atropos = AtroposSource(run.config.rollout, run.folder, partial(_registration, run))
+    return runs
 
 
 async def train_all(runs: Sequence[PolicyRun]) -> dict[str, BaseException]:
@@ -164,6 +173,19 @@ def _named_display(name: str, config: RunConfig) -> Display:
 
 def _traffic(config: RunConfig, folder: Path) -> LiveTraffic | None:
     return LiveTraffic(config.rollout, folder / TRAJECTORIES) if config.rollout.source == "live" else None
+
+
+def _registration(run: PolicyRun) -> Registration:
+    """What the API of an Atropos run is told of this one now."""
+    rollout = run.config.rollout
+    return Registration(
+        batch_size=rollout.problems_per_step * rollout.group_size,
+        max_token_len=rollout.atropos.max_token_len,
+        checkpoint_dir=str(run.folder.absolute()),
+        save_checkpoint_interval=run.config.checkpoint.every,
+        starting_step=run.status.step,
+        num_steps=run.config.trainer.steps,
+    )
 
 
 def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:

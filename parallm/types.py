@@ -217,6 +217,8 @@ class Trajectory:
     reward: float
     text: str
     finish_reason: FinishReason
+    token_advantages: tuple[float, ...] | None = None
+    """Of each token, by whoever scored it; they count in place of what the reward is worth in its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +234,7 @@ class FaultyEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """All trajectories of one problem; advantages are relative to this group."""
+    """All trajectories of one problem; advantages are relative to this group. Mostly they have one prompt."""
 
     problem: Problem
     trajectories: tuple[Trajectory, ...]
@@ -247,7 +249,12 @@ class TrajectoryGroup:
 
     @property
     def has_signal(self) -> bool:
-        """False if all rewards are equal and finite: the learner must see what is not, to skip the step and say why."""
+        """False if all rewards are equal and finite: the learner must see what is not, to skip the step and say why.
+
+        Advantages of tokens are a signal by themselves.
+        """
+        if any(any(one.token_advantages or ()) for one in self.trajectories):
+            return True
         return len(set(self.rewards)) > 1 or not all(map(math.isfinite, self.rewards))
 
 

@@ -42,5 +42,7 @@ def _group_from_json(values: dict[str, Any]) -> TrajectoryGroup:
 def trajectory_from_json(values: dict[str, Any]) -> Trajectory:
     """Undo `trajectory_to_json`. Raises KeyError or TypeError on anything else."""
     tuples = {name: tuple(values[name]) for name in ("prompt_tokens", "tokens", "loss_mask", "logprobs")}
+    if (own := values.get("token_advantages")) is not None:
+        tuples["token_advantages"] = tuple(own)
     spans = tuple(WeightSpan(**span) for span in values["weight_versions"])
     return Trajectory(**(values | tuples | {"weight_versions": spans}))

@@ -62,6 +62,7 @@ class Row:
     completion: int
     """Its place among the step's completions."""
     advantage: float
+    """By its reward; advantages of its tokens are stronger."""
     weight: float
     """Of each trained token."""
 
@@ -69,6 +70,11 @@ class Row:
     def length(self) -> int:
         """Tokens to compute behind the prompt: the last one predicts nothing."""
         return len(self.trajectory.tokens) - 1
+
+    def advantages(self) -> np.ndarray:
+        """float32, of each completion token."""
+        own = self.trajectory.token_advantages
+        return np.full(self.length + 1, self.advantage, np.float32) if own is None else np.asarray(own, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +111,8 @@ def make_micro_batches(
     if not packs:
         every = [row for rows in by_group for row in rows]
         return [_plain_row(row) for row in sorted(every, key=lambda row: row.length, reverse=True)]
-    parts = [part for rows in by_group for part in _parts(_runs(rows, budget), budget)]
+    alike = [same for rows in by_group for same in _by_prompt(rows)]
+    parts = [part for rows in alike for part in _parts(_runs(rows, budget), budget)]
     return [_pack(chosen) for chosen in _fill(parts, budget, lanes)]
 
 
@@ -129,6 +136,14 @@ def _rows(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens: i
     found = [[row(trajectory) for trajectory in group.trajectories] for group in groups]
     with_tokens = [[one for one in rows if one.trajectory.tokens] for rows in found]
     return [rows for rows in with_tokens if rows]
+
+
+def _by_prompt(rows: list[Row]) -> list[list[Row]]:
+    """The rows of one group that share a prompt, in their order."""
+    found: dict[tuple[int, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.trajectory.prompt_tokens, []).append(row)
+    return list(found.values())
 
 
 def _runs(rows: list[Row], budget: int) -> list[list[Row]]:
@@ -253,7 +268,7 @@ def _micro_batch(
         completions_S=np.asarray([row.completion for row in rows], np.int32),
         tokens_N=np.concatenate([np.asarray(row.trajectory.tokens, np.int32) for row in rows]),
         behaviour_N=np.concatenate([np.asarray(row.trajectory.logprobs, np.float32) for row in rows]),
-        advantages_N=np.repeat(np.asarray([row.advantage for row in rows], np.float32), lengths),
+        advantages_N=np.concatenate([row.advantages() for row in rows]),
         weights_N=np.concatenate(masks),
         temperature_N=np.repeat(np.asarray([row.trajectory.temperature for row in rows], np.float32), lengths),
         versions_N=np.concatenate([_versions(row.trajectory) for row in rows]),

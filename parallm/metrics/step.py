@@ -43,6 +43,8 @@ class StepMetrics:
     rollout_tokens_per_second: float
     serving_tokens_per_second: float
     off_policy: OffPolicyReport = OffPolicyReport(lag_mean=0.0, lag_max=0, dropped=0)
+    source: Mapping[str, float] = field(default_factory=dict)
+    """Of those who have brought the groups, under their flat names."""
     guard: FlatRow = field(default_factory=dict)
     """Faults and roll-backs of the run so far, under their flat names."""
     is_supervised: bool = False
@@ -73,6 +75,7 @@ class StepMetrics:
             "offpolicy/lag_mean": self.off_policy.lag_mean,
             "offpolicy/lag_max": self.off_policy.lag_max,
             "offpolicy/dropped": self.off_policy.dropped,
+            **self.source,
             **self.guard,
             "seconds/rollout": self.rollout_seconds,
             "seconds/update": self.update_seconds,

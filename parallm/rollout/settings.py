@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from parallm.rollout.atropos.settings import AtroposSettings
 from parallm.settings import settings
 
 
@@ -59,9 +60,11 @@ class LiveSettings:
 
 @settings
 class RolloutSettings:
-    source: Literal["environment", "live"] = "environment"
-    """Whose completions are trained on: of the environment's problems, or of clients that ask for it."""
+    source: Literal["environment", "live", "atropos"] = "environment"
+    """Whose completions are trained on: of the environment's problems, of clients that ask for it, or what the
+    environments of an Atropos run post."""
     live: LiveSettings = LiveSettings()
+    atropos: AtroposSettings = AtroposSettings()
     problems_per_step: int = Field(default=16, ge=1)
     group_size: int = Field(default=8, ge=2)
     max_tokens: int = Field(default=256, ge=1)

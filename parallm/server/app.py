@@ -25,6 +25,7 @@ from parallm.server.control.routes_trajectories import trajectory_routes
 from parallm.server.control.splits import Splits
 from parallm.server.control.steered_engine import SteeredEngine
 from parallm.server.control.version_statistics import Statistics
+from parallm.server.control.witnesses import Witness, told_to
 from parallm.server.dialects.routes_data import data_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
 from parallm.server.failures import failure, failure_of
@@ -62,17 +63,18 @@ def create_app(
     adapters: Adapters | None = None,
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
+    witnesses: Mapping[str, Witness] | None = None,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
     `policies` can be asked for before they have a version, and answer as the base then. Without `adapters` or
     `training` the routes about them answer that this process has none. `trajectories`: of policies that learn from what
-    clients ask for.
+    clients ask for. `witnesses` are told what a policy has answered, by its name.
     """
     meters, doors = Meters(base_name), Doors()
     statistics = Statistics(catalog)
     splits = Splits(catalog, policies) if adapters is None else Splits(catalog, policies, adapters.hold)
-    steering = SteeredEngine(engine, statistics.count)
+    steering = SteeredEngine(engine, told_to(witnesses or {}, catalog, policies, statistics.count))
     service = Service(
         engine=MeteredEngine(steering, meters, settings, traces),
         tokenizer=tokenizer,

@@ -1,13 +1,13 @@
-"""The loop of training on what clients ask for: wait for rewards -> update -> publish -> evaluate -> save."""
+"""The loop of training on what others bring: wait for it -> update -> publish -> evaluate -> save."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from parallm.rollout.collector import Collection
-from parallm.rollout.live.traffic import LiveTraffic
 from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.taken import Taken
 from parallm.trainer.guard import Verdict
 from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
@@ -16,32 +16,54 @@ from parallm.trainer.staleness import off_policy_report
 from parallm.trainer.step_metrics import step_metrics
 
 
-class LiveTrainer(Loop):
-    """Takes the groups of each step from live traffic. `parts.collector` stays unused.
+class Source(Protocol):
+    """Where groups come from by themselves: clients (`rollout.live.traffic`), or Atropos (`rollout.atropos.source`)."""
 
-    A step begins when there is enough to train on, so pause, checkpoint and stop need not wait for clients.
+    @property
+    def message(self) -> str:
+        """Why there is nothing to train on, where that is known."""
+        ...
+
+    def is_ready(self, version: int, limit: int) -> bool:
+        """Whether a step may begin; lets go what is more than `limit` versions older than `version`."""
+        ...
+
+    def take(self) -> Taken:
+        """What the next step is about, after `is_ready`."""
+        ...
+
+
+class LiveTrainer(Loop):
+    """Takes the groups of each step from `source`. `parts.collector` stays unused.
+
+    A step begins when there is enough to train on, so pause, checkpoint and stop need not wait for it.
     """
 
     def __init__(
         self,
         parts: Parts,
-        traffic: LiveTraffic,
+        source: Source,
         settings: TrainerSettings,
         rollout: RolloutSettings,
         *,
         save_every: int,
     ) -> None:
         super().__init__(parts, settings, compares=parts.learner.adapter.dropout == 0, save_every=save_every)
-        self._traffic = traffic
+        self._source = source
         self._rollout = rollout
         self._last_end, self._last_served = time.perf_counter(), self._served()
 
     def _is_ready(self) -> bool:
-        return self._traffic.is_ready(self._parts.learner.adapter.version, self._settings.max_off_policy_steps)
+        return self._source.is_ready(self._parts.learner.adapter.version, self._settings.max_off_policy_steps)
+
+    def _wait(self) -> None:
+        super()._wait()
+        if self.status.message != self._source.message:
+            self._set(self.status.state, self._source.message)
 
     async def _one_step(self) -> Verdict:
         began = time.perf_counter()
-        taken, version = self._traffic.take(), self._parts.learner.adapter.version
+        taken, version = self._source.take(), self._parts.learner.adapter.version
         collection = Collection(first=taken.groups, sampled=taken.groups, seconds=began - self._last_end)
         self._set("updating")
         update = await self._update(taken.with_signal, max_tokens=self._rollout.max_tokens)
@@ -56,7 +78,7 @@ class LiveTrainer(Loop):
             served_tokens=served - self._last_served,
         )
         # where completions are compared over the whole step, no group of one has signal by itself
-        metrics = replace(metrics, groups_with_signal=len(taken.with_signal))
+        metrics = replace(metrics, groups_with_signal=len(taken.with_signal), source=taken.figures)
         self._last_end, self._last_served = ended, served
         verdict = await self._judge(metrics, trained=taken.with_signal, sampled=taken.groups)
         self._finish(metrics, taken.groups)

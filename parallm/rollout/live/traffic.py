@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from parallm.rollout.live.recorded import Recorded, Wish, recorded_of
 from parallm.rollout.live.scoring_functions import Answered, load_scoring_functions
 from parallm.rollout.scoring import read_parts
 from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.taken import Taken
 from parallm.types import Completion, GenerationRequest, SamplingParams, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -31,17 +31,6 @@ FREE = ("max_tokens", "temperature", "seed", "stop", "stop_token_ids", "ignore_e
 """Sampling parameters that leave tokens samples of the policy; all others must be off."""
 FIELDS = {"grammar": "response_format"}
 """What clients call a parameter, where it differs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """What one step gets."""
-
-    groups: tuple[TrajectoryGroup, ...]
-    with_signal: tuple[TrajectoryGroup, ...]
-    """Those to train on."""
-    num_stale: int
-    """Trajectories that have become too old for a step since the last one was taken."""
 
 
 class LiveTraffic:
@@ -135,6 +124,11 @@ class LiveTraffic:
         num_stale, self._num_stale = self._num_stale, 0
         with_signal = self._groups(list(filter(has_signal, piles)))
         return Taken(groups=self._groups(piles), with_signal=with_signal, num_stale=num_stale)
+
+    @property
+    def message(self) -> str:
+        """Why a step waits is for clients to know."""
+        return ""
 
     def end(self) -> None:
         """Nothing takes trajectories any more."""

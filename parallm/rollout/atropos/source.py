@@ -1,0 +1,202 @@
+"""The environments of an Atropos run as the source of training data: batches of the API -> the groups of a step."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+
+from parallm.rollout.atropos.api import Registration, TrajectoryApi
+from parallm.rollout.atropos.facts import AtroposFacts
+from parallm.rollout.atropos.intake import Intake
+from parallm.rollout.atropos.ledger import SampledLedger
+from parallm.rollout.atropos.quarantine import Quarantine
+from parallm.rollout.atropos.rescoring import Rescorer
+from parallm.rollout.atropos.scored_group import GroupRefused, Limits
+from parallm.rollout.atropos.trainer_client import TrainerClient
+from parallm.rollout.atropos.trajectories import Decode
+from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.taken import Taken
+from parallm.types import TrajectoryGroup
+
+SECONDS_BETWEEN_MESSAGES = 5.0
+MAX_SECONDS_BETWEEN_TRIES = 5.0
+"""For an API that does not answer; the first tries come sooner."""
+
+logger = logging.getLogger(__name__)
+
+
+class AtroposSource:
+    """Of one policy, for the asyncio thread. Asks for a batch when a step waits for one, and never for more.
+
+    Loop contract: consumes batches of the API / waits for a step to want one / produces the groups of one step / ends
+    with `close`.
+    """
+
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        folder: Path,
+        registration: Callable[[], Registration],
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`registration` is asked for whenever the API is told of this run; `transport` leads to another API."""
+        self._settings = settings.atropos
+        self._registration = registration
+        self.ledger = SampledLedger(settings.atropos)
+        self._quarantine = Quarantine(folder)
+        self._api = TrajectoryApi(settings.atropos, transport)
+        self.client = TrainerClient(self._api, registration, may_reset=settings.atropos.reset)
+        self._intake: Intake | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._wanted = asyncio.Event()
+        self._groups: Sequence[TrajectoryGroup] = ()  # of one batch, until a step takes them
+        self._version = 0
+        self._num_stale = 0
+        self._last_groups: dict[int, float] = {}
+        self.explain: Callable[[AtroposFacts], str | None] = lambda facts: facts.api.problem or None
+        """Why there is no batch."""
+        self.message = ""
+        """The last explanation, while a step waits."""
+        self._explained = time.monotonic()
+
+    def connect(self, limits: Limits, rescorer: Rescorer, decode: Decode, version: int) -> None:
+        """Begin: register, let environments in and ask for the first batch. `version` is the learner's."""
+        self._version = version
+        self._intake = Intake(
+            self._settings, self.ledger, self._quarantine, limits=limits, rescorer=rescorer, decode=decode
+        )
+        self._wanted.set()
+        self._task = asyncio.create_task(self._work(self._intake))
+
+    def is_ready(self, version: int, limit: int) -> bool:
+        """Whether a step may begin; lets go what is more than `limit` versions older than `version`, or of another.
+
+        Raises what asking for batches has raised.
+        """
+        assert self._task is not None, "build.py connects it first"
+        if self._task.done():
+            self._task.result()
+        self._version = version
+        self._drop_stale(version, limit)
+        if any(group.has_signal for group in self._groups):
+            self.message = ""
+            return True
+        self._groups = ()
+        self._wanted.set()
+        self._look_at_clock()
+        return False
+
+    def take(self) -> Taken:
+        """The groups of one batch, after `is_ready`."""
+        groups, self._groups = tuple(self._groups), ()
+        num_stale, self._num_stale = self._num_stale, 0
+        self._explained = time.monotonic()
+        with_signal = tuple(group for group in groups if group.has_signal)
+        return Taken(groups=groups, with_signal=with_signal, num_stale=num_stale, figures=self._figures())
+
+    def facts(self) -> AtroposFacts:
+        intake = self._intake
+        sizes = {} if intake is None else dict(sorted(intake.sizes.items()))
+        return AtroposFacts(
+            url=self._api.url,
+            sizes=self._registration().sizes,
+            api=replace(self.client.facts),
+            num_groups=0 if intake is None else intake.num_groups,
+            num_sequences=sum(size * count for size, count in sizes.items()),
+            group_sizes=sizes,
+            last_groups=dict(self._last_groups),
+            refused={str(reason): count for reason, count in self._quarantine.counts.items()},
+            ledger_completions=self.ledger.num_completions,
+            ledger_tokens=self.ledger.num_tokens,
+            num_witnessed=self.ledger.num_witnessed,
+            last_witnessed=self.ledger.last_witnessed,
+        )
+
+    def end(self) -> None:
+        """Ask for nothing any more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """Give up a question under way and wait until the file of refused groups holds everything."""
+        self.end()
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._api.close()
+        await asyncio.to_thread(self._quarantine.close)
+
+    async def _work(self, intake: Intake) -> None:
+        num_failed = 0
+        while True:
+            await self._wanted.wait()
+            batch = await self.client.next_batch()
+            if batch is None:
+                num_failed = num_failed + 1 if self.client.facts.problem else 0
+                await asyncio.sleep(self._delay(num_failed))
+                continue
+            num_failed = 0
+            groups = await intake.read(batch, self._version)
+            self._note(batch)
+            if any(group.has_signal for group in groups):
+                self._wanted.clear()
+                self._groups = groups
+            else:
+                self._count_idle(groups)
+
+    def _delay(self, num_failed: int) -> float:
+        """Doubles with each failure."""
+        poll = self._settings.poll_seconds
+        return poll if num_failed == 0 else max(poll, min(0.1 * 2**num_failed, MAX_SECONDS_BETWEEN_TRIES))
+
+    def _note(self, batch: Sequence[object]) -> None:
+        for value in batch:
+            env_id = value.get("env_id") if isinstance(value, dict) else None
+            if isinstance(env_id, int):
+                self._last_groups[env_id] = time.monotonic()
+
+    def _count_idle(self, groups: Sequence[TrajectoryGroup]) -> None:
+        for _ in groups:
+            self._quarantine.put(GroupRefused("no_signal", "all of its scores are equal"), None)
+
+    def _drop_stale(self, version: int, limit: int) -> None:
+        """One token that is too old condemns its group: the others would be compared with a part of it."""
+        fresh = [group for group in self._groups if not is_stale(group, version, limit)]
+        for _ in range(len(self._groups) - len(fresh)):
+            self._quarantine.put(GroupRefused("stale", "older than trainer.max_off_policy_steps"), None)
+        self._num_stale += len(self._groups) - len(fresh)
+        self._groups = fresh
+
+    def _look_at_clock(self) -> None:
+        now = time.monotonic()
+        if now - self._explained >= SECONDS_BETWEEN_MESSAGES:
+            self._explained = now
+            self.message = self.explain(self.facts()) or ""
+
+    def _figures(self) -> dict[str, float]:
+        facts, intake = self.facts(), self._intake
+        assert intake is not None, "there are groups to take"
+        status = facts.api.status
+        return {
+            "atropos/queue": 0 if status is None else status.num_queued,
+            "atropos/api_step": 0 if status is None else status.step,
+            "atropos/batches": facts.api.num_batches,
+            "atropos/groups": facts.num_groups,
+            "atropos/sequences": facts.num_sequences,
+            "atropos/joined_fraction": intake.num_joined / max(1, intake.num_read),
+            "atropos/recomputed": intake.num_recomputed,
+            "atropos/refused": sum(facts.refused.values()),
+            **{f"atropos/refused/{reason}": count for reason, count in facts.refused.items()},
+            "atropos/lost": facts.api.num_lost,
+            "atropos/failed_batches": facts.api.num_failed_batches,
+            "atropos/ledger_tokens": facts.ledger_tokens,
+        }
+
+
+def is_stale(group: TrajectoryGroup, version: int, limit: int) -> bool:
+    """Whether a token is more than `limit` versions older than `version`, or of a version that was abandoned."""
+    spans = (span for one in group.trajectories for span in one.weight_versions)
+    return any(not 0 <= version - span.version <= limit for span in spans)
