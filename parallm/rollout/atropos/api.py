@@ -13,6 +13,8 @@ import httpx
 
 from parallm.rollout.atropos.settings import AtroposSettings
 
+UNKNOWN_ENVIRONMENT = 500
+"""Status with which the API tells so."""
 NOTHING = -1
 """What the API answers for sizes that it does not know."""
 
@@ -116,6 +118,15 @@ class TrajectoryApi:
     async def disconnect(self, env_id: int) -> None:
         """Let an environment that is dead count no more."""
         await self._ask("POST", "/disconnect-env", {"env_id": env_id})
+
+    async def status_env(self, env_id: int) -> Mapping[str, Any] | None:
+        """What an environment is told of itself; None if the API knows none of that id."""
+        try:
+            return await self._ask("GET", "/status-env", {"env_id": env_id})
+        except ApiFailed as error:
+            if error.status == UNKNOWN_ENVIRONMENT:
+                return None
+            raise
 
     async def latest_size(self) -> int | None:
         """Sequences of the group that came last; None if none has."""

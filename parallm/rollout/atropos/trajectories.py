@@ -82,8 +82,5 @@ def spans_of(versions_N: np.ndarray, mask_N: np.ndarray) -> tuple[WeightSpan, ..
     """Runs of trained tokens of one version."""
     keys_N = np.where(mask_N, versions_N, -1)
     cuts = [0, *(np.flatnonzero(np.diff(keys_N)) + 1).tolist(), len(keys_N)] if len(keys_N) else []
-    return tuple(
-        WeightSpan(version=int(keys_N[start]), start=start, end=end)
-        for start, end in pairwise(cuts)
-        if keys_N[start] >= 0
-    )
+    runs = [(start, end) for start, end in pairwise(cuts) if mask_N[start]]
+    return tuple(WeightSpan(version=int(versions_N[start]), start=start, end=end) for start, end in runs)
