@@ -214,6 +214,15 @@ def test_learning_from_clients_needs_clients_and_no_file() -> None:
     assert "learner.data" in lines[1]
 
 
+def test_learning_from_atropos_needs_requests_and_no_kl_in_rewards() -> None:
+    kl = ("learner.kl_placement=reward", "learner.kl_coefficient=0.1")
+    lines = complaint_about("rollout=atropos", "server=off", *kl)
+    assert [line.partition(" ")[0] for line in lines] == ["rollout.source=atropos", "rollout.source=atropos:"]
+    assert "server.enabled=true" in lines[0]
+    assert "learner.kl_placement=loss" in lines[1]
+    assert config_of("rollout=atropos", kl[1]).rollout.source == "atropos"
+
+
 def test_completions_without_groups_need_a_baseline_of_the_step() -> None:
     (line,) = complaint_about("rollout=live", "rollout.live.group_by=none")
     assert "learner.advantage=group_std compares the completions of a group" in line

@@ -190,6 +190,12 @@ def test_rewards_that_are_not_finite_count_as_a_signal(groups: list[TrajectoryGr
     assert broken.has_signal
 
 
+def test_advantages_of_tokens_are_a_signal_unless_all_are_zero(groups: list[TrajectoryGroup]) -> None:
+    alike = changed(groups, 1, 1, reward=0.0)[1]
+    assert changed([alike], 0, 0, token_advantages=(0.0, 1.0))[0].has_signal
+    assert not changed([alike], 0, 0, token_advantages=(0.0, 0.0))[0].has_signal
+
+
 @pytest.fixture
 def trained(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> tuple[Learner, Learner]:
     """A learner after two updates, and its twin after the first of them."""
