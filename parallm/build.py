@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from parallm.checkpoint.manager import CheckpointManager
+from parallm.companions import with_companions
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import connect
@@ -68,17 +69,18 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     async def work(house: House, server: HttpServer | None) -> None:
         display.start(_header(config, folder, blas, server))
         judge = Judge(house.engine.generate_all, house.model.tokenizer)  # one for all: it numbers its requests
-        for run in runs:
-            connect(lessons[run.name].environment, judge)
-            run.trainer = await _make_trainer(run, house.of(run.name), lessons[run.name])
-        stop_on_signals(partial(_leave, runs, server), "finishing this step, then saving and leaving")
-        try:
-            failures = await train_all(runs)
-        finally:
-            for source in sources:
-                source.end()
-            device = "" if blas.name == "reference" else blas.name
-            summaries = [run.recorder.finish(run.figures, device=device) for run in runs]
+        async with with_companions(runs, server):
+            for run in runs:
+                connect(lessons[run.name].environment, judge)
+                run.trainer = await _make_trainer(run, house.of(run.name), lessons[run.name])
+            stop_on_signals(partial(_leave, runs, server), "finishing this step, then saving and leaving")
+            try:
+                failures = await train_all(runs)
+            finally:
+                for source in sources:
+                    source.end()
+                device = "" if blas.name == "reference" else blas.name
+                summaries = [run.recorder.finish(run.figures, device=device) for run in runs]
         for run, summary in zip(runs, summaries, strict=True):
             if run.name not in failures:
                 await _leave_adapter(run, house)

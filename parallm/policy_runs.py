@@ -23,6 +23,7 @@ from parallm.metrics.record import RunRecorder
 from parallm.model.adapter_table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.rollout.atropos.api import Registration
+from parallm.rollout.atropos.ports import with_free_port
 from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.live.traffic import LiveTraffic
 from parallm.trainer.loop import Loop
@@ -66,7 +67,7 @@ class PolicyRun:
 
 def make_policy_runs(config: RunConfig, folder: Path, display: Display) -> tuple[PolicyRun, ...]:
     """The policies of a run: those that it names, else `policy` alone. Makes their folders. Raises ConfigError."""
-    configs = policy_configs(config)
+    configs = {name: _with_port(own) for name, own in policy_configs(config).items()}
     folders = {name: folder / name if config.policies else folder for name in configs}
     _check_resume(config, folder, set(folders.values()))
     _warn_of_twins(configs)
@@ -173,6 +174,13 @@ def _named_display(name: str, config: RunConfig) -> Display:
 
 def _traffic(config: RunConfig, folder: Path) -> LiveTraffic | None:
     return LiveTraffic(config.rollout, folder / TRAJECTORIES) if config.rollout.source == "live" else None
+
+
+def _with_port(config: RunConfig) -> RunConfig:
+    """With the port of a run-api that this run starts."""
+    rollout = config.rollout
+    atropos = with_free_port(rollout.atropos)
+    return dataclasses.replace(config, rollout=dataclasses.replace(rollout, atropos=atropos))
 
 
 def _registration(run: PolicyRun) -> Registration:

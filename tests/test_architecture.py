@@ -27,7 +27,7 @@ LAYERS: tuple[set[str], ...] = (
     {"config_errors", "policies"},
     {"config"},
     {"policy_runs", "lessons", "house"},
-    {"training_control"},
+    {"training_control", "companions"},
     {"build", "command"},
     {"build_evaluation", "build_export"},
     {"train", "serve", "evaluate", "export"},

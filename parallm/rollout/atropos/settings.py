@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from parallm.rollout.atropos.start_settings import StartSettings
 from parallm.settings import settings
 
 
@@ -26,5 +27,7 @@ class AtroposSettings:
     """Of one question."""
     ledger_tokens: int = Field(default=8_000_000, ge=1)
     """Tokens of prompts and completions that are remembered, 8 bytes each; the oldest completions go first."""
+    start: StartSettings = StartSettings()
+    """What this run starts itself."""
     ledger_seconds: float = Field(default=7200.0, gt=0)
     """Older completions are forgotten."""

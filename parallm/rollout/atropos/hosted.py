@@ -1,0 +1,26 @@
+"""Runs a script with an Atropos environment as it is, with a log that says what it does.
+
+Started as a file by the interpreter that has atroposlib: `python hosted.py SCRIPT ARGUMENTS`. Of itself an environment
+shows warnings alone, and once anything is logged two lines for each of ten looks a second at its status.
+"""
+
+import logging
+import runpy
+import sys
+from pathlib import Path
+
+NOISE = ("env_manager: Status dict", "max_num_workers: ")
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger().handlers[0].addFilter(lambda record: not record.getMessage().startswith(NOISE))
+    for chatty in ("httpx", "openai", "urllib3", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent)  # as if the script had been started: not our folder
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Runs one command in a process group of its own, and ends the group when whoever has started this is gone.
+
+Started as a file, with the standard library alone. Its standard input is a pipe that nobody writes to: it closes when
+the other side ends, however that ends.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+
+GRACE_SECONDS = 5.0
+
+
+def main() -> int:
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+    threading.Thread(target=end_with_parent, args=(child,), daemon=True).start()
+    code = child.wait()
+    signal_group(child, signal.SIGKILL)  # what it has left behind
+    return code if code >= 0 else 128 - code
+
+
+def end_with_parent(child: "subprocess.Popen[bytes]") -> None:
+    sys.stdin.buffer.read()
+    signal_group(child, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(GRACE_SECONDS)
+    signal_group(child, signal.SIGKILL)
+
+
+def signal_group(child: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

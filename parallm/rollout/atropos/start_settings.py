@@ -1,0 +1,42 @@
+"""Settings of the processes of an Atropos run that this one starts, watches and ends."""
+
+from typing import Any
+
+from pydantic import Field
+
+from parallm.settings import settings
+
+
+@settings
+class EnvironmentProcess:
+    """A script with an environment in it, unmodified."""
+
+    script: str
+    """Its file; a relative one lies below `folder`."""
+    arguments: tuple[str, ...] = ("serve", "--config", "{config}")
+    """`{config}` is a file with all that an environment of this run has to know, `{api}` the URL of run-api, `{server}`
+    ours, and `{tokenizer}` the model's folder."""
+    folder: str = "."
+    """Where it runs; environments look for data and for modules of their own there."""
+    env: dict[str, Any] = Field(default_factory=dict)
+    """Keys of its own configuration, over those that follow from this run; `{config}` holds them as `env:`."""
+    openai: dict[str, Any] = Field(default_factory=dict)
+    """The same of how it asks us for completions."""
+    variables: dict[str, str] = Field(default_factory=dict)
+    """Environment variables, over ours."""
+
+
+@settings
+class StartSettings:
+    """Of `rollout.atropos.start`."""
+
+    api: bool = False
+    """Whether run-api is started, on the port of `rollout.atropos.url`; else one that runs is joined."""
+    python: str | None = None
+    """An interpreter that has atroposlib; null: the one that runs this."""
+    environments: dict[str, EnvironmentProcess] = Field(default_factory=dict)
+    """By name; each writes a log of its name. Others may join."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Of one process that ends within a minute each time; then it is given up."""
+    why_seconds: float = Field(default=30.0, gt=0)
+    """Without a batch for so long, the log says why."""

@@ -1,0 +1,93 @@
+"""Looks at an Atropos run from outside while no batch comes, and says why once it has been too long."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from parallm.rollout.atropos.api import ApiFailed, ApiUnreachable, TrajectoryApi
+from parallm.rollout.atropos.facts import AtroposFacts
+from parallm.rollout.atropos.knocks import Knocks
+from parallm.rollout.atropos.why import EnvironmentFacts, Observed, causes_of
+
+logger = logging.getLogger(__name__)
+
+
+class Watch:
+    """For the asyncio thread. A stall is the time since the last batch, or since the start."""
+
+    def __init__(self, api: TrajectoryApi, why_seconds: float, *, now: float) -> None:
+        self._api = api
+        self._why_seconds = why_seconds
+        self._knocks = Knocks()
+        self._num_batches = 0
+        self._since = now
+        self._completions_before = 0
+        self._refused_before: Mapping[str, int] = {}
+        self._sizes: set[int] = set()
+        self._num_registered: int | None = None
+        self._allocated = 0.0
+        self._without_groups: list[int] = []
+        self._told: dict[str, str] = {}
+
+    async def look(self, facts: AtroposFacts, now: float) -> bool:
+        """Ask run-api what it tells; True if a batch has come since the last look, so that a new stall begins."""
+        if facts.api.num_batches != self._num_batches:
+            await self._begin(facts, now)
+            return True
+        if now - self._since >= self._why_seconds / 2:
+            await self._listen(facts)
+            # run-api is not there, or not well: the trainer's side knows that
+            with suppress(ApiUnreachable, ApiFailed):
+                await self._ask_for_environments()
+        if facts.api.last_group_size and facts.api.status and facts.api.status.num_queued:
+            self._sizes.add(facts.api.last_group_size)
+        return False
+
+    def explain(self, facts: AtroposFacts, environments: Sequence[EnvironmentFacts], now: float) -> str | None:
+        """What stops the run, if it has waited too long. Logs each cause once in a stall."""
+        if now - self._since < self._why_seconds or facts.api.num_batches != self._num_batches:
+            return None
+        causes = causes_of(facts, self._observed(facts, environments))
+        for cause in causes:
+            if cause.name not in self._told:
+                logger.warning("no batch for %.0f s: %s", now - self._since, cause.text)
+                self._told[cause.name] = cause.text
+        return "no batch: " + "; ".join(self._told[cause.name] for cause in causes)
+
+    async def close(self) -> None:
+        await self._knocks.close()
+
+    async def _begin(self, facts: AtroposFacts, now: float) -> None:
+        self._num_batches, self._since = facts.api.num_batches, now
+        self._completions_before, self._refused_before = facts.num_witnessed, dict(facts.refused)
+        self._sizes.clear()
+        self._told.clear()
+        await self._knocks.close()
+
+    async def _listen(self, facts: AtroposFacts) -> None:
+        if facts.num_witnessed == self._completions_before:
+            await self._knocks.open()
+
+    async def _ask_for_environments(self) -> None:
+        found: list[Mapping[str, Any]] = []
+        while (status := await self._api.status_env(len(found))) is not None:
+            found.append(status)
+        self._num_registered = len(found)
+        self._without_groups = [number for number, one in enumerate(found) if not one.get("self_queue_size")]
+        self._allocated = 1 - float(found[0].get("unallocated_fraction", 1)) if found else 0.0
+        self._sizes |= {int(one["max_group_size"]) for one in found if one.get("max_group_size", 1) > 1}
+
+    def _observed(self, facts: AtroposFacts, environments: Sequence[EnvironmentFacts]) -> Observed:
+        refused = {name: count - self._refused_before.get(name, 0) for name, count in facts.refused.items()}
+        return Observed(
+            num_completions=facts.num_witnessed - self._completions_before,
+            refused={name: count for name, count in refused.items() if count},
+            sizes=frozenset(self._sizes),
+            num_registered=self._num_registered,
+            allocated=self._allocated,
+            without_groups=tuple(self._without_groups),
+            knocks=tuple(sorted(self._knocks.heard)),
+            taken_ports=self._knocks.taken,
+            environments=tuple(environments),
+        )
