@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
+from parallm.config import shipped
 from parallm.errors import ConfigError
 from parallm.model.load import find_folder
 from parallm.policy_runs import PolicyRun
@@ -47,14 +48,16 @@ async def _launched(run: PolicyRun, source: AtroposSource, server: HttpServer | 
 
 def _surroundings(run: PolicyRun, server: HttpServer | None) -> Surroundings:
     rollout = run.config.rollout
-    if server is None or not server.url.startswith("http"):
+    url = "" if server is None else server.url
+    if rollout.atropos.start.environments and not url.startswith("http"):
         raise ConfigError(
-            "rollout.source=atropos: environments ask this process for completions over HTTP; leave server.enabled=true "
-            "and server.uds unset"
+            "rollout.atropos.start.environments: they ask this process for completions over HTTP; leave server.uds "
+            "unset and server.enabled=true"
         )
     return Surroundings(
         api=rollout.atropos.url.rstrip("/"),
-        server=server.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:"),
+        server=url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:"),
+        recipes=str(shipped("recipes")),
         tokenizer=str(find_folder(run.config.model.path)),
         model=run.name,
         sizes=Sizes(

@@ -20,6 +20,8 @@ class Surroundings:
     """URL of run-api."""
     server: str
     """Ours."""
+    recipes: str
+    """The folder of the recipes that come with ParaLLM."""
     tokenizer: str
     """A folder or hub id that transformers reads."""
     model: str
@@ -64,7 +66,7 @@ def own_config(told: Surroundings, process: EnvironmentProcess) -> dict[str, Any
 def command_of(name: str, process: EnvironmentProcess, told: Surroundings, *, python: str, folder: Path) -> list[str]:
     """Writes the file into `folder`. Raises ConfigError for a script that is not there."""
     place = Path(process.folder).expanduser().resolve()
-    script = place / Path(process.script).expanduser()
+    script = place / Path(process.script.replace("{recipes}", told.recipes)).expanduser()
     if not script.is_file():
         raise ConfigError(
             f"rollout.atropos.start.environments.{name}: {script} is no file; the environments of Atropos are in its "

@@ -23,7 +23,8 @@ def main() -> int:
 
 
 def end_with_parent(child: "subprocess.Popen[bytes]") -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 1024):  # not through sys.stdin, whose lock a thread that waits would keep at the end
+        pass
     signal_group(child, signal.SIGTERM)
     with suppress(subprocess.TimeoutExpired):
         child.wait(GRACE_SECONDS)

@@ -68,7 +68,7 @@ class Launcher:
         )
 
     async def start(self) -> None:
-        """Start run-api, if it is this run's to start, and return when it answers. Raises ConfigError if it does not."""
+        """Start run-api, if it is this run's to start, and wait until it answers. Raises ConfigError if it does not."""
         if self._run_api is None:
             return
         self._run_api.keep(self._clock())

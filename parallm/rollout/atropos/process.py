@@ -32,17 +32,23 @@ class KeptProcess:
     @property
     def exit_code(self) -> int | None:
         """None: it runs. As a shell tells it: 128 + N after signal N."""
-        return self._keeper.poll()
+        code = self._keeper.poll()
+        if code is not None:
+            self._let_go()
+        return code
 
     async def end(self) -> None:
         """Ask it to end, then make it, with all that it has started. Returns when it has."""
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
+        self._let_go()
         try:
             await asyncio.to_thread(self._keeper.wait, SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             await asyncio.to_thread(self._keeper.wait)
+
+    def _let_go(self) -> None:
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
 
 
 def variables_for(python: str, own: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ class EnvironmentProcess:
     """A script with an environment in it, unmodified."""
 
     script: str
-    """Its file; a relative one lies below `folder`."""
+    """Its file; a relative one lies below `folder`. `{recipes}` is the folder of the recipes that come with ParaLLM."""
     arguments: tuple[str, ...] = ("serve", "--config", "{config}")
     """`{config}` is a file with all that an environment of this run has to know, `{api}` the URL of run-api, `{server}`
     ours, and `{tokenizer}` the model's folder."""
