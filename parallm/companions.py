@@ -9,9 +9,9 @@ from parallm.errors import ConfigError
 from parallm.model.load import find_folder
 from parallm.policy_runs import PolicyRun
 from parallm.rollout.atropos.api import Sizes, TrajectoryApi
-from parallm.rollout.atropos.environment_files import Surroundings
-from parallm.rollout.atropos.launcher import Launcher
 from parallm.rollout.atropos.source import AtroposSource
+from parallm.rollout.atropos.start.environment_files import Surroundings
+from parallm.rollout.atropos.start.launcher import Launcher
 from parallm.server.operation.listen import HttpServer
 
 

@@ -23,8 +23,8 @@ from parallm.metrics.record import RunRecorder
 from parallm.model.adapter_table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.rollout.atropos.api import Registration
-from parallm.rollout.atropos.ports import with_free_port
 from parallm.rollout.atropos.source import AtroposSource
+from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
 from parallm.trainer.loop import Loop
 

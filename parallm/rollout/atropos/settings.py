@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from parallm.rollout.atropos.start_settings import StartSettings
+from parallm.rollout.atropos.start.settings import StartSettings
 from parallm.settings import settings
 
 

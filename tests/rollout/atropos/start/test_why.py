@@ -7,8 +7,8 @@ import pytest
 
 from parallm.rollout.atropos.api import ApiStatus, Sizes
 from parallm.rollout.atropos.facts import AtroposFacts
+from parallm.rollout.atropos.start.why import EnvironmentFacts, Observed, causes_of
 from parallm.rollout.atropos.trainer_client import ApiFacts
-from parallm.rollout.atropos.why import EnvironmentFacts, Observed, causes_of
 
 WAITING = ApiFacts(state="waiting", registered_at=1.0, status=ApiStatus(step=0, num_queued=0))
 QUEUED = ApiFacts(state="waiting", registered_at=1.0, status=ApiStatus(step=0, num_queued=6))

@@ -7,7 +7,7 @@ from typing import Any
 
 from parallm.errors import ConfigError
 from parallm.rollout.atropos.api import Sizes
-from parallm.rollout.atropos.start_settings import EnvironmentProcess
+from parallm.rollout.atropos.start.settings import EnvironmentProcess
 
 HOST = Path(__file__).with_name("hosted.py")
 

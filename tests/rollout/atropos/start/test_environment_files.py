@@ -8,11 +8,11 @@ import pytest
 
 from parallm.errors import ConfigError
 from parallm.rollout.atropos.api import Sizes
-from parallm.rollout.atropos.environment_files import HOST, Surroundings, command_of
-from parallm.rollout.atropos.launcher import check_interpreter
-from parallm.rollout.atropos.ports import with_free_port
 from parallm.rollout.atropos.settings import AtroposSettings
-from parallm.rollout.atropos.start_settings import EnvironmentProcess, StartSettings
+from parallm.rollout.atropos.start.environment_files import HOST, Surroundings, command_of
+from parallm.rollout.atropos.start.launcher import check_interpreter
+from parallm.rollout.atropos.start.ports import with_free_port
+from parallm.rollout.atropos.start.settings import EnvironmentProcess, StartSettings
 
 TOLD = Surroundings(
     api="http://127.0.0.1:8001",

@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import suppress
 
-from parallm.rollout.atropos.why import DEFAULT_PORTS
+from parallm.rollout.atropos.start.why import DEFAULT_PORTS
 
 LOOPBACK = "127.0.0.1"
 SECONDS_TO_SAY = 2.0

@@ -7,8 +7,8 @@ from typing import Any
 
 from parallm.rollout.atropos.api import ApiFailed, ApiUnreachable, TrajectoryApi
 from parallm.rollout.atropos.facts import AtroposFacts
-from parallm.rollout.atropos.knocks import Knocks
-from parallm.rollout.atropos.why import EnvironmentFacts, Observed, causes_of
+from parallm.rollout.atropos.start.knocks import Knocks
+from parallm.rollout.atropos.start.why import EnvironmentFacts, Observed, causes_of
 
 logger = logging.getLogger(__name__)
 

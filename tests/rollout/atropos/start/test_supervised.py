@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parallm.rollout.atropos.process import KeptProcess, last_words, variables_for
-from parallm.rollout.atropos.supervised import Supervised
+from parallm.rollout.atropos.start.process import KeptProcess, last_words, variables_for
+from parallm.rollout.atropos.start.supervised import Supervised
 
 FOREVER = "import time; print('begun', flush=True); time.sleep(100)"
 

@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from parallm.rollout.atropos.api import ApiStatus, Sizes, TrajectoryApi
-from parallm.rollout.atropos.environment_files import Surroundings
 from parallm.rollout.atropos.facts import AtroposFacts
-from parallm.rollout.atropos.launcher import Launcher
 from parallm.rollout.atropos.settings import AtroposSettings
-from parallm.rollout.atropos.start_settings import EnvironmentProcess, StartSettings
+from parallm.rollout.atropos.start.environment_files import Surroundings
+from parallm.rollout.atropos.start.launcher import Launcher
+from parallm.rollout.atropos.start.settings import EnvironmentProcess, StartSettings
 from parallm.rollout.atropos.trainer_client import ApiFacts
 
 # Says what a registered environment says, and its process id

@@ -13,15 +13,15 @@ from urllib.parse import urlsplit
 
 from parallm.errors import ConfigError
 from parallm.rollout.atropos.api import ApiFailed, ApiUnreachable, TrajectoryApi
-from parallm.rollout.atropos.environment_files import Surroundings, command_of
 from parallm.rollout.atropos.facts import AtroposFacts
-from parallm.rollout.atropos.log_reading import EnvironmentLog
-from parallm.rollout.atropos.ports import LOOPBACK
-from parallm.rollout.atropos.process import KeptProcess, last_words, variables_for
-from parallm.rollout.atropos.start_settings import EnvironmentProcess, StartSettings
-from parallm.rollout.atropos.supervised import Supervised
-from parallm.rollout.atropos.watch import Watch
-from parallm.rollout.atropos.why import EnvironmentFacts
+from parallm.rollout.atropos.start.environment_files import Surroundings, command_of
+from parallm.rollout.atropos.start.log_reading import EnvironmentLog
+from parallm.rollout.atropos.start.ports import LOOPBACK
+from parallm.rollout.atropos.start.process import KeptProcess, last_words, variables_for
+from parallm.rollout.atropos.start.settings import EnvironmentProcess, StartSettings
+from parallm.rollout.atropos.start.supervised import Supervised
+from parallm.rollout.atropos.start.watch import Watch
+from parallm.rollout.atropos.start.why import EnvironmentFacts
 
 SECONDS_BETWEEN_TURNS = 0.25
 SECONDS_TO_ANSWER = 60.0

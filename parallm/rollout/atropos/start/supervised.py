@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from parallm.rollout.atropos.process import KeptProcess
+from parallm.rollout.atropos.start.process import KeptProcess
 
 STEADY_SECONDS = 60.0
 """Who has lived so long begins anew with its restarts."""

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from parallm.rollout.atropos.process import KEEPER
+from parallm.rollout.atropos.start.process import KEEPER
 
 # Ignores SIGTERM, and has a child of its own
 STUBBORN = """

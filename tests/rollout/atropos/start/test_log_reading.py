@@ -4,8 +4,8 @@ import asyncio
 import socket
 from pathlib import Path
 
-from parallm.rollout.atropos.knocks import Knocks
-from parallm.rollout.atropos.log_reading import EnvironmentLog
+from parallm.rollout.atropos.start.knocks import Knocks
+from parallm.rollout.atropos.start.log_reading import EnvironmentLog
 
 REGISTERED = "2026-01-01 INFO atroposlib.envs.base: Initialized env with id 3: curr_step: 0, checkpoint_dir: x\n"
 
