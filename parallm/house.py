@@ -92,6 +92,7 @@ async def with_house(
                 adapters=_adapter_store(config, house, trained=trained),
                 training=training,
                 trajectories=trajectories,
+                swaps=house.adapters.num_swaps,
             )
             server = HttpServer(app, bound, config.server)
             await server.start()
