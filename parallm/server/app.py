@@ -76,7 +76,7 @@ def create_app(
     splits = Splits(catalog, policies) if adapters is None else Splits(catalog, policies, adapters.hold)
     steering = SteeredEngine(engine, statistics.count)
     service = Service(
-        engine=MeteredEngine(steering, meters, settings, traces),
+        engine=MeteredEngine(steering, meters, settings, traces, catalog),
         tokenizer=tokenizer,
         catalog=catalog,
         status=status,
