@@ -95,6 +95,7 @@ async def with_house(
                 training=training,
                 trajectories=trajectories,
                 witnesses=witnesses,
+                swaps=house.adapters.num_swaps,
             )
             server = HttpServer(app, bound, config.server)
             await server.start()

@@ -27,10 +27,12 @@ SECONDS = 300.0
 PROBLEMS = {
     "12 + 3 =": (" 15", " 16", " 51"),
     "Mia has 3 apples. Mia gets 4 more.": (" 7", " How many apples?", " 3 + 4 = 7"),
-    "2": (" + 2 = 4", "0"),
+    "Tom": (" has 9 pens.", " loses 5."),
     "Tom has 9 pens. Tom loses 5. How many pens?": ("9 - 5 = 4", "4", "<|end|>"),
 }
-"""Contexts and continuations whose log-likelihoods are compared."""
+"""Contexts and continuations whose log-likelihoods are compared.
+
+lm-eval takes a context of digits alone for a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,14 +35,16 @@ class Malformed:
 
 
 def routes_of(document: Mapping[str, Any]) -> list[Route]:
-    """The routes of an OpenAPI document that take bodies."""
+    """The routes of an OpenAPI document that take bodies, once for each example."""
     found = []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             if method in ("post", "put"):
                 content = operation.get("requestBody", {}).get("content", {})
-                example = content.get(JSON, {}).get("example", {})
-                found.append(Route(method=method.upper(), path=path, example=example))
+                shown = content.get(JSON, {})
+                named = [one["value"] for one in shown.get("examples", {}).values()]
+                for example in named or [shown.get("example", {})]:
+                    found.append(Route(method=method.upper(), path=path, example=example))
     return found
 
 

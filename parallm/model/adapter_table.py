@@ -1,6 +1,7 @@
 """The table of adapter versions in memory: which version a name means, and how long a version stays."""
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +35,7 @@ class AdapterTable:
         self._view = _View()  # swapped whole, so that other threads never see a half-made change
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
+        self._num_swaps: Counter[str] = Counter()
         self._highest: dict[str, int] = {}  # ever published by name: what is cached by version must never come again
 
     def publish(self, adapter: Adapter, *, serve: bool = True) -> None:
@@ -191,6 +193,10 @@ class AdapterTable:
         keys = sorted(view.present(), key=lambda key: (key[0], -key[1]))
         return tuple(view.entries[key].card(view) for key in keys)
 
+    def num_swaps(self) -> dict[str, int]:
+        """How often each bare name has come to mean another version."""
+        return dict(self._num_swaps)
+
     def _pinned(self, view: "_View", name: str, number: str) -> Adapter | None:
         if not is_number(number):
             raise UnknownModel(f"{number!r} in {name}@{number} is no version; there are {self._names(view)}")
@@ -213,6 +219,8 @@ class AdapterTable:
         dropped |= view.unloaded.intersection(idle)
         self._dropped |= dropped  # before the swap: a reader of the new view must find the reason
         entries = {key: e for key, e in view.entries.items() if key not in dropped}
+        before, after = self._view.served, view.served
+        self._num_swaps.update(name for name in before | after if before.get(name) != after.get(name))
         self._view = replace(view, entries=entries, unloaded=view.unloaded - dropped)
 
     def _names(self, view: "_View") -> str:

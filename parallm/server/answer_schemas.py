@@ -32,10 +32,17 @@ class ModelList(Wire):
     data: list[ModelEntry]
 
 
+class PromptTokensDetails(Wire):
+    cached_tokens: int
+    """Tokens of the prompts that were known from before, and not computed."""
+
+
 class Usage(Wire):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    """Not in the chunks of a stream that still goes on."""
 
 
 class WeightVersions(Wire):

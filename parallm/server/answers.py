@@ -1,12 +1,12 @@
 """Domain answers to wire answers for both endpoints, whole and in chunks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
 
 from pydantic import BaseModel
 
-from parallm.server.answer_schemas import Usage, WeightVersions
+from parallm.server.answer_schemas import PromptTokensDetails, Usage, WeightVersions
 from parallm.server.control.recording import Recorder
 from parallm.server.service import Tokenizer, TokenTexts
 from parallm.types import Completion, GenerationRequest, TokenEvent
@@ -45,6 +45,14 @@ class Head:
             total_tokens=num_prompt_tokens + num_completion_tokens,
         )
 
+    def whole_usage(self, completions: Iterable[Iterable[Completion]]) -> Usage:
+        """Of an answer that is complete; `completions` by prompt."""
+        groups = [list(group) for group in completions]
+        used = self.usage(sum(len(one.tokens) for group in groups for one in group))
+        # a prompt counts once, however many completions go on from it
+        cached = sum(max((one.num_cached_prompt_tokens for one in group), default=0) for group in groups)
+        return used.model_copy(update={"prompt_tokens_details": PromptTokensDetails(cached_tokens=cached)})
+
 
 class WholeAnswers(Protocol):
     """One endpoint's way to answer all at once. An object serves one request."""
@@ -70,7 +78,7 @@ class Answers(WholeAnswers, Protocol):
 
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> BaseModel: ...
 
-    def usage_chunk(self, model: str, num_completion_tokens: int) -> BaseModel: ...
+    def usage_chunk(self, model: str, usage: Usage) -> BaseModel: ...
 
 
 class Provenance(TypedDict):
@@ -101,7 +109,3 @@ def weight_versions(completion: Completion) -> list[WeightVersions]:
     return [
         WeightVersions(version=str(span.version), start=span.start, end=span.end) for span in completion.weight_versions
     ]
-
-
-def num_tokens(completions: Sequence[Sequence[Completion]]) -> int:
-    return sum(len(completion.tokens) for group in completions for completion in group)

@@ -22,6 +22,7 @@ from parallm.server.control.routes_engine import engine_routes, queue_routes
 from parallm.server.control.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
+from parallm.server.control.split_gauges import SplitGauges
 from parallm.server.control.splits import Splits
 from parallm.server.control.steered_engine import SteeredEngine
 from parallm.server.control.version_statistics import Statistics
@@ -64,6 +65,7 @@ def create_app(
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
     witnesses: Mapping[str, Witness] | None = None,
+    swaps: Callable[[], Mapping[str, int]] = dict,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
@@ -76,7 +78,7 @@ def create_app(
     splits = Splits(catalog, policies) if adapters is None else Splits(catalog, policies, adapters.hold)
     steering = SteeredEngine(engine, told_to(witnesses or {}, catalog, policies, statistics.count))
     service = Service(
-        engine=MeteredEngine(steering, meters, settings, traces),
+        engine=MeteredEngine(steering, meters, settings, traces, catalog),
         tokenizer=tokenizer,
         catalog=catalog,
         status=status,
@@ -87,7 +89,11 @@ def create_app(
         trajectories=trajectories or {},
         routed=splits.routed,
         device_seconds=device_seconds,
+        note_trajectory=statistics.note_trajectory,
+        swaps=swaps,
     )
+    for taker in service.trajectories.values():
+        taker.listen(statistics.reward_trajectory)
     app = FastAPI(
         title="ParaLLM",
         redoc_url=None,
@@ -99,6 +105,7 @@ def create_app(
     # bodies are read by parse.py: FastAPI alone has nothing to show on them
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=bool(keys))))  # noqa: B010
     meters.registry.register(Gauges(service))
+    meters.registry.register(SplitGauges(splits, statistics))
     routers = (
         generation_routes(service),
         response_routes(service),

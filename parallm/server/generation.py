@@ -81,24 +81,32 @@ async def _next(events: Events) -> tuple[int, TokenEvent]:
 async def _encoded(service: Service, answers: Answers, begun: Beginning) -> AsyncGenerator[bytes, None]:
     """Bytes of the stream; a failure after the first event becomes an event of its own, without `[DONE]`."""
     num_tokens = 0
+    ended: list[list[Completion]] = [[] for _ in answers.head.requests]  # by prompt
     model, first = begun.model, begun.first
     try:
         opening = _counting(answers, answers.opening(model), num_tokens)
-        num_tokens += len(first[1].tokens)
+        num_tokens += _noted(ended, *first)
         chunks = _counting(answers, _chunks(service, answers, model, *first), num_tokens)
         yield encode_events(_echoing(answers, [*opening, *chunks]))
         async for prompt, event in begun.events:
-            num_tokens += len(event.tokens)
+            num_tokens += _noted(ended, prompt, event)
             if chunks := _chunks(service, answers, model, prompt, event):
                 yield encode_events(_echoing(answers, _counting(answers, chunks, num_tokens)))
         if answers.head.usage_chunk:
-            yield encode_events(_echoing(answers, [answers.usage_chunk(model, num_tokens)]))
+            yield encode_events(_echoing(answers, [answers.usage_chunk(model, answers.head.whole_usage(ended))]))
         yield DONE
     except ParallmError as error:
         yield failed(error)
     except Exception as error:  # the status is sent already: the log is the only place left for the cause
         logger.exception("the stream %s failed", answers.head.answer_id)
         yield failed(error)
+
+
+def _noted(ended: list[list[Completion]], prompt: int, event: TokenEvent) -> int:
+    """The number of the event's tokens. Its completion, if it has one, is added to those of its prompt."""
+    if event.completion is not None:
+        ended[prompt].append(event.completion)
+    return len(event.tokens)
 
 
 def _echoing(answers: WholeAnswers, chunks: Sequence[BaseModel]) -> list[BaseModel]:

@@ -199,6 +199,9 @@ class Trajectories(Protocol):
         ...
 
     def report(self) -> TrajectoryReport: ...
+    def listen(self, on_reward: Callable[[str, float], None]) -> None:
+        """From now on `on_reward` gets the id and the sum of each reward, those of scoring functions, too."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,5 +222,9 @@ class Service:
     """By kind of work, since the start."""
     trajectories: Mapping[str, Trajectories] = field(default_factory=dict)
     """By policy, of those that learn from what clients ask for."""
+    note_trajectory: Callable[[str, GenerationRequest, Completion], None] = lambda *_: None
+    """Told of each trajectory's id."""
+    swaps: Callable[[], Mapping[str, int]] = dict
+    """How often the bare name of each adapter has come to mean another version."""
     routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list
     """The requests of one answer, to the models that a split of their name chooses."""

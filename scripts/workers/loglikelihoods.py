@@ -15,8 +15,10 @@ def main(folder: str, pairs: list[tuple[str, str]]) -> None:
     model, tokenizer = load(folder)
     found = []
     for context, continuation in pairs:
-        start = len(tokenizer.encode(context))
-        tokens_T = mx.array(tokenizer.encode(context + continuation))
+        # as lm-eval asks for it: a token that would reach over the border is cut there
+        before = tokenizer.encode(context)
+        start = len(before)
+        tokens_T = mx.array(before + tokenizer.encode(context + continuation)[start:])
         logprobs_TV = nn.log_softmax(model(tokens_T[None])[0].astype(mx.float32), axis=-1)
         # the logits at one place are about the token at the next
         rows_CV, targets_C = logprobs_TV[start - 1 : -1], tokens_T[start:]

@@ -320,3 +320,12 @@ def test_a_removed_alias_is_unknown() -> None:
         table.resolve("best")
     with pytest.raises(UnknownModel, match="no alias 'best'"):
         table.remove_alias("best")
+
+
+def test_changes_of_what_a_name_means_are_counted() -> None:
+    table = table_of(1, 2)
+    table.publish(adapter(3), serve=False)
+    table.promote(1)
+    table.promote(1)
+    table.roll_back()
+    assert table.num_swaps() == {"policy": 4}

@@ -234,6 +234,7 @@ class EchoEngine:
             finish_reason="stop" if is_stopped else "length",
             weight_versions=(WeightSpan(version=VERSIONS[request.model], start=0, end=len(tokens)),),
             prompt_logprobs=prompt_logprobs(request),
+            num_cached_prompt_tokens=2,
         )
 
 

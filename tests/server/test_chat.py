@@ -11,7 +11,12 @@ def test_a_chat_has_a_message_usage_and_the_version_that_made_it(chat: Call) -> 
     answer = chat().json()
     assert answer["object"] == "chat.completion"
     assert answer["model"] == "policy@3"
-    assert answer["usage"] == {"prompt_tokens": 11, "completion_tokens": 14, "total_tokens": 25}
+    assert answer["usage"] == {
+        "prompt_tokens": 11,
+        "completion_tokens": 14,
+        "total_tokens": 25,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     assert answer["choices"] == [
         {
             "index": 0,

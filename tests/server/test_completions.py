@@ -14,7 +14,12 @@ def test_a_completion_has_text_usage_and_the_version_that_made_it(complete: Call
     assert response.status_code == 200
     assert answer["object"] == "text_completion"
     assert answer["model"] == "policy@3"
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 8,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     assert answer["choices"] == [
         {
             "index": 0,
@@ -81,7 +86,12 @@ def test_a_stream_says_the_same_as_the_whole_answer(complete: Call, chunks_of: R
 def test_the_last_chunk_has_the_usage_where_it_is_asked_for(complete: Call, chunks_of: Read) -> None:
     chunks = chunks_of(complete(stream=True, stream_options={"include_usage": True}))
     assert chunks[-1]["choices"] == []
-    assert chunks[-1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    assert chunks[-1]["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 8,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 8
     assert all("usage" not in chunk for chunk in chunks_of(complete(stream=True)))
 
@@ -92,7 +102,12 @@ def test_every_chunk_has_the_usage_until_then_where_it_is_asked_for(complete: Ca
     told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert told == sorted(told)
     assert (told[0], told[-1]) == (1, 8)
-    assert chunks[-1]["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    assert chunks[-1]["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 8,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     alone = complete(stream=True, stream_options={"continuous_usage_stats": True})
     assert (alone.status_code, alone.json()["error"]["param"]) == (400, "stream_options")
 

@@ -41,7 +41,12 @@ def test_native_answers_are_columns_with_versions_and_the_clients_own_ids(call: 
     assert answer["policy_versions"] == [3, 3, 3, 3]
     assert answer["weight_versions"] == [[{"version": "3", "start": 0, "end": 3}]] * 4
     assert answer["prompt_token_ids"] == [HELLO, [104, 105]]
-    assert answer["usage"] == {"prompt_tokens": 7, "completion_tokens": 12, "total_tokens": 19}
+    assert answer["usage"] == {
+        "prompt_tokens": 7,
+        "completion_tokens": 12,
+        "total_tokens": 19,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
 
 
 def test_atropos_gets_one_object_in_a_list_for_each_token_the_sampled_one_first(call: Call) -> None:

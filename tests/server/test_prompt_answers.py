@@ -27,7 +27,12 @@ def test_without_tokens_to_sample_the_echo_is_the_prompt_alone(complete: Call) -
     assert [choice["text"] for choice in answer["choices"]] == ["hi", "bab"]
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
     assert answer["choices"][1]["logprobs"]["top_logprobs"] == [None, {"a": -2.0}, {"b": -2.0}]
-    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 0, "total_tokens": 5}
+    assert answer["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 0,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
     assert answer["model"] == "policy@3"
 
 

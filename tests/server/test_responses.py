@@ -53,7 +53,7 @@ def test_a_string_is_answered_with_a_message(respond: Call, engine: Any, hermes:
     num_prompt = len(engine.requests[-1].prompt_tokens)
     assert answer["usage"] == {
         "input_tokens": num_prompt,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 2},
         "output_tokens": 4,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": num_prompt + 4,

@@ -37,7 +37,10 @@ def test_a_request_becomes_a_span_of_the_callers_trace(engine: Any, tokenizer: A
         "gen_ai.request.max_tokens": 3,
         "gen_ai.usage.input_tokens": 8,
         "gen_ai.usage.output_tokens": 3,
+        "gen_ai.usage.cache_read.input_tokens": 2,
+        "gen_ai.response.model": "policy@3",
         "gen_ai.response.finish_reasons": ("length",),
+        "server.address": "testserver",
     }
     assert {name: answered.attributes[name] for name in wanted} == wanted
     assert 0 < answered.attributes["gen_ai.latency.time_to_first_token"] < 5

@@ -272,3 +272,13 @@ def test_a_completion_without_tokens_has_no_trajectory(client: TestClient, traff
     answer = complete(client, max_tokens=0, echo=True).json()
     assert answer["choices"][0]["trajectory_id"] is None
     assert traffic.report().dropped == {"no_tokens": 1}
+
+
+def test_a_reward_counts_for_the_version_that_gave_the_completion_and_the_last_one_alone(client: TestClient) -> None:
+    client.put("/v1/splits/policy", json={"weights": {"policy@2": 1}})
+    first, second = (choice["trajectory_id"] for choice in complete(client, n=2).json()["choices"])
+    for trajectory_id, value in ((first, 0.0), (second, 1.0), (first, {"right": 0.5, "short": 1.0})):
+        assert reward(client, trajectory_id, value).status_code == 200
+    versions = client.get("/v1/splits").json()["data"][0]["versions"]
+    assert (versions["policy@2"]["num_rewards"], versions["policy@2"]["reward_mean"]) == (2, 1.0)
+    assert 'parallm:split_reward_sum{model="policy@2",name="policy"} 2.0' in client.get("/metrics").text

@@ -45,6 +45,7 @@ class LiveTraffic:
         self._clock = clock
         self._piling = Piling(settings=settings)
         self._decode: Callable[[Sequence[int]], str] | None = None
+        self._on_reward: Callable[[str, float], None] = lambda *_: None
         self._scoring: set[asyncio.Task[None]] = set()
         self._num_stale = 0
         self._has_ended = False
@@ -54,6 +55,10 @@ class LiveTraffic:
         self._decode = decode
         for one in self._buffer:
             self._score(one)
+
+    def listen(self, on_reward: Callable[[str, float], None]) -> None:
+        """From now on `on_reward` gets the id and the sum of each reward, those of scoring functions, too."""
+        self._on_reward = on_reward
 
     def check(self, request: GenerationRequest, scoring_function: str | None, metadata: Mapping[str, Any]) -> None:
         """Raise InvalidRequest for what could not be trained on, and Unavailable when training has ended."""
@@ -103,6 +108,7 @@ class LiveTraffic:
         if not math.isfinite(total):
             raise InvalidRequest("the reward's parts add up to no finite number", "reward")
         self._buffer.reward(trajectory_id, total, parts)
+        self._on_reward(trajectory_id, total)
         return total
 
     def report(self) -> TrajectoryReport:

@@ -1,6 +1,6 @@
 """Completions that clients want a policy to learn from, on their way to it. Nothing is taken that was not asked for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ class Recorder:
     """For each request; None where a split has chosen a model that does not learn."""
     scoring_function: str | None
     metadata: Mapping[str, Any] = field(repr=False)
+    note: Callable[[str, GenerationRequest, Completion], None]
+    """Told of those that are kept."""
 
     def record(self, answer_id: str, prompt: int, place: int, completion: Completion) -> str | None:
         """The id of the new trajectory, that of choice `place`, if there is one."""
@@ -28,8 +30,11 @@ class Recorder:
         if taker is None:
             return None
         trajectory_id = f"{answer_id}-{place}"
-        is_kept = taker.record(trajectory_id, self.requests[prompt], completion, self.scoring_function, self.metadata)
-        return trajectory_id if is_kept else None
+        request = self.requests[prompt]
+        if not taker.record(trajectory_id, request, completion, self.scoring_function, self.metadata):
+            return None
+        self.note(trajectory_id, request, completion)
+        return trajectory_id
 
 
 def recorder_of(body: GenerationBody, service: Service, requests: Sequence[GenerationRequest]) -> Recorder | None:
@@ -47,7 +52,13 @@ def recorder_of(body: GenerationBody, service: Service, requests: Sequence[Gener
     for taker, request in zip(takers, requests, strict=True):
         if taker is not None:
             taker.check(request, body.scoring_function, metadata)
-    return Recorder(requests=requests, takers=takers, scoring_function=body.scoring_function, metadata=metadata)
+    return Recorder(
+        requests=requests,
+        takers=takers,
+        scoring_function=body.scoring_function,
+        metadata=metadata,
+        note=service.note_trajectory,
+    )
 
 
 def _refuse_rest(body: GenerationBody) -> None:

@@ -35,6 +35,14 @@ class VersionStatistics:
         return self.reward_sum / self.num_rewards if self.num_rewards else None
 
 
+@dataclass(slots=True)
+class _Judged:
+    """A completion that rewards may come for, and the one that has come."""
+
+    version: VersionStatistics
+    reward: float | None = None
+
+
 class Statistics:
     """Counts since the start of the process, bounded in names and versions."""
 
@@ -42,12 +50,11 @@ class Statistics:
         self._catalog = catalog
         self._names: OrderedDict[str, OrderedDict[str, VersionStatistics]] = OrderedDict()
         self._answers: OrderedDict[str, VersionStatistics] = OrderedDict()
+        self._trajectories: OrderedDict[str, _Judged] = OrderedDict()
 
     def count(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         """One request that has ended."""
-        name = request.split or request.model
-        version = resolved_to(request.model, version_of(completions[0]), self._catalog())
-        one = self._of(name, version)
+        one = self._of(request, completions[0])
         one.num_requests += 1
         one.num_completions += len(completions)
         one.num_tokens += sum(len(completion.tokens) for completion in completions)
@@ -64,6 +71,20 @@ class Statistics:
         found.num_rewards += 1
         found.reward_sum += reward
 
+    def note_trajectory(self, trajectory_id: str, request: GenerationRequest, completion: Completion) -> None:
+        """A completion that a policy learns from: its reward is one of the version that gave it."""
+        _keep(self._trajectories, trajectory_id, _Judged(self._of(request, completion)), MAX_ANSWERS)
+
+    def reward_trajectory(self, trajectory_id: str, reward: float) -> None:
+        """The reward of a trajectory; the last one counts. Those of an earlier process are nobody's here."""
+        judged = self._trajectories.get(trajectory_id)
+        if judged is None:
+            return
+        if judged.reward is None:
+            judged.version.num_rewards += 1
+        judged.version.reward_sum += reward - (judged.reward or 0.0)
+        judged.reward = reward
+
     def of(self, name: str) -> dict[str, VersionStatistics]:
         """By version."""
         return dict(self._names.get(name, {}))
@@ -71,7 +92,9 @@ class Statistics:
     def names(self) -> tuple[str, ...]:
         return tuple(self._names)
 
-    def _of(self, name: str, version: str) -> VersionStatistics:
+    def _of(self, request: GenerationRequest, completion: Completion) -> VersionStatistics:
+        name = request.split or request.model
+        version = resolved_to(request.model, version_of(completion), self._catalog())
         versions = _keep(self._names, name, self._names.get(name, OrderedDict()), MAX_NAMES)
         return _keep(versions, version, versions.get(version, VersionStatistics()), MAX_VERSIONS)
 

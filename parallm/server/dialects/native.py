@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from parallm.errors import InvalidRequest
 from parallm.server.answer_schemas import ErrorAnswer, Usage, WeightVersions
-from parallm.server.answers import Head, num_tokens, version_of, weight_versions
+from parallm.server.answers import Head, version_of, weight_versions
 from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.failures import Failure
 from parallm.server.openai.logprobs import finite
@@ -52,7 +52,7 @@ class NativeAnswers:
             weight_versions=[weight_versions(one) for one in made],
             prompt_index=[prompt for prompt, group in enumerate(completions) for _ in group],
             prompt_token_ids=[list(request.prompt_tokens) for request in self.head.requests],
-            usage=self.head.usage(num_tokens(completions)),
+            usage=self.head.whole_usage(completions),
         )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import RootModel
 
-from parallm.server.answer_schemas import WeightVersions
+from parallm.server.answer_schemas import Usage, WeightVersions
 from parallm.server.answers import Head, version_of, weight_versions
 from parallm.server.openai.logprobs import finite
 from parallm.server.schemas import CompletionBody, Wire
@@ -29,6 +29,8 @@ class MetaInfo(Wire):
     finish_reason: FinishReason | None
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
+    """Of the prompt; 0 until the completion has ended."""
     e2e_latency: float
     logprobs_mode: Literal["temperature"]
     step_id: int | str | None
@@ -109,7 +111,7 @@ class SglangAnswers:
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> SglangRow:
         return self._row(prompt, completion)
 
-    def usage_chunk(self, model: str, num_completion_tokens: int) -> SglangRow:
+    def usage_chunk(self, model: str, usage: Usage) -> SglangRow:
         raise AssertionError("SGLang's bodies have no stream_options")
 
     def _row(self, prompt: int, completion: Completion) -> SglangRow:
@@ -143,6 +145,7 @@ class SglangAnswers:
             finish_reason=None if completion is None else self._finish_reason(completion, request),
             prompt_tokens=len(request.prompt_tokens),
             completion_tokens=len(tokens),
+            cached_tokens=0 if completion is None else completion.num_cached_prompt_tokens,
             e2e_latency=time.perf_counter() - self._began,
             logprobs_mode="temperature",
             step_id=self._body.step_id,

@@ -7,7 +7,7 @@ from pydantic import Field, PlainValidator
 
 from parallm.errors import InvalidRequest
 from parallm.server.answer_schemas import RankedLogprob, Usage, WeightVersions
-from parallm.server.answers import Head, num_tokens, version_of, weight_versions
+from parallm.server.answers import Head, version_of, weight_versions
 from parallm.server.dialects.dialect import Asked, Dialect, completion_body
 from parallm.server.dialects.vllm_fields import refusal, sampling_fields
 from parallm.server.openai.logprobs import finite
@@ -95,7 +95,7 @@ class TokensAnswers:
             prompt_logprobs=self._of_prompt(completions[0][0]),
             prompt_token_ids=list(self.head.requests[0].prompt_tokens),
             logprobs_mode="temperature",
-            usage=self.head.usage(num_tokens(completions)),
+            usage=self.head.whole_usage(completions),
         )
 
     def _of_prompt(self, completion: Completion) -> PromptLogprobs | None:

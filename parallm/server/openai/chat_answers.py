@@ -15,7 +15,7 @@ from parallm.server.answer_schemas import (
     ChatText,
     Usage,
 )
-from parallm.server.answers import UNFINISHED, Head, Provenance, num_tokens, provenance
+from parallm.server.answers import UNFINISHED, Head, Provenance, provenance
 from parallm.server.openai.forced_calls import new_reader
 from parallm.server.openai.logprobs import chat_logprobs
 from parallm.server.openai.message_reader import MessagePart, MessageReader, Reading, read_whole
@@ -40,7 +40,7 @@ class ChatAnswers:
                 for group in completions
                 for completion in sorted(group, key=lambda completion: completion.index)
             ],
-            usage=self.head.usage(num_tokens(completions)),
+            usage=self.head.whole_usage(completions),
         )
         return answer.model_copy(update=self._prompt_ids() | self._prompt_logprobs(completions))
 
@@ -73,8 +73,8 @@ class ChatAnswers:
         )
         return self._chunk(model, choice)
 
-    def usage_chunk(self, model: str, num_completion_tokens: int) -> ChatChunk:
-        return self._chunk(model, None, self.head.usage(num_completion_tokens))
+    def usage_chunk(self, model: str, usage: Usage) -> ChatChunk:
+        return self._chunk(model, None, usage)
 
     def _whole_choice(self, completion: Completion) -> ChatChoice:
         part = read_whole(self._new_reader(), completion.text)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from parallm.server.answer_schemas import CompletionAnswer, CompletionChoice, CompletionLogprobs, Usage
-from parallm.server.answers import UNFINISHED, Head, num_tokens, provenance
+from parallm.server.answers import UNFINISHED, Head, provenance
 from parallm.server.openai.logprobs import completion_logprobs
 from parallm.server.openai.prompt_answers import echoed_logprobs, prompt_logprobs, prompt_text
 from parallm.server.schemas import CompletionBody
@@ -24,7 +24,7 @@ class CompletionAnswers:
             for prompt, group in enumerate(completions)
             for completion in sorted(group, key=lambda completion: completion.index)
         ]
-        return self._answer(model, choices, self.head.usage(num_tokens(completions)))
+        return self._answer(model, choices, self.head.whole_usage(completions))
 
     def opening(self, model: str) -> list[CompletionAnswer]:
         if not self._body.echo:
@@ -52,8 +52,8 @@ class CompletionAnswers:
         choice = CompletionChoice(index=index, text="", logprobs=None, **provenance(completion))
         return self._answer(model, [choice])
 
-    def usage_chunk(self, model: str, num_completion_tokens: int) -> CompletionAnswer:
-        return self._answer(model, [], self.head.usage(num_completion_tokens))
+    def usage_chunk(self, model: str, usage: Usage) -> CompletionAnswer:
+        return self._answer(model, [], usage)
 
     def _whole_choice(self, prompt: int, completion: Completion) -> CompletionChoice:
         choice = CompletionChoice(

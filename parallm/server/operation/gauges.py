@@ -63,6 +63,8 @@ class Gauges(Collector):
             count.add_metric([name], len(versions))
             running.add_metric([name], sum(card.num_running for card in versions))
         yield from (served, newest, count, running)
+        swaps = {name: float(number) for name, number in self._service.swaps().items()}
+        yield _counter("parallm:adapter_swaps", "Changes of what the bare name means.", "adapter", swaps)
 
     def _training(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("parallm:training_state", "1 for the present state.", labels=["policy", "state"])

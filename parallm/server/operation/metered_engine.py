@@ -3,9 +3,11 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 from parallm.errors import ContextTooLong
+from parallm.server.answers import version_of
+from parallm.server.catalog import resolved_to
 from parallm.server.merge import close
 from parallm.server.operation.meters import Meters
 from parallm.server.operation.pace import Pace
@@ -13,17 +15,25 @@ from parallm.server.operation.request_context import current_request
 from parallm.server.operation.traces import Finished, Traces
 from parallm.server.service import Engine, EngineLoad
 from parallm.server.settings import ServerSettings
-from parallm.types import Completion, FinishReason, GenerationRequest, TokenEvent
+from parallm.types import AdapterCard, Completion, GenerationRequest, TokenEvent
 
 
 class MeteredEngine:
     """Costs two counters for each event of a stream, and no second look at its tokens."""
 
-    def __init__(self, engine: Engine, meters: Meters, settings: ServerSettings, traces: Traces | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        meters: Meters,
+        settings: ServerSettings,
+        traces: Traces | None,
+        catalog: Callable[[], tuple[AdapterCard, ...]] = tuple,
+    ) -> None:
         self._engine = engine
         self._meters = meters
         self._settings = settings
         self._traces = traces
+        self._catalog = catalog
         self._pace = Pace(settings.coalesce_ms)
 
     @property
@@ -48,7 +58,7 @@ class MeteredEngine:
             completions = await self._engine.generate(request)
             for completion in completions:
                 watch.tokens(len(completion.tokens))
-                watch.finished(completion.finish_reason, len(completion.tokens))
+                watch.finished(completion)
             return completions
         finally:
             self._end(watch)
@@ -73,9 +83,10 @@ class MeteredEngine:
             await close(events)
 
     def _end(self, watch: "_Watch") -> None:
-        done = watch.end()
+        error = sys.exception()
+        watch.end()
         if self._traces is not None:
-            self._traces.record(done)
+            self._traces.record(watch.told(self._catalog(), _name(error)))
 
     def _check(self, request: GenerationRequest) -> None:
         limit, found = self._settings.max_prompt_tokens, len(request.prompt_tokens)
@@ -96,7 +107,7 @@ class _Watch:
         self._first: dict[int, float] = {}
         self._last: dict[int, float] = {}
         self.num_unfinished = request.n
-        self._finish_reasons: list[FinishReason] = []
+        self._completions: list[Completion] = []
         self._num_tokens = 0
         self._context = current_request.get()
         meters.n.observe(request.n)
@@ -124,7 +135,7 @@ class _Watch:
             num_tokens = len(event.completion.tokens)
             if num_tokens > 1 and index in self._first:
                 self._meters.per_token.observe((self._last[index] - self._first[index]) / (num_tokens - 1))
-            self.finished(event.completion.finish_reason, num_tokens)
+            self.finished(event.completion)
 
     def tokens(self, count: int) -> None:
         self._num_tokens += count
@@ -132,29 +143,34 @@ class _Watch:
         if self._context is not None:
             self._context.num_completion_tokens += count
 
-    def finished(self, reason: FinishReason, num_tokens: int) -> None:
+    def finished(self, completion: Completion) -> None:
         self.num_unfinished -= 1
-        self._finish_reasons.append(reason)
-        self._meters.finished[reason].inc()
-        self._meters.lengths.observe(num_tokens)
+        self._completions.append(completion)
+        self._meters.finished[completion.finish_reason].inc()
+        self._meters.lengths.observe(len(completion.tokens))
 
-    def end(self) -> Finished:
+    def end(self) -> None:
         """What is unfinished was aborted by the client, by a limit or by an error; its kind is in the HTTP status."""
-        ended, error = time.perf_counter(), sys.exception()
-        self._meters.request.observe(ended - self._began)
+        self._meters.request.observe(time.perf_counter() - self._began)
         if self.num_unfinished < self._request.n or self._first:
             self._meters.prompt_tokens.inc(len(self._request.prompt_tokens))
         if self.num_unfinished:
             self._meters.finished["abort"].inc(self.num_unfinished)
+
+    def told(self, cards: Sequence[AdapterCard], error: str | None) -> Finished:
+        """The whole request, for its span."""
+        made = self._completions
         return Finished(
             request=self._request,
             context=self._context,
             began=self._began,
             first_token=min(self._first.values(), default=None),
-            ended=ended,
-            finish_reasons=self._finish_reasons,
+            ended=time.perf_counter(),
+            finish_reasons=[one.finish_reason for one in made],
             num_tokens=self._num_tokens,
-            error=_name(error),
+            num_cached_tokens=max((one.num_cached_prompt_tokens for one in made), default=0),
+            model=resolved_to(self._request.model, version_of(made[0]), cards) if made else None,
+            error=error,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
 
 from parallm.errors import ConfigError
 from parallm.server.operation.request_context import RequestContext
@@ -25,6 +26,10 @@ class Finished:
     ended: float
     finish_reasons: Sequence[str]
     num_tokens: int
+    num_cached_tokens: int
+    """Of the prompt."""
+    model: str | None
+    """The exact version that has answered, if one has."""
     error: str | None
     """Name of the error's class."""
 
@@ -42,7 +47,7 @@ class Traces:
         self._status = _module("opentelemetry.trace.status")
 
     def record(self, done: Finished) -> None:
-        operation = "chat" if done.context is not None and "chat" in (done.context.route or "") else "text_completion"
+        operation = "chat" if _is_chat(done.context) else "text_completion"
         began = time.time_ns() - int(1e9 * (time.perf_counter() - done.began))
         span = self._tracer.start_span(
             f"{operation} {done.request.model}",
@@ -74,8 +79,13 @@ def exporting_traces(endpoint: str | None) -> Iterator[Traces | None]:
         traces.close()
 
 
+def _is_chat(context: RequestContext | None) -> bool:
+    return context is not None and context.route in ("/v1/chat/completions", "/v1/responses")
+
+
 def _attributes(done: Finished, operation: str) -> Mapping[str, Any]:
     sampling = done.request.sampling
+    server = urlsplit("//" + ("" if done.context is None else done.context.headers.get("host", "")))
     found = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
@@ -85,17 +95,30 @@ def _attributes(done: Finished, operation: str) -> Mapping[str, Any]:
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k or None,
         "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
         "gen_ai.request.stop_sequences": sampling.stop or None,
         "gen_ai.request.choice.count": done.request.n,
         "gen_ai.response.id": done.request.request_id,
+        "gen_ai.response.model": done.model,
         "gen_ai.response.finish_reasons": tuple(done.finish_reasons) or None,
         "gen_ai.usage.input_tokens": len(done.request.prompt_tokens),
+        "gen_ai.usage.cache_read.input_tokens": done.num_cached_tokens,
         "gen_ai.usage.output_tokens": done.num_tokens,
         "gen_ai.latency.time_to_first_token": done.first_token and done.first_token - done.began,
+        "server.address": server.hostname,
+        "server.port": _port(server),
         "parallm.request_id": done.context and done.context.request_id,
         "error.type": done.error,
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _port(server: SplitResult) -> int | None:
+    try:
+        return server.port
+    except ValueError:  # a client may send any host
+        return None
 
 
 def _module(name: str) -> Any:

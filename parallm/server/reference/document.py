@@ -21,8 +21,20 @@ class Document:
     """A body that works."""
     answers: tuple[type[BaseModel], ...] = ()
     """None: an object without a fixed form."""
+    others: Mapping[str, Example] = field(default_factory=dict)
+    """More bodies that work, by what they show."""
     answer: Example = field(default_factory=dict)
     """An example of an answer."""
     media_type: str = "application/json"
     events: str = "events `data: JSON`, the last one `data: [DONE]`"
     """What a stream is, for a body that can ask for one."""
+
+
+def usage(num_prompt: int, num_answered: int) -> Mapping[str, object]:
+    """What an answer's `usage` looks like."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_answered,
+        "total_tokens": num_prompt + num_answered,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }

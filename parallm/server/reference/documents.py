@@ -6,7 +6,7 @@ from parallm.server.answer_schemas import ChatAnswer, CompletionAnswer, ModelEnt
 from parallm.server.openai.chat_schemas import ChatBody
 from parallm.server.openai.response_answer_schemas import ResponseAnswer
 from parallm.server.openai.response_schemas import ResponseBody
-from parallm.server.reference.document import Document
+from parallm.server.reference.document import Document, usage
 from parallm.server.reference.documents_control import CONTROL_DOCUMENTS
 from parallm.server.reference.documents_data import DATA_DOCUMENTS
 from parallm.server.schemas import CompletionBody
@@ -21,6 +21,10 @@ MODEL = {
     "max_model_len": 8192,
     "policy_version": 12,
 }
+
+ASKED = [{"role": "user", "content": "2 + 3?"}]
+SUM_SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+SUM = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
 
 DOCUMENTS: Mapping[str, Document] = {
     "GET /health": Document(answer={"status": "ok", "num_running": 3, "num_waiting": 0}),
@@ -39,6 +43,17 @@ DOCUMENTS: Mapping[str, Document] = {
     "POST /v1/completions": Document(
         bodies=(CompletionBody,),
         example={"model": "policy", "prompt": "2 + 3 =", "max_tokens": 8, "temperature": 0.7, "logprobs": 1},
+        others={
+            "token ids in and out": {"model": "policy", "prompt": [17, 10, 18], "return_token_ids": True, "n": 2},
+            "log-probs of a prompt": {"model": "base", "prompt": "2 + 3 = 5", "echo": True, "logprobs": 1},
+            "a stream with usage": {
+                "model": "policy",
+                "prompt": "2 + 3 =",
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+            "one of several words": {"model": "policy", "prompt": "2 + 3 =", "guided_choice": ["5", "6"]},
+        },
         answers=(CompletionAnswer,),
         answer={
             "id": "cmpl-1f",
@@ -55,12 +70,28 @@ DOCUMENTS: Mapping[str, Document] = {
                     "logprobs": None,
                 }
             ],
-            "usage": {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6},
+            "usage": usage(4, 2),
         },
     ),
     "POST /v1/chat/completions": Document(
         bodies=(ChatBody,),
-        example={"model": "policy", "messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 64},
+        example={"model": "policy", "messages": ASKED, "max_tokens": 64},
+        others={
+            "JSON of a schema": {"model": "policy", "messages": ASKED, "response_format": SUM},
+            "a function that is called": {
+                "model": "policy",
+                "messages": ASKED,
+                "tools": [{"type": "function", "function": {"name": "add", "parameters": SUM_SCHEMA}}],
+                "tool_choice": "required",
+            },
+            "log-probs in a stream": {
+                "model": "policy",
+                "messages": ASKED,
+                "stream": True,
+                "logprobs": True,
+                "top_logprobs": 2,
+            },
+        },
         answers=(ChatAnswer,),
         answer={
             "id": "chatcmpl-1f",
@@ -77,7 +108,7 @@ DOCUMENTS: Mapping[str, Document] = {
                     "logprobs": None,
                 }
             ],
-            "usage": {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11},
+            "usage": usage(9, 2),
         },
     ),
     "POST /v1/responses": Document(

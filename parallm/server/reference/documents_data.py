@@ -10,11 +10,10 @@ from parallm.server.dialects.sglang_answers import SglangRow
 from parallm.server.dialects.token_bodies import DetokenizeBody, TextOfTokens, TokenizeBody, TokensOfText
 from parallm.server.dialects.token_in_token_out import TokensAnswer, TokensBody
 from parallm.server.dialects.trl import TrlAnswer, TrlBody
-from parallm.server.reference.document import Document
+from parallm.server.reference.document import Document, usage
 from parallm.server.schemas import CompletionBody
 
 SPAN = [{"version": "12", "start": 0, "end": 2}]
-USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 INFO = {
     "model_path": "Qwen/Qwen3-8B",
     "served_model_name": "policy",
@@ -28,6 +27,11 @@ INFO = {
 _generate = Document(
     bodies=(CompletionBody, SglangBody, TrlBody),
     example={"prompt": [17, 10, 18], "model": "policy", "max_tokens": 8, "n": 1},
+    others={
+        "SGLang": {"input_ids": [17, 10, 18], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True},
+        "vLLM's first server": {"prompt": {"prompt_token_ids": [17, 10, 18]}, "max_tokens": 8, "logprobs": 0},
+        "TRL": {"prompts": ["2 + 3 ="], "n": 2, "max_tokens": 8},
+    },
     answers=(NativeAnswer, SglangRow, TrlAnswer, LegacyAnswer),
     answer={
         "request_id": "gen-1f",
@@ -42,7 +46,7 @@ _generate = Document(
         "weight_versions": [SPAN],
         "prompt_index": [0],
         "prompt_token_ids": [[17, 10, 18]],
-        "usage": USAGE,
+        "usage": usage(3, 2),
     },
 )
 _weights = Document(answers=(WeightVersion,), answer={"weight_version": "12"})
@@ -76,7 +80,7 @@ DATA_DOCUMENTS: Mapping[str, Document] = {
             "prompt_logprobs": None,
             "prompt_token_ids": [17, 10, 18],
             "logprobs_mode": "temperature",
-            "usage": USAGE,
+            "usage": usage(3, 2),
         },
     ),
     "POST /tokenize": Document(

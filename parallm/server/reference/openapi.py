@@ -75,7 +75,7 @@ def _allow_null(schema: dict[str, Any]) -> None:
 def _describe(operation: dict[str, Any], document: Document, role: Role, *, has_keys: bool) -> None:
     operation["tags"] = [role]
     if document.bodies:
-        content = {"schema": _any_of(document.bodies), "example": document.example}
+        content = {"schema": _any_of(document.bodies), **_examples(document)}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
     elif document.body_type != JSON:
         binary = {"schema": {"type": "string", "format": "binary"}}
@@ -83,6 +83,14 @@ def _describe(operation: dict[str, Any], document: Document, role: Role, *, has_
     operation["responses"] = _responses(document, role, has_keys=has_keys)
     if has_keys and role != "public":
         operation["security"] = [{"bearer": []}, {"x-api-key": []}]
+
+
+def _examples(document: Document) -> dict[str, Any]:
+    """OpenAPI has one field for one example and another for several."""
+    if not document.others:
+        return {"example": document.example}
+    named = {"usual": document.example, **document.others}
+    return {"examples": {name: {"value": value} for name, value in named.items()}}
 
 
 def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, Any]:

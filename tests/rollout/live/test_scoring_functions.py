@@ -119,3 +119,16 @@ def test_a_function_that_is_not_there_is_named_before_the_model_loads(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^rollout.live.scoring_functions.mine='{target}'"):
         make(scoring_functions={"mine": target})
+
+
+def test_rewards_are_told_to_who_listens(make: Make, record: Record, functions: dict[str, str]) -> None:
+    traffic, heard = make(scoring_functions=functions), []
+    traffic.listen(lambda name, reward: heard.append((name, reward)))
+
+    def act() -> None:
+        record(traffic, "a", scoring_function="length", text="four")
+        record(traffic, "b")
+        traffic.reward("b", 0.5)
+
+    run(traffic, act)
+    assert sorted(heard) == [("a", 4.0), ("b", 0.5)]
