@@ -112,6 +112,10 @@ class Sequence:
     """Once the prompt is computed, where they are asked for."""
     allowed: bytes | None = None
     """Bits of the tokens that its grammar allows next; None: all of them."""
+    num_drafted: int = 0
+    """Tokens that were fed as drafts, see `speculation.py`."""
+    num_accepted: int = 0
+    """Of these, those that were what it sampled."""
     _mask: TokenMask | None = None
     _ends: frozenset[int] | None = None  # the tokens that end it, once it has sampled one
     _limit: int | None = None  # of its tokens, once asked for
@@ -173,6 +177,15 @@ class Sequence:
         """Whether the newest launched token is the last one in any case, whatever it will be."""
         return self._fills(self.num_launched, max_context)
 
+    @property
+    def num_untold(self) -> int:
+        """Tokens that no event has been made of, nor been asked for."""
+        return len(self.tokens) - self._num_told
+
+    def num_left(self, max_context: int) -> int:
+        """Tokens that it may have beyond those that are launched."""
+        return self._most(max_context) - self.num_launched
+
     def append(
         self, token: int, logprob: float, tops: Ordered[TopLogprob], tokenizer: ChatTokenizer, max_context: int
     ) -> None:
@@ -231,9 +244,13 @@ class Sequence:
         )
 
     def _fills(self, num_tokens: int, max_context: int) -> bool:
+        return num_tokens >= self._most(max_context)
+
+    def _most(self, max_context: int) -> int:
+        """Tokens that it may have."""
         if self._limit is None:
             self._limit = min(self.request.sampling.max_tokens, max_context - len(self.request.prompt_tokens))
-        return num_tokens >= self._limit
+        return self._limit
 
     def _completion(self, tokenizer: ChatTokenizer) -> Completion:
         assert self.finish_reason is not None
@@ -248,6 +265,8 @@ class Sequence:
             weight_versions=self._weight_versions(),
             prompt_logprobs=self.prompt_logprobs,
             num_cached_prompt_tokens=self.num_cached_prompt_tokens,
+            num_draft_tokens=self.num_drafted,
+            num_accepted_tokens=self.num_accepted,
         )
 
     def _weight_versions(self) -> tuple[WeightSpan, ...]:
