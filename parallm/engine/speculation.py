@@ -34,6 +34,8 @@ PRIOR = (0.2, 0.3, 0.4, 0.5)
 PRIOR_WEIGHT = 4.0
 MEMORY = 0.97
 """Of what was seen, how much counts when one more is."""
+LEAST_CHANCE = 0.05
+"""Of being right that a draft must have: sampling and Python cost a little even where the forward does not."""
 WORTH_WAITING = 0.5
 """Accepted tokens for each row and step from which drafts are worth a step that is not launched ahead."""
 
@@ -205,7 +207,8 @@ def _widths(found: Ordered[tuple[float, int, int]], num_rows: int) -> list[int]:
     """How many tokens to feed each row: the drafts that are worth their time, of those that are likeliest right."""
     widths, num_fed, expected = [1] * num_rows, num_rows, float(num_rows)
     for negative, place, _ in found:
-        if num_fed >= LEAST_ROWS and -negative * (FIXED_COST + num_fed) < expected:
+        is_free = num_fed < LEAST_ROWS and -negative >= LEAST_CHANCE
+        if not is_free and -negative * (FIXED_COST + num_fed) < expected:
             break
         widths[place] += 1
         num_fed += 1
