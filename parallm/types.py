@@ -165,6 +165,10 @@ class Completion:
     num_cached_prompt_tokens: int = field(default=0, compare=False)
     """Prompt tokens whose keys and values the engine had from before. Says how it was computed, not what: completions
     that differ in nothing else are equal."""
+    num_draft_tokens: int = field(default=0, compare=False)
+    """Tokens that were proposed ahead of the policy and checked by it."""
+    num_accepted_tokens: int = field(default=0, compare=False)
+    """Of these, those that it sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,10 @@
 On a CPU, rows that are much longer than the others are computed apart, so that the tail of one step does not make the
 next step's attention as long as its own.
 
-Axes: B active rows, L positions.
+A row may feed several tokens in one step, its newest one and drafts. Each is a row of the forward then, which writes
+and sees one position more of the same slot.
+
+Axes: B rows of the forward, S active slots, T tokens of a slot, L positions.
 """
 
 from collections.abc import Sequence
@@ -37,8 +40,40 @@ def rows_apart(lengths: Sequence[int]) -> RowsApart | None:
     return RowsApart(rows=sorted(order[:best]), view=lengths[order[best]])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Which rows of a forward belong to which slot, where slots feed several tokens each."""
+
+    slots_B: mx.array
+    rows_ST: mx.array
+    """The rows of each slot; the last one again where it has fewer than others."""
+    places_B: mx.array
+    """Of each row among all of `rows_ST`."""
+
+    @classmethod
+    def of(cls, widths: Sequence[int]) -> "Spread":
+        """Of slots with so many tokens each, in order."""
+        most = max(widths)
+        starts = [sum(widths[:slot]) for slot in range(len(widths))]
+        rows = [[start + min(t, width - 1) for t in range(most)] for start, width in zip(starts, widths, strict=True)]
+        pairs = [(slot, t) for slot, width in enumerate(widths) for t in range(width)]
+        return cls(
+            slots_B=mx.array([slot for slot, _ in pairs], mx.int32),
+            rows_ST=mx.array(rows, mx.int32),
+            places_B=mx.array([slot * most + t for slot, t in pairs], mx.int32),
+        )
+
+    def gathered(self, array_B1X: mx.array) -> mx.array:
+        """What each slot's rows have, (B, heads, 1, X) -> (S, heads, T, X)."""
+        return array_B1X[:, :, 0][self.rows_ST].swapaxes(1, 2)
+
+    def scattered(self, array_SHTX: mx.array) -> mx.array:
+        """`gathered` undone."""
+        return array_SHTX.swapaxes(1, 2).flatten(0, 1)[self.places_B][:, :, None]
+
+
 class ActiveRows:
-    """The rows of one step; row b is slot b."""
+    """The rows of one step; row b is slot b, unless they are spread."""
 
     def __init__(self) -> None:
         self.layout = EMPTY
@@ -48,18 +83,27 @@ class ActiveRows:
         """Positions that each active row holds before the coming step."""
         on_cpu = mx.default_device() == mx.Device(mx.cpu)
         self.apart = rows_apart([length + 1 for length in lengths]) if on_cpu else None
+        self.spread: Spread | None = None
         self._all_equal = min(lengths, default=0) == max(lengths, default=0)
         self._set(mx.array(list(lengths), mx.int32), len(lengths), view=max(lengths, default=0) + 1)
 
+    def set_spread(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
+        """As `set_lengths`, for slots that feed so many tokens each."""
+        self.apart, self._all_equal, self.spread = None, False, Spread.of(widths)
+        ends = [length + t for length, width in zip(lengths, widths, strict=True) for t in range(width)]
+        self._set(mx.array(ends, mx.int32), len(lengths), view=max(ends) + 1)
+        self.slots_B = self.spread.slots_B
+
     def set_traced(self, lengths_B: mx.array, num_positions: int) -> None:
         """Rows of a step that is being compiled: their lengths are not known yet, only that there is room for them."""
-        self.apart, self._all_equal = None, False
+        self.apart, self._all_equal, self.spread = None, False, None
         self._set(lengths_B, lengths_B.shape[0], view=num_positions)
 
     def _set(self, lengths_B: mx.array, num_rows: int, view: int) -> None:
         self.lengths_B, self.num_rows, self.view = lengths_B, num_rows, view
         self.slots_B = mx.arange(num_rows, dtype=mx.int32)
         self._masks: list[tuple[mx.array, int]] = []  # that this step's `mask` gave, with their windows
+        self._spread_masks: dict[int, mx.array] = {}  # the same for the slots of spread rows, by place
 
     def mask(self, window_size: int | None, return_array: bool) -> mx.array | None:
         """Which positions each row may see, (B, 1, 1, L), or None where all may see all."""
@@ -71,6 +115,15 @@ class ActiveRows:
             seen_BL = seen_BL & (positions_L > self.lengths_B[:, None] - window_size)
         self._masks.append((seen_BL[:, None, None], window_size or 0))
         return self._masks[-1][0]
+
+    def spread_mask(self, mask: object) -> mx.array | None:
+        """A mask of this step as (S, 1, T, L); None for other masks, or where the rows are not spread."""
+        if self.spread is None or self.window_of(mask) is None or mask is None:
+            return None
+        place = next(place for place, (known, _) in enumerate(self._masks) if known is mask)
+        if place not in self._spread_masks:
+            self._spread_masks[place] = self.spread.gathered(self._masks[place][0])
+        return self._spread_masks[place]
 
     def window_of(self, mask: object) -> int | None:
         """The window that a mask of this step leaves of each row's positions, 0: all of them. None for other masks."""

@@ -38,6 +38,12 @@ class EngineStats:
     """Tokens of prompts begun since the start; what preempted rows compute again counts."""
     cached_prompt_tokens_total: int
     """Of these, those that were known and not computed."""
+    num_drafts: int
+    """Times since the start that a row was fed proposed tokens."""
+    draft_tokens_total: int
+    """Of these, the tokens."""
+    accepted_draft_tokens_total: int
+    """Of these, those that were what the policy sampled."""
 
 
 class AsyncEngine:
@@ -79,6 +85,9 @@ class AsyncEngine:
             num_prefix_hits=prefixes.num_hits,
             prompt_tokens_total=engine.prefill.num_prompt_tokens,
             cached_prompt_tokens_total=engine.prefill.num_cached_tokens,
+            num_drafts=engine.speculation.num_drafts,
+            draft_tokens_total=engine.speculation.num_drafted,
+            accepted_draft_tokens_total=engine.speculation.num_accepted,
         )
 
     async def ping(self) -> None:

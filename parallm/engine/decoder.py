@@ -4,7 +4,11 @@ The next step may be launched before the present one is read: it feeds the prese
 device has yet to compute. What that samples for a row that turns out to have ended before is dropped. Where a row has a
 grammar, only the forward is launched so: the step is sampled once the one before is read, as the next mask needs it.
 
-Axes: B rows, H hidden, V vocabulary.
+Where drafts say what may follow a row's newest token (`speculation.py`), the step feeds them behind it and samples one
+token behind each, with the noise of its position. These are what steps of one token each would sample, as far as the
+drafts are what was sampled before them; behind the first that is not, what was sampled is dropped.
+
+Axes: B rows of a forward, H hidden, V vocabulary, F of them that feed a token.
 """
 
 from collections.abc import Sequence as Ordered
@@ -19,6 +23,7 @@ from parallm.engine.kv_cost import KvCost
 from parallm.engine.sampler import RowSampling, Sampled, row_sampling, sample
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.shard import make_shard
+from parallm.engine.speculation import Speculation
 from parallm.engine.views import AdapterViews
 from parallm.model.chat import ChatTokenizer
 from parallm.model.shared_model import SharedModel
@@ -32,38 +37,55 @@ class Forward:
     rows: Ordered[Sequence]
     logits_BV: mx.array
     positions_B: Ordered[int]
+    fed_F: mx.array | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A launched step: one token for each of `rows`, which may have left their lane by the time it is read."""
+    """A launched step: one token for each of `rows`, which may have left their lane by the time it is read.
+
+    A row that feeds drafts is there several times in turn.
+    """
 
     rows: Ordered[Sequence]
     sampled: Sampled
     told_2B: mx.array
     """Tokens, and the bits of log-probabilities, int32: one array to read, and one that the next step does not use."""
+    fed_F: mx.array | None = None
+    """What the first of `rows` were fed, where there are drafts among it; no step is launched before this is read."""
 
     def arrays(self) -> list[mx.array]:
         """What is read of it."""
-        every = (self.told_2B, self.sampled.top_tokens_BK, self.sampled.top_logprobs_BK)
+        every = (self.told_2B, self.sampled.top_tokens_BK, self.sampled.top_logprobs_BK, self.fed_F)
         return [array for array in every if array is not None]
 
     def read(self, tokenizer: ChatTokenizer, max_context: int) -> list[Sequence]:
-        """Append each row's token, and wait for it if need be; the rows that got one: those that have not left."""
+        """Append each row's tokens, and wait for them if need be; the rows that got some: those that have not left."""
         tokens_B, bits_B = np.array(self.told_2B)
         parts = (tokens_B.tolist(), bits_B.view(np.float32).tolist(), _top_logprobs(self.sampled, len(tokens_B)))
+        fed = [] if self.fed_F is None else self.fed_F.tolist()
+        drafts = [*fed[1:], *[None] * (len(self.rows) - max(len(fed) - 1, 0))]  # of the same row, if it has one more
         read: list[Sequence] = []
-        for row, token, logprob, top in zip(self.rows, *parts, strict=True):
-            if not row.has_left:
-                row.append(token, logprob, top, tokenizer, max_context)
+        done: Sequence | None = None  # what follows of this row is dropped
+        for row, token, logprob, top, draft in zip(self.rows, *parts, drafts, strict=True):
+            if row.has_left or row is done:
+                continue
+            row.append(token, logprob, top, tokenizer, max_context)
+            if read and read[-1] is row:
+                row.num_accepted += 1
+            else:
                 read.append(row)
+            if row.finish_reason is not None or token != draft:
+                done = row
+        for row in read if fed else ():
+            row.num_launched = len(row.tokens)
         return read
 
 
 class Decoder:
     """Launches the steps of one lane's rows."""
 
-    def __init__(self, model: SharedModel, views: AdapterViews, cost: KvCost) -> None:
+    def __init__(self, model: SharedModel, views: AdapterViews, cost: KvCost, speculation: Speculation) -> None:
         self.in_flight: Step | None = None
         """Launched and not read; whoever reads it takes it from here."""
         self._model = model
@@ -71,9 +93,11 @@ class Decoder:
         self.shard = make_shard(model, cost)
         """Its keys and values; rows join and leave through the decoder."""
         self._first_logits: list[mx.array] = []  # (V,) of each row that has joined since the last step
-        self._sampling: RowSampling | None = None  # of the present rows
+        self._sampling: RowSampling | None = None  # of the rows that were sampled last
+        self._sampled_rows: Ordered[Sequence] = ()
         self._adjustments = Adjustments(model.tokenizer.eos_token_ids)
         self._waiting: Forward | None = None
+        self._speculation = speculation
 
     @property
     def rows(self) -> list[Sequence]:
@@ -89,22 +113,29 @@ class Decoder:
         for _, some in groupby(joining, key=lambda one: id(one[0].cache)):
             prompts, sequences = zip(*some, strict=True)
             self.shard.join(sequences, prompts[0].cache, [prompt.cache_row for prompt in prompts])
+        self._speculation.join([member for _, member in joining])
         self._first_logits += [prompt.logits_V for prompt, _ in joining if prompt.logits_V is not None]
-        self._sampling = None
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
         """Take rows out for good, between steps; `waits`: see `Shard.leave`."""
         if rows:
             for row in rows:
                 self.rows[row].has_left = True
+            self._speculation.leave([self.rows[row] for row in rows])
             self.shard.leave(rows, waits=waits)
-            self._sampling = None
         if not self.rows:
             self._adjustments.clear()
+            self._sampled_rows = ()
 
     def goes_on(self, max_context: int) -> bool:
         """Whether a row may need another token: one at its limit ends with the step in flight, unread as it is."""
         return any(not row.is_launched_whole(max_context) for row in self.rows)
+
+    @property
+    def waits_to_be_read(self) -> bool:
+        """Whether the step in flight is to be read before the next one is launched."""
+        step = self.in_flight
+        return step is not None and (step.fed_F is not None or self._speculation.is_worth_waiting(self.rows))
 
     @property
     def waits_for_masks(self) -> bool:
@@ -115,14 +146,20 @@ class Decoder:
         """Build the next step of all rows, which is in flight from now on unless it waits for masks; not evaluated."""
         num_running = len(self.rows) - len(self._first_logits)
         logits = [mx.stack(self._first_logits)] if self._first_logits else []
+        fed = self._speculation.feed(self.rows[:num_running], self.shard.num_positions)
         if num_running:
-            hidden_BH = self.shard.forward(self._views, num_running, self._newest_tokens(self.rows[:num_running]))
+            tokens_B = fed.tokens_F if fed else self._newest_tokens(self.rows[:num_running])
+            hidden_BH = self.shard.forward(self._views, num_running, tokens_B, fed.widths if fed else ())
             logits.insert(0, self._model.head(hidden_BH))
         self._first_logits = []
-        positions_B = [row.num_launched for row in self.rows]
-        for row in self.rows:
-            row.num_launched += 1
-        self._waiting = Forward(rows=list(self.rows), logits_BV=mx.concatenate(logits), positions_B=positions_B)
+        widths = [*(fed.widths if fed else [1] * num_running), *[1] * (len(self.rows) - num_running)]
+        steps = list(zip(self.rows, widths, strict=True))
+        rows = [row for row, width in steps for _ in range(width)]
+        positions_B = [row.num_launched + place for row, width in steps for place in range(width)]
+        for row, width in steps:
+            row.num_launched += width
+        logits_BV, fed_F = mx.concatenate(logits), fed.tokens_F if fed else None
+        self._waiting = Forward(rows=rows, logits_BV=logits_BV, positions_B=positions_B, fed_F=fed_F)
         if any(row.allowed is not None for row in self.rows):
             return [self._waiting.logits_BV]
         return self.sample()
@@ -134,9 +171,10 @@ class Decoder:
         """
         forward, self._waiting = self._waiting, None
         assert forward is not None, "nothing was launched"
-        if self._sampling is None:
+        if self._sampling is None or self._sampled_rows != forward.rows:
             params = [row.request.sampling for row in forward.rows]
             self._sampling = row_sampling(params, [row.seed for row in forward.rows])
+            self._sampled_rows = forward.rows
         if self._sampling.is_adjusted:
             adjusted_BV = self._adjustments.adjusted(forward.logits_BV, forward.rows, forward.positions_B)
             sampled = sample(forward.logits_BV, self._sampling, forward.positions_B, adjusted_BV)
@@ -144,10 +182,8 @@ class Decoder:
         else:
             self._adjustments.clear()
             sampled = sample(forward.logits_BV, self._sampling, forward.positions_B)
-        if forward.rows != self.rows:
-            self._sampling = None
         told_2B = mx.stack([sampled.tokens_B, sampled.logprobs_B.view(mx.int32)])
-        self.in_flight = Step(rows=forward.rows, sampled=sampled, told_2B=told_2B)
+        self.in_flight = Step(rows=forward.rows, sampled=sampled, told_2B=told_2B, fed_F=forward.fed_F)
         return self.in_flight.arrays()
 
     def _newest_tokens(self, rows: list[Sequence]) -> mx.array:

@@ -17,6 +17,7 @@ from parallm.engine.prefill import Prefill
 from parallm.engine.room import Room
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
+from parallm.engine.speculation import make_speculation
 from parallm.engine.traffic import Traffic
 from parallm.engine.views import AdapterViews
 from parallm.engine.waiting import begin_completions, insert
@@ -53,6 +54,7 @@ class Engine:
         self._report = report
         self._runs_ahead = runs_ahead
         self.memory = KvMemory(model, settings)
+        self.speculation = make_speculation(settings.speculation, model, self.max_context)
         self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
         self.room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
         self.prefill = Prefill(model, lanes, self._views, self.memory, settings, adapters.holds, self.room.left)
@@ -186,7 +188,7 @@ class Engine:
         self.memory.used = self.memory.total(self._traffic.values())
 
     def _make_decoders(self) -> list[Decoder]:
-        return [Decoder(self.model, self._views, self.memory.cost) for _ in range(self._lanes.width)]
+        return [Decoder(self.model, self._views, self.memory.cost, self.speculation) for _ in self._lanes.streams]
 
     def _switch_versions(self, state: Traffic) -> None:
         """Move what switches in flight to the version that its name means now: rows, and prompts not yet begun.
@@ -247,6 +249,7 @@ class Engine:
     def _decode(self, traffic: TrafficClass) -> bool:
         """Launch the next step of all rows and read the one before, or both of one; False if there was neither."""
         state = self._traffic[traffic]
+        self._read(state, state.steps_to_read_first())
         self.room.make_for_step(traffic)
         self.room.join(traffic, self.settings.max_rows)
         self._at_work = state.rows()
@@ -272,7 +275,7 @@ class Engine:
             return
         mx.eval([step.arrays() for step in steps])
         rows = [row for step in steps for row in step.read(self.model.tokenizer, self.max_context)]
-        state.num_tokens += len(rows)
+        state.num_tokens += sum(row.num_untold for row in rows)
         events = [event for row in rows if (event := row.event(self.model.tokenizer)) is not None]
         if events:
             self._emit(events)  # first of all: what was sampled is told, whatever fails behind it

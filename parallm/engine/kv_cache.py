@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from parallm.engine.active_rows import ActiveRows
+from parallm.engine.active_rows import ActiveRows, Spread
 from parallm.model.attention import OwnCache, attention
 from parallm.model.cuda import on_cuda
 from parallm.model.decode_attention import append_and_attend, fits
@@ -35,6 +35,16 @@ class Appended:
     """The keys that the model got, by which `attend` knows them again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadViews:
+    """What a layer's slots hold, (S, H, L, D), where several rows share one."""
+
+    keys: mx.array
+    values: mx.array
+    view: mx.array
+    """The keys that the model got, one for each row, by which `attend` knows them again."""
+
+
 class SlotCache(OwnCache):
     """One layer's keys and values for all slots of a shard."""
 
@@ -44,6 +54,7 @@ class SlotCache(OwnCache):
         self._rows = rows
         self._keys_SHLD = keys_SHLD
         self._values_SHLD = values_SHLD
+        self._spread_views: SpreadViews | None = None  # the same, where rows are spread
         self._appended: Appended | None = None  # between `update_and_fetch` and `attend`, where a kernel may do both
 
     @property
@@ -69,7 +80,7 @@ class SlotCache(OwnCache):
 
     def update_and_fetch(self, keys_BH1D: mx.array, values_BH1D: mx.array) -> tuple[mx.array, mx.array]:
         """Write one position per active row; views of the slots' keys and values up to the longest row."""
-        rows = self._rows
+        rows, self._spread_views = self._rows, None  # of models that attend by themselves
         assert self._keys_SHLD is not None, "a row joined before the first step"
         assert self._values_SHLD is not None
         before = self._keys_SHLD, self._values_SHLD
@@ -78,9 +89,18 @@ class SlotCache(OwnCache):
         self._keys_SHLD[rows.slots_B, :, rows.lengths_B] = keys_BH1D[:, :, 0]
         self._values_SHLD[rows.slots_B, :, rows.lengths_B] = values_BH1D[:, :, 0]
         view = self._keys_SHLD[: rows.num_rows, :, : rows.view]
+        values_view = self._values_SHLD[: rows.num_rows, :, : rows.view]
+        if rows.spread is not None:
+            return self._spread(view, values_view, rows.spread)
         if on_cuda():
             self._appended = Appended(keys=keys_BH1D, values=values_BH1D, pools=before, view=view)
-        return view, self._values_SHLD[: rows.num_rows, :, : rows.view]
+        return view, values_view
+
+    def _spread(self, keys: mx.array, values: mx.array, spread: Spread) -> tuple[mx.array, mx.array]:
+        """A copy of its slot for each row, for models that compute with keys themselves; never made for `attend`."""
+        found = keys[spread.slots_B], values[spread.slots_B]
+        self._spread_views = SpreadViews(keys=keys, values=values, view=found[0])
+        return found
 
     def attend(
         self,
@@ -98,6 +118,15 @@ class SlotCache(OwnCache):
         never evaluated.
         """
         appended, self._appended = self._appended, None
+        spread, self._spread_views = self._spread_views, None
+        if spread is not None and keys is spread.view and self._rows.spread is not None:
+            grouped_mask = self._rows.spread_mask(mask)
+            if grouped_mask is not None:
+                grouped = self._rows.spread.gathered(queries)
+                of_slots = spread.keys, spread.values
+                found = attention(grouped, *of_slots, scale=scale, mask=grouped_mask, sinks=sinks)
+                return self._rows.spread.scattered(found)
+        del spread
         window = self._rows.window_of(mask)
         if (
             appended is not None

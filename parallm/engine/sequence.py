@@ -7,10 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from parallm.engine.completion_text import CompletionText
 from parallm.engine.prompt_scores import PromptScores
 from parallm.model.adapter import Adapter
 from parallm.model.attention import LEAST_ROWS
-from parallm.model.chat import ChatTokenizer, GrowingText
+from parallm.model.chat import ChatTokenizer
 from parallm.types import (
     Completion,
     FinishReason,
@@ -111,12 +112,15 @@ class Sequence:
     """Once the prompt is computed, where they are asked for."""
     allowed: bytes | None = None
     """Bits of the tokens that its grammar allows next; None: all of them."""
+    num_drafted: int = 0
+    """Tokens that were fed as drafts, see `speculation.py`."""
+    num_accepted: int = 0
+    """Of these, those that were what it sampled."""
     _mask: TokenMask | None = None
     _ends: frozenset[int] | None = None  # the tokens that end it, once it has sampled one
     _limit: int | None = None  # of its tokens, once asked for
-    _text: GrowingText | None = None
-    _num_shown: int = 0
-    _stop_at: int | None = None
+    _text: CompletionText = field(default_factory=CompletionText)
+    _num_told: int = 0  # of its tokens, by events or because nobody listens
 
     @property
     def place(self) -> Place:
@@ -173,6 +177,15 @@ class Sequence:
         """Whether the newest launched token is the last one in any case, whatever it will be."""
         return self._fills(self.num_launched, max_context)
 
+    @property
+    def num_untold(self) -> int:
+        """Tokens that no event has been made of, nor been asked for."""
+        return len(self.tokens) - self._num_told
+
+    def num_left(self, max_context: int) -> int:
+        """Tokens that it may have beyond those that are launched."""
+        return self._most(max_context) - self.num_launched
+
     def append(
         self, token: int, logprob: float, tops: Ordered[TopLogprob], tokenizer: ChatTokenizer, max_context: int
     ) -> None:
@@ -188,8 +201,9 @@ class Sequence:
         self.top_logprobs.append(tuple(tops[: sampling.top_logprobs]) if tops else ())
         is_end = token in self._ends
         if not is_end and (self.streams or sampling.stop):
-            self._grow_text(token, tokenizer)
-        if is_end or self._stop_at is not None:
+            stops = sampling.stop if len(self.tokens) >= sampling.min_tokens else ()
+            self._text.add(token, tokenizer, stops)
+        if is_end or self._text.stop_at is not None:
             self.finish_reason = "stop"
         elif self._fills(len(self.tokens), max_context):
             self.finish_reason = "length"
@@ -201,19 +215,17 @@ class Sequence:
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
         """What the last step added, or None where nobody listens before the end."""
+        new, self._num_told = slice(self._num_told, None), len(self.tokens)
         if not self.streams and self.finish_reason is None:
             return None
         completion = self._completion(tokenizer) if self.finish_reason else None
-        text = completion.text if completion else self._certain_text()
-        delta = text[self._num_shown :]
-        self._num_shown += len(delta)
         return TokenEvent(
             request_id=self.request.request_id,
             index=self.index,
-            tokens=tuple(self.tokens[-1:]),
-            logprobs=tuple(self.logprobs[-1:]),
-            top_logprobs=tuple(self.top_logprobs[-1:]),
-            text=delta,
+            tokens=tuple(self.tokens[new]),
+            logprobs=tuple(self.logprobs[new]),
+            top_logprobs=tuple(self.top_logprobs[new]),
+            text=self._text.unshown(completion.text if completion else self._text.certain(self.request.sampling.stop)),
             completion=completion,
         )
 
@@ -227,35 +239,18 @@ class Sequence:
             tokens=(),
             logprobs=(),
             top_logprobs=(),
-            text=completion.text[self._num_shown :],
+            text=self._text.unshown(completion.text),
             completion=completion,
         )
 
     def _fills(self, num_tokens: int, max_context: int) -> bool:
+        return num_tokens >= self._most(max_context)
+
+    def _most(self, max_context: int) -> int:
+        """Tokens that it may have."""
         if self._limit is None:
             self._limit = min(self.request.sampling.max_tokens, max_context - len(self.request.prompt_tokens))
-        return num_tokens >= self._limit
-
-    def _grow_text(self, token: int, tokenizer: ChatTokenizer) -> None:
-        if self._text is None:
-            self._text = GrowingText(tokenizer)
-        known = len(self._text.text)
-        self._text.add(token)
-        stops = self.request.sampling.stop
-        if len(self.tokens) < self.request.sampling.min_tokens:
-            return
-        longest = max(map(len, stops), default=0)
-        found = [self._text.text.find(stop, max(0, known - longest + 1)) for stop in stops]
-        self._stop_at = min((place for place in found if place >= 0), default=None)
-
-    def _certain_text(self) -> str:
-        """Text so far without an end that might become a stop string."""
-        text = self._text.text if self._text else ""
-        held = 0
-        for stop in self.request.sampling.stop:
-            lengths = range(min(len(stop) - 1, len(text)), 0, -1)
-            held = max(held, next((n for n in lengths if text.endswith(stop[:n])), 0))
-        return text[: len(text) - held]
+        return self._limit
 
     def _completion(self, tokenizer: ChatTokenizer) -> Completion:
         assert self.finish_reason is not None
@@ -270,6 +265,8 @@ class Sequence:
             weight_versions=self._weight_versions(),
             prompt_logprobs=self.prompt_logprobs,
             num_cached_prompt_tokens=self.num_cached_prompt_tokens,
+            num_draft_tokens=self.num_drafted,
+            num_accepted_tokens=self.num_accepted,
         )
 
     def _weight_versions(self) -> tuple[WeightSpan, ...]:
@@ -280,15 +277,8 @@ class Sequence:
         )
 
     def _final_text(self, tokenizer: ChatTokenizer) -> str:
-        if self._text is None:
-            sampling = self.request.sampling
-            ends = (
-                bool(self.tokens)
-                and self.finish_reason == "stop"
-                and (self.tokens[-1] in sampling.stop_token_ids or self.tokens[-1] in tokenizer.eos_token_ids)
-            )
-            return tokenizer.decode(self.tokens[:-1] if ends else self.tokens)
-        if self._stop_at is not None:
-            return self._text.text[: self._stop_at]
-        self._text.finish()
-        return self._text.text
+        if self._text.has_begun:
+            return self._text.final()
+        ends = (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
+        is_ended = self.finish_reason == "stop" and bool(self.tokens) and self.tokens[-1] in ends
+        return tokenizer.decode(self.tokens[:-1] if is_ended else self.tokens)

@@ -1,8 +1,19 @@
 """Settings of the engine."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from parallm.settings import settings
+
+
+@settings
+class SpeculationSettings:
+    method: Literal["auto", "none", "ngram"] = "auto"
+    """What proposes tokens that are checked several at a time: `ngram`, what followed the last tokens before in prompt
+    and completions; `auto`, the same where it has been measured to pay and the model allows it; `none`."""
+    num_tokens: int = Field(default=5, ge=1, le=16)
+    """That are proposed at most at a time; how many are checked follows from how often they are right."""
 
 
 @settings
@@ -22,3 +33,4 @@ class EngineSettings:
     """Prompt tokens computed in one unit of device work."""
     serving_share: float = Field(default=0.7, ge=0, le=1)
     """Share of rows and prefill tokens for serving traffic while rollouts want them too."""
+    speculation: SpeculationSettings = SpeculationSettings()

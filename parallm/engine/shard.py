@@ -8,6 +8,7 @@ Axes: B rows, H hidden.
 
 import copy
 import logging
+import operator
 from collections.abc import Sequence as Ordered
 from typing import Any, Protocol, TypeVar
 
@@ -63,8 +64,15 @@ class Shard(Protocol):
     def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
         """Take that much, with the present rows kept; waits for the device where there is something to copy."""
 
-    def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array) -> mx.array:
-        """Feed `tokens_B`, the newest of the first `num_rows` rows, int32; hidden states (B, H), not evaluated."""
+    @property
+    def num_positions(self) -> int:
+        """That each row has room for as it is laid out now; 0 where rows cannot feed several tokens in one step."""
+
+    def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array, widths: Ordered[int] = ()) -> mx.array:
+        """Feed `tokens_B`, the newest of the first `num_rows` rows, int32; hidden states (B, H), not evaluated.
+
+        With `widths`, so many tokens of each row in order: the newest, and what may follow it.
+        """
 
 
 class BatchedShard:
@@ -98,19 +106,28 @@ class BatchedShard:
         if not self.rows:
             self._release()
 
-    def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array) -> mx.array:
-        rows = self.rows[:num_rows]
+    @property
+    def num_positions(self) -> int:
+        return self._active.layout.num_positions
+
+    def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array, widths: Ordered[int] = ()) -> mx.array:
+        rows, num_tokens = self.rows[:num_rows], len(tokens_B)
         # slots that decode along: for products of LEAST_ROWS rows, and for few shapes
-        num_computed = row_bucket(num_rows) if self._compiled else max(num_rows, LEAST_ROWS)
-        spare = num_computed - num_rows
+        is_compiled = self._compiled is not None and not widths
+        spare = (row_bucket(num_tokens) if is_compiled else max(num_tokens, LEAST_ROWS)) - num_tokens
         # A row that joins now may hold such a slot: its first token will replace what is written behind its prompt
-        joining = self.rows[num_rows:num_computed]
+        joining = self.rows[num_rows : num_rows + spare]
         lengths = [row.num_cached for row in rows] + [row.num_cached + 1 for row in joining]
         lengths += [0] * (spare - len(joining))
-        self._reserve(max(len(self.rows), num_computed), max(lengths) + 1)
-        adapters = [row.adapter for row in rows] + [rows[0].adapter] * spare
+        each = [*(widths or [1] * num_rows), *[1] * spare]
+        self._reserve(max(len(self.rows), len(each)), max(map(operator.add, lengths, each)))
+        adapters = [row.adapter for row, width in zip(rows, each, strict=False) for _ in range(width)]
         computed_B = mx.pad(tokens_B, (0, spare)) if spare else tokens_B
-        return self._hidden(computed_B, lengths, views.for_rows(adapters))[:num_rows]
+        view = views.for_rows(adapters + [rows[0].adapter] * spare)
+        if widths:
+            self._active.set_spread(lengths, each)
+            return self._model.hidden(computed_B[:, None], self._caches, view)[:num_tokens, 0]
+        return self._hidden(computed_B, lengths, view)[:num_tokens]
 
     def _hidden(self, tokens_B: mx.array, lengths: Ordered[int], view: View | None) -> mx.array:
         if self._compiled and (view is None or isinstance(view, OneAdapter | RowAdapters)):
@@ -208,7 +225,13 @@ class RowByRowShard:
     def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
         """mlx-lm's caches grow by themselves."""
 
-    def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array) -> mx.array:
+    @property
+    def num_positions(self) -> int:
+        return 0
+
+    def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array, widths: Ordered[int] = ()) -> mx.array:
+        if widths:
+            raise NotImplementedError("states of rows that run one by one cannot be rolled back")
         hidden_rows = [
             self._model.hidden(tokens_B[place : place + 1, None], cache, views.for_rows([row.adapter]))[:, 0]
             for place, (row, cache) in enumerate(zip(self.rows[:num_rows], self._caches, strict=False))

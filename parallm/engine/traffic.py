@@ -77,6 +77,10 @@ class Traffic:
         """Rows that run, or whose step is in flight."""
         return any(decoder.rows or decoder.in_flight for decoder in self.decoders)
 
+    def steps_to_read_first(self) -> list[Step]:
+        """The steps in flight, if one of them is to be read before the next is launched."""
+        return self.take_steps() if any(decoder.waits_to_be_read for decoder in self.decoders) else []
+
     def take_steps(self) -> list[Step]:
         """The steps in flight, to be read now."""
         return [step for decoder in self.decoders if (step := decoder.take()) is not None]

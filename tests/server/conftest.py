@@ -108,6 +108,9 @@ class Load:
     num_preemptions: int = 2
     prompt_tokens_total: int = 70
     cached_prompt_tokens_total: int = 16
+    num_drafts: int = 3
+    draft_tokens_total: int = 9
+    accepted_draft_tokens_total: int = 5
 
 
 @dataclass

@@ -74,6 +74,8 @@ def test_metrics_tell_of_versions_training_and_rollouts(call: Call) -> None:
     assert found[f"vllm:num_preemptions_total{of}"] == 2
     assert found[f"vllm:prefix_cache_queries_total{of}"] == 70
     assert found[f"vllm:prefix_cache_hits_total{of}"] == 16
+    spoken = ("drafts", "draft_tokens", "accepted_tokens")
+    assert [found[f"vllm:spec_decode_num_{name}_total{of}"] for name in spoken] == [3, 9, 5]
     assert found['vllm:num_requests_waiting{engine="0",model_name="nano"}'] == 0
 
 

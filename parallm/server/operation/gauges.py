@@ -42,6 +42,9 @@ class Gauges(Collector):
             "num_preemptions": ("Rows and prompts that gave up their memory for a while.", load.num_preemptions),
             "prefix_cache_queries": ("Tokens of prompts that were begun.", load.prompt_tokens_total),
             "prefix_cache_hits": ("Of these, tokens that were known before.", load.cached_prompt_tokens_total),
+            "spec_decode_num_drafts": ("Times that a completion was given proposed tokens.", load.num_drafts),
+            "spec_decode_num_draft_tokens": ("Proposed tokens that were checked.", load.draft_tokens_total),
+            "spec_decode_num_accepted_tokens": ("Of these, accepted ones.", load.accepted_draft_tokens_total),
         }
         for name, (text, count) in counts.items():
             family = CounterMetricFamily(f"vllm:{name}", text, labels=list(labels))
