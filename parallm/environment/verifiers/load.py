@@ -3,17 +3,18 @@
 import importlib
 import importlib.metadata
 import importlib.util
+from functools import partial
 from types import ModuleType
-from typing import Any
 
 from parallm.environment.settings import VerifiersSettings
+from parallm.environment.verifiers.driven import DrivenEnvironment
 from parallm.errors import ConfigError
 
 INSTALL = "pip install 'parallm[verifiers]'"
 
 
-def load_verifiers(settings: VerifiersSettings) -> Any:
-    """A `StatefulEnvironment`. Raises ConfigError, saying what is missing."""
+def load_verifiers(settings: VerifiersSettings) -> DrivenEnvironment:
+    """Raises ConfigError, saying what is missing."""
     version = installed_version()
     module = environment_module(settings.id)
     if not hasattr(module, "load_environment"):
@@ -22,13 +23,15 @@ def load_verifiers(settings: VerifiersSettings) -> Any:
                 f"environment.id={settings.id!r} has no load_environment; tasksets, the newer kind of environments, "
                 f"need verifiers 0.4, and {importlib.metadata.version('verifiers')} is installed: {INSTALL}"
             )
-        return importlib.import_module("parallm.environment.verifiers.taskset").TasksetEnvironment(settings)
+        kind = importlib.import_module("parallm.environment.verifiers.taskset").TasksetSource
+        return DrivenEnvironment(settings, partial(kind, settings.id))
     if version >= (0, 4):
         raise ConfigError(
             f"environment.id={settings.id!r} is of the kind with load_environment, which verifiers "
             f"{importlib.metadata.version('verifiers')} does not have any more: pip install 'verifiers>=0.3.1,<0.4'"
         )
-    return importlib.import_module("parallm.environment.verifiers.classic").ClassicEnvironment(settings)
+    kind = importlib.import_module("parallm.environment.verifiers.classic").ClassicSource
+    return DrivenEnvironment(settings, partial(kind, settings.id))
 
 
 def installed_version() -> tuple[int, ...]:
