@@ -10,6 +10,7 @@ from parallm.environment.settings import VerifiersSettings
 from parallm.environment.verifiers.driven import DrivenEnvironment
 from parallm.errors import ConfigError
 
+SHIPPED = "verifiers.v1.tasksets"
 INSTALL = "pip install 'parallm[verifiers]'"
 
 
@@ -46,10 +47,8 @@ def installed_version() -> tuple[int, ...]:
 def environment_module(environment_id: str) -> ModuleType:
     """The module of an id such as `owner/some-name@1.0`, as the package finds it. Raises ConfigError."""
     name = environment_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-    shipped = f"verifiers.v1.tasksets.{name}"
     try:
-        is_shipped = importlib.util.find_spec(shipped) is not None
-        return importlib.import_module(shipped if is_shipped else name)
+        return importlib.import_module(f"{SHIPPED}.{name}" if is_shipped(name) else name)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise ConfigError(
@@ -57,3 +56,11 @@ def environment_module(environment_id: str) -> ModuleType:
                 "(`prime env install OWNER/NAME`, or pip install its folder), or add its folder to PYTHONPATH"
             ) from error
         raise ConfigError(f"environment.id={environment_id!r} cannot be imported: {error}") from error
+
+
+def is_shipped(name: str) -> bool:
+    """Whether the package brings the taskset itself."""
+    try:
+        return importlib.util.find_spec(f"{SHIPPED}.{name}") is not None
+    except ModuleNotFoundError:
+        return False
