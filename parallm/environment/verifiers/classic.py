@@ -1,6 +1,7 @@
 """Environments of verifiers 0.3 and before, which `load_environment` makes, played by their own `rollout`."""
 
 import asyncio
+import json
 import logging
 import signal
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import verifiers as vf
 from verifiers.errors import OverlongPromptError
-from verifiers.types import Messages, Response, ResponseMessage, State, Tool
+from verifiers.types import Messages, Response, ResponseMessage, State, Tool, ToolCall
 from verifiers.utils.message_utils import normalize_messages
 
 from parallm.environment.verifiers.background import BackgroundLoop
@@ -22,7 +23,7 @@ MODEL = "policy"
 
 
 class ClassicSource:
-    """Any environment without tools, whatever its rubric; rewards of groups see all episodes of a problem."""
+    """Any environment that plays turn by turn. Rewards of groups see all episodes of a problem."""
 
     is_endless = False
 
@@ -42,13 +43,19 @@ class ClassicSource:
     def opening(self, task: Mapping[str, Any]) -> tuple[Message, ...]:
         return to_messages(normalize_messages(task["prompt"], field_name="prompt"))
 
+    def tools(self, task: Mapping[str, Any]) -> str:
+        info = task.get("info")
+        info = json.loads(info) if isinstance(info, str) else info
+        own = (info or {}).get("tool_defs") or self._env.tool_defs or []
+        return tools_json([Tool.model_validate(tool) for tool in own])
+
     def drives(self, task: Mapping[str, Any], count: int) -> Sequence[Drive]:
         group = Group(self._env.rubric, count) if self._env.requires_group_rollouts and count > 1 else None
         return [partial(self._play, dict(task), group)] * count
 
     async def _play(self, task: dict[str, Any], group: "Group | None", exchange: Exchange) -> Mapping[str, float]:
         try:
-            state = await self._env.rollout(task, PolicyClient(exchange), MODEL, {})
+            state = await self._env.rollout(task, PolicyClient(exchange, self.tools(task)), MODEL, {})
             if state.get("error") is not None:
                 raise EpisodeFailed(repr(state["error"])) from state["error"]
             exchange.end_questions()
@@ -93,7 +100,11 @@ class Group:
 
 
 class PolicyClient(vf.Client):
-    """The model as an episode calls it."""
+    """The model as an episode calls it, with the tools that its prompt has."""
+
+    def __init__(self, exchange: Exchange, tools: str) -> None:
+        super().__init__(exchange)
+        self._tools = tools
 
     def setup_client(self, config: object) -> Exchange:
         raise ConfigError(f"made from an exchange, not from {config!r}")
@@ -105,9 +116,16 @@ class PolicyClient(vf.Client):
         return to_messages(messages), {}
 
     async def get_native_response(
-        self, prompt: tuple[Message, ...], model: str, sampling_args: object, tools: object = None, **rest: object
+        self,
+        prompt: tuple[Message, ...],
+        model: str,
+        sampling_args: object,
+        tools: list[Tool] | None = None,
+        **rest: Any,
     ) -> Answer:
         """Raises OverlongPromptError where the episode has no turn left, which counts as cut off."""
+        if tools_json(tools or []) != self._tools:
+            raise Unfit("the environment has changed its tools, which the prompt has told the model already")
         try:
             answer: Answer = await self.client.ask(prompt)
         except NoMoreTurns as error:
@@ -118,15 +136,26 @@ class PolicyClient(vf.Client):
         """Nothing is wrong with any: an empty one is the model's own."""
 
     async def from_native_response(self, response: Answer) -> Response:
+        calls = [
+            ToolCall(id=call.call_id or f"call_{place}", name=call.name, arguments=call.arguments)
+            for place, call in enumerate(response.calls)
+        ]
         message = ResponseMessage(
             content=response.text,
-            finish_reason="length" if response.is_cut_off else "stop",
+            tool_calls=calls or None,
+            finish_reason="length" if response.is_cut_off else "tool_calls" if calls else "stop",
             is_truncated=response.is_cut_off,
         )
         return Response(id="", created=0, model=MODEL, message=message)
 
     async def close(self) -> None:
         """An exchange has nothing to close here."""
+
+
+def tools_json(tools: Sequence[Tool]) -> str:
+    """As OpenAI's API has them; empty without any."""
+    functions = [one.model_dump(include={"name", "description", "parameters"}) for one in tools]
+    return json.dumps([{"type": "function", "function": one} for one in functions]) if tools else ""
 
 
 def to_messages(messages: Messages) -> tuple[Message, ...]:
@@ -158,6 +187,4 @@ def make_env(environment_id: str, options: Mapping[str, Any]) -> vf.Environment:
         raise ConfigError(f"{where} is a {type(env).__name__}; only those that play turn by turn can be trained on")
     if env.provides_advantages:
         raise ConfigError(f"{where} computes advantages of its own, which no learner here takes")
-    if env.tool_defs:
-        raise ConfigError(f"{where} has tools; environments that are plain chats can be played")
     return env

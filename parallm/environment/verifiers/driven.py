@@ -28,6 +28,9 @@ class Source(Protocol):
     def opening(self, task: Any) -> tuple[Message, ...]:
         """The conversation that the task is written down with; empty where there is none."""
 
+    def tools(self, task: Any) -> str:
+        """Functions of the task, as `Problem.tools`."""
+
     def drives(self, task: Any, count: int) -> Sequence[Drive]:
         """What plays each episode of a group."""
 
@@ -94,7 +97,7 @@ class DrivenEnvironment:
 
     def _problem(self, source: Source, key: str, task: Any, opening: tuple[Message, ...]) -> Problem:
         self._tasks[key], self._openings[key] = (source, task), opening
-        return Problem(problem_id=key, messages=opening, answer=key)
+        return Problem(problem_id=key, messages=opening, answer=key, tools=source.tools(task))
 
 
 async def openings_of(source: Source, tasks: Sequence[Any]) -> list[tuple[Message, ...]]:

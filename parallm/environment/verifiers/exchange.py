@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from parallm.conversation import ToolCall
 from parallm.types import Message
 
 ASSISTANT = "assistant"
@@ -24,6 +25,7 @@ class Answer:
 
     text: str
     is_cut_off: bool
+    calls: tuple[ToolCall, ...] = ()
 
 
 Drive: TypeAlias = "Callable[[Exchange], Awaitable[Mapping[str, float]]]"
@@ -69,14 +71,14 @@ class Exchange:
         Raises Unfit.
         """
         await self._begin_as_announced()
-        return await self._tell(Answer(text=turns[-1].content, is_cut_off=False))
+        return await self._tell(Answer(text=turns[-1].content, calls=turns[-1].calls, is_cut_off=False))
 
     async def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> Mapping[str, float]:
         """Hand over a last turn that nobody has replied to, let the environment end, and return its reward parts."""
         await self._begin_as_announced()
-        spoken = [turn.content for turn in turns if turn.role == ASSISTANT]
+        spoken = [turn for turn in turns if turn.role == ASSISTANT]
         if self._is_asking and len(spoken) > self._num_answered:
-            await self._hand_over(Answer(text=spoken[-1], is_cut_off=is_cut_off))
+            await self._hand_over(Answer(text=spoken[-1].content, calls=spoken[-1].calls, is_cut_off=is_cut_off))
         while self._is_asking:
             await self._hand_over(None)
         return await self.result()

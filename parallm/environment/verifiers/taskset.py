@@ -51,6 +51,9 @@ class TasksetSource:
         harness = program.OneQuestion(program.OneQuestionConfig(id=PROGRAM))
         return tuple(to_message(message) for message in program.opening(harness, task.data))
 
+    def tools(self, task: vf.Task) -> str:
+        return ""  # environments with tools are refused
+
     def drives(self, task: vf.Task, count: int) -> Sequence[Drive]:
         return [partial(self._play, task)] * count
 

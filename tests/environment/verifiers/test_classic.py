@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from parallm.conversation import ToolCall
 from parallm.environment.environment import Counterpart, StatefulEnvironment, build_environment
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError
@@ -120,9 +121,21 @@ def test_signal_handlers_stay_ours() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_tools_are_refused() -> None:
-    with pytest.raises(ConfigError, match="has tools; environments that are plain chats can be played"):
-        made("other-kinds", options={"kind": "tools"})
+def test_a_function_that_the_model_calls_is_called_and_its_result_is_the_reply() -> None:
+    environment = made("other-kinds", options={"kind": "tools"}, num_test=0)
+    problem = environment.problems("train")[0]
+    assert json.loads(problem.tools)[0]["function"]["name"] == "now"
+    (side,) = environment.open(problem, 1)
+    call = Message(role="assistant", content="", calls=(ToolCall(name="now", arguments="{}"),))
+    time = Message(role="tool", content="12:00")
+
+    async def play() -> Mapping[str, float]:
+        assert await side.reply([call]) == [time]  # type: ignore[misc]
+        assert await side.reply([call, time, said("noon")]) is None  # type: ignore[misc]
+        return await score(side, call, time, said("noon"))
+
+    parts = asyncio.run(play())
+    assert (parts["now_calls"], parts["total_tool_calls"]) == (1, 1)
 
 
 def test_options_that_the_environment_does_not_have_are_named() -> None:
