@@ -7,6 +7,7 @@ rubric. No network is needed once the package is there.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -111,7 +112,7 @@ def trained(python: str, case: Case, folder: Path, steps: int, rate: str) -> Run
         f"hydra.run.dir={run}",
     ]
     environment = clean_environment()
-    environment["PYTHONPATH"] += f":{ENVIRONMENTS}"
+    environment["PYTHONPATH"] += f"{os.pathsep}{ENVIRONMENTS}"
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
