@@ -34,6 +34,8 @@ class TasksetSource:
         """Raises ConfigError."""
         for name in ("verifiers", "aiohttp.access"):  # they log every episode and every call
             logging.getLogger(name).setLevel(logging.WARNING)
+        # and this one every call that is refused because an episode has no turns left
+        logging.getLogger("verifiers.v1.interception.server").setLevel(logging.ERROR)
         self._env = make_env(environment_id, options)
         self._client = PolicyClient()
         loop.run(self._serve(loop.stack))
