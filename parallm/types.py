@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from parallm.conversation import ToolCall
+
 TrafficClass = Literal["serving", "rollout"]
 FinishReason = Literal["stop", "length", "abort"]
 Split = Literal["train", "test"]
@@ -191,6 +193,8 @@ class Message:
 
     role: str
     content: str
+    calls: tuple[ToolCall, ...] = ()
+    """Functions that the model wants called, where its problem has some; `content` is the text around them then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +207,8 @@ class Problem:
     level: int = 0
     environment: str = ""
     """Which of several mixed environments it belongs to."""
+    tools: str = ""
+    """Functions that the model may call, as JSON: a list as in OpenAI's API. For environments of several turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

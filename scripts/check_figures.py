@@ -102,6 +102,12 @@ BARS: Mapping[str, Bar] = {
     "clients.passed": Bar(),
     "clients.total": Bar(least=132),
     "clients.failed": Bar(most=0),
+    "verifiers.reward_gain": Bar(least=0.2),
+    "verifiers.control_gain": Bar(least=-0.05, most=0.05),
+    "verifiers.turns.reward_gain": Bar(least=0.2),
+    "verifiers.turns.control_gain": Bar(least=-0.05, most=0.05),
+    "verifiers.classic.reward_gain": Bar(least=0.2),
+    "verifiers.faults": Bar(most=0),
     "offpolicy.max_lag": Bar(most=1),
     "offpolicy.k1_speedup": Bar(least=1.2),
     "memory.learner_over_base": Bar(most_figure="memory.learner_over_base_bar"),
@@ -138,8 +144,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles presets quickstart gsm8k parity engine learner serving split live server clients offpolicy "
-        "memory trl update grpo_gpu engine_gpu",
+        help="oracles presets quickstart gsm8k parity engine learner serving split live server clients verifiers "
+        "offpolicy memory trl update grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -216,6 +222,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
             *sized("--minutes=0.2", "--clients=20", "--bodies=200", "--examples=1"),
         ),
         "clients": partial(script, "check_clients.py"),
+        "verifiers": partial(script, "check_verifiers.py", *sized("--steps=2", "--only=word-sums")),
         "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=4", "--rounds=1")),
         "quickstart": partial(quickstart, steps),
         "trl": partial(script, "compare_trl.py", *sized("--seeds=1", "--steps=2", "--problems=64")),

@@ -18,7 +18,8 @@ MAX_LINES = 300
 
 # From the bottom up. A part imports only from rows below its own, so parts of one row never import each other.
 LAYERS: tuple[set[str], ...] = (
-    {"types", "conversation", "reports", "errors", "settings", "seeds", "interrupts"},
+    {"conversation"},
+    {"types", "reports", "errors", "settings", "seeds", "interrupts"},
     {"metrics", "device", "model_names", "client"},
     {"model"},
     {"engine", "learner", "environment", "checkpoint"},

@@ -165,8 +165,7 @@ def build_environment(settings: EnvironmentSettings) -> AnyEnvironment:
             environment: AnyEnvironment = make_custom(settings)
             return environment
         case VerifiersSettings():
-            loaded: StatefulEnvironment = load_verifiers(settings)
-            return loaded
+            return load_verifiers(settings)
         case MixedSettings():
             return Mixed(
                 environments={name: build_environment(part.environment) for name, part in settings.parts.items()},

@@ -9,6 +9,7 @@ from statistics import fmean
 from parallm.environment.environment import AnyEnvironment
 from parallm.model.chat import ChatTokenizer
 from parallm.rollout.curriculum import Curriculum
+from parallm.rollout.functions import prompt_of
 from parallm.rollout.ledger import Ledger
 from parallm.rollout.problem_stream import Stream
 from parallm.rollout.reward_model import RewardModel
@@ -134,7 +135,7 @@ class Collector:
         )
         return GenerationRequest(
             request_id=f"step-{step}-{place}-{model}",
-            prompt_tokens=self._tokenizer.encode_chat(problem.messages),
+            prompt_tokens=prompt_of(self._tokenizer, problem),
             sampling=sampling,
             n=self._settings.group_size,
             model=model,

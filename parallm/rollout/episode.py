@@ -38,8 +38,8 @@ class Episode:
     def num_left(self) -> int:
         return self.request.sampling.max_tokens - len(self.tokens)
 
-    def take(self, completion: Completion, said: str) -> None:
-        """Append what the model sampled, whose text is `said`."""
+    def take(self, completion: Completion, said: str, turn: Message | None = None) -> None:
+        """Append what the model sampled, whose text is `said`, and `turn` where it means more than its text."""
         start = len(self.tokens)
         self.tokens += completion.tokens
         self.is_sampled += [True] * len(completion.tokens)
@@ -49,7 +49,7 @@ class Episode:
                 WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
             )
         self.num_newest = len(completion.tokens)
-        self.turns.append(Message(role="assistant", content=said))
+        self.turns.append(turn or Message(role="assistant", content=said))
         self.text += said
         self.finish_reason = completion.finish_reason
         self.is_over = completion.finish_reason != "stop"

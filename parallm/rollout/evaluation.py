@@ -7,6 +7,7 @@ from parallm.environment.environment import AnyEnvironment
 from parallm.model.chat import ChatTokenizer
 from parallm.reports import EvaluationReport
 from parallm.rollout.estimates import mean_estimate, pass_at, wilson_interval
+from parallm.rollout.functions import prompt_of
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import Score, log_faults
 from parallm.rollout.settings import RolloutSettings
@@ -128,7 +129,7 @@ class Evaluator:
         kind = "sampled" if count > 1 or sampling.temperature else "greedy"
         return GenerationRequest(
             request_id=f"evaluation-{model}-{kind}-{place}",
-            prompt_tokens=self.tokenizer.encode_chat(self.problems[place].messages),
+            prompt_tokens=prompt_of(self.tokenizer, self.problems[place]),
             sampling=sampling,
             n=count,
             model=model,

@@ -16,6 +16,7 @@ from parallm.model.chat import ChatTokenizer
 from parallm.model.turns import ASSISTANT, reply_tokens
 from parallm.rollout.environment_calls import EnvironmentCalls, EnvironmentFault, Outcome
 from parallm.rollout.episode import Episode
+from parallm.rollout.functions import heard
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import Score, score_call, to_score
 from parallm.seeds import mix
@@ -120,7 +121,9 @@ class Stage:
             episode.is_over = True
         else:
             # a completion's own text ends before a stop string, which the environment must see
-            episode.take(completion, self._tokenizer.decode(completion.tokens))
+            said = self._tokenizer.decode(completion.tokens)
+            prompt = (*episode.request.prompt_tokens, *episode.tokens)
+            episode.take(completion, said, heard(self._tokenizer, episode.problem, prompt, said))
             episode.text = self._tokenizer.decode(episode.tokens)
 
     async def _reply(self, episodes: list[Episode]) -> None:

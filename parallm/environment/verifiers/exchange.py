@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TypeAlias
 
-from parallm.environment.verifiers.background import BackgroundLoop
+from parallm.conversation import ToolCall
 from parallm.types import Message
 
 ASSISTANT = "assistant"
@@ -24,17 +25,17 @@ class Answer:
 
     text: str
     is_cut_off: bool
+    calls: tuple[ToolCall, ...] = ()
+
+
+Drive: TypeAlias = "Callable[[Exchange], Awaitable[Mapping[str, float]]]"
+"""Plays an episode to its end, calls `ask` for each turn of the model, and returns the reward parts."""
 
 
 class Exchange:
-    """One episode: the environment's coroutine asks, the rollout side answers. Lives on the environment's event loop.
+    """One episode: the environment's coroutine asks, the rollout side answers. Lives on the former's event loop."""
 
-    `drive` plays the episode to its end, calls `ask` for each turn of the model, and returns the reward parts.
-    """
-
-    def __init__(
-        self, drive: Callable[["Exchange"], Awaitable[Mapping[str, float]]], opening: Sequence[Message] = ()
-    ) -> None:
+    def __init__(self, drive: Drive, opening: Sequence[Message] = ()) -> None:
         self._drive = drive
         self._opening = tuple(opening)
         self._said: list[Message] = []
@@ -52,6 +53,10 @@ class Exchange:
             raise NoMoreTurns
         return answer
 
+    def end_questions(self) -> None:
+        """The environment will ask no more and only score, for which it may have to wait for other episodes."""
+        self._questions.put_nowait(None)
+
     async def opening(self) -> tuple[Message, ...]:
         """Begin, and return the first question. Raises what the environment raises, Unfit where it asks nothing."""
         question = await self._begin()
@@ -66,14 +71,14 @@ class Exchange:
         Raises Unfit.
         """
         await self._begin_as_announced()
-        return await self._tell(Answer(text=turns[-1].content, is_cut_off=False))
+        return await self._tell(Answer(text=turns[-1].content, calls=turns[-1].calls, is_cut_off=False))
 
     async def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> Mapping[str, float]:
         """Hand over a last turn that nobody has replied to, let the environment end, and return its reward parts."""
         await self._begin_as_announced()
-        spoken = [turn.content for turn in turns if turn.role == ASSISTANT]
+        spoken = [turn for turn in turns if turn.role == ASSISTANT]
         if self._is_asking and len(spoken) > self._num_answered:
-            await self._hand_over(Answer(text=spoken[-1], is_cut_off=is_cut_off))
+            await self._hand_over(Answer(text=spoken[-1].content, calls=spoken[-1].calls, is_cut_off=is_cut_off))
         while self._is_asking:
             await self._hand_over(None)
         return await self.result()
@@ -128,23 +133,6 @@ class Exchange:
         self._questions.put_nowait(None)
         if not task.cancelled():
             task.exception()  # read here, or asyncio complains of those that nobody waits for
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeSide:
-    """An exchange as the rollout side meets it, from its own event loop: a `Counterpart`."""
-
-    exchange: Exchange
-    loop: BackgroundLoop = field(repr=False)
-
-    async def reply(self, turns: Sequence[Message]) -> list[Message] | None:
-        return await self.loop.get(self.exchange.reply(turns))
-
-    async def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> Mapping[str, float]:
-        return await self.loop.get(self.exchange.score(turns, is_cut_off=is_cut_off))
-
-    def close(self) -> None:
-        self.loop.soon(self.exchange.close)
 
 
 def _agrees(said: Message, repeated: Message) -> bool:

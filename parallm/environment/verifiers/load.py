@@ -3,17 +3,19 @@
 import importlib
 import importlib.metadata
 import importlib.util
+from functools import partial
 from types import ModuleType
-from typing import Any
 
 from parallm.environment.settings import VerifiersSettings
+from parallm.environment.verifiers.driven import DrivenEnvironment
 from parallm.errors import ConfigError
 
+SHIPPED = "verifiers.v1.tasksets"
 INSTALL = "pip install 'parallm[verifiers]'"
 
 
-def load_verifiers(settings: VerifiersSettings) -> Any:
-    """A `StatefulEnvironment`. Raises ConfigError, saying what is missing."""
+def load_verifiers(settings: VerifiersSettings) -> DrivenEnvironment:
+    """Raises ConfigError, saying what is missing."""
     version = installed_version()
     module = environment_module(settings.id)
     if not hasattr(module, "load_environment"):
@@ -22,13 +24,15 @@ def load_verifiers(settings: VerifiersSettings) -> Any:
                 f"environment.id={settings.id!r} has no load_environment; tasksets, the newer kind of environments, "
                 f"need verifiers 0.4, and {importlib.metadata.version('verifiers')} is installed: {INSTALL}"
             )
-        return importlib.import_module("parallm.environment.verifiers.taskset").TasksetEnvironment(settings)
+        kind = importlib.import_module("parallm.environment.verifiers.taskset").TasksetSource
+        return DrivenEnvironment(settings, partial(kind, settings.id))
     if version >= (0, 4):
         raise ConfigError(
             f"environment.id={settings.id!r} is of the kind with load_environment, which verifiers "
             f"{importlib.metadata.version('verifiers')} does not have any more: pip install 'verifiers>=0.3.1,<0.4'"
         )
-    return importlib.import_module("parallm.environment.verifiers.classic").ClassicEnvironment(settings)
+    kind = importlib.import_module("parallm.environment.verifiers.classic").ClassicSource
+    return DrivenEnvironment(settings, partial(kind, settings.id))
 
 
 def installed_version() -> tuple[int, ...]:
@@ -43,10 +47,8 @@ def installed_version() -> tuple[int, ...]:
 def environment_module(environment_id: str) -> ModuleType:
     """The module of an id such as `owner/some-name@1.0`, as the package finds it. Raises ConfigError."""
     name = environment_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-    shipped = f"verifiers.v1.tasksets.{name}"
     try:
-        is_shipped = importlib.util.find_spec(shipped) is not None
-        return importlib.import_module(shipped if is_shipped else name)
+        return importlib.import_module(f"{SHIPPED}.{name}" if is_shipped(name) else name)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise ConfigError(
@@ -54,3 +56,11 @@ def environment_module(environment_id: str) -> ModuleType:
                 "(`prime env install OWNER/NAME`, or pip install its folder), or add its folder to PYTHONPATH"
             ) from error
         raise ConfigError(f"environment.id={environment_id!r} cannot be imported: {error}") from error
+
+
+def is_shipped(name: str) -> bool:
+    """Whether the package brings the taskset itself."""
+    try:
+        return importlib.util.find_spec(f"{SHIPPED}.{name}") is not None
+    except ModuleNotFoundError:
+        return False

@@ -12,6 +12,6 @@ class EpisodeFailed(Exception):
     """The environment has ended an episode with an error instead of a reward."""
 
 
-def with_total(parts: Mapping[str, float], reward: float, correct_at: float) -> Mapping[str, float]:
-    """`parts` with the reward that they add up to, and whether it is enough, unless a part says so itself."""
-    return {CORRECT: float(reward >= correct_at), **parts, TOTAL: reward}
+def with_correct(parts: Mapping[str, float], correct_at: float) -> Mapping[str, float]:
+    """`parts` and whether the reward is enough, unless a part says so itself."""
+    return {CORRECT: float(parts[TOTAL] >= correct_at), **parts}

@@ -1,17 +1,15 @@
 """Environments that call the model themselves, as replies and scores."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
 
-from parallm.environment.verifiers.background import BackgroundLoop
-from parallm.environment.verifiers.exchange import Exchange, ExchangeSide, NoMoreTurns, Unfit
+from parallm.environment.verifiers.exchange import Drive, Exchange, NoMoreTurns, Unfit
 from parallm.types import Message
 
 QUESTION = Message(role="user", content="2 + 3")
 MORE = Message(role="user", content="and 4 more")
-Drive = Callable[[Exchange], Awaitable[Mapping[str, float]]]
 
 
 def said(text: str) -> Message:
@@ -150,12 +148,19 @@ def test_a_closed_episode_is_cancelled_where_it_is() -> None:
     assert ends == ["ended"]
 
 
-def test_an_exchange_can_be_used_from_another_event_loop_than_its_own() -> None:
-    loop = BackgroundLoop("test")
-    side = ExchangeSide(Exchange(two_questions, [QUESTION]), loop)
+def test_episodes_that_are_scored_together_end_their_turns_before() -> None:
+    both = asyncio.Event()
 
-    async def play() -> Mapping[str, float]:
-        assert await side.reply([said("5")]) == [MORE]
-        return await side.score([said("5"), MORE, said("8")], is_cut_off=False)
+    async def scored_with_another(exchange: Exchange) -> Mapping[str, float]:
+        await exchange.ask([QUESTION])
+        exchange.end_questions()
+        await both.wait()
+        return {"right": 1}
 
-    assert asyncio.run(play()) == {"right": 0, "cut_off": 0}
+    async def play() -> None:
+        exchange = Exchange(scored_with_another, [QUESTION])
+        assert await exchange.reply([said("5")]) is None
+        both.set()
+        assert await exchange.score([said("5")], is_cut_off=False) == {"right": 1}
+
+    asyncio.run(play())
