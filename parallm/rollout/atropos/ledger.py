@@ -160,9 +160,10 @@ class SampledLedger:
 
         Where they overlap, the later one has sampled the tokens: a client may cut a completion and go on from there.
         """
-        for start, key in enumerate(prefix_hashes(tokens_T)[:-1].tolist()):
-            prompt = self._prompts.get(key)
-            if prompt is None or len(prompt.tokens_P) != start or not np.array_equal(prompt.tokens_P, tokens_T[:start]):
+        keys = prefix_hashes(tokens_T)[:-1].tolist()
+        for start in sorted(map(keys.index, self._prompts.keys() & set(keys))):
+            prompt = self._prompts[keys[start]]
+            if len(prompt.tokens_P) != start or not np.array_equal(prompt.tokens_P, tokens_T[:start]):
                 continue
             rest_T = tokens_T[start:]
             told_T = None if logprobs_T is None else logprobs_T[start:]
