@@ -37,7 +37,7 @@ class Environment:
         """Until a trainer has asked for its first batch."""
         until(lambda: self.api.post("/register-env").json()["status"] == "success")
 
-    def group(self, **sampling: Any) -> dict[str, Any]:
+    def group(self, env_id: int = 0, **sampling: Any) -> dict[str, Any]:
         self.number += 1
         prompt = [20 + self.number % 50, 21, 22]
         body = {"prompt": {"prompt_token_ids": prompt}, "n": 2, "max_tokens": 6, "logprobs": 0, "temperature": 1.5}
@@ -49,7 +49,7 @@ class Environment:
             "masks": [[-100] * len(prompt) + one for one in completions],
             "scores": [0.0, 1.0],
             "inference_logprobs": [[1.0] * len(prompt) + [logprob for _, logprob in one] for one in pairs],
-            "env_id": 0,
+            "env_id": env_id,
         }
 
     def post(self, group: dict[str, Any]) -> None:
@@ -248,6 +248,30 @@ def test_a_run_goes_on_with_the_api_that_it_left(run: Callable[..., int], run_ap
     rows = rows_of(tmp_path / "run")
     assert [(row["step"], row["update/version"]) for row in rows] == [(1, 1), (2, 2), (3, 3)]
     assert rows[-1]["atropos/refused/unmatched"] >= 1  # what was left there is nothing that this process has sampled
+
+
+def test_of_two_policies_each_learns_from_its_own_environments(
+    run: Callable[..., int], url: str, run_api: RunApi, tmp_path: Path
+) -> None:
+    other = RunApi()
+
+    def act(environment: Environment) -> None:
+        until(lambda: bool(other.state.get("started")))
+        for _ in range(2):
+            environment.post(environment.group(model="poet"))
+            other.post(environment.group(model="poet"))  # of another policy than that which learns from here
+            other.post(environment.group(model="coder"))
+        for _ in range(2):
+            other.post(environment.group(model="coder"))
+
+    with served(other) as other_url:
+        rollout = {"atropos": {"url": other_url}}
+        policies = {"poet": {"trainer": {"steps": 1}}, "coder": {"rollout": rollout, "trainer": {"steps": 1}}}
+        assert run(act, policies=policies) == 0
+    poet, coder = (rows_of(tmp_path / "run" / name)[-1] for name in policies)
+    assert (poet["atropos/joined_fraction"], poet["atropos/refused"]) == (1.0, 0)
+    assert coder["atropos/refused/unmatched"] >= 1
+    assert coder["update/version"] == 1
 
 
 def test_an_api_with_the_sizes_of_another_run_ends_the_run(train: Train, url: str, run_api: RunApi) -> None:
