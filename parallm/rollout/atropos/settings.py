@@ -21,7 +21,7 @@ class AtroposSettings:
     log-probs are taken to be those of the policy at the time of the step."""
     reset: bool = False
     """Whether an API that holds the sizes of another trainer may be emptied, with all that environments have posted."""
-    poll_seconds: float = Field(default=0.5, gt=0)
+    poll_seconds: float = Field(default=0.2, gt=0)
     """Between two questions for a batch."""
     timeout_seconds: float = Field(default=60.0, gt=0)
     """Of one question."""

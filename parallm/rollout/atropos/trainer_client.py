@@ -6,6 +6,7 @@ here: a run's own steps are counted by its trainer.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from parallm.rollout.atropos.api import (
 
 MAX_RESETS = 20
 """Of an API to which environments post at the wrong moments, before it is given some time."""
+SECONDS_BETWEEN_SIZES = 5.0
+"""Whose sizes the API holds is looked at, while there is no batch."""
 SECONDS_BETWEEN_EXAMPLES = 10.0
 """A question for the latest group brings the whole group."""
 
@@ -74,7 +77,7 @@ class TrainerClient:
         self._fetched: list[Sequence[Any]] = []  # formed together, in the order of their arrival: newest first
         self._step: int | None = None  # of the API; None: not registered
         self._step_before = 0  # when it was asked before the last time
-        self._asked_example = -SECONDS_BETWEEN_EXAMPLES
+        self._asked_sizes = self._asked_example = -math.inf
         self.facts = ApiFacts()
         self.registered = asyncio.Event()
         """Environments may begin: a trainer is registered and has asked for its first batch."""
@@ -130,11 +133,13 @@ class TrainerClient:
         """There is no batch: is that because the API serves somebody else?"""
         if await self._look() is None:
             return
-        found = await self._api.info()
-        if found != self._registration().sizes:
-            self._lose(f"it holds {_told(found)}")
-            return
-        self.facts.state = "waiting"
+        if self._clock() - self._asked_sizes >= SECONDS_BETWEEN_SIZES:
+            self._asked_sizes = self._clock()
+            found = await self._api.info()
+            if found != self._registration().sizes:
+                self._lose(f"it holds {_told(found)}")
+                return
+        self.facts.state, self.facts.problem = "waiting", ""
         if self.facts.queued_since is None:
             return
         if self._clock() - self._asked_example >= SECONDS_BETWEEN_EXAMPLES:
@@ -188,6 +193,7 @@ class TrainerClient:
         status = await self._api.status()
         self.facts.state, self.facts.problem = "waiting", ""
         self.facts.registered_at, self.facts.queued_since = self._clock(), None
+        self._asked_sizes = self._clock()
         return status.step
 
     async def _empty(self, found: Sizes, own: Sizes) -> None:

@@ -1,5 +1,6 @@
 """An API without a network, groups of small numbers, and completions that were given to clients."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +28,13 @@ def run_api() -> RunApi:
 def make_client(run_api: RunApi) -> Callable[..., TrainerClient]:
     """A trainer of the API: `make_client(batch_size=8, may_reset=True)`."""
 
-    def make(*, batch_size: int = 4, may_reset: bool = False) -> TrainerClient:
+    def make(
+        *, batch_size: int = 4, may_reset: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> TrainerClient:
         api = TrajectoryApi(atropos_settings(), httpx.ASGITransport(run_api.app))
         values = {"batch_size": batch_size, "max_token_len": 64, "starting_step": 0, "num_steps": 9}
         registration = Registration(**values, checkpoint_dir="", save_checkpoint_interval=1)  # type: ignore[arg-type]
-        return TrainerClient(api, lambda: registration, may_reset=may_reset)
+        return TrainerClient(api, lambda: registration, may_reset=may_reset, clock=clock)
 
     return make
 

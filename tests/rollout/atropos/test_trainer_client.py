@@ -31,7 +31,7 @@ def test_the_first_batch_is_asked_for_right_behind_the_registration(make_client:
     client = make_client()
     assert asyncio.run(run_api.register_env()) == {"status": "wait for trainer to start"}
     assert ask(client) == [None]
-    assert run_api.calls == ["/info", "/register", "/info", "/batch", "/info"]
+    assert run_api.calls == ["/info", "/register", "/info", "/batch"]
     assert asyncio.run(run_api.register_env()) == {"status": "success"}
     assert client.registered.is_set()
     assert client.facts.state == "waiting"
@@ -145,6 +145,9 @@ def test_a_batch_that_the_api_loses_is_counted_and_the_next_one_comes(make_clien
     run_api.next_failure = 500
     assert ask(client) == [None]
     assert (client.facts.num_failed_batches, client.facts.num_lost) == (1, 0)
+    assert "a batch is lost" in client.facts.problem
+    assert ask(client) == [None]
+    assert (client.facts.state, client.facts.problem) == ("waiting", "")
     for number in range(2, 4):
         run_api.post(numbered(number))
     assert first_tokens(ask(client)[0]) == [2, 3]
@@ -157,6 +160,21 @@ def test_an_api_that_somebody_resets_is_registered_with_again(make_client: Make,
     ask(client, 2)
     assert client.facts.num_lost == 1
     assert run_api.state["batch_size"] == 4
+
+
+def test_an_api_that_somebody_has_left_without_sizes_is_noticed_within_seconds(
+    make_client: Make, run_api: RunApi
+) -> None:
+    now = [100.0]
+    client = make_client(clock=lambda: now[0])
+    ask(client)
+    run_api.on_reset = [numbered(0)]  # behind this a registration changes nothing, and there is never a batch
+    asyncio.run(run_api.reset_data())
+    ask(client)
+    assert client.facts.num_lost == 0
+    now[0] += 5
+    ask(client, 2)
+    assert (client.facts.num_lost, run_api.state["batch_size"]) == (1, 4)
 
 
 def test_an_api_that_does_not_answer_is_waited_for() -> None:
