@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import Any
 
+from parallm.conversation import ToolCall
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 
@@ -32,11 +33,15 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 def _group_from_json(values: dict[str, Any]) -> TrajectoryGroup:
     problem = values["problem"]
-    messages = tuple(Message(**message) for message in problem["messages"])
+    messages = tuple(_message_from_json(message) for message in problem["messages"])
     return TrajectoryGroup(
         problem=Problem(**(problem | {"messages": messages})),
         trajectories=tuple(trajectory_from_json(trajectory) for trajectory in values["trajectories"]),
     )
+
+
+def _message_from_json(values: dict[str, Any]) -> Message:
+    return Message(**(values | {"calls": tuple(ToolCall(**call) for call in values.get("calls", ()))}))
 
 
 def trajectory_from_json(values: dict[str, Any]) -> Trajectory:

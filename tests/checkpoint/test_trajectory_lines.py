@@ -1,6 +1,7 @@
 """Groups as lines of JSON come back as they were."""
 
 from parallm.checkpoint.trajectory_lines import groups_from_lines, groups_to_lines
+from parallm.conversation import ToolCall
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 
@@ -19,6 +20,7 @@ def test_groups_come_back_bit_for_bit() -> None:
         finish_reason="stop",
         token_advantages=(0.5, -0.25),
     )
-    problem = Problem(problem_id="p", messages=(Message(role="user", content="?"),), answer="")
+    called = Message(role="assistant", content="", calls=(ToolCall(name="add", arguments='{"a": 1}'),))
+    problem = Problem(problem_id="p", messages=(Message(role="user", content="?"), called), answer="")
     groups = (TrajectoryGroup(problem=problem, trajectories=(one,)),)
     assert groups_from_lines(groups_to_lines(groups)) == groups
