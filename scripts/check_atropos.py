@@ -14,8 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atropos_checks.contract import contract, logprob_truth
+from atropos_checks.failures import api_killed, environment_killed, trainer_killed
+from atropos_checks.gradients import loss_parity
 from atropos_checks.groups import bad_data, mixed_groups, stale_versions
+from atropos_checks.learning import learning, real_environments
 from atropos_checks.stage import Bench, Finding, NotHere
+from atropos_checks.traffic import cancellations
 from check_clients import OPENAI
 from job import absolute
 from peers import DEFAULT_FOLDER, plain_python
@@ -24,9 +28,16 @@ from report import print_figures, print_table
 CHECKS: Mapping[int, Callable[[Bench], Finding]] = {
     1: contract,
     2: logprob_truth,
+    3: learning,
+    4: real_environments,
+    5: loss_parity,
+    6: api_killed,
+    7: environment_killed,
     8: mixed_groups,
     9: stale_versions,
     10: bad_data,
+    11: trainer_killed,
+    12: cancellations,
 }
 
 
