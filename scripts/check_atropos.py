@@ -4,6 +4,7 @@ Each has a control in it that must fail. The model is the embedded one, and --mo
 atroposlib is installed from PyPI into an environment of its own, as for check_clients.py. Returns 1 if a check fails.
 """
 
+import os
 import sys
 import tempfile
 import time
@@ -55,7 +56,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", type=int, choices=sorted(CHECKS), help="these checks alone")
     parser.add_argument("--model", help="a folder with a model that solves some of GSM8K")
     parser.add_argument("--data", help="a folder with GSM8K's train.jsonl and test.jsonl")
-    parser.add_argument("--environments", help="the folder `environments` of a clone of Atropos")
+    parser.add_argument(
+        "--environments",
+        default=os.environ.get("PARALLM_ATROPOS"),
+        help="the folder `environments` of a clone of Atropos (PARALLM_ATROPOS)",
+    )
     parser.add_argument("--seeds", type=int, default=3, help="of the learning check (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="of the learning check (default: %(default)s)")
     parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, help="where atroposlib is installed")
@@ -100,9 +105,11 @@ def run(number: int, bench: Bench) -> Outcome:
 
 def figures_of(outcomes: Sequence[Outcome]) -> dict[str, float | None]:
     """Checks that lack something to run with count in neither number."""
+    counts = {verdict: float(sum(one.verdict == verdict for one in outcomes)) for verdict in ("passed", "FAILED")}
     found: dict[str, float | None] = {
-        "atropos.checks_passed": float(sum(one.verdict == "passed" for one in outcomes)),
-        "atropos.checks_total": float(sum(one.verdict != "not run" for one in outcomes)),
+        "atropos.checks_passed": counts["passed"],
+        "atropos.checks_failed": counts["FAILED"],
+        "atropos.checks_total": sum(counts.values()),
     }
     for name, choose in (("ledger_join_fraction", min), ("reward_gain", min), ("itl_p50_ratio", max)):
         values = [one.figures[name] for one in outcomes if name in one.figures]

@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """For the asyncio thread. A stall is the time since the last batch, or since the start."""
+    """For the asyncio thread. A stall is the time since the last group to train on, or since the start."""
 
     def __init__(self, api: TrajectoryApi, why_seconds: float, *, now: float) -> None:
         self._api = api
         self._why_seconds = why_seconds
         self._knocks = Knocks()
-        self._num_batches = 0
+        self._num_trained = 0
         self._registered_at: float | None = None
         self._since = now
         self._completions_before = 0
@@ -33,8 +33,8 @@ class Watch:
         self._told: dict[str, str] = {}
 
     async def look(self, facts: AtroposFacts, now: float) -> bool:
-        """Ask run-api what it tells; True if a new stall begins: a batch has come, or the API has begun anew."""
-        if (facts.api.num_batches, facts.api.registered_at) != (self._num_batches, self._registered_at):
+        """Ask run-api what it tells; True if a new stall begins: groups have come, or the API has begun anew."""
+        if (num_trained(facts), facts.api.registered_at) != (self._num_trained, self._registered_at):
             await self._begin(facts, now)
             return True
         if now - self._since >= self._why_seconds / 2:
@@ -47,7 +47,7 @@ class Watch:
 
     def explain(self, facts: AtroposFacts, environments: Sequence[EnvironmentFacts], now: float) -> str | None:
         """What stops the run, if it has waited too long. Logs each cause once in a stall."""
-        if now - self._since < self._why_seconds or facts.api.num_batches != self._num_batches:
+        if now - self._since < self._why_seconds or num_trained(facts) != self._num_trained:
             return None
         causes = causes_of(facts, self._observed(facts, environments))
         for cause in causes:
@@ -60,7 +60,7 @@ class Watch:
         await self._knocks.close()
 
     async def _begin(self, facts: AtroposFacts, now: float) -> None:
-        self._num_batches, self._registered_at, self._since = facts.api.num_batches, facts.api.registered_at, now
+        self._num_trained, self._registered_at, self._since = num_trained(facts), facts.api.registered_at, now
         self._completions_before, self._refused_before = facts.num_witnessed, dict(facts.refused)
         self._sizes.clear()
         self._num_queued = facts.api.status.num_queued if facts.api.status else 0
@@ -100,3 +100,8 @@ class Watch:
             taken_ports=self._knocks.taken,
             environments=tuple(environments),
         )
+
+
+def num_trained(facts: AtroposFacts) -> int:
+    """Groups that came and were not refused: a batch of which nothing can be trained on ends no stall."""
+    return facts.num_groups - sum(facts.refused.values())

@@ -176,8 +176,8 @@ def _of_silence(facts: AtroposFacts, observed: Observed) -> Iterator[Cause]:
             "rollout.atropos.start.environments does",
         )
         return
-    is_posting = facts.api.status is not None and facts.api.status.num_queued > 0
-    if observed.num_completions or is_posting or facts.api.state in ("unreachable", "unregistered"):
+    queued = facts.api.status.num_queued if facts.api.status else 0
+    if observed.num_completions or observed.refused or queued or facts.api.state in ("unreachable", "unregistered"):
         return
     if observed.taken_ports:
         ports = ", ".join(map(str, observed.taken_ports))
