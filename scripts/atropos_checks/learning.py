@@ -23,6 +23,8 @@ IDLE_SECONDS, BUSY_SECONDS = 6.0, 15.0
 CLIENTS = 2
 PATTERNS = (r"^[a-z]+$", r"^\d+$", r"^.*[A-Z].*$", r"^\w+@\w+\.\w+$", r"^\S+\.txt$", r"^(yes|no)$", r"^\d.*$", r"^.+$")
 """What a small model learns to say to questions for a regular expression, right or wrong."""
+NUM_TAUGHT = 128
+"""Of the shortest problems, with their answers."""
 BATCHES = 3
 
 
@@ -56,6 +58,7 @@ def overrides(bench: Bench, seed: int, rate: float) -> list[str]:
         f"seed={seed}",
         f"learner.learning_rate={rate}",
         "rollout.problems_per_step=4",
+        "rollout.group_size=8",
         "rollout.max_tokens=96",
     ]
 
@@ -150,8 +153,10 @@ def dataset(bench: Bench) -> Path:
 def taught(bench: Bench) -> Path:
     """An adapter with which the model answers in the forms that both environments can read."""
     file, run = bench.folder / "demonstrations.jsonl", bench.folder / "taught"
-    lines = (Path(str(bench.data)) / "train.jsonl").read_text().splitlines()[:320]
-    rows = [boxed(json.loads(line)) for line in lines] + regex_rows(Path(str(bench.environments)))
+    lines = (Path(str(bench.data)) / "train.jsonl").read_text().splitlines()
+    rows = [boxed(json.loads(line)) for line in sorted(lines, key=len)[:NUM_TAUGHT]] + regex_rows(
+        Path(str(bench.environments))
+    )
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     command = [
         sys.executable,
@@ -164,8 +169,8 @@ def taught(bench: Bench) -> Path:
     settings = [
         "learner.learning_rate=1e-3",
         "learner.warmup_steps=0",
-        "rollout.problems_per_step=16",
-        "trainer.steps=40",
+        "rollout.problems_per_step=8",
+        "trainer.steps=30",
     ]
     rest = ["trainer.evaluate_problems=0", "server=off", "metrics.display=lines", "name=taught", f"hydra.run.dir={run}"]
     run_program([*command, *settings, *rest], clean_environment(), bench.folder)
