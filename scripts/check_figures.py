@@ -151,8 +151,7 @@ def main() -> int:
         "--only",
         nargs="*",
         help="oracles presets quickstart gsm8k parity engine learner serving split live server clients verifiers "
-        help="oracles presets quickstart gsm8k parity engine learner serving split live server clients atropos "
-        "offpolicy memory trl update grpo_gpu engine_gpu",
+        "atropos offpolicy memory trl update grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
