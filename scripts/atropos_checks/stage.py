@@ -86,8 +86,13 @@ class Trainer:
         return int(self.status()["step"])
 
     def wait_for_step(self, step: int, seconds: float = SECONDS) -> None:
+        def is_there() -> bool:
+            status = self.status()
+            expect(status["state"] != "failed" or status["step"] >= step, status["message"])
+            return bool(status["step"] >= step)
+
         try:
-            wait_until(lambda: self.step() >= step, f"step {step}", seconds)
+            wait_until(is_there, f"step {step}", seconds)
         except AssertionError as error:
             raise AssertionError(f"{error}; {self.status()}") from error
 
