@@ -108,6 +108,12 @@ BARS: Mapping[str, Bar] = {
     "verifiers.turns.control_gain": Bar(least=-0.05, most=0.05),
     "verifiers.classic.reward_gain": Bar(least=0.2),
     "verifiers.faults": Bar(most=0),
+    "atropos.checks_passed": Bar(),
+    "atropos.checks_total": Bar(least=11),
+    "atropos.checks_failed": Bar(most=0),
+    "atropos.ledger_join_fraction": Bar(least=1),
+    "atropos.reward_gain": Bar(least=0.1),
+    "atropos.itl_p50_ratio": Bar(most=2),
     "offpolicy.max_lag": Bar(most=1),
     "offpolicy.k1_speedup": Bar(least=1.2),
     "memory.learner_over_base": Bar(most_figure="memory.learner_over_base_bar"),
@@ -145,7 +151,7 @@ def main() -> int:
         "--only",
         nargs="*",
         help="oracles presets quickstart gsm8k parity engine learner serving split live server clients verifiers "
-        "offpolicy memory trl update grpo_gpu engine_gpu",
+        "atropos offpolicy memory trl update grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -223,6 +229,12 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
         ),
         "clients": partial(script, "check_clients.py"),
         "verifiers": partial(script, "check_verifiers.py", *sized("--steps=2", "--only=word-sums")),
+        "atropos": partial(
+            script,
+            "check_atropos.py",
+            *with_data,
+            *sized("--seeds=1", "--steps=16"),
+        ),
         "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=4", "--rounds=1")),
         "quickstart": partial(quickstart, steps),
         "trl": partial(script, "compare_trl.py", *sized("--seeds=1", "--steps=2", "--problems=64")),

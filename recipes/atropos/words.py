@@ -1,7 +1,6 @@
-"""An environment of Atropos to begin your own with: questions to be answered in a given number of words.
+"""An environment of Atropos to begin your own with: questions, and a reward for answers of many words.
 
-The reward is dense: any two answers of different length differ in it, so that a small model learns from its first step
-on. It runs in an interpreter with atroposlib 0.4.0; `+recipe=atropos` starts it.
+The reward is dense: answers of different length differ in it, so a small model learns from its first step on.
 """
 
 import random
@@ -11,7 +10,7 @@ from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, Scored
 
 NAMES = ("Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Ida", "Max")
 THINGS = ("apples", "pens", "books", "coins", "shells")
-NUM_WORDS = 24
+HALF = 24  # words that are worth half of the reward
 
 
 class Words(BaseEnv):
@@ -23,7 +22,6 @@ class Words(BaseEnv):
         return BaseEnvConfig(wandb_name=cls.name), [APIServerConfig(server_type="vllm")]
 
     async def setup(self) -> None:
-        """Once, before the first item: read data here."""
         self._random = random.Random(0)
 
     async def get_next_item(self) -> str:
@@ -53,8 +51,8 @@ class Words(BaseEnv):
 
 
 def score(text: str) -> float:
-    """1 for the right number of words, less the further away."""
-    return 1 - min(abs(len(text.split()) - NUM_WORDS) / NUM_WORDS, 1)
+    num_words = len(text.split())
+    return num_words / (num_words + HALF)
 
 
 if __name__ == "__main__":

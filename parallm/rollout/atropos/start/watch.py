@@ -14,25 +14,27 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """For the asyncio thread. A stall is the time since the last batch, or since the start."""
+    """For the asyncio thread. A stall is the time since the last group to train on, or since the start."""
 
     def __init__(self, api: TrajectoryApi, why_seconds: float, *, now: float) -> None:
         self._api = api
         self._why_seconds = why_seconds
         self._knocks = Knocks()
-        self._num_batches = 0
+        self._num_trained = 0
+        self._registered_at: float | None = None
         self._since = now
         self._completions_before = 0
         self._refused_before: Mapping[str, int] = {}
         self._sizes: set[int] = set()
+        self._num_queued = 0
         self._num_registered: int | None = None
         self._allocated = 0.0
         self._without_groups: list[int] = []
         self._told: dict[str, str] = {}
 
     async def look(self, facts: AtroposFacts, now: float) -> bool:
-        """Ask run-api what it tells; True if a batch has come since the last look, so that a new stall begins."""
-        if facts.api.num_batches != self._num_batches:
+        """Ask run-api what it tells; True if a new stall begins: groups have come, or the API has begun anew."""
+        if (num_trained(facts), facts.api.registered_at) != (self._num_trained, self._registered_at):
             await self._begin(facts, now)
             return True
         if now - self._since >= self._why_seconds / 2:
@@ -40,13 +42,12 @@ class Watch:
             # run-api is not there, or not well: the trainer's side knows that
             with suppress(ApiUnreachable, ApiFailed):
                 await self._ask_for_environments()
-        if facts.api.last_group_size and facts.api.status and facts.api.status.num_queued:
-            self._sizes.add(facts.api.last_group_size)
+                await self._ask_for_sizes(facts)
         return False
 
     def explain(self, facts: AtroposFacts, environments: Sequence[EnvironmentFacts], now: float) -> str | None:
         """What stops the run, if it has waited too long. Logs each cause once in a stall."""
-        if now - self._since < self._why_seconds or facts.api.num_batches != self._num_batches:
+        if now - self._since < self._why_seconds or num_trained(facts) != self._num_trained:
             return None
         causes = causes_of(facts, self._observed(facts, environments))
         for cause in causes:
@@ -59,9 +60,10 @@ class Watch:
         await self._knocks.close()
 
     async def _begin(self, facts: AtroposFacts, now: float) -> None:
-        self._num_batches, self._since = facts.api.num_batches, now
+        self._num_trained, self._registered_at, self._since = num_trained(facts), facts.api.registered_at, now
         self._completions_before, self._refused_before = facts.num_witnessed, dict(facts.refused)
         self._sizes.clear()
+        self._num_queued = facts.api.status.num_queued if facts.api.status else 0
         self._told.clear()
         await self._knocks.close()
 
@@ -78,6 +80,13 @@ class Watch:
         self._allocated = 1 - float(found[0].get("unallocated_fraction", 1)) if found else 0.0
         self._sizes |= {int(one["max_group_size"]) for one in found if one.get("max_group_size", 1) > 1}
 
+    async def _ask_for_sizes(self, facts: AtroposFacts) -> None:
+        """Where the queue has grown, without a batch, the group that came last is in it."""
+        num_queued = facts.api.status.num_queued if facts.api.status else 0
+        if num_queued > self._num_queued and (size := await self._api.latest_size()):
+            self._sizes.add(size)
+        self._num_queued = num_queued
+
     def _observed(self, facts: AtroposFacts, environments: Sequence[EnvironmentFacts]) -> Observed:
         refused = {name: count - self._refused_before.get(name, 0) for name, count in facts.refused.items()}
         return Observed(
@@ -91,3 +100,8 @@ class Watch:
             taken_ports=self._knocks.taken,
             environments=tuple(environments),
         )
+
+
+def num_trained(facts: AtroposFacts) -> int:
+    """Groups that came and were not refused: a batch of which nothing can be trained on ends no stall."""
+    return facts.num_groups - sum(facts.refused.values())

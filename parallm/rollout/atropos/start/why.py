@@ -107,7 +107,10 @@ def _of_the_api(facts: AtroposFacts) -> Iterator[Cause]:
             "then them",
         )
     elif facts.api.state == "unregistered" and facts.api.problem:
-        yield Cause(name="api_unregistered", text=f"{facts.url} does not accept this trainer: {facts.api.problem}")
+        yield Cause(
+            name="api_unregistered",
+            text=f"{facts.url} knows no trainer, and this one does not get in: {facts.api.problem}",
+        )
     if facts.api.num_failed_batches:
         yield Cause(
             name="batches_lost",
@@ -173,7 +176,8 @@ def _of_silence(facts: AtroposFacts, observed: Observed) -> Iterator[Cause]:
             "rollout.atropos.start.environments does",
         )
         return
-    if observed.num_completions or facts.api.state in ("unreachable", "unregistered"):
+    queued = facts.api.status.num_queued if facts.api.status else 0
+    if observed.num_completions or observed.refused or queued or facts.api.state in ("unreachable", "unregistered"):
         return
     if observed.taken_ports:
         ports = ", ".join(map(str, observed.taken_ports))
