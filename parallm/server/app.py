@@ -26,6 +26,7 @@ from parallm.server.control.split_gauges import SplitGauges
 from parallm.server.control.splits import Splits
 from parallm.server.control.steered_engine import SteeredEngine
 from parallm.server.control.version_statistics import Statistics
+from parallm.server.control.warm_up import warm_up_routes
 from parallm.server.control.witnesses import Witness, told_to
 from parallm.server.dialects.routes_data import data_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
@@ -121,6 +122,7 @@ def create_app(
         trajectory_routes(service),
         queue_routes(steering),
         engine_routes(service, steering),
+        warm_up_routes(service),
         split_routes(service, splits, statistics),
         statistics_routes(splits, statistics),
         reward_routes(service, statistics),

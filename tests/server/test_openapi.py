@@ -96,3 +96,10 @@ def found_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from found_in(item)
+
+
+def test_parameters_of_queries_are_in_the_document(app: FastAPI) -> None:
+    paths = openapi_document(app, has_keys=False)["paths"]
+    (mode,) = paths["/pause"]["post"]["parameters"]
+    assert (mode["name"], mode["in"], mode["schema"]["enum"]) == ("mode", "query", ["abort", "wait", "keep"])
+    assert [one["name"] for one in paths["/upload_adapter"]["post"]["parameters"]] == ["name"]
