@@ -22,8 +22,8 @@ adapter `poet`, `poet@3`, `poet@best`. `GET /v1/models` has them all. `model` in
 `weight_versions` says which tokens came from which.
 
 **Headers.** `x-request-id` comes back in the answer and stands in the log; `x-request-timeout` is the seconds by which
-an answer must be complete, else 504; `traceparent` makes the request a part of a trace. A 429 or 503 says in `Retry-After`
-when to come back.
+an answer must be complete, else 504; `traceparent` makes the request a part of a trace. A 429 or 503 says when to come
+back in `Retry-After`.
 
 **Roles.** The tag of a route is the role that its key needs, which is sent as `Authorization: Bearer KEY` or
 `x-api-key: KEY`; each role may do what those before it may: `public`, `inference`, `training`, `admin`. Without keys
