@@ -83,9 +83,9 @@ def fuzz(arguments: Namespace) -> Figures:
         running_server("parallm.serve", overrides(arguments, *FUZZED), Path(name)) as server,
     ):
         bodies = bodies_for(server, arguments.bodies, arguments.seed)
-        first = fuzz_once(arguments, server, bodies[::2], arguments.seed)
+        first = fuzz_once(arguments, server, bodies[: len(bodies) // 2], arguments.seed)
         before = settled_megabytes(server)
-        second = fuzz_once(arguments, server, bodies[1::2], arguments.seed + 1)
+        second = fuzz_once(arguments, server, bodies[len(bodies) // 2 :], arguments.seed + 1)
         growth = settled_megabytes(server) - before
         is_alive = answers(server)
     ours, theirs = (joined(parts) for parts in zip(first, second, strict=True))
