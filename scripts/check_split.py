@@ -56,7 +56,7 @@ def share(model: str) -> float:
 
 
 def wait_for_versions(url: str) -> None:
-    with Client(url, http=httpx.Client(base_url=url, trust_env=False)) as parallm:
+    with Client(url, http=httpx.Client(base_url=url, timeout=60, trust_env=False)) as parallm:
         while parallm.training_status().state != "finished":
             time.sleep(0.2)
 
@@ -72,7 +72,7 @@ async def ask(url: str, weights: Mapping[str, float], number: int) -> tuple[Coun
 
 async def answered_by_version(url: str) -> Mapping[str, VersionReport]:
     """As the server counts it."""
-    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
         return (await AsyncClient("", http=client).splits())["policy"].versions
 
 
