@@ -37,7 +37,8 @@ ERRORS: Mapping[int, str] = {
     401: "No API key or a wrong one.",
     403: "The key's role does not allow this route, or the route is switched off.",
     404: "No such model, version or alias.",
-    409: "This process does not do that, or not any more: it trains nothing, or takes no such weights.",
+    409: "This process does not do that, or not any more: it trains nothing, or takes no such weights. "
+    "In vLLM's dialect of `/generate`: somebody has aborted the request.",
     413: "The body is larger than `server.max_body_bytes`.",
     429: "The queue is full; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
