@@ -168,3 +168,23 @@ class TrajectoryReport:
     num_trained: int
     dropped: Mapping[str, int]
     """By reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionReport:
+    """What one version has answered since the process began, by one of the names that clients asked for."""
+
+    num_requests: int
+    num_completions: int
+    num_tokens: int
+    num_rewards: int
+    reward_mean: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitReport:
+    """A name, the shares of its requests by model (none where it is not split), and its versions so far."""
+
+    name: str
+    shares: Mapping[str, float]
+    versions: Mapping[str, VersionReport]

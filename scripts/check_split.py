@@ -15,7 +15,8 @@ import httpx
 from report import print_figures, print_table
 from server_process import server_process
 
-from parallm.client import Client
+from parallm.client import AsyncClient, Client
+from parallm.reports import VersionReport
 
 WEIGHTS = {"policy@3": 6.0, "policy@2": 3.0, "base": 1.0}
 AT_A_TIME = 32
@@ -38,13 +39,13 @@ def main() -> None:
     with TemporaryDirectory() as folder, server_process("parallm.train", list(TRAINING), Path(folder)) as url:
         wait_for_versions(url)
         counts, seconds = asyncio.run(ask(url, WEIGHTS, arguments.requests))
-        told = httpx.get(f"{url}/v1/splits", trust_env=False).json()["data"][0]["versions"]
+        told = asyncio.run(answered_by_version(url))
         failed, left = asyncio.run(ask_and_unload(url, arguments.requests // 4))
     errors = {model: counts[model] / arguments.requests - share(model) for model in WEIGHTS}
     rows = [("version", "weight", "share", "answered", "told by the server")]
     for model in WEIGHTS:
         numbers = (f"{share(model):.3f}", f"{counts[model] / arguments.requests:.4f}", str(counts[model]))
-        rows.append((model, *numbers, str(told[model]["num_requests"])))
+        rows.append((model, *numbers, str(told[model].num_requests)))
     print_table(f"{arguments.requests} requests in {seconds:.1f} s", rows)
     print(f"  policy@2 unloaded while it answered: {failed} requests failed, answers afterwards by {', '.join(left)}")
     print_figures({"ab.share_error": max(map(abs, errors.values())), "ab.failed_requests": float(failed)})
@@ -55,18 +56,24 @@ def share(model: str) -> float:
 
 
 def wait_for_versions(url: str) -> None:
-    with Client(url, http=httpx.Client(base_url=url, trust_env=False)) as parallm:
+    with Client(url, http=httpx.Client(base_url=url, timeout=60, trust_env=False)) as parallm:
         while parallm.training_status().state != "finished":
             time.sleep(0.2)
 
 
 async def ask(url: str, weights: Mapping[str, float], number: int) -> tuple[Counter[str], float]:
-    """Split `policy` and count who answers; also the seconds that it took. Raises httpx.HTTPError."""
+    """Split `policy` and count who answers; also the seconds that it took. Raises httpx.HTTPError, ApiError."""
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
-        (await client.put("/v1/splits/policy", json={"weights": weights})).raise_for_status()
+        await AsyncClient("", http=client).set_split("policy", weights)
         began = time.perf_counter()
         answers = await answered(client, number)
         return Counter(map(str, answers)), time.perf_counter() - began
+
+
+async def answered_by_version(url: str) -> Mapping[str, VersionReport]:
+    """As the server counts it."""
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+        return (await AsyncClient("", http=client).splits())["policy"].versions
 
 
 async def ask_and_unload(url: str, number: int) -> tuple[int, list[str]]:
@@ -74,7 +81,7 @@ async def ask_and_unload(url: str, number: int) -> tuple[int, list[str]]:
     async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
         asking = asyncio.create_task(answered(client, number, max_tokens=100))
         await asyncio.sleep(1)
-        (await client.delete("/v1/adapters/policy@2")).raise_for_status()
+        await AsyncClient("", http=client).unload_adapter("policy@2")
         failed = sum(model is None for model in await asking)
         return failed, sorted({str(model) for model in await answered(client, 100)})
 

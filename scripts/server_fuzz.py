@@ -155,3 +155,14 @@ def rows_of(found: Fuzzed) -> list[tuple[str, ...]]:
 def show_errors(found: Fuzzed) -> None:
     for line in found.shown[:10]:
         print(f"  {line}", file=sys.stderr)
+
+
+def joined(parts: Sequence[Fuzzed]) -> Fuzzed:
+    """All of one fuzzer."""
+    return Fuzzed(
+        requests=sum(part.requests for part in parts),
+        server_errors=sum(part.server_errors for part in parts),
+        shown=[line for part in parts for line in part.shown],
+        seconds=sum(part.seconds for part in parts),
+        statuses=sum((part.statuses for part in parts), Counter()),
+    )

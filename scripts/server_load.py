@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 
+from parallm.client import ApiError, AsyncClient
+
 TIMEOUT = 300.0
 MAX_TOKENS = 48
 NAME = "poet"
@@ -67,7 +69,7 @@ async def record_alone(client: httpx.AsyncClient, prompts: Sequence[str], archiv
     """Upload each archive once and ask for each prompt, one after the other. Raises httpx.HTTPError, ValueError."""
     adapters = Adapters()
     for place, archive in enumerate(archives):
-        await upload(client, adapters, place, archive)
+        await upload(AsyncClient("", http=client), adapters, place, archive)
     for model, place in dict(adapters.weights).items():
         for prompt in prompts:
             answer = await client.post(PATH, json=body_of(model, prompt, MAX_TOKENS))
@@ -91,7 +93,9 @@ async def load_for(
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False) as client:
         adapters = await record_alone(client, prompts, archives)
         ends = time.perf_counter() + seconds
-        swapping = asyncio.create_task(swap_until(ends, client, adapters, archives, random.Random(seed)))
+        swapping = asyncio.create_task(
+            swap_until(ends, AsyncClient("", http=client), adapters, archives, random.Random(seed))
+        )
 
         async def one_client(place: int) -> None:
             source, turn = random.Random(f"{seed} {place}"), 0
@@ -135,7 +139,7 @@ class Visitor:
             answers = await self._answers(body)
             if aborting is not None:
                 await aborting
-        except (httpx.HTTPError, ValueError, KeyError) as error:
+        except (httpx.HTTPError, ApiError, ValueError, KeyError) as error:
             self._tally.lost.append(f"{self._name} ({manner}, {body}): {type(error).__name__}: {error}")
             return
         self._judge(prompt, body, answers, is_greedy=is_greedy, may_be_cut=manner == "aborted")
@@ -149,7 +153,7 @@ class Visitor:
 
     async def _abort(self) -> None:
         await asyncio.sleep(self._source.uniform(0.0, 1.0))
-        (await self._client.post("/abort_requests", json={"request_ids": [self._name]})).raise_for_status()
+        await AsyncClient("", http=self._client).cancel(self._name)
 
     async def _answers(self, body: Mapping[str, Any]) -> list[Answer]:
         """Raises httpx.HTTPError, ValueError, KeyError for answers that are refused, broken or cut off."""
@@ -200,30 +204,29 @@ class Visitor:
 
 
 async def swap_until(
-    ends: float, client: httpx.AsyncClient, adapters: Adapters, archives: Sequence[bytes], source: random.Random
+    ends: float, parallm: AsyncClient, adapters: Adapters, archives: Sequence[bytes], source: random.Random
 ) -> None:
     """Upload the next version, let the name mean another one, and unload one that may be in use. Raises HTTPError."""
     while time.perf_counter() < ends:
-        version = await upload(client, adapters, place := source.randrange(len(archives)), archives[place])
+        version = await upload(parallm, adapters, place := source.randrange(len(archives)), archives[place])
         await asyncio.sleep(SECONDS_BETWEEN_SWAPS)
         target = source.randint(1, PINNED)
-        (await client.post("/v1/adapters/promote", json={"name": NAME, "version": target})).raise_for_status()
+        await parallm.promote(target, NAME)
         adapters.promotions += 1
         await asyncio.sleep(SECONDS_BETWEEN_SWAPS)
         if source.random() < 0.8:
-            (await client.delete(f"/v1/adapters/{version}")).raise_for_status()
+            await parallm.unload_adapter(version)
             adapters.unloads += 1
 
 
-async def upload(client: httpx.AsyncClient, adapters: Adapters, place: int, archive: bytes) -> str:
+async def upload(parallm: AsyncClient, adapters: Adapters, place: int, archive: bytes) -> str:
     # known before it is served: a client may be faster than the answer to the upload
     following = f"{NAME}@{adapters.uploads + 1}"
     adapters.weights[following] = place
     adapters.uploads += 1
-    response = await client.put(f"/v1/adapters/{NAME}", content=archive)
-    response.raise_for_status()
-    if response.json()["id"] != following:
-        raise ValueError(f"expected {following}, the upload became {response.json()['id']}")
+    card = await parallm.upload_adapter(NAME, archive)
+    if f"{card.name}@{card.version}" != following:
+        raise ValueError(f"expected {following}, the upload became {card.name}@{card.version}")
     return following
 
 

@@ -1,4 +1,4 @@
-"""A client for what OpenAI's lacks: adapters, training, trajectories and their rewards."""
+"""A client for what OpenAI's lacks: adapters, splits, training, trajectories and their rewards."""
 
 from parallm.client.async_client import AsyncClient
 from parallm.client.calls import ApiError

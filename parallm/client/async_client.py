@@ -1,5 +1,6 @@
 """`AsyncClient`: the same as `Client`, to be awaited."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TypeVar
 
@@ -7,7 +8,7 @@ import httpx
 
 from parallm.client import calls
 from parallm.client.calls import Call, Reward
-from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport
 from parallm.types import POLICY, AdapterCard
 
 Result = TypeVar("Result")
@@ -87,6 +88,18 @@ class AsyncClient:
 
     async def trajectories(self) -> dict[str, TrajectoryReport]:
         return await self._send(calls.trajectories())
+
+    async def splits(self) -> dict[str, SplitReport]:
+        return await self._send(calls.splits())
+
+    async def set_split(self, name: str, weights: Mapping[str, float]) -> SplitReport:
+        return await self._send(calls.set_split(name, weights))
+
+    async def remove_split(self, name: str) -> None:
+        await self._send(calls.remove_split(name))
+
+    async def cancel(self, request_id: str) -> int:
+        return await self._send(calls.cancel(request_id))
 
     async def _send(self, call: Call[Result]) -> Result:
         return call.result(await self._http.request(call.method, call.path, **call.options()))

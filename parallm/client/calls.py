@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import httpx
 
-from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport, VersionReport
 from parallm.types import POLICY, AdapterCard
 
 Result = TypeVar("Result")
@@ -128,6 +128,24 @@ def trajectories() -> Call[dict[str, TrajectoryReport]]:
     )
 
 
+def splits() -> Call[dict[str, SplitReport]]:
+    return Call(method="GET", path="/v1/splits", read=lambda told: {one["name"]: _split(one) for one in told["data"]})
+
+
+def set_split(name: str, weights: Mapping[str, float]) -> Call[SplitReport]:
+    path = f"/v1/splits/{quote(name, safe='')}"
+    return Call(method="PUT", path=path, read=_split, fields={"weights": dict(weights)})
+
+
+def remove_split(name: str) -> Call[None]:
+    return Call(method="DELETE", path=f"/v1/splits/{quote(name, safe='')}", read=_nothing)
+
+
+def cancel(request_id: str) -> Call[int]:
+    path = f"/v1/requests/{quote(request_id, safe='')}/cancel"
+    return Call(method="POST", path=path, read=lambda told: int(told["aborted"]))
+
+
 def _of(policy: str | None) -> dict[str, str]:
     return {} if policy is None else {"policy": policy}
 
@@ -138,6 +156,11 @@ def _nothing(_: Any) -> None:
 
 def _card(values: Mapping[str, Any]) -> AdapterCard:
     return _record(AdapterCard, {**values, "aliases": tuple(values["aliases"])})
+
+
+def _split(values: Mapping[str, Any]) -> SplitReport:
+    versions = {name: _record(VersionReport, one) for name, one in values["versions"].items()}
+    return _record(SplitReport, {**values, "versions": versions})
 
 
 def _status(values: Mapping[str, Any]) -> TrainingStatus:

@@ -1,5 +1,6 @@
 """`Client`: synchronous."""
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TypeVar
 
@@ -7,7 +8,7 @@ import httpx
 
 from parallm.client import calls
 from parallm.client.calls import Call, Reward
-from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport
 from parallm.types import POLICY, AdapterCard
 
 Result = TypeVar("Result")
@@ -95,6 +96,21 @@ class Client:
     def trajectories(self) -> dict[str, TrajectoryReport]:
         """What became of these completions, by policy."""
         return self._send(calls.trajectories())
+
+    def splits(self) -> dict[str, SplitReport]:
+        """Each name that clients have asked for: its shares, if it is split, and what its versions have answered."""
+        return self._send(calls.splits())
+
+    def set_split(self, name: str, weights: Mapping[str, float]) -> SplitReport:
+        """Let these models answer requests for `name`, by their weights."""
+        return self._send(calls.set_split(name, weights))
+
+    def remove_split(self, name: str) -> None:
+        self._send(calls.remove_split(name))
+
+    def cancel(self, request_id: str) -> int:
+        """End the requests of this id, which answer with what they have; how many there were."""
+        return self._send(calls.cancel(request_id))
 
     def _send(self, call: Call[Result]) -> Result:
         return call.result(self._http.request(call.method, call.path, **call.options()))

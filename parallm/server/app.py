@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import cache, partial
 
 from fastapi import Depends, FastAPI
@@ -26,6 +27,7 @@ from parallm.server.control.split_gauges import SplitGauges
 from parallm.server.control.splits import Splits
 from parallm.server.control.steered_engine import SteeredEngine
 from parallm.server.control.version_statistics import Statistics
+from parallm.server.control.warm_up import warm_up_routes
 from parallm.server.control.witnesses import Witness, told_to
 from parallm.server.dialects.routes_data import data_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
@@ -39,10 +41,11 @@ from parallm.server.operation.gauges import Gauges
 from parallm.server.operation.keys import StoredKey
 from parallm.server.operation.metered_engine import MeteredEngine
 from parallm.server.operation.meters import Meters
-from parallm.server.operation.roles import check_roles
+from parallm.server.operation.roles import ROLES, check_roles
 from parallm.server.operation.routes_operation import operation_routes
 from parallm.server.operation.traces import Traces
 from parallm.server.reference.openapi import openapi_document
+from parallm.server.reference.page import docs_page
 from parallm.server.routes_status import status_routes
 from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training, Trajectories
 from parallm.server.settings import ServerSettings
@@ -96,6 +99,7 @@ def create_app(
         taker.listen(statistics.reward_trajectory)
     app = FastAPI(
         title="ParaLLM",
+        docs_url="/docs/try",
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
@@ -104,6 +108,7 @@ def create_app(
     app.state.doors = doors
     # bodies are read by parse.py: FastAPI alone has nothing to show on them
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=bool(keys))))  # noqa: B010
+    app.add_route("/docs", _docs)
     meters.registry.register(Gauges(service))
     meters.registry.register(SplitGauges(splits, statistics))
     routers = (
@@ -121,6 +126,7 @@ def create_app(
         trajectory_routes(service),
         queue_routes(steering),
         engine_routes(service, steering),
+        warm_up_routes(service),
         split_routes(service, splits, statistics),
         statistics_routes(splits, statistics),
         reward_routes(service, statistics),
@@ -135,6 +141,10 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     return app
+
+
+async def _docs(http: Request) -> Response:
+    return Response(docs_page(http.app.openapi()), media_type="text/html")
 
 
 def _operation_id(route: APIRoute) -> str:
@@ -155,8 +165,20 @@ async def _on_error(http: Request, error: Exception) -> Response:
 async def _on_http_error(http: Request, error: Exception) -> Response:
     """Unknown paths and wrong methods, which Starlette finds."""
     assert isinstance(error, HTTPException)
-    message = f"{http.method} {http.url.path[:200]}: {error.detail}"
-    return error_response(failure(error.status_code, message, headers=error.headers))
+    asked = f"{http.method} {http.url.path[:200]}"
+    if error.status_code == 404:
+        return error_response(failure(404, f"{asked}: no such route{_way_out(http)}", code="unknown_url"))
+    if error.status_code == 405:
+        known = (error.headers or {}).get("Allow", "another method")
+        told = failure(405, f"{asked}: this route takes {known}", code="wrong_method", headers=error.headers)
+        return error_response(told)
+    return error_response(failure(error.status_code, f"{asked}: {error.detail}", headers=error.headers))
+
+
+def _way_out(http: Request) -> str:
+    paths = [row.partition(" ")[2] for row in ROLES]
+    close = get_close_matches(http.url.path[:200], paths, 1, cutoff=0.8)
+    return f"; did you mean {close[0]}?" if close else "; GET /docs shows what there is"
 
 
 async def _on_wrong_parameter(http: Request, error: Exception) -> Response:

@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.errors import ParallmError
+from parallm.errors import ParallmError, UnknownModel
 from parallm.server.answer_schemas import ChatAnswer, ChatChunk, CompletionAnswer
 from parallm.server.answers import Answers, Head, WholeAnswers, version_of
 from parallm.server.catalog import resolved, resolved_to
@@ -30,6 +30,26 @@ class Beginning:
     model: str
     first: tuple[int, TokenEvent]
     events: Events
+
+
+async def on_a_side(
+    service: Service,
+    requests: Sequence[GenerationRequest],
+    answer: Callable[[Sequence[GenerationRequest]], Awaitable[Response]],
+) -> Response:
+    """`answer` of the requests as a split of their name routes them.
+
+    Where the version that was chosen is unloaded before the engine has begun, another one of the split answers.
+    """
+    gone = {requests[0].model}
+    while True:
+        routed = service.routed(requests)
+        try:
+            return await answer(routed)
+        except UnknownModel:
+            if routed[0].model in gone:
+                raise
+            gone.add(routed[0].model)
 
 
 async def respond_whole(service: Service, http: Request, answers: WholeAnswers) -> Response:

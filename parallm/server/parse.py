@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -90,15 +91,17 @@ def _known_fields(
     for name, item in value.items():
         field = schema.model_fields.get(name)
         if field is None:
-            _check_neutral(name, item, neutral)
+            _check_neutral(name, item, neutral, schema)
         elif item is not None or field.is_required():
             fields[name] = item
     return fields
 
 
-def _check_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]]) -> None:
+def _check_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]], schema: type[Wire]) -> None:
     if name not in neutral:
-        raise InvalidRequest(f"unknown field {name[:100]!r}; remove it from the request", name[:100])
+        close = get_close_matches(name[:100], schema.model_fields, 1, cutoff=0.8)
+        way_out = f"did you mean {close[0]!r}?" if close else "remove it from the request"
+        raise InvalidRequest(f"unknown field {name[:100]!r}; {way_out}", name[:100])
     accepted = neutral[name]
     # bool is an int in Python: without the second half, `"n": false` would pass for 0
     if value is None or any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted):

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from parallm.client import ApiError, AsyncClient, Client
-from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport, VersionReport
 from parallm.types import AdapterCard
 
 CARD = {
@@ -54,6 +54,16 @@ TOLD = {
 }
 REPORT = TrajectoryReport(
     num_waiting=1, num_rewarded=2, oldest_seconds=0.5, num_collected=9, num_trained=4, dropped={"full": 2}
+)
+
+ANSWERED = {"num_requests": 2, "num_completions": 3, "num_tokens": 9, "num_rewards": 1, "reward_mean": 0.5}
+SPLIT = {"name": "ab", "shares": {"base": 1.0}, "versions": {"base": ANSWERED}}
+AB = SplitReport(
+    name="ab",
+    shares={"base": 1.0},
+    versions={
+        "base": VersionReport(num_requests=2, num_completions=3, num_tokens=9, num_rewards=1, reward_mean=0.5),
+    },
 )
 
 # name, arguments, what goes out (method, path and query, body), what comes back, what that means
@@ -99,6 +109,10 @@ CASES: list[tuple[str, tuple[Any, ...], tuple[str, str, bytes], Any, Any]] = [
         {"reward": 1.0},
         1.0,
     ),
+    ("splits", (), ("GET", "/v1/splits", b""), {"data": [SPLIT]}, {"ab": AB}),
+    ("set_split", ("ab", {"base": 1}), ("PUT", "/v1/splits/ab", b'{"weights":{"base":1}}'), SPLIT, AB),
+    ("remove_split", ("a/b",), ("DELETE", "/v1/splits/a%2Fb", b""), SPLIT, None),
+    ("cancel", ("cmpl-1",), ("POST", "/v1/requests/cmpl-1/cancel", b""), {"status": "aborted", "aborted": 2}, 2),
     ("trajectories", (), ("GET", "/v1/trajectories", b""), {"data": {"policy": TOLD}}, {"policy": REPORT}),
 ]
 

@@ -274,3 +274,11 @@ def test_a_chat_is_tokenized_as_it_is_answered(call_hermes: Call, engine: Any) -
         tokens = call_hermes("POST", "/tokenize", json=fields).json()["tokens"]
         assert call_hermes("POST", "/v1/chat/completions", json={"model": "policy"} | fields).status_code == 200
         assert tokens == list(engine.requests[-1].prompt_tokens)
+
+
+def test_an_abort_is_an_error_to_atropos_and_no_failure_of_the_server(call: Call, engine: Any) -> None:
+    engine.is_endless = True
+    engine.cancelled.add("mine#0")
+    body = {"prompt": {"prompt_token_ids": [104, 105]}, "max_tokens": 4, "request_id": "mine"}
+    answer = call("POST", "/generate", json=body)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (409, "ConflictError")

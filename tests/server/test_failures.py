@@ -84,6 +84,14 @@ def test_wrong_paths_and_methods_have_the_same_shape(call: Call, method: str, pa
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+def test_a_path_or_a_field_that_is_nearly_right_is_told_so(call: Call, complete: Call) -> None:
+    message = call("POST", "/v1/completion", json={}).json()["error"]["message"]
+    assert message == "POST /v1/completion: no such route; did you mean /v1/completions?"
+    assert call("GET", "/x").json()["error"]["message"].endswith("GET /docs shows what there is")
+    assert call("GET", "/v1/completions").json()["error"]["message"].endswith("this route takes POST")
+    assert complete(max_token=4).json()["error"]["message"] == "unknown field 'max_token'; did you mean 'max_tokens'?"
+
+
 async def send_and_leave(app: FastAPI, engine: Any, body: dict[str, Any]) -> list[MutableMapping[str, Any]]:
     """One request over raw ASGI whose client leaves once the engine works on it. Returns what was sent to it."""
     sent: list[MutableMapping[str, Any]] = []

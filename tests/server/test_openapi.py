@@ -80,7 +80,12 @@ def test_keys_are_in_the_document_where_there_are_keys(app: FastAPI) -> None:
 
 
 def test_the_page_and_the_document_are_served(call: Call) -> None:
-    assert call("GET", "/docs").headers["content-type"].startswith("text/html")
+    page = call("GET", "/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert all(f"<code>{method} {path}</code>" in page.text for method, path in map(str.split, ROLES))
+    assert "src=" not in page.text
+    assert "http://" not in page.text.replace("http://localhost", "")
+    assert "swagger" in call("GET", "/docs/try").text
     document = call("GET", "/openapi.json").json()
     completion = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert {"type": "string"} in completion["prompt"]["anyOf"]
@@ -96,3 +101,10 @@ def found_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from found_in(item)
+
+
+def test_parameters_of_queries_are_in_the_document(app: FastAPI) -> None:
+    paths = openapi_document(app, has_keys=False)["paths"]
+    (mode,) = paths["/pause"]["post"]["parameters"]
+    assert (mode["name"], mode["in"], mode["schema"]["enum"]) == ("mode", "query", ["abort", "wait", "keep"])
+    assert [one["name"] for one in paths["/upload_adapter"]["post"]["parameters"]] == ["name"]

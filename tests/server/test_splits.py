@@ -7,7 +7,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parallm.errors import UnknownModel
+from parallm.reports import TrainingStatus
+from parallm.server.app import create_app
 from parallm.server.control.splits import Splits
+from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, GenerationRequest, SamplingParams
 
 Call = Callable[..., httpx.Response]
@@ -103,3 +106,41 @@ def card(version: int) -> AdapterCard:
         name="policy", version=version, parent=None, step=0, rank=2, alpha=4, aliases=(), digest="", num_running=0,
         is_served=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/generate", {"text": "a", "sampling_params": {}}),
+    ],
+)
+def test_another_version_answers_where_one_is_unloaded_between_its_choice_and_the_engine(
+    engine: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    cards = [card(2), card(3)]
+    check = engine._check
+
+    def unload(request: GenerationRequest) -> None:
+        if request.model == "policy@2":
+            cards[:] = cards[1:]
+            raise UnknownModel("policy@2 was unloaded")
+        check(request)
+
+    monkeypatch.setattr(engine, "_check", unload)
+    app = create_app(
+        engine=engine,
+        tokenizer=tokenizer,
+        catalog=lambda: tuple(cards),
+        status=lambda: TrainingStatus(state="serving"),
+        settings=ServerSettings(),
+        base_name="nano",
+    )
+    with TestClient(app) as client:
+        client.put("/v1/splits/policy", json={"weights": {"policy@2": 1, "policy@3": 1e-9}})
+        answer = client.post(path, json={"model": "policy", "stream": stream, **body})
+        assert (answer.status_code, [one.model for one in engine.requests]) == (200, ["policy@3"]), answer.text
+        assert client.post("/v1/completions", json={"model": "policy@2", "prompt": "a"}).status_code == 404

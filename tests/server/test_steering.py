@@ -250,3 +250,13 @@ def test_wrong_bodies_of_control_routes_are_refused(call: Call, path: str, body:
     response = call("POST", path, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_warming_up_generates_for_growing_numbers_of_rows_that_share_nothing(call: Call, engine: Any) -> None:
+    answer = call("POST", "/v1/warmup", json={"rows": 6, "prompt_tokens": 3, "model": "policy"})
+    assert list(answer.json()["seconds"]) == ["1", "2", "4", "6"]
+    assert [(one.n, one.prompt_tokens, one.model) for one in engine.requests] == [
+        (rows, (ord("0"),) * 3, "policy") for rows in (1, 2, 4, 6)
+    ]
+    assert len({one.cache_salt for one in engine.requests}) == 4
+    assert call("POST", "/v1/warmup", json={"rows": 0}).status_code == 400

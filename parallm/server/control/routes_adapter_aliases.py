@@ -41,7 +41,7 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
     async def unload_of_vllm(http: Request) -> Response:
         """vLLM's, answered in words."""
         body = await _body(service, http, UnloadBody)
-        unload_model(store(given), body.name)
+        await unload_model(service, store(given), body.name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.name}' removed successfully.")
 
     @router.post("/load_lora_adapter")
@@ -56,7 +56,7 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
     @router.post("/unload_lora_adapter")
     async def unload_of_sglang(http: Request) -> Response:
         """SGLang's."""
-        unload_model(store(given), (await _body(service, http, UnloadBody)).name)
+        await unload_model(service, store(given), (await _body(service, http, UnloadBody)).name)
         return _told(service, loaded)
 
     @router.post("/load_adapter")

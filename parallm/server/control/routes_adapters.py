@@ -48,7 +48,7 @@ def adapter_routes(service: Service, given: Adapters | None) -> APIRouter:
     @router.delete("/v1/adapters/{model}")
     async def unload(model: str) -> Response:
         """Forget `name`, or one version `name@3`. Requests that run on it finish first."""
-        unload_model(store(given), model)
+        await unload_model(service, store(given), model)
         return json_response(Done(status="ok"))
 
     @router.post("/v1/adapters/promote")
@@ -91,10 +91,12 @@ def store(given: Adapters | None) -> Adapters:
     return given
 
 
-def unload_model(adapters: Adapters, model: str) -> None:
+async def unload_model(service: Service, adapters: Adapters, model: str) -> None:
+    """Requests that are on their way to the engine reach it first."""
     name, at, version = model.partition("@")
     if at and not is_number(version):
         raise InvalidRequest(f"{model[:100]!r} is neither a name nor one version of it, such as poet@3", "name")
+    await service.engine.ping()
     adapters.unload(name, int(version) if at else None)
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from parallm.errors import EngineStopped, InvalidRequest
+from parallm.errors import InvalidRequest, Unavailable
 from parallm.server.answer_schemas import WeightVersions
 from parallm.server.answers import Head, version_of, weight_versions
 from parallm.server.dialects.dialect import Asked, Dialect, completion_body
@@ -55,7 +55,7 @@ class LegacyAnswers:
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> LegacyAnswer:
         made = completions[0]
         if any(one.finish_reason == "abort" for one in made):
-            raise EngineStopped("the request was aborted")
+            raise Unavailable("the request was aborted by its id or by /pause; send it again if it is still wanted")
         prompt = self.head.requests[0].prompt_tokens
         return LegacyAnswer(
             text=[one.text for one in made],

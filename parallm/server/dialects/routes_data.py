@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,14 +17,14 @@ from parallm.server.dialects.native import NATIVE
 from parallm.server.dialects.token_bodies import DetokenizeBody, TextOfTokens, TokenizeBody, TokensOfText
 from parallm.server.dialects.token_in_token_out import TOKEN_IN_TOKEN_OUT
 from parallm.server.failures import DeadlineExceeded, failure_of
-from parallm.server.generation import respond_stream, respond_whole
+from parallm.server.generation import on_a_side, respond_stream, respond_whole
 from parallm.server.openai.chat_prompt import chat_prompt
 from parallm.server.openai.grammars import body_grammar, constrained
 from parallm.server.openai.routes_generation import head_of
 from parallm.server.openai.translate import completion_requests
 from parallm.server.parse import parse_body, read_object
 from parallm.server.service import Service
-from parallm.types import POLICY
+from parallm.types import POLICY, GenerationRequest
 
 
 def data_routes(service: Service) -> APIRouter:
@@ -88,10 +88,14 @@ async def _respond(service: Service, http: Request, asked: Asked) -> Response:
     requests = await constrained(requests, body_grammar(body), service, reasoning=None)
     # these answers say the ids and the mode themselves, at the places of their dialects
     plain = body.model_copy(update={"request_id": None, "step_id": None})
-    head = head_of(service, answer_id, plain, requests, logprobs=False)
-    if body.stream and asked.stream is not None:
-        return await respond_stream(service, http, asked.stream(head))
-    return await respond_whole(service, http, asked.whole(head))
+
+    async def answer(routed: Sequence[GenerationRequest]) -> Response:
+        head = head_of(service, answer_id, plain, routed, logprobs=False)
+        if body.stream and asked.stream is not None:
+            return await respond_stream(service, http, asked.stream(head))
+        return await respond_whole(service, http, asked.whole(head))
+
+    return await on_a_side(service, requests, answer)
 
 
 def _usual_model(service: Service) -> str:

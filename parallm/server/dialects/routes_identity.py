@@ -85,7 +85,7 @@ def identity_routes(service: Service) -> APIRouter:
 
 
 def absent_routes() -> APIRouter:
-    """Routes by which other trainers push weights through NCCL or as pickles, which this server does not take."""
+    """Routes by which other trainers push whole weights, by NCCL, as pickles or on a disk: here the base is frozen."""
     router = APIRouter()
 
     @router.post("/init_communicator/")
@@ -94,13 +94,15 @@ def absent_routes() -> APIRouter:
     @router.post("/start_weight_update")
     @router.post("/finish_weight_update")
     @router.post("/init_weights_update_group")
+    @router.post("/update_weights")
+    @router.post("/update_weights_from_disk")
     @router.post("/update_weights_from_distributed")
     @router.post("/update_weights_from_tensor")
     @router.post("/load_lora_adapter_from_tensors")
     async def absent() -> Response:
         """Always an error that names the way by adapters."""
         raise Unavailable(
-            "the base is frozen and weights do not come through NCCL or as pickles; give adapters: "
+            "the base is frozen and whole weights do not come in, by no way; give adapters: "
             "/load_lora_adapter with a folder, PUT /v1/adapters/NAME with a zip archive, or "
             "/update_adapter_weights with safetensors"
         )

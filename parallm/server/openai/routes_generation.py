@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from parallm.server.answers import Answers, Head
 from parallm.server.connection import read_body
 from parallm.server.control.recording import recorder_of
-from parallm.server.generation import respond_stream, respond_whole
+from parallm.server.generation import on_a_side, respond_stream, respond_whole
 from parallm.server.openai.chat_answers import ChatAnswers
 from parallm.server.openai.chat_schemas import ChatBody
 from parallm.server.openai.completion_answers import CompletionAnswers
@@ -21,6 +22,8 @@ from parallm.server.parse import parse_body
 from parallm.server.schemas import CompletionBody, GenerationBody, StreamOptions
 from parallm.server.service import Service
 from parallm.types import GenerationRequest
+
+Requests = Sequence[GenerationRequest]
 
 
 def generation_routes(service: Service) -> APIRouter:
@@ -39,8 +42,12 @@ def generation_routes(service: Service) -> APIRouter:
             max_context=service.engine.max_context,
         )
         requests = await constrained(requests, body_grammar(body), service, reasoning=None)
-        head = head_of(service, answer_id, body, requests, logprobs=body.logprobs is not None)
-        return await _respond(service, http, body, CompletionAnswers(head, body))
+
+        async def answer(routed: Requests) -> Response:
+            head = head_of(service, answer_id, body, routed, logprobs=body.logprobs is not None)
+            return await _respond(service, http, body, CompletionAnswers(head, body))
+
+        return await on_a_side(service, requests, answer)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
@@ -55,16 +62,17 @@ def generation_routes(service: Service) -> APIRouter:
             max_context=service.engine.max_context,
         )
         requests = await constrained([request], chat_grammar(body), service, reasoning=reading.begins_in_reasoning)
-        head = head_of(service, answer_id, body, requests, logprobs=body.logprobs)
-        return await _respond(service, http, body, ChatAnswers(head, reading))
+
+        async def answer(routed: Requests) -> Response:
+            head = head_of(service, answer_id, body, routed, logprobs=body.logprobs)
+            return await _respond(service, http, body, ChatAnswers(head, reading))
+
+        return await on_a_side(service, requests, answer)
 
     return router
 
 
-def head_of(
-    service: Service, answer_id: str, body: GenerationBody, requests: list[GenerationRequest], *, logprobs: bool
-) -> Head:
-    routed = service.routed(requests)
+def head_of(service: Service, answer_id: str, body: GenerationBody, routed: Requests, *, logprobs: bool) -> Head:
     options = body.stream_options or StreamOptions()
     return Head(
         answer_id=answer_id,

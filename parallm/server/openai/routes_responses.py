@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,7 +11,7 @@ from starlette.responses import Response
 from parallm.errors import InvalidRequest
 from parallm.server.answers import Head
 from parallm.server.connection import read_body
-from parallm.server.generation import begin_stream, respond_whole
+from parallm.server.generation import begin_stream, on_a_side, respond_whole
 from parallm.server.openai.grammars import chat_grammar, constrained
 from parallm.server.openai.message_reader import Reading
 from parallm.server.openai.response_answers import ResponseAnswers
@@ -42,23 +43,30 @@ def response_routes(service: Service) -> APIRouter:
 
 async def _respond(service: Service, http: Request, body: ResponseBody, answer_id: str) -> Response:
     requests, reading = await _requests(service, body, answer_id)
-    head = Head(
+
+    async def answer(routed: Sequence[GenerationRequest]) -> Response:
+        answers = ResponseAnswers(_head(service, answer_id, routed), reading, body)
+        if not body.stream:
+            return await respond_whole(service, http, answers)
+        begun = await begin_stream(service, http, routed)
+        events = ResponseEvents(service, answers)
+        return EventStream(
+            events.encoded(begun), begun.events, stall_seconds=service.settings.stall_seconds, failed=events.failed
+        )
+
+    return await on_a_side(service, requests, answer)
+
+
+def _head(service: Service, answer_id: str, routed: Sequence[GenerationRequest]) -> Head:
+    return Head(
         answer_id=answer_id,
         created=int(time.time()),
-        requests=service.routed(requests),
+        requests=routed,
         tokenizer=service.tokenizer,
         token_texts=service.tokenizer,
         logprobs=False,
         token_ids=False,
         usage_chunk=False,
-    )
-    answers = ResponseAnswers(head, reading, body)
-    if not body.stream:
-        return await respond_whole(service, http, answers)
-    begun = await begin_stream(service, http, head.requests)
-    events = ResponseEvents(service, answers)
-    return EventStream(
-        events.encoded(begun), begun.events, stall_seconds=service.settings.stall_seconds, failed=events.failed
     )
 
 

@@ -78,6 +78,8 @@ ROLES: Mapping[str, Role] = {
     "POST /unload_lora_adapter": "admin",
     "POST /update_adapter_weights": "admin",
     "POST /update_named_param/": "admin",
+    "POST /update_weights": "admin",
+    "POST /update_weights_from_disk": "admin",
     "POST /update_weights_from_distributed": "admin",
     "POST /update_weights_from_tensor": "admin",
     "POST /upload_adapter": "admin",
@@ -88,6 +90,7 @@ ROLES: Mapping[str, Role] = {
     "POST /v1/load_lora_adapter": "admin",
     "POST /v1/requests/{request_id}/cancel": "admin",
     "POST /v1/unload_lora_adapter": "admin",
+    "POST /v1/warmup": "admin",
     "PUT /v1/adapters/{name}": "admin",
     "PUT /v1/splits/{name}": "admin",
 }

@@ -10,9 +10,35 @@ Example = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """Of the query, where a route reads it by hand."""
+
+    name: str
+    description: str
+    choices: tuple[str, ...] = ()
+    """None: any text."""
+    default: str | None = None
+    is_required: bool = False
+
+    def shown(self) -> dict[str, Any]:
+        """As OpenAPI has it."""
+        schema: dict[str, Any] = {"type": "string"}
+        schema |= {"enum": list(self.choices)} if self.choices else {}
+        schema |= {} if self.default is None else {"default": self.default}
+        return {
+            "name": self.name,
+            "in": "query",
+            "required": self.is_required,
+            "description": self.description,
+            "schema": schema,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
     """Of one route. Its description is the docstring of its function; its errors follow from its role."""
 
+    query: tuple[Parameter, ...] = ()
     bodies: tuple[type[BaseModel], ...] = ()
     """What it reads, one of them; none: no body."""
     body_type: str = "application/json"

@@ -1,6 +1,7 @@
 """Rows of documents.py for the routes that steer the engine, adapters, splits and training."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from parallm.server.control.adapter_bodies import (
     AdapterEntry,
@@ -33,7 +34,8 @@ from parallm.server.control.control_bodies import (
 )
 from parallm.server.control.routes_training import CheckpointAnswer, TrainingBody
 from parallm.server.control.trajectory_bodies import TrajectoryList, TrajectoryRewardAnswer, TrajectoryRewardBody
-from parallm.server.reference.document import Document
+from parallm.server.control.warm_up import WarmUpAnswer, WarmUpBody
+from parallm.server.reference.document import Document, Parameter
 
 ADAPTER = {
     "id": "poet@3",
@@ -56,6 +58,14 @@ STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metri
 MEANS = {"name": "poet", "version": 3}
 FOLDER = {"name": "poet", "path": "poet/adapter"}
 TOLD = {"status": "ok", "success": True, "error_message": None, "loaded_adapters": {"poet": "poet/adapter"}}
+
+MODE = Parameter(
+    name="mode",
+    description="What becomes of requests that run.",
+    choices=("abort", "wait", "keep"),
+    default="abort",
+)
+NAME = Parameter(name="name", description="Of the adapter.", is_required=True)
 
 _pause = Document(
     bodies=(PauseBody,),
@@ -81,7 +91,7 @@ _checkpoint = Document(
 _absent = Document(answer={})
 
 CONTROL_DOCUMENTS: Mapping[str, Document] = {
-    "POST /pause": Document(answers=(PauseAnswer,), answer={"status": "paused", "is_paused": True}),
+    "POST /pause": Document(query=(MODE,), answers=(PauseAnswer,), answer={"status": "paused", "is_paused": True}),
     "POST /pause_generation": _pause,
     "POST /areal_pause_generation": _pause,
     "POST /resume": _resume,
@@ -98,6 +108,12 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "POST /reset_prefix_cache": _reset,
     "GET /flush_cache": _reset,
     "POST /flush_cache": _reset,
+    "POST /v1/warmup": Document(
+        bodies=(WarmUpBody,),
+        example={"rows": 4, "prompt_tokens": 16},
+        answers=(WarmUpAnswer,),
+        answer={"seconds": {"1": 0.21, "2": 0.05, "4": 0.06}},
+    ),
     "GET /v1/queue": Document(
         answers=(QueueAnswer,),
         answer={"num_running": 8, "num_waiting": 2, "num_in_flight": 9, "num_held": 0, "is_paused": False},
@@ -106,9 +122,9 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "POST /v1/adapters/load": _load,
     "POST /load_adapter": _load,
     "PUT /v1/adapters/{name}": _upload,
-    "POST /upload_adapter": _upload,
+    "POST /upload_adapter": replace(_upload, query=(NAME,)),
     "POST /update_adapter_weights": Document(
-        body_type="application/octet-stream", answers=(AdapterEntry,), answer=ADAPTER
+        query=(NAME,), body_type="application/octet-stream", answers=(AdapterEntry,), answer=ADAPTER
     ),
     "DELETE /v1/adapters/{model}": Document(answers=(Done,), answer={"status": "ok"}),
     "POST /v1/adapters/promote": Document(bodies=(PromoteBody,), example=MEANS, answers=(NameMeans,), answer=MEANS),
@@ -181,6 +197,8 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "POST /start_weight_update": _absent,
     "POST /finish_weight_update": _absent,
     "POST /init_weights_update_group": _absent,
+    "POST /update_weights": _absent,
+    "POST /update_weights_from_disk": _absent,
     "POST /update_weights_from_distributed": _absent,
     "POST /update_weights_from_tensor": _absent,
     "POST /load_lora_adapter_from_tensors": _absent,

@@ -14,10 +14,21 @@ from parallm.server.operation.roles import ROLES, Role
 from parallm.server.reference.document import Document
 from parallm.server.reference.documents import DOCUMENTS
 
-DESCRIPTION = (
-    "A language model that is served while it learns. Fields are honoured or refused by name, never ignored. "
-    "Every error has the form of `ErrorAnswer`."
-)
+DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
+Every error has the form of `ErrorAnswer`; `/generate` has those of the dialect that asks.
+
+**Models.** `base`, `policy` (the version that is served), `policy@12`, `latest`, and aliases such as `best`; of another
+adapter `poet`, `poet@3`, `poet@best`. `GET /v1/models` has them all. `model` in an answer is the exact version, and
+`weight_versions` says which tokens came from which.
+
+**Headers.** `x-request-id` comes back in the answer and stands in the log; `x-request-timeout` is the seconds by which
+an answer must be complete, else 504; `traceparent` makes the request a part of a trace. A 429 or 503 says when to come
+back in `Retry-After`.
+
+**Roles.** The tag of a route is the role that its key needs, which is sent as `Authorization: Bearer KEY` or
+`x-api-key: KEY`; each role may do what those before it may: `public`, `inference`, `training`, `admin`. Without keys
+every route is open to this machine.
+"""
 REF = "#/components/schemas/{model}"
 JSON = "application/json"
 
@@ -26,7 +37,8 @@ ERRORS: Mapping[int, str] = {
     401: "No API key or a wrong one.",
     403: "The key's role does not allow this route, or the route is switched off.",
     404: "No such model, version or alias.",
-    409: "This process does not do that, or not any more: it trains nothing, or takes no such weights.",
+    409: "This process does not do that, or not any more: it trains nothing, or takes no such weights. "
+    "In vLLM's dialect of `/generate`: somebody has aborted the request.",
     413: "The body is larger than `server.max_body_bytes`.",
     429: "The queue is full; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
@@ -74,6 +86,9 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 def _describe(operation: dict[str, Any], document: Document, role: Role, *, has_keys: bool) -> None:
     operation["tags"] = [role]
+    if document.query:
+        shown = [parameter.shown() for parameter in document.query]
+        operation["parameters"] = [*operation.get("parameters", ()), *shown]
     if document.bodies:
         content = {"schema": _any_of(document.bodies), **_examples(document)}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}

@@ -1,0 +1,23 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallm.device.memory import give_back_memory
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere freed blocks go back by themselves")
+def test_freed_memory_between_blocks_in_use_goes_back_to_the_system() -> None:
+    blocks = [bytes(40_000) for _ in range(5_000)]
+    top = bytes(40_000)  # above all of them, so that the heap cannot shrink from its end
+    give_back_memory()
+    before = resident_bytes()
+    blocks.clear()
+    give_back_memory()
+    assert before - resident_bytes() > 100_000_000
+    assert top
