@@ -29,8 +29,8 @@ def main() -> None:
         rows.append((name, f"{median(speeds):.0f}", f"{share(speeds, alone):.2f}"))
     print_table(f"{arguments.clients} streams: {arguments.model}", rows)
     figures: dict[str, float | None] = {
-        "http.share_of_engine": share(beats, alone),
-        "http.share_of_engine_every_token": share(every, alone),
+        "engine.http.vs_bare": share(beats, alone),
+        "engine.http.vs_bare_every_token": share(every, alone),
     }
     print_figures(figures, device=blas_name(job))
 

@@ -21,13 +21,20 @@ class Traffic:
     first: list[float] = field(default_factory=list)
     """Seconds from a request to its first token."""
     finished: int = 0
+    tokens: int = 0
+    """Of finished requests, as the server counts them."""
+    seconds: float = 0.0
+    """From the first request until the last one has ended."""
     errors: list[str] = field(default_factory=list)
 
 
-async def stream_for(url: str, questions: Sequence[str], *, clients: int, seconds: float, max_tokens: int) -> Traffic:
+async def stream_for(
+    url: str, questions: Sequence[str], *, clients: int, seconds: float, max_tokens: int, model: str = "policy"
+) -> Traffic:
     """Keep `clients` streams open for `seconds`, one request after the other in each."""
     traffic = Traffic()
-    ends = time.perf_counter() + seconds
+    began = time.perf_counter()
+    ends = began + seconds
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits, trust_env=False) as client:
 
@@ -35,11 +42,12 @@ async def stream_for(url: str, questions: Sequence[str], *, clients: int, second
             turn = place
             while time.perf_counter() < ends:
                 body = {
-                    "model": "policy",
+                    "model": model,
                     "messages": [{"role": "user", "content": questions[turn % len(questions)]}],
                     "max_tokens": max_tokens,
                     "temperature": 1.0,
                     "stream": True,
+                    "stream_options": {"include_usage": True},
                 }
                 turn += clients
                 try:
@@ -49,6 +57,7 @@ async def stream_for(url: str, questions: Sequence[str], *, clients: int, second
                     await asyncio.sleep(SECONDS_BEFORE_RETRY)
 
         await asyncio.gather(*(one_client(place) for place in range(clients)))
+    traffic.seconds = time.perf_counter() - began
     return traffic
 
 
@@ -69,6 +78,7 @@ async def read_stream(client: httpx.AsyncClient, body: dict[str, object], traffi
             event = json.loads(line.removeprefix("data: "))
             if "error" in event:
                 raise ValueError(f"error in the stream: {event['error']}")
+            traffic.tokens += (event.get("usage") or {}).get("completion_tokens", 0)
             if not any(choice["delta"].get("content") for choice in event["choices"]):
                 continue
             now = time.perf_counter()

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,16 +41,22 @@ def server_process(program: str, overrides: list[str], folder: Path) -> Iterator
 def running_server(program: str, overrides: list[str], folder: Path) -> Iterator[Server]:
     """As `server_process`, for those who look at the process, too."""
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", program, f"server.port={port}", "metrics.display=lines", *overrides]
-    log = folder / f"{program}.log"
+    with running_command(command, port, folder / f"{program}.log", clean_environment()) as server:
+        yield server
+
+
+@contextmanager
+def running_command(command: list[str], port: int, log: Path, environment: Mapping[str, str]) -> Iterator[Server]:
+    """Any server that answers `/health` on `port`, ours or another's. Raises RuntimeError if it ends by itself."""
+    url = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=log.parent, env=environment, stdout=output, stderr=output)
         try:
             wait_until_healthy(process, url, log)
             yield Server(url=url, process_id=process.pid)
             if process.poll() is not None:
-                raise RuntimeError(f"{program} ended by itself with {process.returncode}:\n{log.read_text()[-3000:]}")
+                raise RuntimeError(f"the server ended with {process.returncode}:\n{log.read_text()[-3000:]}")
         finally:
             stop(process)
 
