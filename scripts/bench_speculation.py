@@ -35,9 +35,10 @@ def main() -> None:
         table = [row_of(name, rounds, found[plain(name)]) for name, rounds in found.items()]
         print_table(f"{rows} rows: {arguments.model}", [HEAD, *table])
         for name, rounds in found.items():
-            figures[f"engine.speculation.{name}.rows{rows}.vs_none"] = ratio(rounds, found[plain(name)])
+            if name != plain(name):
+                figures[f"engine.speculation.{name.replace('/', '.')}.rows{rows}"] = ratio(rounds, found[plain(name)])
     if draft is not None:
-        figures["engine.speculation.mlx_lm.vs_none"] = beside(job)
+        figures["engine.speculation.mlx_lm.draft.rows1"] = beside(job)
     print_figures(figures, device=blas_name(job))
 
 

@@ -74,13 +74,13 @@ class Bench:
         """Of each task, temperature and way: what each round took; with the same tokens every time."""
         found: dict[str, list[dict[str, float]]] = {}
         for task, prompts in self.tasks.items():
-            for temperature in (0.0, 1.0):
+            for kind, temperature in (("greedy", 0.0), ("sampled", 1.0)):
                 expected, _ = self.run("none", prompts, temperature)
                 for _ in range(self.job.repeats):
                     for way in self.ways:
                         tokens, figures = self.run(way, prompts, temperature)
                         assert tokens == expected, f"{way} samples other tokens than none"
-                        found.setdefault(f"{task}/{temperature}/{way}", []).append(figures)
+                        found.setdefault(f"{task}/{kind}/{way}", []).append(figures)
         return {"found": found, "blas": self.blas.name}
 
 
