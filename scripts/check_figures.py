@@ -212,6 +212,12 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
             *with_data,
             *sized("--prompts=8", "--max-tokens=32", "--rounds=1", "--stock-prompts=2"),
         ),
+        "speculation": partial(
+            script,
+            "bench_speculation.py",
+            *with_data,
+            *sized("--prompts=2", "--max-tokens=32", "--rounds=1", "--rows=1"),
+        ),
         "learner": partial(
             script,
             "bench_learner.py",

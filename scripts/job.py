@@ -42,6 +42,8 @@ class Job:
     tokens: int = 10_000
     repeats: int = 3
     lora: bool = False
+    draft: str | None = None
+    """A small model that drafts for the other."""
     ignore_eos: bool = False
     seed: int = 0
     trajectories: str | None = None

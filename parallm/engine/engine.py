@@ -18,7 +18,7 @@ from parallm.engine.prefill import Prefill
 from parallm.engine.room import Room
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
-from parallm.engine.speculation import make_speculation
+from parallm.engine.speculation_choice import make_speculation
 from parallm.engine.traffic import Traffic
 from parallm.engine.views import AdapterViews
 from parallm.engine.waiting import begin_completions, insert

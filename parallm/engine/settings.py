@@ -2,18 +2,30 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from parallm.settings import settings
 
 
 @settings
 class SpeculationSettings:
-    method: Literal["auto", "none", "ngram"] = "auto"
+    method: Literal["auto", "none", "ngram", "draft"] = "auto"
     """What proposes tokens that are checked several at a time: `ngram`, what followed the last tokens before in prompt
-    and completions; `auto`, the same where it has been measured to pay and the model allows it; `none`."""
+    and completions; `auto`, the same where it has been measured to pay and the model allows it; `draft`, a second
+    model; `none`."""
+    draft_model: str | None = None
+    """With `draft`: a local folder or a hub id of a small model with the same tokenizer."""
     num_tokens: int = Field(default=5, ge=1, le=16)
     """That are proposed at most at a time; how many are checked follows from how often they are right."""
+
+    @model_validator(mode="after")
+    def _check_draft_model(self) -> "SpeculationSettings":
+        if (self.method == "draft") != (self.draft_model is not None):
+            raise ValueError(
+                f"speculation.method={self.method} and speculation.draft_model={self.draft_model} do not go together; "
+                "name a model with method=draft, and only then"
+            )
+        return self
 
 
 @settings

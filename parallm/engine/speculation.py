@@ -5,25 +5,22 @@ that feeds drafts samples, behind each, what a step of its own would have sample
 are accepted as long as they are, and the first token behind is the policy's own. Tokens and log-probs are those without
 drafts, at any temperature and with any filters; nothing is accepted by chance (as in https://arxiv.org/abs/2211.17192).
 
-Drafts come from an n-gram lookup. How often they were right so far in the same request, by the length of what was
-matched, says how many are fed: while a step of few rows costs hardly less, all; then as long as a further row of the
-forward is expected to bring more tokens than its time costs. They are watched while none are fed, which costs a lookup.
+Drafts come from an n-gram lookup here, or from a second model (`draft_speculation.py`). How often they were right in
+the same request, by the length of what was matched, says how many are fed: while a step of few rows costs hardly less,
+all; then as long as a further row of the forward is expected to bring more tokens than its time costs. They are watched
+while none are fed, which costs a lookup.
 """
 
-import logging
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import mlx.core as mx
 
 from parallm.engine.ngram_lookup import LONGEST_NGRAM, NgramLookup, Proposal
 from parallm.engine.sequence import Sequence
 from parallm.engine.settings import SpeculationSettings
-from parallm.errors import ConfigError
 from parallm.model.attention import LEAST_ROWS
-from parallm.model.shared_model import SharedModel
-
-logger = logging.getLogger(__name__)
 
 FIXED_COST = 8
 """What a step costs before its rows, in rows: 8 for 25 million parameters, 16 for one million (CPU, one core each)."""
@@ -46,6 +43,32 @@ class Fed:
 
     tokens_F: mx.array
     widths: Ordered[int]
+
+
+class Speculation(Protocol):
+    """What a decoder asks for each step. Used on the device thread; its numbers from any."""
+
+    num_drafts: int
+    """Times that a row was fed drafts."""
+    num_drafted: int
+    """Tokens of them."""
+    num_accepted: int
+    """Of these, those that were what the policy sampled, as far as later steps have told."""
+
+    def join(self, rows: Ordered[Sequence]) -> None:
+        """Take note of rows that decode from now on."""
+
+    def leave(self, rows: Ordered[Sequence]) -> None:
+        """Forget rows, which may come back."""
+
+    def feed(self, rows: Ordered[Sequence], num_positions: int) -> Fed | None:
+        """What to feed these rows of a lane, which have room for `num_positions`; None: each its newest token alone.
+
+        Rows whose tokens are still in flight get no drafts.
+        """
+
+    def is_worth_waiting(self, rows: Ordered[Sequence]) -> bool:
+        """Whether drafts for these rows, whose newest tokens are in flight, are likely to be accepted enough."""
 
 
 @dataclass(slots=True)
@@ -94,17 +117,14 @@ class Group:
     lookup: NgramLookup | None = None
 
 
-class Speculation:
-    """Of all rows of an engine. Used on the device thread; its numbers from any."""
+class NgramSpeculation:
+    """Drafts from what a request has said already."""
 
     def __init__(self, settings: SpeculationSettings, *, is_on: bool, max_context: int) -> None:
         """`is_on`: whether the model's rows can feed several tokens, and it shall pay here."""
         self.num_drafts = 0
-        """Times that a row was fed drafts."""
         self.num_drafted = 0
-        """Tokens of them."""
         self.num_accepted = 0
-        """Of these, those that were what the policy sampled, as far as later steps have told."""
         self._most = settings.num_tokens
         self._is_on = is_on
         self._max_context = max_context
@@ -112,7 +132,6 @@ class Speculation:
         self._watched: dict[Sequence, Watched] = {}
 
     def join(self, rows: Ordered[Sequence]) -> None:
-        """Take note of rows that decode from now on."""
         for row in rows if self._is_on else ():
             self._groups.setdefault(row.request.request_id, Group()).rows.add(row)
 
@@ -126,10 +145,6 @@ class Speculation:
                 del self._groups[row.request.request_id]
 
     def feed(self, rows: Ordered[Sequence], num_positions: int) -> Fed | None:
-        """What to feed these rows of a lane, which have room for `num_positions`; None: each its newest token alone.
-
-        Rows whose tokens are still in flight are watched only.
-        """
         if not self._is_on or not 0 < len(rows) <= MOST_ROWS:
             return None
         drafts: list[Ordered[int]] = [()] * len(rows)
@@ -155,7 +170,6 @@ class Speculation:
         return Fed(tokens_F=mx.array(tokens, mx.int32), widths=widths)
 
     def is_worth_waiting(self, rows: Ordered[Sequence]) -> bool:
-        """Whether drafts for these rows, whose newest tokens are in flight, are likely to be accepted enough."""
         if not self._is_on or not 0 < len(rows) <= MOST_ROWS:
             return False
         expected = 0.0
@@ -187,20 +201,6 @@ class Speculation:
         if watched is not None:
             num_right = group.rates.learn(watched.proposal, row.tokens[watched.num_tokens :])
             self.num_accepted += min(num_right, watched.num_fed)
-
-
-def make_speculation(settings: SpeculationSettings, model: SharedModel, max_context: int) -> Speculation:
-    """Speculation for this model on this device. Raises ConfigError where it is asked for by name and cannot be."""
-    is_on = settings.method != "none"
-    if is_on and not model.batches_exactly:
-        reason = f"{model.name} runs row by row, and what a row has computed cannot be taken back"
-        if settings.method != "auto":
-            raise ConfigError(f"engine.speculation.method={settings.method}: {reason}; use auto or none")
-        logger.info("no speculation: %s", reason)
-        is_on = False
-    if settings.method == "auto" and mx.default_device() != mx.Device(mx.cpu):
-        is_on = False  # a step is bounded by Python there, runs ahead, and has kernels for one token a row
-    return Speculation(settings, is_on=is_on, max_context=max_context)
 
 
 def _widths(found: Ordered[tuple[float, int, int]], num_rows: int) -> list[int]:
