@@ -104,7 +104,7 @@ BARS: Mapping[str, Bar] = {
     "clients.failed": Bar(most=0),
     "verifiers.reward_gain": Bar(least=0.2),
     "verifiers.control_gain": Bar(least=-0.05, most=0.05),
-    "verifiers.turns.reward_gain": Bar(least=0.1),
+    "verifiers.turns.reward_gain": Bar(least=0.2),
     "verifiers.turns.control_gain": Bar(least=-0.05, most=0.05),
     "verifiers.classic.reward_gain": Bar(least=0.2),
     "verifiers.faults": Bar(most=0),

@@ -66,9 +66,7 @@ class Engine:
         """Queue a validated request. Raises UnknownModel, EngineFull, or InvalidRequest for a name in use."""
         traffic = self._traffic[request.traffic]
         if len(traffic.prompts) >= self.settings.max_waiting:
-            raise EngineFull(
-                f"{len(traffic.prompts)} requests wait already; try again later or raise engine.max_waiting"
-            )
+            raise EngineFull(f"{len(traffic.prompts)} requests wait already; try later or raise engine.max_waiting")
         if any(one.request.request_id == request.request_id for one in traffic.sequences()):
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._num_requests += 1

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.model.exponential import exp
-
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
@@ -47,7 +45,7 @@ def softmax_of(logits_NV: mx.array, temperature_N: mx.array) -> Softmax:
     divisor_N = mx.where(temperature_N > 0, temperature_N, 1.0).astype(mx.float32)
     scaled_NV = logits_NV.astype(mx.float32) / divisor_N[:, None]
     largest_N1 = scaled_NV.max(axis=-1, keepdims=True)
-    exponentials_NV = exp(scaled_NV - largest_N1)
+    exponentials_NV = mx.exp(scaled_NV - largest_N1)
     sums_N = exponentials_NV.sum(axis=-1)
     return Softmax(scaled_NV, exponentials_NV, sums_N, largest_N1[:, 0] + mx.log(sums_N))
 
