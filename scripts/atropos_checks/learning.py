@@ -1,5 +1,6 @@
 """Checks 3 and 4: does a policy learn from an environment, and do those of others run as they are."""
 
+import ast
 import asyncio
 import json
 import re
@@ -8,19 +9,22 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from clients import Traffic, stream_for
-from job import clean_environment, run_program
+from job import SCRIPTS, clean_environment, run_program
 from server_process import free_port
 
 from atropos_checks.failures import greedy, started
 from atropos_checks.stage import QUESTION, Bench, Finding, NotHere, Trainer, expect, trainer
 
-FIRST, LAST = 5, 10
-"""Steps whose mean rewards are compared."""
+TEMPLATE = SCRIPTS.parent / "recipes" / "atropos" / "words.py"
+SAMPLES = 32
+"""Of each problem, to tell what a model is worth."""
 LEAST_GAIN = 0.1
 IDLE_SECONDS, BUSY_SECONDS = 6.0, 15.0
 CLIENTS = 2
+MAX_TOKENS = 64
 PATTERNS = (r"^[a-z]+$", r"^\d+$", r"^.*[A-Z].*$", r"^\w+@\w+\.\w+$", r"^\S+\.txt$", r"^(yes|no)$", r"^\d.*$", r"^.+$")
 """What a small model learns to say to questions for a regular expression, right or wrong."""
 NUM_TAUGHT = 128
@@ -43,9 +47,9 @@ def learning(bench: Bench) -> Finding:
                     ratio = itl_ratio(one)
                 one.wait_for_step(bench.steps, 900)
                 expect(greedy(one, "base") == base, "the base answers otherwise than before")
-                rewards = [row["reward/mean"] for row in one.rows()][: bench.steps]
+                gain = worth(one, "policy") - worth(one, "base")
                 joined = min(joined, *(row["atropos/joined_fraction"] for row in one.rows()))
-            found.append(fmean(rewards[-LAST:]) - fmean(rewards[:FIRST]))
+            found.append(gain)
     shown = f"gains {told(gains)}, with a learning rate of 0 {told(controls)}"
     expect(min(gains) > max(max(controls), LEAST_GAIN), shown)
     figures = {"reward_gain": min(gains), "ledger_join_fraction": joined, "itl_p50_ratio": ratio}
@@ -59,8 +63,34 @@ def overrides(bench: Bench, seed: int, rate: float) -> list[str]:
         f"learner.learning_rate={rate}",
         "rollout.problems_per_step=4",
         "rollout.group_size=8",
-        "rollout.max_tokens=96",
+        f"rollout.max_tokens={MAX_TOKENS}",
     ]
+
+
+def worth(one: Trainer, model: str) -> float:
+    """The mean reward of what a model samples to the problems of the template."""
+    words = problems_and_score()
+    rewards = []
+    for question, answer in words["problems"]():
+        body = {"model": model, "messages": [{"role": "user", "content": question}], "n": SAMPLES, "seed": 0}
+        reply = one.http.post("/v1/chat/completions", json=body | {"max_tokens": MAX_TOKENS, "temperature": 1.0})
+        reply.raise_for_status()
+        rewards += [words["score"](choice["message"]["content"], answer) for choice in reply.json()["choices"]]
+    return fmean(rewards)
+
+
+def problems_and_score() -> dict[str, Any]:
+    """Those functions of the template, which is written for an interpreter with atroposlib."""
+    tree = ast.parse(TEMPLATE.read_text())
+    kept = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.Assign)
+        or (isinstance(node, ast.Import) and node.names[0].name == "re")
+    ]
+    known: dict[str, Any] = {}
+    exec(compile(ast.Module(body=kept, type_ignores=[]), str(TEMPLATE), "exec"), known)
+    return known
 
 
 def told(values: Sequence[float]) -> str:
@@ -70,7 +100,7 @@ def told(values: Sequence[float]) -> str:
 def itl_ratio(one: Trainer) -> float:
     """The median time between two tokens of streams while the run trains, over that while it is paused."""
     one.pause(on=True)
-    streams(one, 2 * FIRST)  # what the environment may have under way ends meanwhile
+    streams(one, IDLE_SECONDS)  # what the environment may have under way ends meanwhile
     idle = streams(one, IDLE_SECONDS)
     one.pause(on=False)
     busy = streams(one, BUSY_SECONDS)
