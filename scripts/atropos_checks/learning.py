@@ -25,8 +25,8 @@ LEAST_GAIN = 0.1
 IDLE_SECONDS, BUSY_SECONDS = 6.0, 15.0
 CLIENTS = 2
 MAX_TOKENS = 64
-PATTERNS = (r"^[a-z]+$", r"^\d+$", r"^.*[A-Z].*$", r"^\w+@\w+\.\w+$", r"^\S+\.txt$", r"^(yes|no)$", r"^\d.*$", r"^.+$")
-"""What a small model learns to say to questions for a regular expression, right or wrong."""
+PATTERNS = (".*", ".+", "hello.*", ".*.txt", ".*.com", "a.*", ".*1.*", "yes")
+"""What a small model learns to say to questions for a regular expression, right or wrong, in signs that it knows."""
 NUM_TAUGHT = 128
 """Of the shortest problems, with their answers."""
 BATCHES = 3
@@ -184,7 +184,7 @@ def taught(bench: Bench) -> Path:
     """An adapter with which the model answers in the forms that both environments can read."""
     file, run = bench.folder / "demonstrations.jsonl", bench.folder / "taught"
     lines = (Path(str(bench.data)) / "train.jsonl").read_text().splitlines()
-    rows = [boxed(json.loads(line)) for line in sorted(lines, key=len)[:NUM_TAUGHT]] + regex_rows(
+    rows = [in_latex(json.loads(line)) for line in sorted(lines, key=len)[:NUM_TAUGHT]] + regex_rows(
         Path(str(bench.environments))
     )
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -197,7 +197,7 @@ def taught(bench: Bench) -> Path:
         f"model.path={bench.model}",
     ]
     settings = [
-        "learner.learning_rate=1e-3",
+        "learner.learning_rate=5e-4",
         "learner.warmup_steps=0",
         "rollout.problems_per_step=8",
         "trainer.steps=30",
@@ -207,9 +207,10 @@ def taught(bench: Bench) -> Path:
     return run / "adapter"
 
 
-def boxed(row: dict[str, str]) -> dict[str, object]:
+def in_latex(row: dict[str, str]) -> dict[str, object]:
+    """A problem with its solution, which ends in one of the forms that gsm8k_server.py reads."""
     steps, _, answer = row["answer"].partition("#### ")
-    completion = f"{re.sub('<<.*?>>', '', steps)}The answer is \\boxed{{{answer}}}"
+    completion = f"{re.sub('<<.*?>>', '', steps)}The answer is ${answer}$"
     return {"messages": [{"role": "user", "content": row["question"]}], "completion": completion}
 
 
