@@ -1,4 +1,4 @@
-"""An environment of Atropos to begin your own with: eight word problems; the reward is how near an answer comes."""
+"""An environment of Atropos to begin your own with: word problems; the reward is how near an answer comes."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 
 TEXT = "Tom has {0} pens, finds {1} more and loses {2}. How many pens are left?"
-NUM_PROBLEMS = 8
+NUM_PROBLEMS = 64
 
 
 class Words(BaseEnv):
@@ -45,7 +45,7 @@ class Words(BaseEnv):
 
 
 def problems() -> list[tuple[str, int]]:
-    numbers = [(20 + 3 * turn, 5 + 4 * turn, 2 + turn) for turn in range(NUM_PROBLEMS)]
+    numbers = [(20 + 7 * turn % 31, 3 + 11 * turn % 37, 2 + turn % 17) for turn in range(NUM_PROBLEMS)]
     return [(TEXT.format(a, b, c), a + b - c) for a, b, c in numbers]
 
 

@@ -19,7 +19,7 @@ from atropos_checks.failures import greedy, started
 from atropos_checks.stage import QUESTION, Bench, Finding, NotHere, Trainer, expect, trainer
 
 TEMPLATE = SCRIPTS.parent / "recipes" / "atropos" / "words.py"
-SAMPLES = 32
+SAMPLES = 4
 """Of each problem, to tell what a model is worth."""
 LEAST_GAIN = 0.1
 IDLE_SECONDS, BUSY_SECONDS = 6.0, 15.0
@@ -27,8 +27,8 @@ CLIENTS = 2
 MAX_TOKENS = 64
 PATTERNS = (".*", ".+", "hello.*", ".*.txt", ".*.com", "a.*", ".*1.*", "yes")
 """What a small model learns to say to questions for a regular expression, right or wrong, in signs that it knows."""
-NUM_TAUGHT = 128
-"""Of the shortest problems, with their answers."""
+NUM_TAUGHT = 320
+"""Problems with their answers."""
 BATCHES = 3
 
 
@@ -38,7 +38,7 @@ def learning(bench: Bench) -> Finding:
     controls: list[float] = []
     ratio, joined = 0.0, 1.0
     for seed in bench.seeds:
-        for name, rate, found in (("learned", 2e-3, gains), ("control", 0.0, controls)):
+        for name, rate, found in (("learned", 1e-3, gains), ("control", 0.0, controls)):
             own = bench.of(f"{name}_{seed}")
             with trainer(own, overrides(own, seed, rate)) as one:
                 one.wait_for_step(1)
@@ -141,7 +141,7 @@ def foreign(bench: Bench, name: str, script: Path, folder: Path, arguments: str 
         *started(bench, f"http://127.0.0.1:{free_port()}"),
         f"rollout.atropos.start.environments={{{name}: {{{words}, variables: {{HF_HUB_OFFLINE: '1'}}}}}}",
         f"model.path={bench.model}",
-        "rollout.problems_per_step=4",
+        "rollout.group_size=8",
         "rollout.max_tokens=200",
         "rollout.atropos.max_token_len=768",
         "learner.learning_rate=1e-4",
@@ -184,9 +184,7 @@ def taught(bench: Bench) -> Path:
     """An adapter with which the model answers in the forms that both environments can read."""
     file, run = bench.folder / "demonstrations.jsonl", bench.folder / "taught"
     lines = (Path(str(bench.data)) / "train.jsonl").read_text().splitlines()
-    rows = [in_latex(json.loads(line)) for line in sorted(lines, key=len)[:NUM_TAUGHT]] + regex_rows(
-        Path(str(bench.environments))
-    )
+    rows = [in_latex(json.loads(line)) for line in lines[:NUM_TAUGHT]] + regex_rows(Path(str(bench.environments)))
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     command = [
         sys.executable,
@@ -197,10 +195,10 @@ def taught(bench: Bench) -> Path:
         f"model.path={bench.model}",
     ]
     settings = [
-        "learner.learning_rate=5e-4",
+        "learner.learning_rate=1e-3",
         "learner.warmup_steps=0",
         "rollout.problems_per_step=8",
-        "trainer.steps=30",
+        "trainer.steps=45",
     ]
     rest = ["trainer.evaluate_problems=0", "server=off", "metrics.display=lines", "name=taught", f"hydra.run.dir={run}"]
     run_program([*command, *settings, *rest], clean_environment(), bench.folder)
@@ -224,7 +222,7 @@ def regex_rows(environments: Path) -> list[dict[str, object]]:
         shown = [f"Description: {problem['description']}", "", "Strings that SHOULD match:"]
         shown += [f"  - {text!r}" for text in problem["positive"]] + ["", "Strings that should NOT match:"]  # type: ignore[attr-defined]
         shown += [f"  - {text!r}" for text in problem["negative"]]  # type: ignore[attr-defined]
-        for turn in range(4):
+        for turn in range(2):
             answer = f"This is the pattern: <answer>{PATTERNS[(number + 3 * turn) % len(PATTERNS)]}</answer>"
             rows.append({"messages": [{"role": "user", "content": "\n".join(shown)}], "completion": answer})
     return rows
