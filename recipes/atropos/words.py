@@ -1,16 +1,12 @@
-"""An environment of Atropos to begin your own with: questions, and a reward for answers of many words.
+"""An environment of Atropos to begin your own with: word problems; the reward is how near an answer comes."""
 
-The reward is dense: answers of different length differ in it, so a small model learns from its first step on.
-"""
-
-import random
+import re
 from typing import Any
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 
-NAMES = ("Mia", "Tom", "Ana", "Ben", "Eva", "Leo", "Ida", "Max")
-THINGS = ("apples", "pens", "books", "coins", "shells")
-HALF = 24  # words that are worth half of the reward
+TEXT = "Tom has {0} pens, finds {1} more and loses {2}. How many pens are left?"
+NUM_PROBLEMS = 64
 
 
 class Words(BaseEnv):
@@ -22,37 +18,41 @@ class Words(BaseEnv):
         return BaseEnvConfig(wandb_name=cls.name), [APIServerConfig(server_type="vllm")]
 
     async def setup(self) -> None:
-        self._random = random.Random(0)
+        self._problems, self._turn = problems(), 0
 
-    async def get_next_item(self) -> str:
+    async def get_next_item(self) -> tuple[str, int]:
         """One problem, in whatever form `collect_trajectories` likes."""
-        name, thing = self._random.choice(NAMES), self._random.choice(THINGS)
-        has, gets = self._random.randint(2, 9), self._random.randint(2, 9)
-        return f"{name} has {has} {thing}. {name} gets {gets} more. How many {thing} does {name} have?"
+        self._turn += 1
+        return self._problems[self._turn % NUM_PROBLEMS]
 
-    async def collect_trajectories(self, item: str) -> tuple[ScoredDataGroup | None, list[Any]]:
-        """All completions of one problem, with their scores; and items to try again later."""
-        messages = [{"role": "user", "content": item}]
+    async def collect_trajectories(self, item: tuple[str, int]) -> tuple[ScoredDataGroup | None, list[Any]]:
+        """All completions of one problem with their scores, and items to try again later."""
+        messages = [{"role": "user", "content": item[0]}]
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            answer = await managed.chat_completion(
+            chat = await managed.chat_completion(
                 messages=messages, n=self.config.group_size, max_tokens=self.config.max_token_length, temperature=1.0
             )
             nodes = managed.get_state()["nodes"]  # tokens, masks and log-probs as they were sampled
-        group = ScoredDataGroup(tokens=[], masks=[], scores=[], inference_logprobs=[])
-        for node, choice in zip(nodes, answer.choices, strict=True):
-            group["tokens"].append(node.tokens)
-            group["masks"].append(node.masked_tokens)
-            group["inference_logprobs"].append(node.logprobs)
-            group["scores"].append(score(choice.message.content))
-        return group, []
+        return ScoredDataGroup(
+            tokens=[node.tokens for node in nodes],
+            masks=[node.masked_tokens for node in nodes],
+            inference_logprobs=[node.logprobs for node in nodes],
+            scores=[score(choice.message.content, item[1]) for choice in chat.choices],
+        ), []
 
     async def evaluate(self, *_: object, **__: object) -> None:
         """Only with steps_per_eval above 0."""
 
 
-def score(text: str) -> float:
-    num_words = len(text.split())
-    return num_words / (num_words + HALF)
+def problems() -> list[tuple[str, int]]:
+    numbers = [(20 + 7 * turn % 31, 3 + 11 * turn % 37, 2 + turn % 17) for turn in range(NUM_PROBLEMS)]
+    return [(TEXT.format(a, b, c), a + b - c) for a, b, c in numbers]
+
+
+def score(text: str, answer: int) -> float:
+    """1 for the right number at the end, a half for the one beside it, and so on."""
+    found = re.findall(r"-?\d+", text)
+    return 1 / (1 + abs(int(found[-1][:9]) - answer)) if found else 0.0
 
 
 if __name__ == "__main__":

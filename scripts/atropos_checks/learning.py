@@ -1,5 +1,6 @@
 """Checks 3 and 4: does a policy learn from an environment, and do those of others run as they are."""
 
+import ast
 import asyncio
 import json
 import re
@@ -8,23 +9,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from clients import Traffic, stream_for
-from job import clean_environment, run_program
+from job import SCRIPTS, clean_environment, run_program
 from server_process import free_port
 
 from atropos_checks.failures import greedy, started
 from atropos_checks.stage import QUESTION, Bench, Finding, NotHere, Trainer, expect, trainer
 
-FIRST, LAST = 5, 10
-"""Steps whose mean rewards are compared."""
+TEMPLATE = SCRIPTS.parent / "recipes" / "atropos" / "words.py"
+SAMPLES = 4
+"""Of each problem, to tell what a model is worth."""
 LEAST_GAIN = 0.1
 IDLE_SECONDS, BUSY_SECONDS = 6.0, 15.0
 CLIENTS = 2
-PATTERNS = (r"^[a-z]+$", r"^\d+$", r"^.*[A-Z].*$", r"^\w+@\w+\.\w+$", r"^\S+\.txt$", r"^(yes|no)$", r"^\d.*$", r"^.+$")
-"""What a small model learns to say to questions for a regular expression, right or wrong."""
-NUM_TAUGHT = 128
-"""Of the shortest problems, with their answers."""
+MAX_TOKENS = 64
+PATTERNS = (".*", ".+", "hello.*", ".*.txt", ".*.com", "a.*", ".*1.*", "yes")
+"""What a small model learns to say to questions for a regular expression, right or wrong, in signs that it knows."""
+NUM_TAUGHT = 320
+"""Problems with their answers."""
 BATCHES = 3
 
 
@@ -34,7 +38,7 @@ def learning(bench: Bench) -> Finding:
     controls: list[float] = []
     ratio, joined = 0.0, 1.0
     for seed in bench.seeds:
-        for name, rate, found in (("learned", 2e-3, gains), ("control", 0.0, controls)):
+        for name, rate, found in (("learned", 1e-3, gains), ("control", 0.0, controls)):
             own = bench.of(f"{name}_{seed}")
             with trainer(own, overrides(own, seed, rate)) as one:
                 one.wait_for_step(1)
@@ -43,9 +47,9 @@ def learning(bench: Bench) -> Finding:
                     ratio = itl_ratio(one)
                 one.wait_for_step(bench.steps, 900)
                 expect(greedy(one, "base") == base, "the base answers otherwise than before")
-                rewards = [row["reward/mean"] for row in one.rows()][: bench.steps]
+                gain = worth(one, "policy") - worth(one, "base")
                 joined = min(joined, *(row["atropos/joined_fraction"] for row in one.rows()))
-            found.append(fmean(rewards[-LAST:]) - fmean(rewards[:FIRST]))
+            found.append(gain)
     shown = f"gains {told(gains)}, with a learning rate of 0 {told(controls)}"
     expect(min(gains) > max(max(controls), LEAST_GAIN), shown)
     figures = {"reward_gain": min(gains), "ledger_join_fraction": joined, "itl_p50_ratio": ratio}
@@ -59,8 +63,34 @@ def overrides(bench: Bench, seed: int, rate: float) -> list[str]:
         f"learner.learning_rate={rate}",
         "rollout.problems_per_step=4",
         "rollout.group_size=8",
-        "rollout.max_tokens=96",
+        f"rollout.max_tokens={MAX_TOKENS}",
     ]
+
+
+def worth(one: Trainer, model: str) -> float:
+    """The mean reward of what a model samples to the problems of the template."""
+    words = problems_and_score()
+    rewards = []
+    for question, answer in words["problems"]():
+        body = {"model": model, "messages": [{"role": "user", "content": question}], "n": SAMPLES, "seed": 0}
+        reply = one.http.post("/v1/chat/completions", json=body | {"max_tokens": MAX_TOKENS, "temperature": 1.0})
+        reply.raise_for_status()
+        rewards += [words["score"](choice["message"]["content"], answer) for choice in reply.json()["choices"]]
+    return fmean(rewards)
+
+
+def problems_and_score() -> dict[str, Any]:
+    """Those functions of the template, which is written for an interpreter with atroposlib."""
+    tree = ast.parse(TEMPLATE.read_text())
+    kept = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.Assign)
+        or (isinstance(node, ast.Import) and node.names[0].name == "re")
+    ]
+    known: dict[str, Any] = {}
+    exec(compile(ast.Module(body=kept, type_ignores=[]), str(TEMPLATE), "exec"), known)
+    return known
 
 
 def told(values: Sequence[float]) -> str:
@@ -70,7 +100,7 @@ def told(values: Sequence[float]) -> str:
 def itl_ratio(one: Trainer) -> float:
     """The median time between two tokens of streams while the run trains, over that while it is paused."""
     one.pause(on=True)
-    streams(one, 2 * FIRST)  # what the environment may have under way ends meanwhile
+    streams(one, IDLE_SECONDS)  # what the environment may have under way ends meanwhile
     idle = streams(one, IDLE_SECONDS)
     one.pause(on=False)
     busy = streams(one, BUSY_SECONDS)
@@ -111,7 +141,7 @@ def foreign(bench: Bench, name: str, script: Path, folder: Path, arguments: str 
         *started(bench, f"http://127.0.0.1:{free_port()}"),
         f"rollout.atropos.start.environments={{{name}: {{{words}, variables: {{HF_HUB_OFFLINE: '1'}}}}}}",
         f"model.path={bench.model}",
-        "rollout.problems_per_step=4",
+        "rollout.group_size=8",
         "rollout.max_tokens=200",
         "rollout.atropos.max_token_len=768",
         "learner.learning_rate=1e-4",
@@ -154,9 +184,7 @@ def taught(bench: Bench) -> Path:
     """An adapter with which the model answers in the forms that both environments can read."""
     file, run = bench.folder / "demonstrations.jsonl", bench.folder / "taught"
     lines = (Path(str(bench.data)) / "train.jsonl").read_text().splitlines()
-    rows = [boxed(json.loads(line)) for line in sorted(lines, key=len)[:NUM_TAUGHT]] + regex_rows(
-        Path(str(bench.environments))
-    )
+    rows = [in_latex(json.loads(line)) for line in lines[:NUM_TAUGHT]] + regex_rows(Path(str(bench.environments)))
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     command = [
         sys.executable,
@@ -170,16 +198,17 @@ def taught(bench: Bench) -> Path:
         "learner.learning_rate=1e-3",
         "learner.warmup_steps=0",
         "rollout.problems_per_step=8",
-        "trainer.steps=30",
+        "trainer.steps=45",
     ]
     rest = ["trainer.evaluate_problems=0", "server=off", "metrics.display=lines", "name=taught", f"hydra.run.dir={run}"]
     run_program([*command, *settings, *rest], clean_environment(), bench.folder)
     return run / "adapter"
 
 
-def boxed(row: dict[str, str]) -> dict[str, object]:
+def in_latex(row: dict[str, str]) -> dict[str, object]:
+    """A problem with its solution, which ends in one of the forms that gsm8k_server.py reads."""
     steps, _, answer = row["answer"].partition("#### ")
-    completion = f"{re.sub('<<.*?>>', '', steps)}The answer is \\boxed{{{answer}}}"
+    completion = f"{re.sub('<<.*?>>', '', steps)}The answer is ${answer}$"
     return {"messages": [{"role": "user", "content": row["question"]}], "completion": completion}
 
 
@@ -193,7 +222,7 @@ def regex_rows(environments: Path) -> list[dict[str, object]]:
         shown = [f"Description: {problem['description']}", "", "Strings that SHOULD match:"]
         shown += [f"  - {text!r}" for text in problem["positive"]] + ["", "Strings that should NOT match:"]  # type: ignore[attr-defined]
         shown += [f"  - {text!r}" for text in problem["negative"]]  # type: ignore[attr-defined]
-        for turn in range(4):
+        for turn in range(2):
             answer = f"This is the pattern: <answer>{PATTERNS[(number + 3 * turn) % len(PATTERNS)]}</answer>"
             rows.append({"messages": [{"role": "user", "content": "\n".join(shown)}], "completion": answer})
     return rows

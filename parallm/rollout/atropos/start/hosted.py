@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-NOISE = ("env_manager: Status dict", "max_num_workers: ")
+NOISE = ("env_manager: Status dict", "max_num_workers: ", "handle_env: Starting with item")
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ SIGNS = {
     "equal_scores": "Scores are the same in a group",
     "too_long": "Token length is too long in a group",
     "wrong_size": "Group structure invalid, or token count mismatch",
+    "nothing_collected": "handle_env: No trajectories collected",
     "trajectories_failed": "Error in collect_trajectories:",
     "not_sent": "Failed to send ",
     "refused": "Client error: ",

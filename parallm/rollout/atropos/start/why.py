@@ -19,6 +19,8 @@ DROPS = {
     "environment's max_token_length",
     "wrong_size": "a group had another number of sequences than group_size; the environment leaves out completions, "
     "such as those with fewer than 10 tokens",
+    "nothing_collected": "its own code has given nothing for an item: scores that are all equal, or completions "
+    "that are too short or cut off; the model may be too weak or too good for it, or rollout.max_tokens too low",
     "trajectories_failed": "its own code has failed: {example}",
     "not_sent": "run-api did not take it: {example}",
     "refused": "run-api has refused it: {example}",

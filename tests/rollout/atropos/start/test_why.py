@@ -122,7 +122,7 @@ def test_an_environment_that_has_ended_by_itself_is_named() -> None:
     assert names(environments=[environment(exit_code=0)]) == ["words_finished"]
 
 
-@pytest.mark.parametrize("sign", ["equal_scores", "too_long", "wrong_size", "trajectories_failed"])
+@pytest.mark.parametrize("sign", ["equal_scores", "too_long", "wrong_size", "nothing_collected", "trajectories_failed"])
 def test_groups_that_an_environment_drops_are_named_with_the_reason(sign: str) -> None:
     assert names(num_completions=100, environments=[environment(counts={sign: 3})]) == [f"words_{sign}"]
 
