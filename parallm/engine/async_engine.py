@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
+from parallm.device.memory import give_back_memory
 from parallm.device.thread import DeviceThread
 from parallm.engine.engine import Engine
 from parallm.engine.join_events import joined
@@ -141,6 +142,7 @@ class AsyncEngine:
     async def reset_caches(self) -> None:
         engine = self._attached()
         await asyncio.wrap_future(self._device.call(engine.reset_caches))
+        await asyncio.to_thread(give_back_memory)
 
     def emit(self, events: list[TokenEvent]) -> None:
         """Deliver one unit's events: one hop for all of them."""

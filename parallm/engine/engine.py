@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
-from parallm.device.memory import give_back_memory
 from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv_memory import KvMemory
 from parallm.engine.out_of_memory import is_out_of_memory
@@ -112,7 +111,6 @@ class Engine:
         self.memory.prefixes.clear()
         self._views.clear()
         mx.clear_cache()
-        give_back_memory()
         self._count()
 
     def has_work(self, traffic: TrafficClass) -> bool:
