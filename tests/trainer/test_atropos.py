@@ -257,12 +257,15 @@ def test_of_two_policies_each_learns_from_its_own_environments(
 
     def act(environment: Environment) -> None:
         until(lambda: bool(other.state.get("started")))
-        for _ in range(2):
-            environment.post(environment.group(model="poet"))
-            other.post(environment.group(model="poet"))  # of another policy than that which learns from here
-            other.post(environment.group(model="coder"))
-        for _ in range(2):
-            other.post(environment.group(model="coder"))
+        # all of them first: a run whose policies have had their steps ends
+        poets = [environment.group(model="poet") for _ in range(4)]
+        coders = [environment.group(model="coder") for _ in range(4)]
+        for own, foreign, coder in zip(poets[:2], poets[2:], coders[:2], strict=True):
+            environment.post(own)
+            other.post(foreign)  # of another policy than that which learns from here
+            other.post(coder)
+        for coder in coders[2:]:
+            other.post(coder)
 
     with served(other) as other_url:
         rollout = {"atropos": {"url": other_url}}
