@@ -1,7 +1,8 @@
 """Are the engine's log-probs those that the learner computes? Samples under ragged continuous batching with LoRA on.
 
 Prints how many are equal bit for bit, the mean and the largest difference, for the nano model and for --model; the
-reference BLAS as control; and the speed of MKL's strict mode relative to the same without it.
+reference BLAS as control; the same with 8-bit keys and values, which are those of another policy; and the speed of
+MKL's strict mode relative to the same without it.
 """
 
 from argparse import ArgumentParser
@@ -22,6 +23,7 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--tokens", type=int, default=10_000, help="sampled tokens to compare (default: %(default)s)")
     parser.add_argument("--control-tokens", type=int, default=1_000, help="with the reference BLAS; 0: leave it out")
+    parser.add_argument("--packed-tokens", type=int, default=2_000, help="with engine.kv_bits=8; 0: leave it out")
     parser.add_argument("--rounds", type=int, default=3, help="of the speed comparison; 0: leave it out")
     arguments = parser.parse_args()
     job = replace(base_job(arguments), tokens=arguments.tokens, rows=ROWS, lora=True)
@@ -33,11 +35,19 @@ def main() -> None:
     if arguments.control_tokens and arguments.blas != "reference":
         control = run_worker("parity", replace(job, blas="reference", tokens=arguments.control_tokens))
         rows.append(row(f"{arguments.model}, control", control))
+    packed: dict[str, Any] = {}
+    if arguments.packed_tokens:
+        packed = run_worker("parity", replace(job, tokens=arguments.packed_tokens, kv_bits=8))
+        rows.append(row(f"{arguments.model}, engine.kv_bits=8", packed))
     print_table("Log-probs of engine and learner", [("model", "BLAS", "tokens", "bit-equal", "mean", "max"), *rows])
     first = next(iter(found.values()))
     is_strict_mkl = first["blas"] == "mkl" and first["strict"]
     ratio = speed_ratio(replace(job, rows=128), arguments.rounds) if is_strict_mkl and arguments.rounds else None
-    figures = worst(list(found.values())) | {"parity.strict_speed_ratio": ratio}
+    figures = worst(list(found.values())) | {
+        "parity.strict_speed_ratio": ratio,
+        "parity.kv_bits8.mean_abs": packed.get("mean_abs"),
+        "parity.kv_bits8.max_abs": packed.get("max_abs"),
+    }
     print_figures(figures, device=device(first))
 
 

@@ -56,6 +56,11 @@ class Job:
     """rollout.switch_in_flight."""
     samples: bool = False
     """A learner samples for itself, so that a whole step is measured, instead of using the trajectories' tokens."""
+    kv_cache_bytes: int | None = None
+    kv_bits: int | None = None
+    """engine.kv_bits."""
+    compiles: bool = False
+    """Decode steps are compiled, as they are with MLX's CUDA build."""
 
     @property
     def device(self) -> DeviceSettings:

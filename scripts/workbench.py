@@ -53,7 +53,11 @@ class Workbench:
         self.lanes = await self.on_device(lambda: Lanes(partial(set_blas_threads, self.blas)))
         self.adapter: Adapter = await self.on_device(partial(random_adapter, self.model, 1))
         await self.on_device(partial(self.table.publish, self.adapter))
-        settings = EngineSettings(max_rows=self.job.rows)
+        settings = EngineSettings(
+            max_rows=self.job.rows,
+            kv_cache_bytes=self.job.kv_cache_bytes,
+            kv_bits=self.job.kv_bits,  # type: ignore[arg-type]  # pydantic checks it
+        )
         core = await self.on_device(
             partial(
                 Engine,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from parallm.engine.layout import EMPTY
+from parallm.model.cuda import on_cuda
 
 COPIED = 3  # what a position of a row apart costs, which is copied first, in positions that are not
 LEAST_SAVED = 1500  # positions of all rows; what computing rows apart costs in any case (nano, measured on a CPU)
@@ -45,6 +46,7 @@ class Spread:
     """Which rows of a forward belong to which slot, where slots feed several tokens each."""
 
     slots_B: mx.array
+    """Places of their slots among those that are active."""
     rows_ST: mx.array
     """The rows of each slot; the last one again where it has fewer than others."""
     places_B: mx.array
@@ -73,35 +75,40 @@ class Spread:
 
 
 class ActiveRows:
-    """The rows of one step; row b is slot b, unless they are spread."""
+    """The rows of one step, and the slot of each."""
 
     def __init__(self) -> None:
         self.layout = EMPTY
-        self.set_lengths([])
+        self.by_place = not on_cuda()
+        """Whether the slots that are read are the first ones, as MLX's operations want it; a kernel takes any slots."""
+        self.needs_places = self.by_place
+        """Whether MLX's operations have read a step's keys and values; they had to gather them if not `by_place`."""
+        self.set_lengths([], mx.array([], mx.int32))
 
-    def set_lengths(self, lengths: Sequence[int]) -> None:
-        """Positions that each active row holds before the coming step."""
+    def set_lengths(self, lengths: Sequence[int], slots_S: mx.array) -> None:
+        """Positions that each active row holds before the coming step, and where."""
         on_cpu = mx.default_device() == mx.Device(mx.cpu)
         self.apart = rows_apart([length + 1 for length in lengths]) if on_cpu else None
         self.spread: Spread | None = None
         self._all_equal = min(lengths, default=0) == max(lengths, default=0)
-        self._set(mx.array(list(lengths), mx.int32), len(lengths), view=max(lengths, default=0) + 1)
+        self._set(mx.array(list(lengths), mx.int32), slots_S, view=max(lengths, default=0) + 1)
 
-    def set_spread(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
+    def set_spread(self, lengths: Sequence[int], widths: Sequence[int], slots_S: mx.array) -> None:
         """As `set_lengths`, for slots that feed so many tokens each."""
         self.apart, self._all_equal, self.spread = None, False, Spread.of(widths)
         ends = [length + t for length, width in zip(lengths, widths, strict=True) for t in range(width)]
-        self._set(mx.array(ends, mx.int32), len(lengths), view=max(ends) + 1)
-        self.slots_B = self.spread.slots_B
+        self._set(mx.array(ends, mx.int32), slots_S, view=max(ends) + 1)
+        self.slots_B = slots_S[self.spread.slots_B]
 
-    def set_traced(self, lengths_B: mx.array, num_positions: int) -> None:
+    def set_traced(self, lengths_B: mx.array, slots_B: mx.array, num_positions: int) -> None:
         """Rows of a step that is being compiled: their lengths are not known yet, only that there is room for them."""
         self.apart, self._all_equal, self.spread = None, False, None
-        self._set(lengths_B, lengths_B.shape[0], view=num_positions)
+        self._set(lengths_B, slots_B, view=num_positions)
 
-    def _set(self, lengths_B: mx.array, num_rows: int, view: int) -> None:
-        self.lengths_B, self.num_rows, self.view = lengths_B, num_rows, view
-        self.slots_B = mx.arange(num_rows, dtype=mx.int32)
+    def _set(self, lengths_B: mx.array, slots_S: mx.array, view: int) -> None:
+        self.lengths_B, self.slots_B, self.view = lengths_B, slots_S, view
+        self.read: slice | mx.array = slice(0, slots_S.shape[0]) if self.by_place else slots_S
+        """The slots whose keys and values the step reads."""
         self._masks: list[tuple[mx.array, int]] = []  # that this step's `mask` gave, with their windows
         self._spread_masks: dict[int, mx.array] = {}  # the same for the slots of spread rows, by place
 

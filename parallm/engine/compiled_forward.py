@@ -1,24 +1,26 @@
 """A decode step's forward through `mx.compile`: Python builds the graph once per shape and not for every token.
 
 Building the graph of hundreds of modules takes Python longer than a GPU needs to compute it. What differs from step to
-step comes in as arrays: tokens, lengths, pools, the adapter's factors. A trace is made for each number of rows (see
-`row_bucket`), shape of the pools and structure of the adapter; MLX keeps all of them.
+step comes in as arrays: tokens, lengths, slots, pools, the adapter's factors. A trace is made for each number of rows
+(see `row_bucket`), shape of the pools and structure of the adapter; MLX keeps all of them.
 
 Axes: B rows, H hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import mlx.core as mx
 
 from parallm.engine.active_rows import ActiveRows
 from parallm.engine.kv_cache import SlotCache
+from parallm.engine.kv_format import KvFormat
 from parallm.model.lora import AdapterStructure, OneAdapter
 from parallm.model.row_lora import RowAdapters, RowStructure
 from parallm.model.shared_model import SharedModel
 
 Structure = AdapterStructure | RowStructure
-Function = Callable[[mx.array, mx.array, list[mx.array], list[mx.array]], tuple[mx.array, list[mx.array]]]
+Arrays = list[mx.array]
+Function = Callable[[mx.array, mx.array, mx.array, Arrays, Arrays], tuple[mx.array, Arrays]]
 
 
 def row_bucket(num_rows: int) -> int:
@@ -33,32 +35,37 @@ class CompiledForward:
     def __init__(self, model: SharedModel) -> None:
         mx.eval(model.base.parameters())  # a trace would repeat what makes an array that is not evaluated yet
         self._model = model
-        self._functions: dict[Structure | None, Function] = {}
+        self._functions: dict[tuple[Structure | None, bool], Function] = {}
         self._view: OneAdapter | RowAdapters | None = None  # the last one, its arrays and structure
-        self._arrays: list[mx.array] = []
+        self._arrays: Arrays = []
         self._structure: Structure | None = None
 
     def __call__(
-        self, tokens_B: mx.array, lengths_B: mx.array, pools: list[mx.array], view: OneAdapter | RowAdapters | None
-    ) -> tuple[mx.array, list[mx.array]]:
+        self, tokens_B: mx.array, rows: ActiveRows, pools: Arrays, view: OneAdapter | RowAdapters | None
+    ) -> tuple[mx.array, Arrays]:
         """Hidden states (B, H) and the pools after the step: keys and values (S, heads, L, D) of each layer in turn."""
         if view is not self._view:
             self._view = view
             self._arrays, self._structure = ([], None) if view is None else (view.arrays(), view.structure())
-        if self._structure not in self._functions:
-            self._functions[self._structure] = self._compile(self._structure)
-        return self._functions[self._structure](tokens_B, lengths_B, pools, self._arrays)
+        key = self._structure, rows.by_place
+        if key not in self._functions:
+            self._functions[key] = self._compile(self._structure, rows)
+        return self._functions[key](tokens_B, rows.lengths_B, rows.slots_B, pools, self._arrays)
 
-    def _compile(self, structure: Structure | None) -> Function:
+    def _compile(self, structure: Structure | None, rows: ActiveRows) -> Function:
+        by_place = rows.by_place
+
         def forward(
-            tokens_B: mx.array, lengths_B: mx.array, pools: Sequence[mx.array], factors: Sequence[mx.array]
-        ) -> tuple[mx.array, list[mx.array]]:
-            rows = ActiveRows()
-            rows.set_traced(lengths_B, num_positions=pools[0].shape[2])
+            tokens_B: mx.array, lengths_B: mx.array, slots_B: mx.array, pools: Arrays, factors: Arrays
+        ) -> tuple[mx.array, Arrays]:
+            traced = ActiveRows()
+            traced.by_place = traced.needs_places = by_place
+            traced.set_traced(lengths_B, slots_B, num_positions=pools[0].shape[2])
             pairs = zip(pools[::2], pools[1::2], strict=True)
-            caches = [SlotCache(rows, keys_SHLD, values_SHLD) for keys_SHLD, values_SHLD in pairs]
+            caches = [SlotCache(traced, KvFormat(), pair) for pair in pairs]
             view = None if structure is None else structure.view(factors)
             hidden_B1H = self._model.hidden(tokens_B[:, None], caches, view)
+            rows.needs_places = rows.needs_places or traced.needs_places
             return hidden_B1H[:, 0], [array for cache in caches for array in cache.state]
 
         compiled: Function = mx.compile(forward)

@@ -19,10 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.engine.adjustments import Adjustments
-from parallm.engine.kv_cost import KvCost
 from parallm.engine.sampler import RowSampling, Sampled, row_sampling, sample
 from parallm.engine.sequence import Prompt, Sequence
-from parallm.engine.shard import make_shard
+from parallm.engine.shard import Shard
 from parallm.engine.speculation import Speculation
 from parallm.engine.views import AdapterViews
 from parallm.model.chat import ChatTokenizer
@@ -85,12 +84,12 @@ class Step:
 class Decoder:
     """Launches the steps of one lane's rows."""
 
-    def __init__(self, model: SharedModel, views: AdapterViews, cost: KvCost, speculation: Speculation) -> None:
+    def __init__(self, model: SharedModel, views: AdapterViews, shard: Shard, speculation: Speculation) -> None:
         self.in_flight: Step | None = None
         """Launched and not read; whoever reads it takes it from here."""
         self._model = model
         self._views = views
-        self.shard = make_shard(model, cost)
+        self.shard = shard
         """Its keys and values; rows join and leave through the decoder."""
         self._first_logits: list[mx.array] = []  # (V,) of each row that has joined since the last step
         self._sampling: RowSampling | None = None  # of the rows that were sampled last

@@ -1,10 +1,11 @@
 """Keys and values of the rows that decode together: one slot per row, allocated in few steps, written in O(1).
 
-With MLX's CUDA build each row reads the positions that it has (`model/decode_attention.py`); elsewhere all rows read as
-many as the longest one has, or rows that are much longer are computed apart (`active_rows.py`).
+With MLX's CUDA build each row reads the positions that it has, in whatever slot it is (`model/decode_attention.py`);
+elsewhere all rows read as many as the longest one has, or rows that are much longer are computed apart
+(`active_rows.py`), and they are slots 0 to n-1: `shard.py` keeps them there.
 
 mlx-lm's models see a `SlotCache` per layer through the interface of mlx-lm's caches (`offset`, `update_and_fetch`,
-`make_mask`). Active rows are slots 0 to n-1; when one leaves, the last row moves into its slot.
+`make_mask`).
 
 Axes: S slots, B active rows, A rows that are computed apart, H key-value heads, Q query heads,
 L positions, D head size.
@@ -17,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from parallm.engine.active_rows import ActiveRows, Spread
+from parallm.engine.kv_format import KvFormat
 from parallm.model.attention import OwnCache, attention
 from parallm.model.cuda import on_cuda
 from parallm.model.decode_attention import append_and_attend, fits
@@ -29,7 +31,7 @@ class Appended:
 
     keys: mx.array
     values: mx.array
-    pools: tuple[mx.array, mx.array]
+    pools: list[mx.array]
     """Before the write."""
     view: mx.array
     """The keys that the model got, by which `attend` knows them again."""
@@ -48,27 +50,18 @@ class SpreadViews:
 class SlotCache(OwnCache):
     """One layer's keys and values for all slots of a shard."""
 
-    def __init__(
-        self, rows: ActiveRows, keys_SHLD: mx.array | None = None, values_SHLD: mx.array | None = None
-    ) -> None:
+    def __init__(self, rows: ActiveRows, kv_format: KvFormat, pools: Sequence[mx.array] = ()) -> None:
         self._rows = rows
-        self._keys_SHLD = keys_SHLD
-        self._values_SHLD = values_SHLD
-        self._spread_views: SpreadViews | None = None  # the same, where rows are spread
+        self._format = kv_format
+        self.state = list(pools)
+        """Keys and values (S, H, L, D), or the parts that the format keeps of both; empty before the first row."""
+        self._spread_views: SpreadViews | None = None  # the same as below, where rows are spread
         self._appended: Appended | None = None  # between `update_and_fetch` and `attend`, where a kernel may do both
 
     @property
     def offset(self) -> mx.array:
         """Position of each active row's next token, (B,): what rotary embeddings need."""
         return self._rows.lengths_B
-
-    @property
-    def state(self) -> list[mx.array]:
-        return [] if self._keys_SHLD is None or self._values_SHLD is None else [self._keys_SHLD, self._values_SHLD]
-
-    @state.setter
-    def state(self, pools: Sequence[mx.array]) -> None:
-        self._keys_SHLD, self._values_SHLD = pools
 
     @property
     def nbytes(self) -> int:
@@ -80,21 +73,18 @@ class SlotCache(OwnCache):
 
     def update_and_fetch(self, keys_BH1D: mx.array, values_BH1D: mx.array) -> tuple[mx.array, mx.array]:
         """Write one position per active row; views of the slots' keys and values up to the longest row."""
-        rows, self._spread_views = self._rows, None  # of models that attend by themselves
-        assert self._keys_SHLD is not None, "a row joined before the first step"
-        assert self._values_SHLD is not None
-        before = self._keys_SHLD, self._values_SHLD
-        if on_cuda():  # a name of its own for what is written, so that `attend` finds the pools as they were
-            self._keys_SHLD, self._values_SHLD = before[0][...], before[1][...]
-        self._keys_SHLD[rows.slots_B, :, rows.lengths_B] = keys_BH1D[:, :, 0]
-        self._values_SHLD[rows.slots_B, :, rows.lengths_B] = values_BH1D[:, :, 0]
-        view = self._keys_SHLD[: rows.num_rows, :, : rows.view]
-        values_view = self._values_SHLD[: rows.num_rows, :, : rows.view]
+        rows, before, self._spread_views = self._rows, self.state, None  # of models that attend by themselves
+        assert before, "a row joined before the first step"
+        if on_cuda():  # names of their own for what is written, so that `attend` finds the pools as they were
+            self.state = [pool[...] for pool in before]
+        for pool, new in zip(self.state, self._format.pack(keys_BH1D, values_BH1D), strict=True):
+            pool[rows.slots_B, :, rows.lengths_B] = new[:, :, 0]
+        keys, values = self._format.unpack([pool[rows.read, :, : rows.view] for pool in self.state])
         if rows.spread is not None:
-            return self._spread(view, values_view, rows.spread)
+            return self._spread(keys, values, rows.spread)
         if on_cuda():
-            self._appended = Appended(keys=keys_BH1D, values=values_BH1D, pools=before, view=view)
-        return view, values_view
+            self._appended = Appended(keys=keys_BH1D, values=values_BH1D, pools=before, view=keys)
+        return keys, values
 
     def _spread(self, keys: mx.array, values: mx.array, spread: Spread) -> tuple[mx.array, mx.array]:
         """A copy of its slot for each row, for models that compute with keys themselves; never made for `attend`."""
@@ -135,9 +125,11 @@ class SlotCache(OwnCache):
             and sinks is None
             and fits(queries, *appended.pools)
         ):
-            self._keys_SHLD, self._values_SHLD = appended.pools
-            new, lengths_B = (appended.keys, appended.values), self._rows.lengths_B
-            return append_and_attend(queries, *new, *appended.pools, lengths_B, scale=scale, window=window)
+            self.state = appended.pools
+            new, places = (appended.keys, appended.values), (self._rows.slots_B, self._rows.lengths_B)
+            keys_SHLD, values_SHLD = appended.pools
+            return append_and_attend(queries, *new, keys_SHLD, values_SHLD, *places, scale=scale, window=window)
+        self._rows.needs_places = True
         del appended  # nobody else may hold the pools when they are written, or MLX copies them
         apart = self._rows.apart
         if apart is None or not isinstance(mask, mx.array):
@@ -149,24 +141,24 @@ class SlotCache(OwnCache):
         )
         return found
 
-    def join(self, slots: slice, prompts: PlainCache, rows: slice | mx.array) -> None:
+    def allocate(self, prompts: PlainCache) -> None:
+        """Make pools for keys and values like these, if there are none."""
+        if not self.state:
+            self.state = [self._empty(part) for part in self._format.pack(*prompts.keys_and_values())]
+
+    def join(self, slots: slice | mx.array, prompts: PlainCache, rows: slice | mx.array) -> None:
         """Copy keys and values of `rows` of computed prompts, one for each of `slots` or one for all of them.
 
         What is behind a shorter prompt's end comes along, as far as there is room: nobody reads it.
         """
-        keys, values = prompts.keys_and_values()
-        if self._keys_SHLD is None or self._values_SHLD is None:
-            self._keys_SHLD, self._values_SHLD = self._empty(keys), self._empty(values)
         part = slice(0, min(prompts.offset, self._rows.layout.num_positions))
-        self._keys_SHLD[slots, :, part] = keys[rows, :, part]
-        self._values_SHLD[slots, :, part] = values[rows, :, part]
+        keys, values = (array[rows, :, part] for array in prompts.keys_and_values())
+        for pool, new in zip(self.state, self._format.pack(keys, values), strict=True):
+            pool[slots, :, part] = new
 
-    def resize(self, num_rows: int) -> list[mx.array]:
-        """Bring the pools to the present layout and keep the first `num_rows` slots; what is to be evaluated."""
-        if self._keys_SHLD is None or self._values_SHLD is None:
-            return []
-        self._keys_SHLD = self._resized(self._keys_SHLD, num_rows)
-        self._values_SHLD = self._resized(self._values_SHLD, num_rows)
+    def resize(self, slots: slice | mx.array) -> list[mx.array]:
+        """Bring the pools to the present layout and keep these slots, as the first ones; what is to be evaluated."""
+        self.state = [self._resized(pool, slots) for pool in self.state]
         return self.state
 
     def copies(self, slot: int, start: int, end: int) -> list[mx.array]:
@@ -176,14 +168,13 @@ class SlotCache(OwnCache):
     def put(self, slot: int, row: Sequence[mx.array]) -> None:
         """Write a copied row, which must be evaluated: MLX writes in place only while nothing else waits to read the
         pool, and would else copy all of it."""
-        if self._keys_SHLD is not None and self._values_SHLD is not None:
-            self._keys_SHLD[slot : slot + 1, :, : row[0].shape[2]] = row[0]
-            self._values_SHLD[slot : slot + 1, :, : row[1].shape[2]] = row[1]
+        for pool, part in zip(self.state, row, strict=True):
+            pool[slot : slot + 1, :, : part.shape[2]] = part
 
-    def _resized(self, pool_SHLD: mx.array, num_rows: int) -> mx.array:
-        kept = min(self._rows.layout.num_positions, pool_SHLD.shape[2])
+    def _resized(self, pool_SHLD: mx.array, slots: slice | mx.array) -> mx.array:
+        kept_RHLD = pool_SHLD[slots, :, : self._rows.layout.num_positions]
         resized = self._empty(pool_SHLD)
-        resized[:num_rows, :, :kept] = pool_SHLD[:num_rows, :, :kept]
+        resized[: kept_RHLD.shape[0], :, : kept_RHLD.shape[2]] = kept_RHLD
         return resized
 
     def _empty(self, like: mx.array) -> mx.array:

@@ -41,8 +41,7 @@ def measure_cost(model: SharedModel) -> KvCost:
 
     So layers that share their keys and values count once, and quantized ones with their scales.
     """
-    cache = model.make_cache()
-    model.hidden(mx.zeros((1, 1), mx.int32), cache, None)
+    cache = one_token(model)
     layers: Counter[int | None] = Counter()
     per_row = 0
     for one in _each(cache):
@@ -54,6 +53,13 @@ def measure_cost(model: SharedModel) -> KvCost:
         else:
             per_row += sum(array.nbytes for array in _arrays(one.state))
     return KvCost(layers=tuple((size, most) for most, size in layers.items()), per_row=per_row)
+
+
+def one_token(model: SharedModel) -> list[Any]:
+    """The model's own caches after one token; not evaluated."""
+    cache = model.make_cache()
+    model.hidden(mx.zeros((1, 1), mx.int32), cache, None)
+    return cache
 
 
 def _each(caches: Iterable[Any]) -> Iterable[Any]:

@@ -7,9 +7,10 @@ import mlx.core as mx
 
 from parallm.device.memory import free_memory
 from parallm.engine.kv_cost import KvCost, measure_cost
+from parallm.engine.kv_format import format_for
 from parallm.engine.prefix_cache import PrefixCache
 from parallm.engine.settings import EngineSettings
-from parallm.engine.shard import make_shard
+from parallm.engine.shard import ShardMaker
 from parallm.engine.traffic import Traffic
 from parallm.errors import ContextTooLong
 from parallm.model.attention import LEAST_ROWS
@@ -32,12 +33,15 @@ class KvMemory:
     """Adds up what the rows and prompts of an engine hold. Used on the device thread; its numbers from any."""
 
     def __init__(self, model: SharedModel, settings: EngineSettings) -> None:
+        """Raises ConfigError where the settings do not fit the model or the device."""
+        kv_format = format_for(model, settings.kv_bits)
         self.cost: KvCost = measure_cost(model)
         self.limit = settings.kv_cache_bytes or default_limit()
         self.used = 0
         """As of the engine's last unit."""
         self.prefixes = PrefixCache(int(self.limit * PREFIX_SHARE))
-        self._empty_shard = make_shard(model, self.cost)
+        self.shard = ShardMaker(model, self.cost, kv_format)
+        self._empty_shard = self.shard()
 
     def held(self, states: Iterable[Traffic]) -> int:
         """Bytes that rows and prompts hold now."""

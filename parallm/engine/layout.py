@@ -1,7 +1,8 @@
 """How many slots of how many positions a shard's pools have: a rectangle that changes in few steps.
 
 Roomy, both sides double, so a row of any length costs a handful of copies in its life, and a compiled step sees a
-handful of shapes. Tight, for when memory is short, they are what the rows need now. Positions that one long row needed
+handful of shapes. Tight, for when memory is short, they are what the rows need now; where steps are compiled, a fifth
+more at most, so that four shapes are seen where doubling sees one. Positions that one long row needed
 are given back when they are four times what the others need.
 """
 
@@ -37,6 +38,14 @@ def roomy(needed: Layout, present: Layout) -> Layout:
     if wanted.num_positions * TOO_LONG <= present.num_positions:
         num_positions = wanted.num_positions
     return Layout(max(wanted.num_slots, present.num_slots), num_positions)
+
+
+def in_quarters(least: int, number: int) -> int:
+    """The next of so many: multiples of `least` up to four times it, then four steps for each doubling."""
+    step = least
+    while step * 8 <= number - 1:
+        step *= 2
+    return -(-number // step) * step
 
 
 def _doubled(least: int, number: int) -> int:

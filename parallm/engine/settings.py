@@ -39,6 +39,10 @@ class EngineSettings:
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Bytes of keys and values, of running rows, of prompts, and kept for later ones; null: 40% of what an accelerator
     has left beside the base, on a CPU a quarter of the free RAM."""
+    kv_bits: Literal[8] | None = None
+    """Bits of a number in keys and values of running rows; null: as the model computes them. With 8, rows take about a
+    quarter of float32's memory, decode slower on a CPU, and sample from a policy that is not quite the learner's. Not
+    with MLX's CUDA build."""
     prefix_cache: bool = True
     """Keep keys and values, of at most half of these bytes, for prompts that begin with the same tokens."""
     prefill_chunk: int = Field(default=512, ge=16)

@@ -10,17 +10,16 @@ import copy
 import logging
 import operator
 from collections.abc import Sequence as Ordered
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from parallm.engine.active_rows import ActiveRows
 from parallm.engine.compiled_forward import CompiledForward, row_bucket
-from parallm.engine.kv_cache import SlotCache
-from parallm.engine.kv_cost import BLOCK, KvCost
-from parallm.engine.kv_stack import row_copies
-from parallm.engine.layout import EMPTY, Layout, roomy
+from parallm.engine.kv_cost import BLOCK, KvCost, blocks
+from parallm.engine.kv_format import KvFormat, bytes_of_position
+from parallm.engine.layout import EMPTY, LEAST_POSITIONS, Layout, in_quarters, roomy
 from parallm.engine.sequence import Sequence
+from parallm.engine.slots import Slots, fill
 from parallm.engine.views import AdapterViews
 from parallm.model.attention import LEAST_ROWS
 from parallm.model.cuda import on_cuda
@@ -28,11 +27,7 @@ from parallm.model.lora import OneAdapter, View
 from parallm.model.row_lora import RowAdapters
 from parallm.model.shared_model import SharedModel
 
-Item = TypeVar("Item")
 logger = logging.getLogger(__name__)
-
-COMPILED_STEP = 256
-"""Positions by which tight pools grow where each of their shapes costs a trace; elsewhere they grow by blocks."""
 
 
 class Shard(Protocol):
@@ -45,7 +40,7 @@ class Shard(Protocol):
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
         """Take rows out; the last rows take their places.
 
-        With `waits` it waits for the device, which saves a copy of all keys and values where no step is in flight.
+        With `waits` it may wait for the device, which saves a copy of all keys and values where no step is in flight.
         """
 
     def copies(self, row: int, start: int, end: int) -> list[mx.array]:
@@ -78,37 +73,35 @@ class Shard(Protocol):
 class BatchedShard:
     """All rows in one forward over slot caches."""
 
-    def __init__(self, model: SharedModel, num_layers: int, *, compiles: bool, cost: KvCost) -> None:
+    def __init__(
+        self,
+        model: SharedModel,
+        num_layers: int,
+        *,
+        compiled: CompiledForward | None,
+        kv_format: KvFormat,
+        bytes_of_position: int,
+    ) -> None:
         self.rows: list[Sequence] = []
         self._model = model
-        self._cost = cost
-        self._active = ActiveRows()
-        self._caches = [SlotCache(self._active) for _ in range(num_layers)]
-        self._compiled = CompiledForward(model) if compiles else None
+        self._bytes_of_position = bytes_of_position
+        self._slots = Slots(num_layers, kv_format)
+        self._compiled = compiled
 
     def join(self, sequences: Ordered[Sequence], cache: Ordered[Any], places: Ordered[int]) -> None:
-        new = slice(len(self.rows), len(self.rows) + len(sequences))
-        self._reserve(new.stop, max(one.num_reserved for one in (*sequences, *self.rows)))
-        rows = _rows_at(places)
-        for slots, prompts in zip(self._caches, cache, strict=True):
-            slots.join(new, prompts, rows)
+        num_rows = len(self.rows) + len(sequences)
+        self._reserve(num_rows, max(one.num_reserved for one in (*sequences, *self.rows)))
+        self._slots.join(cache, places, [one.num_cached + 1 for one in sequences])
         self.rows += sequences
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
         moves = _moves(rows, len(self.rows))
-        copies = [[slots.copies(last, 0, self.rows[last].num_cached) for _, last in moves] for slots in self._caches]
-        if moves and waits:
-            mx.eval(copies)
-        for slots, copied in zip(self._caches, copies, strict=True):
-            for (row, _), one in zip(moves, copied, strict=True):
-                slots.put(row, one)
-        _fill(self.rows, moves, len(rows))
-        if not self.rows:
-            self._release()
+        self._slots.leave(moves, [self.rows[row].num_cached for _, row in moves], len(rows), waits=waits)
+        fill(self.rows, moves, len(rows))
 
     @property
     def num_positions(self) -> int:
-        return self._active.layout.num_positions
+        return self._slots.layout.num_positions
 
     def forward(self, views: AdapterViews, num_rows: int, tokens_B: mx.array, widths: Ordered[int] = ()) -> mx.array:
         rows, num_tokens = self.rows[:num_rows], len(tokens_B)
@@ -121,74 +114,56 @@ class BatchedShard:
         lengths += [0] * (spare - len(joining))
         each = [*(widths or [1] * num_rows), *[1] * spare]
         self._reserve(max(len(self.rows), len(each)), max(map(operator.add, lengths, each)))
+        self._slots.begin_step(lengths, each if widths else ())
         adapters = [row.adapter for row, width in zip(rows, each, strict=False) for _ in range(width)]
         computed_B = mx.pad(tokens_B, (0, spare)) if spare else tokens_B
         view = views.for_rows(adapters + [rows[0].adapter] * spare)
         if widths:
-            self._active.set_spread(lengths, each)
-            return self._model.hidden(computed_B[:, None], self._caches, view)[:num_tokens, 0]
-        return self._hidden(computed_B, lengths, view)[:num_tokens]
+            return self._model.hidden(computed_B[:, None], self._slots.caches, view)[:num_tokens, 0]
+        return self._hidden(computed_B, view)[:num_tokens]
 
-    def _hidden(self, tokens_B: mx.array, lengths: Ordered[int], view: View | None) -> mx.array:
+    def _hidden(self, tokens_B: mx.array, view: View | None) -> mx.array:
         if self._compiled and (view is None or isinstance(view, OneAdapter | RowAdapters)):
-            pools = [array for slots in self._caches for array in slots.state]
             try:
-                hidden_BH, pools = self._compiled(tokens_B, mx.array(lengths, mx.int32), pools, view)
+                hidden_BH, pools = self._compiled(tokens_B, self._slots.active, self._slots.pools, view)
             except ValueError as error:  # MLX's, for a model that reads an array while it runs, such as dbrx
                 logger.warning("decoding is not compiled: %s", error)
                 self._compiled = None
             else:
-                for slots, keys, values in zip(self._caches, pools[::2], pools[1::2], strict=True):
-                    slots.state = [keys, values]
+                self._slots.pools = pools
                 return hidden_BH
-        self._active.set_lengths(lengths)
-        return self._model.hidden(tokens_B[:, None], self._caches, view)[:, 0]
+        return self._model.hidden(tokens_B[:, None], self._slots.caches, view)[:, 0]
 
     def copies(self, row: int, start: int, end: int) -> list[mx.array]:
-        pools = [array for slots in self._caches for array in slots.state]
-        return row_copies([pool[row : row + 1, :, start:end] for pool in pools])
+        return self._slots.copies(row, start, end)
 
     @property
     def nbytes(self) -> int:
-        return self._active.layout.area * self._cost.per_token
+        return self._slots.layout.area * self._bytes_of_position
 
     def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
-        return self._layout(len(lengths), max(lengths, default=0), tight=tight).area * self._cost.per_token
+        return self._layout(len(lengths), max(lengths, default=0), tight=tight).area * self._bytes_of_position
 
     def holds(self, lengths: Ordered[int]) -> bool:
-        return self._active.layout.holds(self._layout(len(lengths), max(lengths, default=0), tight=True))
+        return self._slots.layout.holds(self._layout(len(lengths), max(lengths, default=0), tight=True))
 
     def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
-        self._change(self._layout(len(lengths), max(lengths, default=0), tight=tight))
+        self._slots.lay_out(self._layout(len(lengths), max(lengths, default=0), tight=tight))
 
     def _reserve(self, num_slots: int, num_positions: int) -> None:
         """Room for this much, if nobody has laid it out before."""
-        if not self._active.layout.holds(Layout(num_slots, num_positions)):
-            self._change(self._layout(num_slots, num_positions, tight=False))
+        if not self._slots.layout.holds(Layout(num_slots, num_positions)):
+            self._slots.lay_out(self._layout(num_slots, num_positions, tight=False))
 
     def _layout(self, num_rows: int, num_positions: int, *, tight: bool) -> Layout:
         if num_rows == 0:
             return EMPTY
         num_slots = row_bucket(num_rows) if self._compiled else max(num_rows, LEAST_ROWS)
-        step = COMPILED_STEP if self._compiled else BLOCK
-        needed = Layout(num_slots, -(-num_positions // step) * step)
-        return needed if tight else roomy(needed, self._active.layout)
-
-    def _change(self, layout: Layout) -> None:
-        before, self._active.layout = self._active.layout, layout
-        if layout == EMPTY:
-            self._release()
-        elif layout != before:
-            # One layer after the other: so not much more than the pools is ever held
-            for slots in self._caches:
-                if copied := slots.resize(min(len(self.rows), layout.num_slots)):
-                    mx.eval(copied)
-            if layout.area < before.area:
-                mx.clear_cache()  # or MLX would keep what was given back
-
-    def _release(self) -> None:
-        self._active = ActiveRows()
-        self._caches = [SlotCache(self._active) for _ in self._caches]
+        if self._compiled:
+            needed = Layout(num_slots, in_quarters(LEAST_POSITIONS, num_positions))
+        else:
+            needed = Layout(num_slots, blocks(num_positions) * BLOCK)
+        return needed if tight else roomy(needed, self._slots.layout)
 
 
 class RowByRowShard:
@@ -206,8 +181,8 @@ class RowByRowShard:
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
         moves = _moves(rows, len(self.rows))
-        _fill(self.rows, moves, len(rows))
-        _fill(self._caches, moves, len(rows))
+        fill(self.rows, moves, len(rows))
+        fill(self._caches, moves, len(rows))
 
     def copies(self, row: int, start: int, end: int) -> list[mx.array]:
         raise NotImplementedError("states of rows that run one by one cannot be cut")
@@ -239,24 +214,29 @@ class RowByRowShard:
         return mx.concatenate(hidden_rows, axis=0)
 
 
-def make_shard(model: SharedModel, cost: KvCost) -> Shard:
-    """A shard of the kind that the model allows.
+class ShardMaker:
+    """Makes shards of the kind that the model allows, which share what is compiled.
 
     Only with MLX's CUDA build is a step compiled: on a CPU that needs a C++ compiler and saves little.
     """
-    if not model.batches_exactly:
-        return RowByRowShard(model, cost=cost)
-    return BatchedShard(model, len(model.make_cache()), compiles=on_cuda(), cost=cost)
 
+    def __init__(self, model: SharedModel, cost: KvCost, kv_format: KvFormat) -> None:
+        self._model = model
+        self._cost = cost
+        self._format = kv_format
+        self._bytes_of_position = bytes_of_position(model, kv_format) if model.batches_exactly else 0
+        self._compiled = CompiledForward(model) if model.batches_exactly and on_cuda() else None
 
-def _rows_at(places: Ordered[int]) -> slice | mx.array:
-    """An index of these rows that copies nothing where it can; of one row where all are the same."""
-    first = places[0]
-    if all(place == first for place in places):
-        return slice(first, first + 1)
-    if list(places) == [*range(first, first + len(places))]:
-        return slice(first, first + len(places))
-    return mx.array(list(places), mx.int32)
+    def __call__(self) -> Shard:
+        if not self._model.batches_exactly:
+            return RowByRowShard(self._model, cost=self._cost)
+        return BatchedShard(
+            self._model,
+            len(self._model.make_cache()),
+            compiled=self._compiled,
+            kv_format=self._format,
+            bytes_of_position=self._bytes_of_position,
+        )
 
 
 def _moves(leaving: Ordered[int], num_rows: int) -> list[tuple[int, int]]:
@@ -270,9 +250,3 @@ def _moves(leaving: Ordered[int], num_rows: int) -> list[tuple[int, int]]:
             strict=True,
         )
     )
-
-
-def _fill(rows: list[Item], moves: Ordered[tuple[int, int]], num_leaving: int) -> None:
-    for place, row in moves:
-        rows[place] = rows[row]
-    del rows[len(rows) - num_leaving :]

@@ -9,7 +9,8 @@ Softmax is taken online (https://arxiv.org/abs/1805.02867) in float32. A team of
 bytes of its key and of its value. The teams' sums are merged at the end of a block; where there are too few rows for
 the device, several blocks share a row, and a second kernel merges theirs.
 
-Axes: S slots, B active rows (row b is slot b), H key-value heads, Q query heads, L positions, D head size, P parts.
+Axes: S slots, B active rows, each in a slot of its own, H key-value heads, Q query heads, L positions, D head size,
+P parts.
 """
 
 import math
@@ -25,7 +26,7 @@ MOST_VALUES = 64  # of queries, and as many sums, in a thread's registers
 WANTED_BLOCKS = 6 * 132  # of the grid: for each of an H200's processors a few, so that rows of unlike lengths even out
 LEAST_PART, MOST_PART = 64, 512  # positions of a part
 
-_INPUTS = ("queries", "new_keys", "new_values", "keys", "values", "lengths")
+_INPUTS = ("queries", "new_keys", "new_values", "keys", "values", "slots", "lengths")
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
 
@@ -50,15 +51,17 @@ def append_and_attend(
     new_values_BH1D: mx.array,
     keys_SHLD: mx.array,
     values_SHLD: mx.array,
+    slots_B: mx.array,
     lengths_B: mx.array,
     *,
     scale: float,
     window: int = 0,
 ) -> mx.array:
-    """Write row b's new key and value at position `lengths_B[b]` of the pools, in place, and attend to that position
-    and all before it, or to the newest `window` of them (0: all); (B, Q, 1, D).
+    """Write row b's new key and value at position `lengths_B[b]` of slot `slots_B[b]`, in place, and attend to that
+    position and all before it, or to the newest `window` of them (0: all); (B, Q, 1, D).
 
-    The write happens when the result is evaluated. `lengths_B` is int32 and below L.
+    The write happens when the result is evaluated. Both are int32; `lengths_B` is below L, and no slot is twice in
+    `slots_B`.
     """
     rows, query_heads, _, size = queries_BQ1D.shape
     heads, positions = keys_SHLD.shape[1:3]
@@ -73,6 +76,7 @@ def append_and_attend(
             new_values_BH1D.reshape(rows, heads, size),
             keys_SHLD,
             values_SHLD,
+            slots_B,
             lengths_B,
         ],
         "template": [

@@ -27,8 +27,9 @@ _BODY = """
     WRITE_NOTHING
     return;
   }
-  const T* key_pool = keys + head * capacity * D + lane * P::size;
-  const T* value_pool = values + head * capacity * D + lane * P::size;
+  const int64_t pool_head = int64_t(slots[head / H]) * H + head % H;
+  const T* key_pool = keys + pool_head * capacity * D + lane * P::size;
+  const T* value_pool = values + pool_head * capacity * D + lane * P::size;
   auto pack = [](const T* from, int index) { return *reinterpret_cast<const P*>(from + index * LANES * P::size); };
 
   float query[TILE][SIZE], sum[TILE][SIZE], largest[TILE], total[TILE];

@@ -1,15 +1,13 @@
 """Resident memory of a serving process before and after it gets a learner. Prints bytes."""
 
 import asyncio
-import ctypes
-import gc
 import json
 import random
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 from job import Job, read_job
+from memory_left import settled
 from workbench import open_workbench, scored_at_random
 
 from parallm.types import SamplingParams
@@ -36,20 +34,6 @@ async def measure(job: Job) -> dict[str, int]:
         "arrays_added": arrays_added - arrays_before,
         "arrays_added_after_update": arrays_trained - arrays_before,
     }
-
-
-def settled() -> tuple[int, int]:
-    """Resident bytes, and bytes of live arrays, after giving unused memory back to the system."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
-    resident = 0
-    status = Path("/proc/self/status")
-    if status.exists():
-        resident = next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "VmRSS" in line)
-    return resident, mx.get_active_memory()
 
 
 print(json.dumps(asyncio.run(measure(read_job(sys.argv[1])))))

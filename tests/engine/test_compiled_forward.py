@@ -7,10 +7,13 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from parallm.engine.compiled_forward import row_bucket
+from parallm.engine.active_rows import ActiveRows
+from parallm.engine.compiled_forward import CompiledForward, row_bucket
 from parallm.engine.kv_cost import measure_cost
+from parallm.engine.kv_format import KvFormat
+from parallm.engine.layout import in_quarters
 from parallm.engine.sequence import Sequence
-from parallm.engine.shard import BatchedShard
+from parallm.engine.shard import BatchedShard, ShardMaker
 from parallm.engine.views import AdapterViews
 from parallm.model.adapter import Adapter
 from parallm.model.shared_model import SharedModel
@@ -20,7 +23,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="MLX com
 
 
 def make_shard(model: SharedModel, *, compiles: bool) -> BatchedShard:
-    return BatchedShard(model, len(model.make_cache()), compiles=compiles, cost=measure_cost(model))
+    compiled = CompiledForward(model) if compiles else None
+    return BatchedShard(model, len(model.make_cache()), compiled=compiled, kv_format=KvFormat(), bytes_of_position=1)
 
 
 def joined_rows(shard: BatchedShard, model: SharedModel, ask: Callable[..., GenerationRequest], count: int) -> None:
@@ -51,10 +55,7 @@ def test_the_compiled_forward_gives_the_same_hidden_states(
 ) -> None:
     model = load_tiny("gemma3_text")  # some of its layers see a window
     views = AdapterViews(model)
-    shards = [
-        BatchedShard(model, len(model.make_cache()), compiles=compiles, cost=measure_cost(model))
-        for compiles in (False, True)
-    ]
+    shards = [make_shard(model, compiles=compiles) for compiles in (False, True)]
     adapters = [None, random_adapter(model, 1), random_adapter(model, 2), random_adapter(model, 3, dora=True)]
     for adapter, num_rows in zip(adapters, (3, 5, 5, 9), strict=True):
         for shard in shards:
@@ -72,10 +73,7 @@ def test_a_step_of_known_shapes_runs_no_module_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = load_tiny("llama")
-    views, shard = (
-        AdapterViews(model),
-        BatchedShard(model, len(model.make_cache()), compiles=True, cost=measure_cost(model)),
-    )
+    views, shard = AdapterViews(model), make_shard(model, compiles=True)
     joined_rows(shard, model, ask, 7)
     traced: list[int] = []
     hidden = SharedModel.hidden
@@ -91,23 +89,51 @@ def test_a_step_of_known_shapes_runs_no_module_again(
 
 
 @needs_compiler
+def test_shards_do_not_trace_for_themselves_what_another_has(
+    load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny("llama")
+    monkeypatch.setattr("parallm.engine.shard.on_cuda", lambda: True)
+    make = ShardMaker(model, measure_cost(model), KvFormat())
+    traced = 0
+    set_traced = ActiveRows.set_traced
+
+    def noted(self: ActiveRows, *arrays: Any, **others: Any) -> None:
+        nonlocal traced
+        traced += 1
+        set_traced(self, *arrays, **others)
+
+    monkeypatch.setattr(ActiveRows, "set_traced", noted)
+    for _ in range(3):
+        shard = make()
+        assert isinstance(shard, BatchedShard)
+        joined_rows(shard, model, ask, 3)
+        steps(shard, AdapterViews(model), None, 3, 2)
+    assert traced == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "found"), [(1, 256), (257, 512), (1025, 1280), (2048, 2048), (2049, 2560), (8192, 8192), (8193, 10240)]
+)
+def test_tight_pools_have_four_lengths_between_two_doublings(number: int, found: int) -> None:
+    assert in_quarters(256, number) == found
+
+
+@needs_compiler
 def test_a_compiled_step_writes_into_the_pools_without_a_copy(
     load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest]
 ) -> None:
     model = load_tiny("llama")
-    views, shard = (
-        AdapterViews(model),
-        BatchedShard(model, len(model.make_cache()), compiles=True, cost=measure_cost(model)),
-    )
+    views, shard = AdapterViews(model), make_shard(model, compiles=True)
     joined_rows(shard, model, ask, 8)
     shard._reserve(8, 32768)
     steps(shard, views, None, 8, 2)
-    pools = sum(slots.nbytes for slots in shard._caches)
+    pools = sum(pool.nbytes for pool in shard._slots.pools)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     tokens = mx.array([row.tokens[-1] for row in shard.rows])
     hidden_BH = shard.forward(views, 8, tokens)
-    mx.eval(hidden_BH, *(slots.state for slots in shard._caches))
+    mx.eval(hidden_BH, *shard._slots.pools)
     assert mx.get_peak_memory() - before < pools // 2
 
 
@@ -133,10 +159,7 @@ def test_a_model_that_reads_arrays_while_it_runs_is_not_compiled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = load_tiny("llama")
-    views, shard = (
-        AdapterViews(model),
-        BatchedShard(model, len(model.make_cache()), compiles=True, cost=measure_cost(model)),
-    )
+    views, shard = AdapterViews(model), make_shard(model, compiles=True)
     joined_rows(shard, model, ask, 2)
     hidden = SharedModel.hidden
 

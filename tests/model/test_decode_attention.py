@@ -21,20 +21,26 @@ def step(dtype: mx.Dtype, rows: int, heads: tuple[int, int], size: int, position
     return arrays[0], arrays[1], arrays[2], arrays[3], arrays[4]
 
 
-def plain(arrays: Arrays, lengths: list[int], window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def plain(
+    arrays: Arrays, slots: list[int], lengths: list[int], window: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What is attended, and the pools after the write."""
     queries, new_keys, new_values, keys, values = (np.array(array.astype(mx.float32)) for array in arrays)
-    rows, repeats = np.arange(len(lengths)), queries.shape[1] // keys.shape[1]
-    keys[rows, :, lengths], values[rows, :, lengths] = new_keys[:, :, 0], new_values[:, :, 0]
+    repeats = queries.shape[1] // keys.shape[1]
+    keys[slots, :, lengths], values[slots, :, lengths] = new_keys[:, :, 0], new_values[:, :, 0]
     found = np.zeros_like(queries)
     for row, length in enumerate(lengths):
         seen = slice(max(0, length + 1 - window) if window else 0, length + 1)
         for head in range(queries.shape[1]):
-            pair = row, head // repeats, seen
+            pair = slots[row], head // repeats, seen
             scores = keys[pair] @ queries[row, head, 0] * 0.11
             weights = np.exp(scores - scores.max())
             found[row, head, 0] = weights @ values[pair] / weights.sum()
     return found, keys, values
+
+
+def places(slots: list[int], lengths: list[int]) -> tuple[mx.array, mx.array]:
+    return mx.array(slots, mx.int32), mx.array(lengths, mx.int32)
 
 
 @needs_cuda
@@ -62,9 +68,10 @@ def test_the_kernel_agrees_with_the_operations(
     lengths[0] = positions - 1
     if rows > 2:
         lengths[1], lengths[2] = 0, 64
-    expected = plain(arrays, lengths, window)
+    slots = np.random.default_rng(rows).permutation(rows + 3)[:rows].tolist()
+    expected = plain(arrays, slots, lengths, window)
     assert fits(arrays[0], *arrays[3:])
-    found = append_and_attend(*arrays, mx.array(lengths, mx.int32), scale=0.11, window=window)
+    found = append_and_attend(*arrays, *places(slots, lengths), scale=0.11, window=window)
     assert found.dtype == dtype
     assert found.shape == arrays[0].shape
     assert np.abs(np.array(found.astype(mx.float32)) - expected[0]).max() <= tolerance
@@ -80,9 +87,9 @@ def test_steps_that_follow_each_other_see_what_was_written() -> None:
     for place in range(5):
         lengths = [length + place for length in (0, 3, 100, 250)]
         _, new_keys, new_values, _, _ = step(mx.float32, 4, (8, 2), 64, 256, seed=place + 1)
-        lengths_B = mx.array(lengths, mx.int32)
-        queries = append_and_attend(queries, new_keys, new_values, *pools, lengths_B, scale=0.11)
-        wanted, keys, values = map(mx.array, plain((wanted, new_keys, new_values, keys, values), lengths, 0))
+        slots = [3, 0, 6, 1]
+        queries = append_and_attend(queries, new_keys, new_values, *pools, *places(slots, lengths), scale=0.11)
+        wanted, keys, values = map(mx.array, plain((wanted, new_keys, new_values, keys, values), slots, lengths, 0))
     assert mx.abs(queries - wanted).max().item() <= 1e-4
 
 
@@ -90,9 +97,9 @@ def test_steps_that_follow_each_other_see_what_was_written() -> None:
 def test_queries_over_half_of_a_product_are_copied_right() -> None:
     arrays = step(mx.bfloat16, 6, (8, 2), 64, 256)
     wide = mx.concatenate([arrays[0], arrays[0] * 2], axis=1)
-    lengths = mx.array([5, 80, 0, 33, 200, 255], mx.int32)
-    found = append_and_attend(wide[:, :8], *arrays[1:], lengths, scale=0.11)
-    assert mx.array_equal(found, append_and_attend(*arrays, lengths, scale=0.11)).item()
+    where = places([0, 1, 2, 3, 4, 5], [5, 80, 0, 33, 200, 255])
+    found = append_and_attend(wide[:, :8], *arrays[1:], *where, scale=0.11)
+    assert mx.array_equal(found, append_and_attend(*arrays, *where, scale=0.11)).item()
 
 
 def test_the_kernel_is_not_used_on_a_cpu() -> None:

@@ -1,0 +1,192 @@
+"""Rows that keep their slots, as with MLX's CUDA build, give what rows that move give.
+
+The kernels are stood in for by MLX's operations on what is evaluated, and by writes behind MLX's back as theirs are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from parallm.engine.engine import Engine
+from parallm.engine.kv_cache import SlotCache
+from parallm.engine.kv_format import KvFormat
+from parallm.engine.layout import Layout
+from parallm.engine.settings import EngineSettings
+from parallm.engine.slots import Slots
+from parallm.model.attention import attention
+from parallm.model.shared_model import SharedModel
+from parallm.types import Completion, GenerationRequest, TokenEvent
+
+Ask = Callable[..., GenerationRequest]
+LoadTiny = Callable[..., SharedModel]
+MakeEngine = Callable[..., Engine]
+
+
+def stand_in_for_attention(
+    queries_BQ1D: mx.array,
+    new_keys_BH1D: mx.array,
+    new_values_BH1D: mx.array,
+    keys_SHLD: mx.array,
+    values_SHLD: mx.array,
+    slots_B: mx.array,
+    lengths_B: mx.array,
+    *,
+    scale: float,
+    window: int,
+) -> mx.array:
+    slots, lengths = np.array(slots_B), np.array(lengths_B)
+    for pool, new in ((keys_SHLD, new_keys_BH1D), (values_SHLD, new_values_BH1D)):
+        np.array(pool, copy=False)[slots, :, lengths] = np.array(new)[:, :, 0]
+    positions = mx.arange(int(lengths.max()) + 1)
+    seen_BL = positions <= lengths_B[:, None]
+    if window:
+        seen_BL = seen_BL & (positions > lengths_B[:, None] - window)
+    # as bytes of their own: MLX must not know that the pools were written
+    keys, values = (mx.array(np.array(pool)[slots][:, :, : len(positions)]) for pool in (keys_SHLD, values_SHLD))
+    return attention(queries_BQ1D, keys, values, scale=scale, mask=seen_BL[:, None, None])
+
+
+def stand_in_for_copies(
+    prompts_N: Sequence[mx.array],
+    pools_N: Sequence[mx.array],
+    *,
+    rows: Sequence[int],
+    slots: Sequence[int],
+    lengths: Sequence[int],
+) -> mx.array:
+    mx.eval(*prompts_N, *pools_N)
+    for prompt, pool in zip(prompts_N, pools_N, strict=True):
+        for row, slot, length in zip(rows, slots, lengths, strict=True):
+            np.array(pool, copy=False)[slot, :, :length] = np.array(prompt)[row, :, :length]
+    return mx.zeros((1,), mx.int32)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("active_rows", "kv_cache"):
+        monkeypatch.setattr(f"parallm.engine.{module}.on_cuda", lambda: True)
+    monkeypatch.setattr("parallm.engine.kv_cache.fits", lambda *_: True)
+    monkeypatch.setattr("parallm.engine.kv_cache.append_and_attend", stand_in_for_attention)
+    monkeypatch.setattr("parallm.engine.slots.can_copy", lambda *_: True)
+    monkeypatch.setattr("parallm.engine.slots.copy_to_slots", stand_in_for_copies)
+
+
+def ragged(ask: Ask) -> list[GenerationRequest]:
+    random = np.random.default_rng(5)
+    return [
+        ask(
+            f"r{place}",
+            [int(token) for token in random.integers(2, 385, 3 + 11 * place % 60)],
+            1 + 7 * place % 25,
+            n=1 + place % 3,
+            temperature=0.8,
+            seed=place,
+        )
+        for place in range(14)
+    ]
+
+
+def run(
+    make_engine: MakeEngine, model: SharedModel, requests: Sequence[GenerationRequest], **parts: Any
+) -> tuple[Mapping[tuple[str, int], Completion], Engine]:
+    """All completions of requests of which one comes with every second unit, and the engine."""
+    events: list[TokenEvent] = []
+    engine = make_engine(model, events=events, **parts)
+    for request in requests:
+        engine.add(request, False)
+        for _ in range(2):
+            if engine.has_work("serving"):
+                engine.step("serving")
+    while engine.has_work("serving"):
+        engine.step("serving")
+    return {(one.request_id, one.index): one.completion for one in events if one.completion}, engine
+
+
+def check(found: Mapping[tuple[str, int], Completion], expected: Mapping[tuple[str, int], Completion]) -> None:
+    assert len(expected) == 27
+    assert found.keys() == expected.keys()
+    for name, one in found.items():
+        assert one.tokens == expected[name].tokens
+        assert np.abs(np.array(one.logprobs) - np.array(expected[name].logprobs)).max() <= 1e-4
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["in turns", "ahead"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_rows_that_keep_their_slots_get_the_same_tokens(
+    architecture: str,
+    runs_ahead: bool,
+    load_tiny: LoadTiny,
+    ask: Ask,
+    make_engine: MakeEngine,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parts: dict[str, Any] = {"settings": EngineSettings(max_rows=6)}
+    model, requests = load_tiny(architecture), ragged(ask)
+    expected, _ = run(make_engine, model, requests, **parts)
+    request.getfixturevalue("kernels")
+    monkeypatch.setattr(SlotCache, "put", lambda *_: pytest.fail("a row was moved"))
+    monkeypatch.setattr(SlotCache, "join", lambda *_: pytest.fail("pools were written by MLX"))
+    found, _ = run(make_engine, model, requests, runs_ahead=runs_ahead, **parts)
+    check(found, expected)
+
+
+def test_rows_that_keep_their_slots_get_the_same_tokens_where_memory_is_short(
+    load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, request: pytest.FixtureRequest
+) -> None:
+    model, requests = load_tiny("llama"), ragged(ask)
+    expected, _ = run(make_engine, model, requests)
+    request.getfixturevalue("kernels")
+    one_token = make_engine(model).memory.cost.per_token
+    settings = EngineSettings(kv_cache_bytes=500 * one_token, prefix_cache=False)
+    found, engine = run(make_engine, model, requests, settings=settings, runs_ahead=True)
+    check(found, expected)
+    assert engine.room.num_preempted >= 5
+
+
+def test_a_model_that_the_kernel_does_not_know_has_its_rows_side_by_side(
+    load_tiny: LoadTiny,
+    ask: Ask,
+    make_engine: MakeEngine,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, requests = load_tiny("llama"), ragged(ask)
+    expected, _ = run(make_engine, model, requests)
+    request.getfixturevalue("kernels")
+    monkeypatch.setattr("parallm.engine.kv_cache.fits", lambda *_: False)
+    gathered: list[Slots] = []
+    begin_step = Slots.begin_step
+
+    def noted(self: Slots, *numbers: Sequence[int]) -> None:
+        begin_step(self, *numbers)
+        if not self.active.by_place:
+            gathered.append(self)
+
+    monkeypatch.setattr(Slots, "begin_step", noted)
+    found, _ = run(make_engine, model, requests, runs_ahead=True)
+    check(found, expected)
+    assert len(gathered) == len(set(gathered)) >= 1, "the first step finds out"
+
+
+def test_a_row_that_leaves_and_one_that_joins_write_no_other_slot(
+    load_tiny: LoadTiny, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, model = Slots(2, KvFormat()), load_tiny("llama")
+    cache = model.make_cache()
+    mx.eval(model.hidden(mx.array([[5, 9, 4, 17]]), cache, None))
+    slots.active.layout = Layout(8, 32)
+    slots.join(cache, [0] * 6, [4] * 6)
+    before = [np.array(pool) for pool in slots.pools]
+    slots.leave([(1, 5)], [4], 1, waits=False)
+    slots.begin_step([4] * 5)
+    assert slots.active.slots_B.tolist() == [0, 5, 2, 3, 4], "the last row took the place, not the slot"
+    monkeypatch.setattr(SlotCache, "resize", lambda *_: pytest.fail("pools were copied"))
+    slots.join(cache, [0], [2])
+    slots.begin_step([4] * 6)
+    assert slots.active.slots_B.tolist() == [0, 5, 2, 3, 4, 1]
+    for pool, was in zip(slots.pools, before, strict=True):
+        assert np.array_equal(np.array(pool), was)
