@@ -119,6 +119,7 @@ BARS: Mapping[str, Bar] = {
     "engine.soak.requests": Bar(least=10_000),
     "engine.soak.lost": Bar(most=0),
     "engine.soak.memory_drift": Bar(most=0.02),
+    "engine.soak.memory_spread": Bar(),
     "engine.soak.resident_drift": Bar(),
     "engine.soak.leaked_kv_bytes": Bar(most=0),
     "engine.soak.preemptions": Bar(least=100),

@@ -1,15 +1,17 @@
 """Does an engine stand thousands of ragged requests: memory, traces of compiled steps, faults.
 
 The embedded model, in memory that makes rows give up theirs all the time; see `workers/soak.py`. Memory is that of live
-arrays, once the caches have been emptied, from when as many versions are kept as are ever kept. A shorter soak with
+arrays, once the caches have been emptied, from when as many versions are kept as are ever kept: drift is what the last
+third of the readings differs by from the first, spread what the most differs by from the least. A shorter soak with
 compiled steps counts how often one is traced; the bound is the number of buckets of rows, positions and kinds of
 adapters that the longest context allows. On a CPU that needs g++.
 """
 
 import shutil
 from argparse import ArgumentParser
+from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from job import Job, blas_name, run_worker
@@ -52,8 +54,9 @@ def main() -> None:
         {
             "engine.soak.requests": sum(ends.values()),
             "engine.soak.lost": ends.get("lost", 0),
-            "engine.soak.memory_drift": max(active) / min(active) - 1,
-            "engine.soak.resident_drift": max(resident) / min(resident) - 1,
+            "engine.soak.memory_drift": drift(active),
+            "engine.soak.memory_spread": max(active) / min(active) - 1,
+            "engine.soak.resident_drift": drift(resident),
             "engine.soak.leaked_kv_bytes": found["held"],
             "engine.soak.preemptions": found["preemptions"],
             "engine.soak.prefix_hits": found["prefix_hits"],
@@ -65,6 +68,12 @@ def main() -> None:
         },
         device=blas_name(job),
     )
+
+
+def drift(sizes: Sequence[int]) -> float:
+    """How far the last third of readings is from the first, on average."""
+    count = max(1, len(sizes) // 3)
+    return abs(mean(sizes[-count:]) / mean(sizes[:count]) - 1)
 
 
 def worst(found: dict[str, Any]) -> float:
