@@ -15,7 +15,15 @@ from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
 from parallm.model.lora import OneAdapter, View, one_adapter
 from parallm.model.mixed_adapters import MixedAdapters, stack_adapters
-from parallm.model.row_lora import MOST_VERSIONS, NO_ADAPTER, GroupFactors, RowAdapters, Sites, group_factors
+from parallm.model.row_lora import (
+    MOST_VERSIONS,
+    NO_ADAPTER,
+    GroupFactors,
+    RowAdapters,
+    Sites,
+    group_factors,
+    order_rows,
+)
 from parallm.model.shared_model import SharedModel
 from parallm.model.side_by_side import MOST_ADAPTERS, SideBySide, side_by_side
 
@@ -82,7 +90,7 @@ class AdapterViews:
         if factors is None:
             return None
         index_B = [NO_ADAPTER if key is None else versions.index(key) for key in keys_B]
-        return RowAdapters(factors=factors, index_B=mx.array(index_B, mx.int32))
+        return RowAdapters(factors=factors, order_B2=order_rows(index_B, count))
 
     def clear(self) -> None:
         """Forget what is kept; views that are in use go on."""

@@ -4,7 +4,7 @@ Matrix products of rank 16 cost the host more than the device: each takes 8 micr
 has eleven of them. These kernels take 2 and serve a group of sites at once: `shrink` multiplies a group's input by
 all its A, `expand` splits the base's joined output into the sites' own and adds what the rows' B make of it. They are
 named as in vLLM, after Punica (https://arxiv.org/abs/2310.18547). Nothing is stacked: kernels get the arrays of each
-version and a number for each row.
+version, and the rows sorted by version.
 
 Axes: B rows, T tokens, I input, O output, R rank, K ranks of a group's sites side by side.
 """
@@ -55,27 +55,25 @@ class RowStructure:
     def view(self, arrays: Sequence[mx.array]) -> "RowAdapters":
         """The view with other arrays, which `RowAdapters.arrays` gave."""
         rest = iter(arrays)
-        index_B = next(rest)
+        order_B2 = next(rest)
         factors: dict[Sites, GroupFactors] = {}
         for sites in self.groups:
             a_IK, *b_RO = [tuple(next(rest) for _ in range(self.num_versions)) for _ in (None, *sites)]
             factors[sites] = GroupFactors(a_IK=a_IK, b_RO=tuple(b_RO))
-        return RowAdapters(factors=factors, index_B=index_B)
+        return RowAdapters(factors=factors, order_B2=order_B2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdapters:
-    """View of rows of which b uses version `index_B[b]` of the factors, int32, or none where that is -1.
-
-    Applied by groups of sites, see `SiteGroup`.
-    """
+    """View of rows that use different versions of the factors. Applied by groups of sites, see `SiteGroup`."""
 
     factors: Mapping[Sites, GroupFactors]
-    index_B: mx.array
+    order_B2: mx.array
+    """See `order_rows`."""
 
     def arrays(self) -> list[mx.array]:
         """All arrays, in the order in which `RowStructure.view` takes them."""
-        return [self.index_B, *(array for group in self.factors.values() for array in group.arrays())]
+        return [self.order_B2, *(array for group in self.factors.values() for array in group.arrays())]
 
     def structure(self) -> RowStructure:
         versions = next((len(group.a_IK) for group in self.factors.values()), 0)
@@ -112,13 +110,24 @@ def group_factors(
     return factors
 
 
+def order_rows(index_B: Sequence[int], num_versions: int) -> mx.array:
+    """Each row, which uses version `index_B[b]` or none where that is -1, and that number, int32 (B, 2).
+
+    Rows of a version stand beside each other, so that blocks of the kernels read factors for several rows at once.
+    """
+    pairs = list(enumerate(index_B))
+    if num_versions > 1:
+        pairs.sort(key=lambda pair: pair[1])
+    return mx.array(pairs, mx.int32)
+
+
 def outputs(
-    y_BTO: mx.array, x_BTI: mx.array, widths: Sequence[int], factors: GroupFactors | None, index_B: mx.array | None
+    y_BTO: mx.array, x_BTI: mx.array, widths: Sequence[int], factors: GroupFactors | None, order_B2: mx.array | None
 ) -> list[mx.array]:
     """The outputs of a group's sites, (B, T, O) each, out of the base's outputs beside each other."""
     rows = y_BTO.shape[0] * y_BTO.shape[1]
     tile = 4 if rows <= 64 else 8
-    added = {} if factors is None or index_B is None else _shrunk(x_BTI, factors, index_B, tile)
+    added = {} if factors is None or order_B2 is None else _shrunk(x_BTI, factors, order_B2, tile)
     num_versions, ranks = (0, []) if factors is None else (len(factors.a_IK), factors.ranks)
     names = {
         f"b{site}_{version}": array
@@ -145,23 +154,23 @@ def outputs(
     )
 
 
-def _shrunk(x_BTI: mx.array, factors: GroupFactors, index_B: mx.array, tile: int) -> dict[str, mx.array]:
+def _shrunk(x_BTI: mx.array, factors: GroupFactors, order_B2: mx.array, tile: int) -> dict[str, mx.array]:
     """What `expand` reads of the input: its products with A, in parts that are still to be added up."""
     rows, inputs = x_BTI.shape[0] * x_BTI.shape[1], x_BTI.shape[2]
     tiles, columns = -(-rows // tile), factors.a_IK[0].shape[1]
     chunk = next((size for size in CHUNKS if tiles * -(-inputs // size) >= WANTED_BLOCKS), CHUNKS[-1])
     num_parts = -(-inputs // chunk)
     names = [f"a{version}" for version in range(len(factors.a_IK))]
-    shrink = kernel(f"lora_shrink_{len(names)}", ("x", "index", *names), ("parts",), shrink_source(len(names)), PACK)
+    shrink = kernel(f"lora_shrink_{len(names)}", ("x", "order", *names), ("parts",), shrink_source(len(names)), PACK)
     (parts,) = shrink(
-        inputs=[x_BTI, index_B, *factors.a_IK],
+        inputs=[x_BTI, order_B2, *factors.a_IK],
         template=[("T", x_BTI.dtype), ("TILE", tile), ("K", columns), ("CHUNK", chunk)],
         grid=(tiles * SHRINK_THREADS, num_parts, 1),
         threadgroup=(SHRINK_THREADS, 1, 1),
         output_shapes=[(num_parts, rows, columns)],
         output_dtypes=[mx.float32],
     )
-    return {"parts": parts, "index": index_B}
+    return {"parts": parts, "order": order_B2}
 
 
 def _joined_a(adapter: OneAdapter, sites: Sites) -> mx.array:

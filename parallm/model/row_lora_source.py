@@ -1,7 +1,8 @@
 """Sources of the kernels in `row_lora`.
 
 T type of all arrays but the sums, K columns of all A of a group, VERSIONS adapters, TILE rows that a block serves:
-constants. Rows of one tile that use the same adapter one after the other read its factors once.
+constants. `order` holds rows and the versions that they use, those of a version beside each other: the rows of a tile
+use one version, or few, and read its factors once.
 """
 
 from collections.abc import Sequence
@@ -12,14 +13,16 @@ EXPAND_THREADS = 64
 
 _OWN = """
   const T* factors[] = {FACTORS};
-  const T* own[TILE];  // null for rows without an adapter
-  bool alike = true;
+  int own[TILE], lowest = VERSIONS, highest = -1;  // versions; -1 for rows without an adapter
 #pragma unroll
   for (int t = 0; t < TILE; t++) {
-    int version = index[min(first + t, rows - 1) / tokens];
-    own[t] = version < 0 ? nullptr : factors[version];
-    alike = alike && own[t] == own[0];
+    own[t] = order[min(first + t, rows - 1) / tokens * 2 + 1];
+    if (own[t] >= 0) lowest = min(lowest, own[t]);
+    highest = max(highest, own[t]);
   }
+"""
+_ROW_AT = """
+  auto row_at = [&](int place) { return int64_t(PLACE); };
 """
 _SHRINK = """
   using P = Pack<T>;
@@ -27,10 +30,11 @@ _SHRINK = """
   __shared__ float given[TILE][CHUNK], found[LANES][TILE][K];
   const int tokens = x_shape[1], rows = x_shape[0] * tokens, width = x_shape[2];
   const int first = blockIdx.x * TILE, begin = blockIdx.y * CHUNK, count = min(CHUNK, width - begin);
+  ROW_AT
   for (int i = threadIdx.x; i < TILE * CHUNK / P::size; i += THREADS) {
     int t = i / (CHUNK / P::size), c = i % (CHUNK / P::size) * P::size;
     if (first + t >= rows || c >= count) continue;
-    P values = *reinterpret_cast<const P*>(x + int64_t(first + t) * width + begin + c);
+    P values = *reinterpret_cast<const P*>(x + row_at(first + t) * width + begin + c);
 #pragma unroll
     for (int j = 0; j < P::size; j++) given[t][c + j] = float(values.values[j]);
   }
@@ -39,27 +43,17 @@ _SHRINK = """
 
   const int column = threadIdx.x % COLUMNS * P::size, lane = threadIdx.x / COLUMNS;
   float sum[TILE][P::size] = {};
-  auto factor_at = [&](const T* a, int c) { return *reinterpret_cast<const P*>(a + int64_t(begin + c) * K + column); };
-  auto add = [&](int t, float value, const P& factor) {
-#pragma unroll
-    for (int j = 0; j < P::size; j++) sum[t][j] += value * float(factor.values[j]);
-  };
   if (lane < LANES) {
-    if (alike && own[0] != nullptr) {
+#pragma unroll 1
+    for (int version = lowest; version <= highest; version++) {
 #pragma unroll 4
       for (int c = lane; c < count; c += LANES) {
-        P factor = factor_at(own[0], c);
-#pragma unroll
-        for (int t = 0; t < TILE; t++) add(t, given[t][c], factor);
-      }
-    } else if (!alike) {
-      for (int c = lane; c < count; c += LANES) {
-        P factor;
+        P factor = *reinterpret_cast<const P*>(factors[version] + int64_t(begin + c) * K + column);
 #pragma unroll
         for (int t = 0; t < TILE; t++) {
-          if (own[t] == nullptr) continue;
-          if (t == 0 || own[t] != own[t - 1]) factor = factor_at(own[t], c);
-          add(t, given[t][c], factor);
+          if (own[t] != version) continue;
+#pragma unroll
+          for (int j = 0; j < P::size; j++) sum[t][j] += given[t][c] * float(factor.values[j]);
         }
       }
     }
@@ -81,6 +75,7 @@ _SHRINK = """
 _EXPAND = """
   using P = Pack<T>;
   const int tokens = y_shape[1], rows = y_shape[0] * tokens, first = blockIdx.y * TILE;
+  ROW_AT
   HIDDEN
   int vector = blockIdx.x * THREADS + threadIdx.x, site = 0, start = 0;
   const int widths[] = {WIDTHS};
@@ -95,8 +90,7 @@ _EXPAND = """
   float sum[TILE][P::size];
 #pragma unroll
   for (int t = 0; t < TILE; t++) {
-    int64_t row = min(first + t, rows - 1);
-    P values = *reinterpret_cast<const P*>(y + row * TOTAL + start + vector * P::size);
+    P values = *reinterpret_cast<const P*>(y + row_at(min(first + t, rows - 1)) * TOTAL + start + vector * P::size);
 #pragma unroll
     for (int j = 0; j < P::size; j++) sum[t][j] = float(values.values[j]);
   }
@@ -107,7 +101,7 @@ _EXPAND = """
     P values;
 #pragma unroll
     for (int j = 0; j < P::size; j++) values.values[j] = T(sum[t][j]);
-    *reinterpret_cast<P*>(outputs[site] + int64_t(first + t) * width + vector * P::size) = values;
+    *reinterpret_cast<P*>(outputs[site] + row_at(first + t) * width + vector * P::size) = values;
   }
 """
 _HIDDEN = """
@@ -132,53 +126,47 @@ _ADDED = """
   const int ranks[] = {RANKS}, columns[] = {COLUMNS};
   const int rank = ranks[site], column = columns[site];
   OWN
-  auto factor_at = [&](const T* b, int r) {
-    return *reinterpret_cast<const P*>(b + int64_t(r) * width + vector * P::size);
-  };
-  auto add = [&](int t, int r, const P& factor) {
-    float value = reinterpret_cast<const float*>(hidden[t])[column + r];
-#pragma unroll
-    for (int j = 0; j < P::size; j++) sum[t][j] += value * float(factor.values[j]);
-  };
-  if (alike && own[0] != nullptr) {
+#pragma unroll 1
+  for (int version = lowest; version <= highest; version++) {
+    const T* b = factors[SITE_FACTORS + version] + vector * P::size;
     for (int r = 0; r < rank; r += 8) {  // ranks are multiples of 8; loads first, that they are under way together
       P factor[8];
 #pragma unroll
-      for (int u = 0; u < 8; u++) factor[u] = factor_at(own[0], r + u);
+      for (int u = 0; u < 8; u++) factor[u] = *reinterpret_cast<const P*>(b + int64_t(r + u) * width);
 #pragma unroll
       for (int u = 0; u < 8; u++)
 #pragma unroll
-        for (int t = 0; t < TILE; t++) add(t, r + u, factor[u]);
-    }
-  } else if (!alike) {
-    for (int r = 0; r < rank; r++) {
-      P factor;
+        for (int t = 0; t < TILE; t++) {
+          if (own[t] != version) continue;
+          float value = reinterpret_cast<const float*>(hidden[t])[column + r + u];
 #pragma unroll
-      for (int t = 0; t < TILE; t++) {
-        if (own[t] == nullptr) continue;
-        if (t == 0 || own[t] != own[t - 1]) factor = factor_at(own[t], r);
-        add(t, r, factor);
-      }
+          for (int j = 0; j < P::size; j++) sum[t][j] += value * float(factor[u].values[j]);
+        }
     }
   }
 """
 
 
 def shrink_source(num_versions: int) -> str:
-    """Inputs `x` (B, T, I), `index` (B,) and `a0`, `a1`, ... (I, K); output `parts`: sums over each chunk of I."""
+    """Inputs `x` (B, T, I), `order` (B, 2) and `a0`, `a1`, ... (I, K); output `parts`: sums over chunks of I, in the
+    order of `order`."""
     factors = _listed([f"a{version}" for version in range(num_versions)])
-    return _filled(_SHRINK, OWN=_OWN, FACTORS=factors, THREADS=SHRINK_THREADS)
+    names = {"OWN": _OWN, "ROW_AT": _row_at(num_versions), "VERSIONS": num_versions}
+    return _filled(_SHRINK, **names, FACTORS=factors, THREADS=SHRINK_THREADS)
 
 
 def expand_source(widths: Sequence[int], ranks: Sequence[int], num_versions: int) -> str:
-    """Inputs `y` (B, T, sum of widths) and, where there are versions, `parts`, `index` and for each site s `bs_0`,
+    """Inputs `y` (B, T, sum of widths) and, where there are versions, `parts`, `order` and for each site s `bs_0`,
     `bs_1`, ... (R, O); outputs `out0`, `out1`, ... of each site."""
     sites = range(len(widths))
     factors = _listed([f"b{site}_{version}" for site in sites for version in range(num_versions)])
     source = _filled(_EXPAND, HIDDEN=_HIDDEN, ADDED=_ADDED) if num_versions else _filled(_EXPAND, HIDDEN="", ADDED="")
     return _filled(
         source,
-        OWN=_OWN.replace("factors[version]", f"factors[site * {num_versions} + version]"),
+        OWN=_OWN,
+        ROW_AT=_row_at(num_versions),
+        SITE_FACTORS=f"site * {num_versions}",
+        VERSIONS=num_versions,
         FACTORS=factors,
         WIDTHS=_listed(widths),
         RANKS=_listed(ranks),
@@ -188,6 +176,12 @@ def expand_source(widths: Sequence[int], ranks: Sequence[int], num_versions: int
         TOTAL=sum(widths),
         THREADS=EXPAND_THREADS,
     )
+
+
+def _row_at(num_versions: int) -> str:
+    """How a place becomes a row. With one version rows are not sorted: that saves waiting for their numbers."""
+    is_sorted = num_versions > 1
+    return _filled(_ROW_AT, PLACE="order[place / tokens * 2] * tokens + place % tokens" if is_sorted else "place")
 
 
 def _listed(values: Sequence[object]) -> str:

@@ -50,7 +50,7 @@ class SiteGroup:
         factors = view.factors.get(self.sites) if isinstance(view, RowAdapters) else None
         if factors is None and len(self.sites) == 1:
             return [y]
-        return outputs(y, x, self._widths, factors, view.index_B if isinstance(view, RowAdapters) else None)
+        return outputs(y, x, self._widths, factors, view.order_B2 if isinstance(view, RowAdapters) else None)
 
 
 def form_groups(base: nn.Module, called: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:

@@ -21,5 +21,6 @@ def test_rows_of_the_same_versions_share_their_factors(
     assert isinstance(other, RowAdapters)
     assert again is first
     assert other.factors is first.factors
-    assert (first.index_B.tolist(), other.index_B.tolist()) == ([0, -1, 1], [1, 0, 1, 0])
+    assert first.order_B2.tolist() == [[1, -1], [0, 0], [2, 1]]
+    assert other.order_B2.tolist() == [[1, 0], [3, 0], [0, 1], [2, 1]]
     assert views.for_rows([None, None]) is None

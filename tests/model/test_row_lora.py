@@ -5,7 +5,7 @@ import pytest
 
 from parallm.model.cuda import on_cuda
 from parallm.model.lora import OneAdapter, join_sites
-from parallm.model.row_lora import GroupFactors, group_factors, outputs
+from parallm.model.row_lora import GroupFactors, group_factors, order_rows, outputs
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 
@@ -76,12 +76,17 @@ def test_the_kernels_agree_with_the_operations(
     factors = factors_of(inputs, widths, ranks, versions, dtype) if versions else None
     index = [(row * 7) % (versions + 1) - 1 if versions > 1 else 0 for row in range(rows)]
 
-    found = outputs(y, x, widths, factors, mx.array(index, mx.int32) if versions else None)
+    found = outputs(y, x, widths, factors, order_rows(index, versions) if versions else None)
 
     for one, other in zip(found, expected(y, x, widths, factors, index), strict=True):
         assert one.shape == other.shape
         assert one.dtype == dtype
         assert mx.abs(one.astype(mx.float32) - other).max().item() <= tolerance * mx.abs(other).max().item()
+
+
+def test_rows_of_a_version_stand_beside_each_other() -> None:
+    assert order_rows([1, -1, 0, 1], 2).tolist() == [[1, -1], [2, 0], [0, 1], [3, 1]]
+    assert order_rows([0, -1, 0], 1).tolist() == [[0, 0], [1, -1], [2, 0]]
 
 
 def adapter(ranks: dict[str, int], **options: dict[str, mx.array]) -> OneAdapter:

@@ -6,7 +6,7 @@ import pytest
 
 from parallm.model.cuda import on_cuda
 from parallm.model.lora import Binding, LoraLinear, Scaling, initial_arrays, one_adapter
-from parallm.model.row_lora import RowAdapters, group_factors
+from parallm.model.row_lora import RowAdapters, group_factors, order_rows
 from parallm.model.site_group import form_groups
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
@@ -76,7 +76,7 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
     groups = form_groups(layers, CALLED)
     factors = group_factors(views, groups, mx.float32)
     assert factors is not None
-    rows = RowAdapters(factors=factors, index_B=mx.array([1, -1, 0, 0], mx.int32))
+    rows = RowAdapters(factors=factors, order_B2=order_rows([1, -1, 0, 0], 2))
 
     for site, found in enumerate(outputs_of(layers, binding, x, rows)):
         wanted = mx.stack([plain[choice][site][row] for row, choice in enumerate([2, 0, 1, 1])])
