@@ -24,7 +24,13 @@ Function = Callable[[mx.array, mx.array, mx.array, Arrays, Arrays], tuple[mx.arr
 
 
 def row_bucket(num_rows: int) -> int:
-    """The number of rows that are computed for `num_rows`: at least 4, at most a third more from 12 on."""
+    """The number of rows that are computed for `num_rows`: at most a third more from 12 on.
+
+    A single row has a bucket of its own: MLX multiplies a vector by a kernel that costs the host a quarter of a matrix
+    product.
+    """
+    if num_rows <= 1:
+        return num_rows
     step = next((step for most, step in ((8, 4), (32, 8), (64, 16)) if num_rows <= most), 32)
     return max(1, -(-num_rows // step)) * step
 

@@ -22,6 +22,7 @@ from parallm.engine.kv_format import KvFormat
 from parallm.model.attention import OwnCache, attention
 from parallm.model.cuda import on_cuda
 from parallm.model.decode_attention import append_and_attend, fits
+from parallm.model.rotary import before_rotation
 from parallm.model.shared_model import PlainCache
 
 
@@ -126,9 +127,7 @@ class SlotCache(OwnCache):
             and fits(queries, *appended.pools)
         ):
             self.state = appended.pools
-            new, places = (appended.keys, appended.values), (self._rows.slots_B, self._rows.lengths_B)
-            keys_SHLD, values_SHLD = appended.pools
-            return append_and_attend(queries, *new, keys_SHLD, values_SHLD, *places, scale=scale, window=window)
+            return self._append_and_attend(queries, appended, scale, window)
         self._rows.needs_places = True
         del appended  # nobody else may hold the pools when they are written, or MLX copies them
         apart = self._rows.apart
@@ -140,6 +139,23 @@ class SlotCache(OwnCache):
             queries[rows_A], keys[rows_A], values[rows_A], scale=scale, mask=mask[rows_A], sinks=sinks
         )
         return found
+
+    def _append_and_attend(self, queries: mx.array, appended: Appended, scale: float, window: int) -> mx.array:
+        keys_SHLD, values_SHLD = appended.pools
+        slots_B, lengths_B = self._rows.slots_B, self._rows.lengths_B
+        queries, keys, rotation = before_rotation(queries, appended.keys, lengths_B, keys_SHLD.dtype)
+        return append_and_attend(
+            queries,
+            keys,
+            appended.values,
+            keys_SHLD,
+            values_SHLD,
+            slots_B,
+            lengths_B,
+            scale=scale,
+            window=window,
+            rotation=rotation,
+        )
 
     def allocate(self, prompts: PlainCache) -> None:
         """Make pools for keys and values like these, if there are none."""

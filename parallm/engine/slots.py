@@ -16,7 +16,7 @@ from parallm.engine.kv_format import KvFormat
 from parallm.engine.kv_stack import row_copies
 from parallm.engine.layout import EMPTY, Layout
 from parallm.model.shared_model import PlainCache
-from parallm.model.slot_copy import can_copy, copy_to_slots
+from parallm.model.slot_copy import can_copy, can_copy_out, copy_out, copy_to_slots
 
 Item = TypeVar("Item")
 
@@ -91,7 +91,9 @@ class Slots:
 
     def copies(self, row: int, start: int, end: int) -> list[mx.array]:
         """Of these positions of a row; see `row_copies`."""
-        slot = self._of_rows[row]
+        slot, pools = self._of_rows[row], self.pools
+        if can_copy_out(pools):
+            return [copy_out(pools, slot, start, end)]
         parts = [[pool[slot : slot + 1, :, start:end] for pool in layer.state] for layer in self.caches]
         return row_copies([array for layer in parts for array in self._format.unpack(layer)])
 

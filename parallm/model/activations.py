@@ -6,12 +6,14 @@ Arithmetic is float32, rounded once. Engine and learner call the same function.
 """
 
 import sys
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations as mlx_lm_activations
 
 from parallm.model.cuda import PACK, VECTOR_BYTES, Kernel, kernel, on_cuda
+from parallm.model.origins import origin_of
 
 THREADS = 256  # of a block
 
@@ -22,6 +24,19 @@ _FORWARD = """
   int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (index * P::size >= gate_shape[0]) return;
   P g = reinterpret_cast<const P*>(gate)[index], u = reinterpret_cast<const P*>(x)[index], y;
+  for (int i = 0; i < P::size; i++) {
+    float wide = float(g.values[i]);
+    y.values[i] = T(wide / (1.0f + __expf(-wide)) * float(u.values[i]));
+  }
+  reinterpret_cast<P*>(product)[index] = y;
+"""
+_OF_HALVES = """
+  using P = Pack<T>;
+  const int64_t width = joined_shape[1] / 2 / P::size;  // vectors of a row's half
+  int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (index >= joined_shape[0] * width) return;
+  const P* row = reinterpret_cast<const P*>(joined) + index / width * 2 * width;
+  P g = row[index % width], u = row[width + index % width], y;
   for (int i = 0; i < P::size; i++) {
     float wide = float(g.values[i]);
     y.values[i] = T(wide / (1.0f + __expf(-wide)) * float(u.values[i]));
@@ -45,6 +60,15 @@ _BACKWARD = """
 """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """Origin of an array (..., W): the first (0) or second (1) half of one product."""
+
+    joined: mx.array
+    """(..., 2 W)"""
+    place: int
+
+
 def install_swiglu(model: nn.Module) -> None:
     """Let the modules that define `model`'s layers call `swiglu`. Changes mlx-lm's modules; safe to repeat."""
     for name in {type(module).__module__ for module in model.modules()}:
@@ -53,13 +77,40 @@ def install_swiglu(model: nn.Module) -> None:
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) x (https://arxiv.org/abs/2002.05202), of the shape and dtype of both."""
+    """silu(gate) x (https://arxiv.org/abs/2002.05202), of the shape and dtype of both. Halves of one product are read
+    where they are."""
+    joined = _joined(origin_of(gate), origin_of(x))
+    if joined is not None:
+        return _of_halves(joined)
     fits = gate.dtype == x.dtype and gate.shape == x.shape and gate.nbytes % VECTOR_BYTES == 0
     if not fits or not on_cuda():
         plain: mx.array = _mlx_lm_swiglu(gate, x)
         return plain
     fused: mx.array = _fused(gate.reshape(-1), x.reshape(-1))
     return fused.reshape(gate.shape)
+
+
+def _joined(first: object, second: object) -> mx.array | None:
+    """The product whose halves these origins say, in whole vectors."""
+    if not isinstance(first, Half) or not isinstance(second, Half):
+        return None
+    joined, is_in_order = first.joined, (first.place, second.place) == (0, 1)
+    is_aligned = joined.shape[-1] // 2 * joined.dtype.size % VECTOR_BYTES == 0
+    return joined if joined is second.joined and is_in_order and is_aligned else None
+
+
+def _of_halves(joined: mx.array) -> mx.array:
+    rows = joined.reshape(-1, joined.shape[-1])
+    threads = rows.nbytes // 2 // VECTOR_BYTES
+    shape = (*joined.shape[:-1], joined.shape[-1] // 2)
+    return kernel("swiglu_of_halves", ("joined",), ("product",), _OF_HALVES, PACK)(
+        inputs=[rows],
+        template=[("T", joined.dtype)],
+        grid=(-(-threads // THREADS) * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[shape],
+        output_dtypes=[joined.dtype],
+    )[0]
 
 
 @mx.custom_function  # type: ignore[untyped-decorator]

@@ -23,7 +23,20 @@ def on_cuda() -> bool:
 
 
 @cache
-def kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...], source: str, header: str = "") -> Kernel:
-    """`source` is the body of the function; inputs come as pointers, row-contiguous. `grid` counts threads."""
-    found: Kernel = mx.fast.cuda_kernel(name, list(inputs), list(outputs), source, header)
+def kernel(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    source: str,
+    header: str = "",
+    *,
+    copies_views: bool = True,
+) -> Kernel:
+    """`source` is the body of the function; inputs come as pointers. `grid` counts threads.
+
+    Inputs that are not row-contiguous are copied first, or else the source has to use their `_strides`.
+    """
+    found: Kernel = mx.fast.cuda_kernel(
+        name, list(inputs), list(outputs), source, header, ensure_row_contiguous=copies_views
+    )
     return found

@@ -3,7 +3,8 @@
 MLX's own attention takes rows of different lengths with a mask, and is not fused then: 1.17 ms a layer on an H200 for
 128 rows of up to 1,024 tokens. The kernel also writes the step's keys and values into the pool, in place: MLX knows the
 pool as an input that nobody changes, so it neither copies it nor waits for it. That is sound because the only later
-readers are steps and copies that come after this one in the stream.
+readers are steps and copies that come after this one in the stream. Rotary embeddings are its business as well
+(`rotary.py`).
 
 Softmax is taken online (https://arxiv.org/abs/1805.02867) in float32. A team of lanes takes a token: each lane loads 16
 bytes of its key and of its value. The teams' sums are merged at the end of a block; where there are too few rows for
@@ -19,7 +20,8 @@ import struct
 import mlx.core as mx
 
 from parallm.model.cuda import PACK, VECTOR_BYTES, Kernel, kernel, on_cuda
-from parallm.model.decode_attention_source import MERGE, PART, THREADS, WHOLE
+from parallm.model.decode_attention_source import MERGE, THREADS, part_source, whole_source
+from parallm.model.rotary import Rotation
 
 LEAST_SIZE, MOST_SIZE, SIZE_STEP = 64, 256, 32  # of heads
 MOST_VALUES = 64  # of queries, and as many sums, in a thread's registers
@@ -56,12 +58,14 @@ def append_and_attend(
     *,
     scale: float,
     window: int = 0,
+    rotation: Rotation | None = None,
 ) -> mx.array:
     """Write row b's new key and value at position `lengths_B[b]` of slot `slots_B[b]`, in place, and attend to that
     position and all before it, or to the newest `window` of them (0: all); (B, Q, 1, D).
 
     The write happens when the result is evaluated. Both are int32; `lengths_B` is below L, and no slot is twice in
-    `slots_B`.
+    `slots_B`. With a `rotation`, which `rotary.before_rotation` gave, queries and new keys are rotated to these
+    positions first.
     """
     rows, query_heads, _, size = queries_BQ1D.shape
     heads, positions = keys_SHLD.shape[1:3]
@@ -69,16 +73,10 @@ def append_and_attend(
     tile = queries_at_once(repeats, size // lanes)
     blocks = rows * query_heads // tile
     parts = num_parts(blocks, positions)
+    inputs = [queries_BQ1D, new_keys_BH1D, new_values_BH1D, keys_SHLD, values_SHLD, slots_B, lengths_B]
+    wavelengths = None if rotation is None else rotation.wavelengths
     arguments = {
-        "inputs": [
-            queries_BQ1D.reshape(rows, query_heads, size),
-            new_keys_BH1D.reshape(rows, heads, size),
-            new_values_BH1D.reshape(rows, heads, size),
-            keys_SHLD,
-            values_SHLD,
-            slots_B,
-            lengths_B,
-        ],
+        "inputs": inputs if wavelengths is None else [*inputs, wavelengths],
         "template": [
             ("T", keys_SHLD.dtype),
             ("D", size),
@@ -89,18 +87,23 @@ def append_and_attend(
             ("WINDOW", window),
             ("THREADS", THREADS),
             ("SCALE", _bits(scale * math.log2(math.e))),
+            ("DIMS", rotation.dims if rotation else 0),
+            ("PAIRED", rotation is not None and rotation.traditional),
+            ("POSITION_SCALE", _bits(rotation.scale if rotation else 1.0)),
+            ("LOG_BASE", _bits(rotation.log_base if rotation else 0.0)),
         ],
         "grid": (blocks * THREADS, parts, 1),
         "threadgroup": (THREADS, 1, 1),
     }
     shape, dtype = (rows, query_heads, 1, size), keys_SHLD.dtype
     if parts == 1:
-        (attended,) = _whole_kernel()(**arguments, output_shapes=[shape], output_dtypes=[dtype])
+        whole = _kernel("", whole_source(has_wavelengths=wavelengths is not None), ("attended",), wavelengths)
+        (attended,) = whole(**arguments, output_shapes=[shape], output_dtypes=[dtype])
         return attended
     of_parts = (rows, query_heads, parts)
-    found = _part_kernel()(
-        **arguments, output_shapes=[(*of_parts, size), of_parts, of_parts], output_dtypes=[mx.float32] * 3
-    )
+    names = ("sums", "largests", "totals")
+    part = _kernel("_parts", part_source(has_wavelengths=wavelengths is not None), names, wavelengths)
+    found = part(**arguments, output_shapes=[(*of_parts, size), of_parts, of_parts], output_dtypes=[mx.float32] * 3)
     (attended,) = _merge_kernel()(
         inputs=found,
         template=[("T", dtype), ("D", size)],
@@ -135,13 +138,10 @@ def _bits(number: float) -> int:
     return found
 
 
-def _whole_kernel() -> Kernel:
-    return kernel("decode_attention", _INPUTS, ("attended",), WHOLE, PACK)
-
-
-def _part_kernel() -> Kernel:
-    outputs = ("sums", "largests", "totals")
-    return kernel("decode_attention_parts", _INPUTS, outputs, PART, PACK)
+def _kernel(suffix: str, source: str, outputs: tuple[str, ...], wavelengths: mx.array | None) -> Kernel:
+    inputs = _INPUTS if wavelengths is None else (*_INPUTS, "wavelengths")
+    name = f"decode_attention{suffix}" + ("" if wavelengths is None else "_wavelengths")
+    return kernel(name, inputs, outputs, source, PACK, copies_views=False)
 
 
 def _merge_kernel() -> Kernel:

@@ -1,7 +1,11 @@
 """Source of the kernels in `decode_attention`.
 
 T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team, WINDOW
-positions that are seen (0: all), SCALE a float32's bits: the constants of both kernels over the pools.
+positions that are seen (0: all), SCALE a float32's bits: the constants of both kernels over the pools. DIMS values of
+each head are rotated (0: none), neighbours with each other if PAIRED, to the position times POSITION_SCALE, with
+frequencies that follow from LOG_BASE (both a float32's bits) or are one over `wavelengths`: as MLX's own kernel does.
+
+Queries, new keys and values come with strides: they may be parts of one product.
 """
 
 THREADS = 128  # of a block
@@ -27,6 +31,54 @@ _BODY = """
     WRITE_NOTHING
     return;
   }
+  const int64_t row = head / H;
+
+  // Values of a head that are `stride` apart, from `first` on
+  auto values_at = [](const T* from, int first, int64_t stride) {
+    if (stride == 1 && reinterpret_cast<uintptr_t>(from + first) % sizeof(P) == 0)
+      return *reinterpret_cast<const P*>(from + first);
+    P found;
+    for (int j = 0; j < P::size; j++) found.values[j] = from[(first + j) * stride];
+    return found;
+  };
+  constexpr int HALF = DIMS > 0 ? DIMS / 2 : 1;
+  float cosine[SIZE], sine[SIZE];
+  if constexpr (DIMS > 0) {
+#pragma unroll
+    for (int e = 0; e < SIZE; e++) {
+      int place = (e / P::size * LANES + lane) * P::size + e % P::size;
+      if (place >= DIMS) continue;
+      int pair = PAIRED ? place / 2 : place % HALF;
+      float angle = __int_as_float(POSITION_SCALE) * static_cast<float>(length) * FREQUENCY;
+      cosine[e] = cosf(angle);
+      sine[e] = sinf(angle);
+    }
+  }
+  // Values of a query or new key that this lane has, rotated
+  auto rotated = [&](const T* from, int64_t stride, int c) {
+    const int first = (c * LANES + lane) * P::size;
+    P own = values_at(from, first, stride);
+    if (DIMS == 0 || first >= DIMS) return own;
+    if constexpr (PAIRED) {
+#pragma unroll
+      for (int j = 0; j < P::size; j += 2) {
+        float left = float(own.values[j]), right = float(own.values[j + 1]);
+        float across = cosine[c * P::size + j], up = sine[c * P::size + j];
+        own.values[j] = T(left * across - right * up);
+        own.values[j + 1] = T(left * up + right * across);
+      }
+    } else {
+      const bool is_left = first < HALF;
+      P other = values_at(from, is_left ? first + HALF : first - HALF, stride);
+#pragma unroll
+      for (int j = 0; j < P::size; j++) {
+        float one = float(own.values[j]), two = float(other.values[j]);
+        float across = cosine[c * P::size + j], up = sine[c * P::size + j];
+        own.values[j] = T(is_left ? one * across - two * up : two * up + one * across);
+      }
+    }
+    return own;
+  };
   const int64_t pool_head = int64_t(slots[head / H]) * H + head % H;
   const T* key_pool = keys + pool_head * capacity * D + lane * P::size;
   const T* value_pool = values + pool_head * capacity * D + lane * P::size;
@@ -39,7 +91,8 @@ _BODY = """
     total[g] = 0.0f;
 #pragma unroll
     for (int c = 0; c < PACKS; c++) {
-      P raw = pack(queries + (first_query + g) * D + lane * P::size, c);
+      const T* from = queries + row * queries_strides[0] + (first_query + g - row * H * G) * queries_strides[1];
+      P raw = rotated(from, queries_strides[3], c);
 #pragma unroll
       for (int j = 0; j < P::size; j++) {
         query[g][c * P::size + j] = float(raw.values[j]) * __int_as_float(SCALE);
@@ -113,8 +166,10 @@ _BODY = """
     float score[TILE];
 #pragma unroll
     for (int c = 0; c < PACKS; c++) {
-      key[c] = pack(new_keys + head * D + lane * P::size, c);
-      value[c] = pack(new_values + head * D + lane * P::size, c);
+      const int64_t of_row = head - row * H;
+      const T* from = new_values + row * new_values_strides[0] + of_row * new_values_strides[1];
+      key[c] = rotated(new_keys + row * new_keys_strides[0] + of_row * new_keys_strides[1], new_keys_strides[3], c);
+      value[c] = values_at(from, (c * LANES + lane) * P::size, new_values_strides[3]);
       if (team == 0 && tile == 0) {
         int64_t place = int64_t(length) * D + c * LANES * P::size;
         *reinterpret_cast<P*>(const_cast<T*>(key_pool + place)) = key[c];
@@ -178,5 +233,20 @@ MERGE = """
   }
   attended[int64_t(blockIdx.x) * D + threadIdx.x] = T(found / all);
 """
-WHOLE = _BODY.replace("WRITE_NOTHING", "").replace("WRITE_RESULT", _WRITE_WHOLE)
-PART = _BODY.replace("WRITE_NOTHING", _WRITE_NOTHING).replace("WRITE_RESULT", _WRITE_PART)
+_BY_BASE = "exp2f(-(static_cast<float>(pair) / static_cast<float>(HALF)) * __int_as_float(LOG_BASE))"
+_BY_WAVELENGTH = "static_cast<float>(1.0 / wavelengths[pair])"
+
+
+def whole_source(*, has_wavelengths: bool) -> str:
+    """A block for all positions of a row."""
+    return _source("", _WRITE_WHOLE, has_wavelengths)
+
+
+def part_source(*, has_wavelengths: bool) -> str:
+    """Several blocks, whose results `MERGE` puts together."""
+    return _source(_WRITE_NOTHING, _WRITE_PART, has_wavelengths)
+
+
+def _source(nothing: str, result: str, has_wavelengths: bool) -> str:
+    body = _BODY.replace("WRITE_NOTHING", nothing).replace("WRITE_RESULT", result)
+    return body.replace("FREQUENCY", _BY_WAVELENGTH if has_wavelengths else _BY_BASE)

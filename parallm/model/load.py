@@ -27,6 +27,7 @@ from parallm.model.cuda import on_cuda
 from parallm.model.fingerprint import fingerprint
 from parallm.model.lora import Binding
 from parallm.model.quantized import arrange_quantized
+from parallm.model.rotary import install_rotary
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch, find_trunk
 from parallm.model.site_group import form_groups
@@ -66,6 +67,7 @@ def share_model(
     base.eval()
     install_attention(base)
     install_swiglu(base)
+    install_rotary(base)
     binding = Binding()
     sites = install_sites(base, settings.lora, binding)
     mx.eval(base.parameters())

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from parallm.model.attention import OwnCache, at_least_rows
 from parallm.model.chat import ChatTokenizer
+from parallm.model.cuda import on_cuda
 from parallm.model.lora import Binding, View
 
 TRUNK_NAMES = ("model", "transformer", "backbone")
@@ -65,7 +66,7 @@ class SharedModel:
         if self.trunk_owner is None:
             return hidden_NH
         trunk = getattr(self.trunk_owner, self.trunk_name)
-        padded = at_least_rows(hidden_NH, axis=0)
+        padded = hidden_NH if on_cuda() else at_least_rows(hidden_NH, axis=0)
         setattr(self.trunk_owner, self.trunk_name, _Replay(trunk, padded[None]))
         try:
             logits: mx.array = self.base(mx.zeros((1, padded.shape[0]), mx.int32))

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
+from parallm.model.activations import Half
 from parallm.model.cuda import VECTOR_BYTES
 from parallm.model.lora import LoraLinear, View
+from parallm.model.origins import remember
 from parallm.model.row_lora import RowAdapters, outputs
 
 ARRAYS = ("weight", "scales", "biases", "bias")
@@ -27,6 +29,7 @@ class SiteGroup:
         """`joined` is the linear layer with the outputs of `layers` beside each other."""
         self.sites = tuple(layer.site for layer in layers)
         self._widths = [layer.linear.weight.shape[0] for layer in layers]
+        self._cuts = [sum(self._widths[:count]) for count in range(1, len(layers))]
         self._joined = joined
         self._x: mx.array | None = None  # the input that the outputs are of; nothing is kept when all are fetched
         self._outputs: dict[str, mx.array] = {}
@@ -48,9 +51,17 @@ class SiteGroup:
     def _all(self, x: mx.array, view: View | None) -> list[mx.array]:
         y = self._joined(x)
         factors = view.factors.get(self.sites) if isinstance(view, RowAdapters) else None
-        if factors is None and len(self.sites) == 1:
+        if factors is not None:
+            return outputs(y, x, self._widths, factors, view.order_B2 if isinstance(view, RowAdapters) else None)
+        if len(self.sites) == 1:
             return [y]
-        return outputs(y, x, self._widths, factors, view.order_B2 if isinstance(view, RowAdapters) else None)
+        # What computes with one token of each row reads parts where they are; else copies save others' copies
+        is_step = y.shape[1] == 1
+        parts = mx.split(y, self._cuts, axis=-1) if is_step else outputs(y, x, self._widths, None, None)
+        if len(set(self._widths)) == 1 and len(parts) == 2:
+            for place, part in enumerate(parts):
+                remember(part, Half(joined=y, place=place))
+        return parts
 
 
 def form_groups(base: nn.Module, called: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:

@@ -138,7 +138,8 @@ def test_a_compiled_step_writes_into_the_pools_without_a_copy(
 
 
 def test_rows_are_computed_in_few_sizes() -> None:
-    assert [row_bucket(rows) for rows in (1, 4, 5, 9, 17, 33, 65, 100, 128, 129)] == [
+    assert [row_bucket(rows) for rows in (1, 2, 4, 5, 9, 17, 33, 65, 100, 128, 129)] == [
+        1,
         4,
         4,
         8,

@@ -1,13 +1,22 @@
 """The kernel of a decode step against a plain write and MLX's operations; skipped without MLX's CUDA build."""
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.rope_utils import Llama3RoPE
 
 from parallm.model.cuda import on_cuda
 from parallm.model.decode_attention import append_and_attend, fits, lanes_of, num_parts, queries_at_once
+from parallm.model.rotary import Rotary, before_rotation
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
+ROPES = {
+    "halves": nn.RoPE(128, base=500000.0),
+    "neighbours": nn.RoPE(128, traditional=True, base=10000.0, scale=0.25),
+    "first half": nn.RoPE(64, base=10000.0),
+    "wavelengths": Llama3RoPE(128, base=500000.0, scaling_config={"factor": 8.0}),
+}
 Arrays = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 
 
@@ -100,6 +109,43 @@ def test_queries_over_half_of_a_product_are_copied_right() -> None:
     where = places([0, 1, 2, 3, 4, 5], [5, 80, 0, 33, 200, 255])
     found = append_and_attend(wide[:, :8], *arrays[1:], *where, scale=0.11)
     assert mx.array_equal(found, append_and_attend(*arrays, *where, scale=0.11)).item()
+
+
+@needs_cuda
+@pytest.mark.parametrize("rows", [1, 6])
+def test_queries_keys_and_values_may_be_parts_of_one_product(rows: int) -> None:
+    arrays = step(mx.bfloat16, rows, (8, 2), 64, 256)
+    where = places(list(range(rows)), [5, 80, 0, 33, 200, 255][:rows])
+    expected = append_and_attend(*arrays, *where, scale=0.11)
+    beside = mx.concatenate([array.reshape(rows, 1, -1) for array in arrays[:3]], axis=-1)
+    parts = [part.reshape(rows, 1, -1, 64).transpose(0, 2, 1, 3) for part in mx.split(beside, [512, 640], axis=-1)]
+    apart = [mx.repeat(part, 2, axis=-1)[..., ::2] for part in parts]
+    for queries, keys, values in (parts, apart):
+        found = append_and_attend(queries, keys, values, *arrays[3:], *where, scale=0.11)
+        assert mx.array_equal(found, expected).item()
+
+
+@needs_cuda
+@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.float32, 2e-5), (mx.bfloat16, 1.5e-2)])
+@pytest.mark.parametrize("rope", [*ROPES])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_the_kernel_rotates_as_the_model_does(dtype: mx.Dtype, tolerance: float, rope: str, rows: int) -> None:
+    arrays = step(dtype, rows, (8, 2), 128, 256)
+    slots = list(range(rows))
+    lengths = np.random.default_rng(1).integers(0, 256, rows).tolist()
+    where = places(slots, lengths)
+    rotary = Rotary(ROPES[rope])
+    rotated = rotary(arrays[0], offset=where[1]), rotary(arrays[1], offset=where[1])
+    queries, keys, rotation = before_rotation(*rotated, where[1], dtype)
+    assert queries is arrays[0]
+    assert keys is arrays[1]
+    assert rotation is not None
+    expected = plain((*rotated, *arrays[2:]), slots, lengths, 0)
+    found = append_and_attend(queries, keys, *arrays[2:], *where, scale=0.11, rotation=rotation)
+    assert np.abs(np.array(found.astype(mx.float32)) - expected[0]).max() <= tolerance
+    # a rounding in float32 may fall to the other side of a bfloat16
+    assert np.allclose(np.array(arrays[3].astype(mx.float32)), expected[1], rtol=1e-5 if dtype == mx.float32 else 8e-3)
+    assert np.array_equal(np.array(arrays[4].astype(mx.float32)), expected[2])
 
 
 def test_the_kernel_is_not_used_on_a_cpu() -> None:

@@ -4,8 +4,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from parallm.model.activations import swiglu
 from parallm.model.cuda import on_cuda
 from parallm.model.lora import Binding, LoraLinear, Scaling, initial_arrays, one_adapter
+from parallm.model.origins import origin_of
 from parallm.model.row_lora import RowAdapters, group_factors, order_rows
 from parallm.model.site_group import form_groups
 
@@ -83,6 +85,32 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
         assert mx.abs(found - wanted).max().item() <= TOLERANCE * mx.abs(wanted).max().item()
     for one, other in zip(outputs_of(layers, binding, x, None), plain[0], strict=True):
         assert mx.abs(one - other).max().item() <= TOLERANCE * mx.abs(other).max().item()
+
+
+class GatedLayers(nn.Module):
+    """Two sites of one input, and a gate between them."""
+
+    def __init__(self, binding: Binding) -> None:
+        super().__init__()
+        self.gate, self.up = (LoraLinear(nn.Linear(64, 48, bias=False), name, binding) for name in ("gate", "up"))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return swiglu(self.gate(x), self.up(x))
+
+
+@needs_cuda
+@pytest.mark.parametrize("shape", [(1, 1), (5, 1), (2, 7)])
+def test_halves_of_one_product_are_gated_where_they_are(shape: tuple[int, int]) -> None:
+    layers, x = GatedLayers(Binding()), mx.random.normal((*shape, 64))
+    wanted = layers(x)
+    assert form_groups(layers, [("gate", "up")]) == (("gate", "up"),)
+    gate, up = layers.gate(x), layers.up(x)
+    assert origin_of(gate).joined is origin_of(up).joined  # type: ignore[attr-defined]
+    found = swiglu(gate, up)
+    assert found.shape == wanted.shape
+    assert mx.abs(found - wanted).max().item() <= TOLERANCE * mx.abs(wanted).max().item()
+    swapped = swiglu(up, gate)
+    assert mx.abs(swapped - wanted).max().item() > TOLERANCE * mx.abs(wanted).max().item()
 
 
 def outputs_of(layers: Layers, binding: Binding, x: mx.array, view: object) -> Sequence[mx.array]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from parallm.model.cuda import on_cuda
-from parallm.model.slot_copy import MOST_ARRAYS, can_copy, copy_to_slots
+from parallm.model.slot_copy import MOST_ARRAYS, can_copy, can_copy_out, copy_out, copy_to_slots
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 ROWS, SLOTS, LENGTHS = [2, 0, 2], [5, 1, 4], [70, 1, 33]
@@ -51,6 +51,18 @@ def test_a_copy_while_a_step_reads_the_pools_copies_no_pool() -> None:
     assert mx.get_peak_memory() - before < pools[0].nbytes / 16
 
 
+@needs_cuda
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("count", [2, 2 * MOST_ARRAYS + 3])
+@pytest.mark.parametrize(("start", "end"), [(0, 96), (16, 48), (32, 33)])
+def test_positions_of_a_slot_are_copied_out(dtype: mx.Dtype, count: int, start: int, end: int) -> None:
+    pools = arrays((6, 2, 96, 64), dtype, count, 1)
+    expected = mx.concatenate([pool[4:5, :, start:end] for pool in pools])
+    assert can_copy_out(pools)
+    assert mx.array_equal(copy_out(pools, 4, start, end), expected).item()
+
+
 def test_the_kernel_is_not_used_on_a_cpu() -> None:
     pair = arrays((2, 2, 16, 64), mx.float32, 2, 1), arrays((4, 2, 32, 64), mx.float32, 2, 2)
     assert can_copy(*pair) == on_cuda()
+    assert can_copy_out(pair[1]) == on_cuda()

@@ -1,0 +1,23 @@
+"""What an array was made of, for kernels that make it themselves on the way.
+
+mlx-lm's models call one operation after the other. Where a later one is ours and has a kernel for both, it asks here
+for what the array in its hands was made of, and starts from there. MLX is lazy: the array itself is never computed.
+Device thread only.
+"""
+
+import weakref
+
+import mlx.core as mx
+
+_origins: dict[int, tuple[weakref.ref[mx.array], object]] = {}
+
+
+def remember(array: mx.array, origin: object) -> None:
+    """Keep `origin` for as long as `array` is in somebody's hands."""
+    key = id(array)
+    _origins[key] = (weakref.ref(array, lambda _: _origins.pop(key, None)), origin)
+
+
+def origin_of(array: mx.array) -> object | None:
+    found = _origins.get(id(array))
+    return found[1] if found is not None and found[0]() is array else None
