@@ -16,6 +16,8 @@ import mlx.core as mx
 
 from parallm.engine.layout import EMPTY
 from parallm.model.cuda import on_cuda
+from parallm.model.decode_attention import Turn
+from parallm.model.rotary import Rotation
 
 COPIED = 3  # what a position of a row apart costs, which is copied first, in positions that are not
 LEAST_SAVED = 1500  # positions of all rows; what computing rows apart costs in any case (nano, measured on a CPU)
@@ -83,15 +85,15 @@ class ActiveRows:
         """Whether the slots that are read are the first ones, as MLX's operations want it; a kernel takes any slots."""
         self.needs_places = self.by_place
         """Whether MLX's operations have read a step's keys and values; they had to gather them if not `by_place`."""
-        self.set_lengths([], mx.array([], mx.int32))
+        self.set_lengths([], *[mx.array([], mx.int32)] * 2)
 
-    def set_lengths(self, lengths: Sequence[int], slots_S: mx.array) -> None:
-        """Positions that each active row holds before the coming step, and where."""
+    def set_lengths(self, lengths: Sequence[int], lengths_S: mx.array, slots_S: mx.array) -> None:
+        """Positions that each active row holds before the coming step, also as an array, and where."""
         on_cpu = mx.default_device() == mx.Device(mx.cpu)
         self.apart = rows_apart([length + 1 for length in lengths]) if on_cpu else None
         self.spread: Spread | None = None
         self._all_equal = min(lengths, default=0) == max(lengths, default=0)
-        self._set(mx.array(list(lengths), mx.int32), slots_S, view=max(lengths, default=0) + 1)
+        self._set(lengths_S, slots_S, view=max(lengths, default=0) + 1)
 
     def set_spread(self, lengths: Sequence[int], widths: Sequence[int], slots_S: mx.array) -> None:
         """As `set_lengths`, for slots that feed so many tokens each."""
@@ -109,8 +111,16 @@ class ActiveRows:
         self.lengths_B, self.slots_B, self.view = lengths_B, slots_S, view
         self.read: slice | mx.array = slice(0, slots_S.shape[0]) if self.by_place else slots_S
         """The slots whose keys and values the step reads."""
+        self._turns: dict[Rotation, Turn] = {}
         self._masks: list[tuple[mx.array, int]] = []  # that this step's `mask` gave, with their windows
         self._spread_masks: dict[int, mx.array] = {}  # the same for the slots of spread rows, by place
+
+    def turn(self, rotation: Rotation) -> Turn:
+        """How heads of the newest tokens are rotated: computed once for all layers."""
+        if rotation not in self._turns:
+            angles_BP2 = rotation.angles(self.lengths_B)
+            self._turns[rotation] = Turn(angles=angles_BP2, pairs_neighbours=rotation.traditional)
+        return self._turns[rotation]
 
     def mask(self, window_size: int | None, return_array: bool) -> mx.array | None:
         """Which positions each row may see, (B, 1, 1, L), or None where all may see all."""

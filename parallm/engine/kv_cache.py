@@ -154,7 +154,7 @@ class SlotCache(OwnCache):
             lengths_B,
             scale=scale,
             window=window,
-            rotation=rotation,
+            turn=None if rotation is None else self._rows.turn(rotation),
         )
 
     def allocate(self, prompts: PlainCache) -> None:

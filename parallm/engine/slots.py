@@ -15,6 +15,7 @@ from parallm.engine.kv_cache import SlotCache
 from parallm.engine.kv_format import KvFormat
 from parallm.engine.kv_stack import row_copies
 from parallm.engine.layout import EMPTY, Layout
+from parallm.engine.row_numbers import RowNumbers
 from parallm.model.shared_model import PlainCache
 from parallm.model.slot_copy import can_copy, can_copy_out, copy_out, copy_to_slots
 
@@ -29,6 +30,7 @@ class Slots:
         self.caches = [SlotCache(self.active, kv_format) for _ in range(num_layers)]
         self._format = kv_format
         self._of_rows: list[int] = []  # row b has slot b where rows are read by place
+        self._numbers = RowNumbers()
         self._joining: list[mx.array] = []  # zeros; evaluating them writes rows that have joined into the pools
 
     @property
@@ -82,12 +84,12 @@ class Slots:
         if self.active.needs_places and not self.active.by_place:
             self._copy_all()
             self.active.by_place = True
-        slots_S = mx.array([*self._of_rows, *self._free()][: len(lengths)], mx.int32)
+        slots_S, lengths_S = self._numbers.arrays([*self._of_rows, *self._free()][: len(lengths)], lengths)
         slots_S, self._joining = sum(self._joining, slots_S), []
         if widths:
             self.active.set_spread(lengths, widths, slots_S)
         else:
-            self.active.set_lengths(lengths, slots_S)
+            self.active.set_lengths(lengths, lengths_S, slots_S)
 
     def copies(self, row: int, start: int, end: int) -> list[mx.array]:
         """Of these positions of a row; see `row_copies`."""

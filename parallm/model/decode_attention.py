@@ -16,20 +16,30 @@ P parts.
 
 import math
 import struct
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 from parallm.model.cuda import PACK, VECTOR_BYTES, Kernel, kernel, on_cuda
-from parallm.model.decode_attention_source import MERGE, THREADS, part_source, whole_source
-from parallm.model.rotary import Rotation
+from parallm.model.decode_attention_source import MERGE, PART, THREADS, WHOLE
 
 LEAST_SIZE, MOST_SIZE, SIZE_STEP = 64, 256, 32  # of heads
 MOST_VALUES = 64  # of queries, and as many sums, in a thread's registers
 WANTED_BLOCKS = 6 * 132  # of the grid: for each of an H200's processors a few, so that rows of unlike lengths even out
 LEAST_PART, MOST_PART = 64, 512  # positions of a part
 
-_INPUTS = ("queries", "new_keys", "new_values", "keys", "values", "slots", "lengths")
+_INPUTS = ("queries", "new_keys", "new_values", "keys", "values", "slots", "lengths", "angles")
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """How queries and new keys are still to be rotated."""
+
+    angles: mx.array
+    """Cosine and sine for each pair of values of a row's heads, float32 (B, pairs, 2)."""
+    pairs_neighbours: bool
+    """Or else values that are as far apart as there are pairs."""
 
 
 def fits(queries_BQTD: mx.array, keys_SHLD: mx.array, values_SHLD: mx.array) -> bool:
@@ -58,14 +68,13 @@ def append_and_attend(
     *,
     scale: float,
     window: int = 0,
-    rotation: Rotation | None = None,
+    turn: Turn | None = None,
 ) -> mx.array:
     """Write row b's new key and value at position `lengths_B[b]` of slot `slots_B[b]`, in place, and attend to that
     position and all before it, or to the newest `window` of them (0: all); (B, Q, 1, D).
 
     The write happens when the result is evaluated. Both are int32; `lengths_B` is below L, and no slot is twice in
-    `slots_B`. With a `rotation`, which `rotary.before_rotation` gave, queries and new keys are rotated to these
-    positions first.
+    `slots_B`. With a `turn`, queries and new keys are rotated first.
     """
     rows, query_heads, _, size = queries_BQ1D.shape
     heads, positions = keys_SHLD.shape[1:3]
@@ -73,10 +82,9 @@ def append_and_attend(
     tile = queries_at_once(repeats, size // lanes)
     blocks = rows * query_heads // tile
     parts = num_parts(blocks, positions)
-    inputs = [queries_BQ1D, new_keys_BH1D, new_values_BH1D, keys_SHLD, values_SHLD, slots_B, lengths_B]
-    wavelengths = None if rotation is None else rotation.wavelengths
+    angles = turn.angles if turn else lengths_B  # which nobody reads
     arguments = {
-        "inputs": inputs if wavelengths is None else [*inputs, wavelengths],
+        "inputs": [queries_BQ1D, new_keys_BH1D, new_values_BH1D, keys_SHLD, values_SHLD, slots_B, lengths_B, angles],
         "template": [
             ("T", keys_SHLD.dtype),
             ("D", size),
@@ -87,23 +95,20 @@ def append_and_attend(
             ("WINDOW", window),
             ("THREADS", THREADS),
             ("SCALE", _bits(scale * math.log2(math.e))),
-            ("DIMS", rotation.dims if rotation else 0),
-            ("PAIRED", rotation is not None and rotation.traditional),
-            ("POSITION_SCALE", _bits(rotation.scale if rotation else 1.0)),
-            ("LOG_BASE", _bits(rotation.log_base if rotation else 0.0)),
+            ("DIMS", 2 * turn.angles.shape[1] if turn else 0),
+            ("PAIRED", turn is not None and turn.pairs_neighbours),
         ],
         "grid": (blocks * THREADS, parts, 1),
         "threadgroup": (THREADS, 1, 1),
     }
     shape, dtype = (rows, query_heads, 1, size), keys_SHLD.dtype
     if parts == 1:
-        whole = _kernel("", whole_source(has_wavelengths=wavelengths is not None), ("attended",), wavelengths)
-        (attended,) = whole(**arguments, output_shapes=[shape], output_dtypes=[dtype])
+        (attended,) = _whole_kernel()(**arguments, output_shapes=[shape], output_dtypes=[dtype])
         return attended
     of_parts = (rows, query_heads, parts)
-    names = ("sums", "largests", "totals")
-    part = _kernel("_parts", part_source(has_wavelengths=wavelengths is not None), names, wavelengths)
-    found = part(**arguments, output_shapes=[(*of_parts, size), of_parts, of_parts], output_dtypes=[mx.float32] * 3)
+    found = _part_kernel()(
+        **arguments, output_shapes=[(*of_parts, size), of_parts, of_parts], output_dtypes=[mx.float32] * 3
+    )
     (attended,) = _merge_kernel()(
         inputs=found,
         template=[("T", dtype), ("D", size)],
@@ -138,10 +143,13 @@ def _bits(number: float) -> int:
     return found
 
 
-def _kernel(suffix: str, source: str, outputs: tuple[str, ...], wavelengths: mx.array | None) -> Kernel:
-    inputs = _INPUTS if wavelengths is None else (*_INPUTS, "wavelengths")
-    name = f"decode_attention{suffix}" + ("" if wavelengths is None else "_wavelengths")
-    return kernel(name, inputs, outputs, source, PACK, copies_views=False)
+def _whole_kernel() -> Kernel:
+    return kernel("decode_attention", _INPUTS, ("attended",), WHOLE, PACK, copies_views=False)
+
+
+def _part_kernel() -> Kernel:
+    outputs = ("sums", "largests", "totals")
+    return kernel("decode_attention_parts", _INPUTS, outputs, PART, PACK, copies_views=False)
 
 
 def _merge_kernel() -> Kernel:

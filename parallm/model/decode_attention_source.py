@@ -2,8 +2,7 @@
 
 T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team, WINDOW
 positions that are seen (0: all), SCALE a float32's bits: the constants of both kernels over the pools. DIMS values of
-each head are rotated (0: none), neighbours with each other if PAIRED, to the position times POSITION_SCALE, with
-frequencies that follow from LOG_BASE (both a float32's bits) or are one over `wavelengths`: as MLX's own kernel does.
+each head are rotated by a row's `angles` (0: none), neighbours with each other if PAIRED.
 
 Queries, new keys and values come with strides: they may be parts of one product.
 """
@@ -42,30 +41,19 @@ _BODY = """
     return found;
   };
   constexpr int HALF = DIMS > 0 ? DIMS / 2 : 1;
-  float cosine[SIZE], sine[SIZE];
-  if constexpr (DIMS > 0) {
-#pragma unroll
-    for (int e = 0; e < SIZE; e++) {
-      int place = (e / P::size * LANES + lane) * P::size + e % P::size;
-      if (place >= DIMS) continue;
-      int pair = PAIRED ? place / 2 : place % HALF;
-      float angle = __int_as_float(POSITION_SCALE) * static_cast<float>(length) * FREQUENCY;
-      cosine[e] = cosf(angle);
-      sine[e] = sinf(angle);
-    }
-  }
   // Values of a query or new key that this lane has, rotated
   auto rotated = [&](const T* from, int64_t stride, int c) {
     const int first = (c * LANES + lane) * P::size;
     P own = values_at(from, first, stride);
     if (DIMS == 0 || first >= DIMS) return own;
+    const float2* angle = reinterpret_cast<const float2*>(angles) + row * HALF + (PAIRED ? first / 2 : first % HALF);
     if constexpr (PAIRED) {
 #pragma unroll
       for (int j = 0; j < P::size; j += 2) {
         float left = float(own.values[j]), right = float(own.values[j + 1]);
-        float across = cosine[c * P::size + j], up = sine[c * P::size + j];
-        own.values[j] = T(left * across - right * up);
-        own.values[j + 1] = T(left * up + right * across);
+        float2 turn = __ldg(angle + j / 2);
+        own.values[j] = T(left * turn.x - right * turn.y);
+        own.values[j + 1] = T(left * turn.y + right * turn.x);
       }
     } else {
       const bool is_left = first < HALF;
@@ -73,8 +61,8 @@ _BODY = """
 #pragma unroll
       for (int j = 0; j < P::size; j++) {
         float one = float(own.values[j]), two = float(other.values[j]);
-        float across = cosine[c * P::size + j], up = sine[c * P::size + j];
-        own.values[j] = T(is_left ? one * across - two * up : two * up + one * across);
+        float2 turn = __ldg(angle + j);
+        own.values[j] = T(is_left ? one * turn.x - two * turn.y : two * turn.y + one * turn.x);
       }
     }
     return own;
@@ -233,20 +221,5 @@ MERGE = """
   }
   attended[int64_t(blockIdx.x) * D + threadIdx.x] = T(found / all);
 """
-_BY_BASE = "exp2f(-(static_cast<float>(pair) / static_cast<float>(HALF)) * __int_as_float(LOG_BASE))"
-_BY_WAVELENGTH = "static_cast<float>(1.0 / wavelengths[pair])"
-
-
-def whole_source(*, has_wavelengths: bool) -> str:
-    """A block for all positions of a row."""
-    return _source("", _WRITE_WHOLE, has_wavelengths)
-
-
-def part_source(*, has_wavelengths: bool) -> str:
-    """Several blocks, whose results `MERGE` puts together."""
-    return _source(_WRITE_NOTHING, _WRITE_PART, has_wavelengths)
-
-
-def _source(nothing: str, result: str, has_wavelengths: bool) -> str:
-    body = _BODY.replace("WRITE_NOTHING", nothing).replace("WRITE_RESULT", result)
-    return body.replace("FREQUENCY", _BY_WAVELENGTH if has_wavelengths else _BY_BASE)
+WHOLE = _BODY.replace("WRITE_NOTHING", "").replace("WRITE_RESULT", _WRITE_WHOLE)
+PART = _BODY.replace("WRITE_NOTHING", _WRITE_NOTHING).replace("WRITE_RESULT", _WRITE_PART)

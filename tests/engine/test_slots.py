@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from parallm.engine.active_rows import ActiveRows
 from parallm.engine.engine import Engine
 from parallm.engine.kv_cache import SlotCache
 from parallm.engine.kv_format import KvFormat
@@ -17,6 +18,8 @@ from parallm.engine.layout import Layout
 from parallm.engine.settings import EngineSettings
 from parallm.engine.slots import Slots
 from parallm.model.attention import attention
+from parallm.model.decode_attention import Turn
+from parallm.model.rotary import Rotation, install_rotary
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -36,7 +39,10 @@ def stand_in_for_attention(
     *,
     scale: float,
     window: int,
+    turn: Turn | None,
 ) -> mx.array:
+    if turn is not None:
+        queries_BQ1D, new_keys_BH1D = rotated(queries_BQ1D, turn), rotated(new_keys_BH1D, turn)
     slots, lengths = np.array(slots_B), np.array(lengths_B)
     for pool, new in ((keys_SHLD, new_keys_BH1D), (values_SHLD, new_values_BH1D)):
         np.array(pool, copy=False)[slots, :, lengths] = np.array(new)[:, :, 0]
@@ -47,6 +53,20 @@ def stand_in_for_attention(
     # as bytes of their own: MLX must not know that the pools were written
     keys, values = (mx.array(np.array(pool)[slots][:, :, : len(positions)]) for pool in (keys_SHLD, values_SHLD))
     return attention(queries_BQ1D, keys, values, scale=scale, mask=seen_BL[:, None, None])
+
+
+def rotated(heads_BX1D: mx.array, turn: Turn) -> mx.array:
+    assert not turn.pairs_neighbours
+    cosine, sine = (turn.angles[:, None, None, :, part] for part in (0, 1))
+    left, right = mx.split(heads_BX1D, 2, axis=-1)
+    return mx.concatenate([left * cosine - right * sine, left * sine + right * cosine], axis=-1)
+
+
+def stand_in_for_angles(rotation: Rotation, offsets_B: mx.array) -> mx.array:
+    assert rotation.base is not None
+    frequencies_P = rotation.base ** (-mx.arange(0, rotation.dims, 2) / rotation.dims)
+    angles_BP = rotation.scale * offsets_B[:, None] * frequencies_P
+    return mx.stack([mx.cos(angles_BP), mx.sin(angles_BP)], axis=-1)
 
 
 def stand_in_for_copies(
@@ -66,8 +86,9 @@ def stand_in_for_copies(
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("active_rows", "kv_cache"):
-        monkeypatch.setattr(f"parallm.engine.{module}.on_cuda", lambda: True)
+    for module in ("engine.active_rows", "engine.kv_cache", "model.rotary"):
+        monkeypatch.setattr(f"parallm.{module}.on_cuda", lambda: True)
+    monkeypatch.setattr(Rotation, "angles", stand_in_for_angles)
     monkeypatch.setattr("parallm.engine.kv_cache.fits", lambda *_: True)
     monkeypatch.setattr("parallm.engine.kv_cache.append_and_attend", stand_in_for_attention)
     monkeypatch.setattr("parallm.engine.slots.can_copy", lambda *_: True)
@@ -128,10 +149,20 @@ def test_rows_that_keep_their_slots_get_the_same_tokens(
     model, requests = load_tiny(architecture), ragged(ask)
     expected, _ = run(make_engine, model, requests, **parts)
     request.getfixturevalue("kernels")
+    install_rotary(model.base)
+    turns: list[Rotation] = []
+    turn_of = ActiveRows.turn
+
+    def noted(rows: ActiveRows, rotation: Rotation) -> Turn:
+        turns.append(rotation)
+        return turn_of(rows, rotation)
+
+    monkeypatch.setattr(ActiveRows, "turn", noted)
     monkeypatch.setattr(SlotCache, "put", lambda *_: pytest.fail("a row was moved"))
     monkeypatch.setattr(SlotCache, "join", lambda *_: pytest.fail("pools were written by MLX"))
     found, _ = run(make_engine, model, requests, runs_ahead=runs_ahead, **parts)
     check(found, expected)
+    assert len(set(turns)) == 1, "layers that do the same share it"
 
 
 def test_rows_that_keep_their_slots_get_the_same_tokens_where_memory_is_short(

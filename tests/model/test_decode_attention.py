@@ -7,8 +7,8 @@ import pytest
 from mlx_lm.models.rope_utils import Llama3RoPE
 
 from parallm.model.cuda import on_cuda
-from parallm.model.decode_attention import append_and_attend, fits, lanes_of, num_parts, queries_at_once
-from parallm.model.rotary import Rotary, before_rotation
+from parallm.model.decode_attention import Turn, append_and_attend, fits, lanes_of, num_parts, queries_at_once
+from parallm.model.rotary import Rotary, before_rotation, rotation_of
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 ROPES = {
@@ -134,17 +134,19 @@ def test_the_kernel_rotates_as_the_model_does(dtype: mx.Dtype, tolerance: float,
     slots = list(range(rows))
     lengths = np.random.default_rng(1).integers(0, 256, rows).tolist()
     where = places(slots, lengths)
-    rotary = Rotary(ROPES[rope])
+    rotary = Rotary(ROPES[rope], rotation_of(ROPES[rope]))
     rotated = rotary(arrays[0], offset=where[1]), rotary(arrays[1], offset=where[1])
     queries, keys, rotation = before_rotation(*rotated, where[1], dtype)
     assert queries is arrays[0]
     assert keys is arrays[1]
     assert rotation is not None
     expected = plain((*rotated, *arrays[2:]), slots, lengths, 0)
-    found = append_and_attend(queries, keys, *arrays[2:], *where, scale=0.11, rotation=rotation)
+    turn = Turn(angles=rotation.angles(where[1]), pairs_neighbours=rotation.traditional)
+    found = append_and_attend(queries, keys, *arrays[2:], *where, scale=0.11, turn=turn)
     assert np.abs(np.array(found.astype(mx.float32)) - expected[0]).max() <= tolerance
     # a rounding in float32 may fall to the other side of a bfloat16
-    assert np.allclose(np.array(arrays[3].astype(mx.float32)), expected[1], rtol=1e-5 if dtype == mx.float32 else 8e-3)
+    relative = 1e-6 if dtype == mx.float32 else 8e-3
+    assert np.allclose(np.array(arrays[3].astype(mx.float32)), expected[1], rtol=relative, atol=2e-6)
     assert np.array_equal(np.array(arrays[4].astype(mx.float32)), expected[2])
 
 

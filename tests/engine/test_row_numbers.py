@@ -1,0 +1,31 @@
+import mlx.core as mx
+
+from parallm.engine.row_numbers import RowNumbers
+
+STEPS = [
+    ([2, 0, 5], [7, 9, 0]),
+    ([2, 0, 5], [8, 10, 0]),
+    ([2, 0, 5], [9, 11, 0]),
+    ([2, 0, 5], [10, 11, 3]),  # another growth
+    ([2, 5], [11, 4]),
+    ([2, 5], [3, 1]),  # others in the same slots
+    ([5, 2], [3, 1]),
+    ([], []),
+]
+
+
+def test_steps_get_the_lengths_and_slots_that_were_asked_for() -> None:
+    numbers = RowNumbers()
+    for slots, lengths in STEPS:
+        slots_B, lengths_B = numbers.arrays(slots, lengths)
+        assert (slots_B.tolist(), lengths_B.tolist()) == (slots, lengths)
+        assert slots_B.dtype == lengths_B.dtype == mx.int32
+
+
+def test_rows_that_stay_bring_no_new_numbers_from_the_host() -> None:
+    numbers = RowNumbers()
+    numbers.arrays([1, 3], [4, 4])
+    slots_B, _ = numbers.arrays([1, 3], [5, 5])
+    growth_B = numbers._growth_B
+    assert numbers.arrays([1, 3], [6, 6])[0] is slots_B
+    assert numbers._growth_B is growth_B
