@@ -32,41 +32,48 @@ _BODY = """
   }
   const int64_t row = head / H;
 
-  // Values of a head that are `stride` apart, from `first` on
-  auto values_at = [](const T* from, int first, int64_t stride) {
-    if (stride == 1 && reinterpret_cast<uintptr_t>(from + first) % sizeof(P) == 0)
-      return *reinterpret_cast<const P*>(from + first);
+  // Values of a head that are `stride` apart, from `start` on
+  auto values_at = [](const T* from, int start, int64_t stride) {
+    if (stride == 1 && reinterpret_cast<uintptr_t>(from + start) % sizeof(P) == 0)
+      return *reinterpret_cast<const P*>(from + start);
     P found;
-    for (int j = 0; j < P::size; j++) found.values[j] = from[(first + j) * stride];
+    for (int j = 0; j < P::size; j++) found.values[j] = from[(start + j) * stride];
     return found;
   };
-  constexpr int HALF = DIMS > 0 ? DIMS / 2 : 1;
-  // Values of a query or new key that this lane has, rotated
-  auto rotated = [&](const T* from, int64_t stride, int c) {
-    const int first = (c * LANES + lane) * P::size;
-    P own = values_at(from, first, stride);
-    if (DIMS == 0 || first >= DIMS) return own;
-    const float2* angle = reinterpret_cast<const float2*>(angles) + row * HALF + (PAIRED ? first / 2 : first % HALF);
-    if constexpr (PAIRED) {
+  // Queries and the new key, rotated, once for all teams
+  constexpr int VECTORS = D / P::size, HALF = DIMS > 0 ? DIMS / 2 : 1;
+  __shared__ P turned[TILE + 1][VECTORS];
+  for (int i = threadIdx.x; i < (TILE + 1) * VECTORS; i += blockDim.x) {
+    const int g = i / VECTORS, start = i % VECTORS * P::size;
+    const bool is_key = g == TILE;
+    const int64_t stride = is_key ? new_keys_strides[3] : queries_strides[3];
+    const T* from = is_key ? new_keys + row * new_keys_strides[0] + (head - row * H) * new_keys_strides[1]
+                           : queries + row * queries_strides[0] + (first_query + g - row * H * G) * queries_strides[1];
+    P own = values_at(from, start, stride);
+    if (start < DIMS) {
+      const float2* angle = reinterpret_cast<const float2*>(angles) + row * HALF + (PAIRED ? start / 2 : start % HALF);
+      if constexpr (PAIRED) {
 #pragma unroll
-      for (int j = 0; j < P::size; j += 2) {
-        float left = float(own.values[j]), right = float(own.values[j + 1]);
-        float2 turn = __ldg(angle + j / 2);
-        own.values[j] = T(left * turn.x - right * turn.y);
-        own.values[j + 1] = T(left * turn.y + right * turn.x);
-      }
-    } else {
-      const bool is_left = first < HALF;
-      P other = values_at(from, is_left ? first + HALF : first - HALF, stride);
+        for (int j = 0; j < P::size; j += 2) {
+          float left = float(own.values[j]), right = float(own.values[j + 1]);
+          float2 turn = angle[j / 2];
+          own.values[j] = T(left * turn.x - right * turn.y);
+          own.values[j + 1] = T(left * turn.y + right * turn.x);
+        }
+      } else {
+        const bool is_left = start < HALF;
+        P other = values_at(from, is_left ? start + HALF : start - HALF, stride);
 #pragma unroll
-      for (int j = 0; j < P::size; j++) {
-        float one = float(own.values[j]), two = float(other.values[j]);
-        float2 turn = __ldg(angle + j);
-        own.values[j] = T(is_left ? one * turn.x - two * turn.y : two * turn.y + one * turn.x);
+        for (int j = 0; j < P::size; j++) {
+          float one = float(own.values[j]), two = float(other.values[j]);
+          float2 turn = angle[j];
+          own.values[j] = T(is_left ? one * turn.x - two * turn.y : two * turn.y + one * turn.x);
+        }
       }
     }
-    return own;
-  };
+    turned[g][i % VECTORS] = own;
+  }
+  __syncthreads();
   const int64_t pool_head = int64_t(slots[head / H]) * H + head % H;
   const T* key_pool = keys + pool_head * capacity * D + lane * P::size;
   const T* value_pool = values + pool_head * capacity * D + lane * P::size;
@@ -79,8 +86,7 @@ _BODY = """
     total[g] = 0.0f;
 #pragma unroll
     for (int c = 0; c < PACKS; c++) {
-      const T* from = queries + row * queries_strides[0] + (first_query + g - row * H * G) * queries_strides[1];
-      P raw = rotated(from, queries_strides[3], c);
+      P raw = turned[g][c * LANES + lane];
 #pragma unroll
       for (int j = 0; j < P::size; j++) {
         query[g][c * P::size + j] = float(raw.values[j]) * __int_as_float(SCALE);
@@ -154,9 +160,8 @@ _BODY = """
     float score[TILE];
 #pragma unroll
     for (int c = 0; c < PACKS; c++) {
-      const int64_t of_row = head - row * H;
-      const T* from = new_values + row * new_values_strides[0] + of_row * new_values_strides[1];
-      key[c] = rotated(new_keys + row * new_keys_strides[0] + of_row * new_keys_strides[1], new_keys_strides[3], c);
+      const T* from = new_values + row * new_values_strides[0] + (head - row * H) * new_values_strides[1];
+      key[c] = turned[TILE][c * LANES + lane];
       value[c] = values_at(from, (c * LANES + lane) * P::size, new_values_strides[3]);
       if (team == 0 && tile == 0) {
         int64_t place = int64_t(length) * D + c * LANES * P::size;
