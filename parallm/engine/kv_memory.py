@@ -9,11 +9,11 @@ from parallm.device.memory import free_memory
 from parallm.engine.kv_cost import KvCost, measure_cost
 from parallm.engine.kv_format import format_for
 from parallm.engine.prefix_cache import PrefixCache
+from parallm.engine.prompt_shapes import allocated
 from parallm.engine.settings import EngineSettings
 from parallm.engine.shard import ShardMaker
 from parallm.engine.traffic import Traffic
 from parallm.errors import ContextTooLong
-from parallm.model.attention import LEAST_ROWS
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 
@@ -54,7 +54,7 @@ class KvMemory:
     def needed(self, request: GenerationRequest) -> int:
         """Bytes that a request takes at most when it has all memory to itself."""
         num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
-        own = self.cost.of(num_tokens + LEAST_ROWS)  # of its prompt, or of all its tokens if it is computed again
+        own = self.cost.of(allocated(num_tokens))  # of its prompt, or of all its tokens if it is computed again
         return own + self._empty_shard.bytes_for([num_tokens + 1], tight=True)
 
     def check(self, request: GenerationRequest) -> None:

@@ -2,7 +2,7 @@
 
 On CUDA, prompts that begin at the same position are computed together, each in a row of one forward: a forward takes
 Python milliseconds, whatever is in it. Behind the end of a shorter one come tokens that it does not see and nobody
-reads. On a CPU nothing would be gained, and a prompt's numbers could depend on its company.
+reads (`prompt_shapes.py`). On a CPU nothing would be gained, and a prompt's numbers could depend on its company.
 
 What the prefix cache knows of a prompt's beginning is not computed again. Only rows that batch have one: recurrent
 states cannot be cut.
@@ -23,6 +23,7 @@ from parallm.engine.kv_cost import BLOCK, blocks
 from parallm.engine.kv_memory import KvMemory
 from parallm.engine.kv_stack import layers_of, row_copies, stacks_of
 from parallm.engine.prefix_cache import Hit, Owner
+from parallm.engine.prompt_shapes import allocated, padded, reusable
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.engine.views import AdapterViews
@@ -30,8 +31,8 @@ from parallm.model.attention import LEAST_ROWS
 from parallm.model.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
 
-CHUNKS_TOGETHER = 4
-"""Chunks' worth of positions of prompts that are computed together: a GPU is hardly full with one."""
+CHUNK, CUDA_CHUNK = 512, 2048
+"""Tokens of a chunk where the settings leave it open: a GPU is full with the larger one."""
 LEAST_FILLED = 0.5
 """Of a row: shorter prompts are computed with others."""
 
@@ -56,11 +57,11 @@ class Prefill:
         self._lanes = lanes
         self._views = views
         self._memory = memory
-        self._chunk = settings.prefill_chunk
+        self._chunk = settings.prefill_chunk or (CUDA_CHUNK if on_cuda() else CHUNK)
         self._is_known = is_known
         self._room = room
         self._reuses = settings.prefix_cache and model.batches_exactly
-        self.positions_together = CHUNKS_TOGETHER * settings.prefill_chunk if model.batches_exactly and on_cuda() else 0
+        self.positions_together = self._chunk if model.batches_exactly and on_cuda() else 0
         """That one forward computes of several prompts; 0: each prompt is computed alone."""
 
     @property
@@ -84,11 +85,11 @@ class Prefill:
             return [first]
         chosen, longest = [first], len(first.tokens) - known
         for prompt in prompts[1:]:
-            if longest * (len(chosen) + 1) > self.positions_together:
+            if padded(longest) * (len(chosen) + 1) > self.positions_together:
                 break
             length = len(prompt.tokens) - known
             most, least = max(longest, length), min(longest, length)
-            fits = most * (len(chosen) + 1) <= self.positions_together and least >= LEAST_FILLED * most
+            fits = padded(most) * (len(chosen) + 1) <= self.positions_together and least >= LEAST_FILLED * most
             if fits and prompt.segment()[1] is first.segment()[1] and self._num_known(prompt) == known:
                 chosen.append(prompt)
                 longest = most
@@ -101,8 +102,8 @@ class Prefill:
             prompt.cache, prompt.cache_row, known = cache, place, hit.num_tokens if hit else 0
             self._count(prompt, known)
         rests = [prompt.tokens[known:] for prompt in prompts]
-        longest = max(LEAST_ROWS, *map(len, rests))
-        _allocate(cache, known + longest, [hit for hit in hits if hit])
+        longest = padded(max(map(len, rests)))
+        _allocate(cache, allocated(known + longest), [hit for hit in hits if hit])
         tokens_BT = [[*rest, *rest[-1:] * (longest - len(rest))] for rest in rests]
         view = self._views.for_rows([prompts[0].segment()[1]] * len(prompts))
         hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, view)
@@ -122,8 +123,9 @@ class Prefill:
             self._begin(prompt)
         segment_end, adapter = prompt.segment()
         chunk = prompt.tokens[prompt.num_computed : self._end(prompt.num_computed, segment_end)]
-        # A row behind the chunk is seen by nobody, and makes products of enough rows for exact numbers
-        spare = max(0, LEAST_ROWS - len(chunk)) if self._model.batches_exactly else 0
+        # Tokens behind the chunk are seen by nobody, and make products of the right sizes
+        most = prompt.num_allocated - prompt.num_computed
+        spare = min(padded(len(chunk)), most) - len(chunk) if self._model.batches_exactly else 0
         tokens_1T = mx.array([[*chunk, *chunk[-1:] * spare]], mx.int32)
         hidden_1TH = self._model.hidden(tokens_1T, prompt.cache, self._views.for_rows([adapter]))
         if spare:
@@ -185,16 +187,17 @@ class Prefill:
         return self._memory.prefixes.match(*self._beginning(prompt))
 
     def _beginning(self, prompt: Prompt) -> tuple[Owner, Ordered[int], int]:
-        """Whose tokens they are, and how many of them may be known."""
+        """Whose tokens they are, and how many of them are known and taken as such."""
         end, adapter = prompt.segment()
         most = min(end, len(prompt.tokens) - LEAST_ROWS)  # something must give logits, in products of enough rows
-        return Owner.of(adapter, prompt.request.cache_salt), prompt.tokens, most
+        owner = Owner.of(adapter, prompt.request.cache_salt)
+        return owner, prompt.tokens, reusable(self._memory.prefixes.num_known(owner, prompt.tokens, most))
 
     def _num_known(self, prompt: Prompt) -> int | None:
         """Tokens that are known of a prompt that one forward can compute with others; None: it is computed alone."""
         if prompt.num_computed or prompt.scores is not None or prompt.segment()[0] < len(prompt.tokens):
             return None
-        known = self._memory.prefixes.num_known(*self._beginning(prompt)) if self._reuses else 0
+        known = self._beginning(prompt)[2] if self._reuses else 0
         return known if len(prompt.tokens) - known <= self.positions_together else None
 
     def _end(self, start: int, segment_end: int) -> int:

@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from parallm.engine.completion_text import CompletionText
 from parallm.engine.prompt_scores import PromptScores
+from parallm.engine.prompt_shapes import allocated
 from parallm.model.adapter import Adapter
-from parallm.model.attention import LEAST_ROWS
 from parallm.model.chat import ChatTokenizer
 from parallm.types import (
     Completion,
@@ -69,8 +69,8 @@ class Prompt:
 
     @property
     def num_allocated(self) -> int:
-        """Positions of its cache: its tokens, and those that fill up a chunk of few."""
-        return len(self.tokens) + LEAST_ROWS
+        """Positions of its cache."""
+        return allocated(len(self.tokens))
 
     def restart(self) -> None:
         """Forget what was computed, and give its memory back."""

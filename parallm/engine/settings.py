@@ -45,8 +45,9 @@ class EngineSettings:
     with MLX's CUDA build."""
     prefix_cache: bool = True
     """Keep keys and values, of at most half of these bytes, for prompts that begin with the same tokens."""
-    prefill_chunk: int = Field(default=512, ge=16)
-    """Prompt tokens computed in one unit of device work."""
+    prefill_chunk: int | None = Field(default=None, ge=16)
+    """Prompt tokens computed in one unit of device work, for which running answers wait; null: 512, with MLX's CUDA
+    build 2048."""
     serving_share: float = Field(default=0.7, ge=0, le=1)
     """Share of rows and prefill tokens for serving traffic while rollouts want them too."""
     speculation: SpeculationSettings = SpeculationSettings()
