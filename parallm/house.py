@@ -2,7 +2,8 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from parallm.device.lanes import Lanes
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
+from parallm.engine.warm_up import warm_up
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.cuda import on_cuda
@@ -32,8 +34,9 @@ from parallm.server.operation.request_log import writing_request_log
 from parallm.server.operation.sockets import bind
 from parallm.server.operation.traces import exporting_traces
 from parallm.server.service import Training, Trajectories
-from parallm.types import POLICY
+from parallm.types import BASE, POLICY
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -137,7 +140,17 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
     build = partial(Engine, model, adapters, lanes, config.engine, emit=engine.emit, report=engine.report)
     core = await on_device(device, partial(build, runs_ahead=on_cuda()))
     engine.attach(core)
+    if config.engine.warmup:
+        adapted = [name for name in adapters.policies if adapters.resolve(name) is not None]
+        await _warm_up(config, engine, model, [BASE, *adapted])
     return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
+
+
+async def _warm_up(config: RunConfig, engine: AsyncEngine, model: SharedModel, names: Sequence[str]) -> None:
+    token, rows = model.tokenizer.encode("0")[-1], config.engine.max_rows
+    for name in names:
+        seconds = await warm_up(engine.generate, token, model=name, rows=rows)
+        logger.info("warmed up %s for up to %d rows in %.1f s", name, rows, sum(seconds.values()))
 
 
 async def on_device(device: DeviceThread, function: Callable[[], Result]) -> Result:

@@ -315,9 +315,12 @@ def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_pat
 
 
 def test_serving_without_a_learner_answers_until_interrupted(start: Start) -> None:
-    command = start("name=serve", "server.port=0", command="serve")
+    warm_up = ("engine.warmup=true", "engine.max_rows=4")
+    command = start("name=serve", "server.port=0", *warm_up, command="serve")
     url = command.wait_for(r"server +(http://\S+)")
     with httpx.Client(base_url=url, timeout=SECONDS) as client:
+        (queries,) = re.findall(r"^vllm:prefix_cache_queries_total\S* (\S+)", client.get("/metrics").text, re.MULTILINE)
+        assert float(queries) == 3 * 64, "prompts of 1, 2 and 4 rows that nobody asked for"
         assert client.get("/v1/training/status").json()["state"] == "serving"
         assert client.post("/v1/chat/completions", json=body(5) | {"model": "policy"}).status_code == 200
     assert command.end(signal.SIGINT) == 0

@@ -15,6 +15,7 @@ from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
+from parallm.engine.warm_up import warm_up
 from parallm.errors import ContextTooLong, EngineFull, EngineStopped, InvalidRequest, ParallmError, UnknownModel
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.load import load_shared_model
@@ -358,3 +359,16 @@ def test_frozen_requests_go_on_after_their_release(with_engine: Callable[..., No
         assert (await task)[0].tokens == alone.tokens
 
     with_engine(work)
+
+
+def test_warming_up_computes_all_numbers_of_rows_and_leaves_nothing(with_engine: Callable[..., None]) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        seconds = await warm_up(engine.generate, 7, model="base", rows=6, prompt_tokens=40)
+        assert list(seconds) == [1, 2, 4, 6]
+        assert min(seconds.values()) > 0
+        stats = engine.stats()
+        assert stats.tokens_total["serving"] == 4 * (1 + 2 + 4 + 6)
+        assert (stats.prompt_tokens_total, stats.cached_prompt_tokens_total) == (4 * 40, 0)
+        assert stats.num_running == stats.num_waiting == 0
+
+    with_engine(work, max_rows=6)

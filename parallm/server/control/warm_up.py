@@ -1,28 +1,24 @@
-"""Work whose answers nobody reads, so that what is made once for each number of rows is made before clients come."""
-
-import time
-import uuid
+"""`POST /v1/warmup`; see `parallm.engine.warm_up`."""
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from parallm.engine.warm_up import PROMPT_TOKENS, warm_up
 from parallm.server.connection import body_of, json_response, while_connected
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
-from parallm.types import BASE, GenerationRequest, SamplingParams
+from parallm.types import BASE
 
 MOST_ROWS = 1024
-TOKENS = 4
-"""Of each completion: the first comes from the prompt, and the others from steps."""
 
 
 class WarmUpBody(Wire):
     model: str = Field(default=BASE, min_length=1, max_length=512)
     rows: int = Field(default=8, ge=1, le=MOST_ROWS)
     """Up to so many completions at once, from 1 on and twice as many each time."""
-    prompt_tokens: int = Field(default=64, ge=1, le=1_000_000)
+    prompt_tokens: int = Field(default=PROMPT_TOKENS, ge=1, le=1_000_000)
 
 
 class WarmUpAnswer(Wire):
@@ -34,33 +30,14 @@ def warm_up_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/warmup")
-    async def warm_up(http: Request) -> Response:
+    async def answer(http: Request) -> Response:
         """Generate for 1, 2, 4 and more rows up to `rows`, and say how long each took; leaves nothing in caches."""
         body = await body_of(service, http, WarmUpBody)
-        seconds = {}
-        for rows in row_counts(body.rows):
-            began = time.perf_counter()
-            await while_connected(http.receive, service.engine.generate(_request(service, body, rows)))
-            seconds[str(rows)] = round(time.perf_counter() - began, 6)
-        return json_response(WarmUpAnswer(seconds=seconds))
+        token = service.tokenizer.encode("0")[-1]
+        work = warm_up(
+            service.engine.generate, token, model=body.model, rows=body.rows, prompt_tokens=body.prompt_tokens
+        )
+        seconds = await while_connected(http.receive, work)
+        return json_response(WarmUpAnswer(seconds={str(rows): one for rows, one in seconds.items()}))
 
     return router
-
-
-def row_counts(most: int) -> list[int]:
-    """Powers of two below `most`, and `most`."""
-    return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
-
-
-def _request(service: Service, body: WarmUpBody, rows: int) -> GenerationRequest:
-    name = uuid.uuid4().hex
-    token = service.tokenizer.encode("0")[-1:]
-    return GenerationRequest(
-        request_id=f"warmup-{name}",
-        prompt_tokens=token * body.prompt_tokens,
-        sampling=SamplingParams(max_tokens=TOKENS, ignore_eos=True),
-        n=rows,
-        model=body.model,
-        is_continued=False,
-        cache_salt=name,  # else the second prompt would be known from the first
-    )
