@@ -14,6 +14,7 @@ from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
 from parallm.device.lanes import Lanes
+from parallm.device.memory import wire_memory
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
@@ -127,6 +128,7 @@ def _adapter_store(config: RunConfig, house: House, *, trained: tuple[str, ...])
 
 async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread) -> House:
     engine = AsyncEngine(device, asyncio.get_running_loop())
+    await on_device(device, wire_memory)
     model = await on_device(device, partial(load_shared_model, config.model))
     lanes = await on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
     adapters = AdapterTable(policies=tuple(config.policies) or (POLICY,))

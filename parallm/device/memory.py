@@ -28,6 +28,14 @@ def free_memory() -> int:
     return left if available is None else int(available) * 1024
 
 
+def wire_memory() -> None:
+    """On a Mac, let MLX's arrays stay in memory up to what the system recommends: else a model that fills most of it is
+    paged out between requests. Elsewhere nothing. (Written after mlx-lm's server; we have no Mac to run it on.)"""
+    recommended = mx.device_info().get("max_recommended_working_set_size")
+    if recommended is not None:
+        mx.set_wired_limit(int(recommended))
+
+
 def give_back_memory() -> None:
     """Let the system have what this process has freed. glibc keeps freed blocks that lie between others in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

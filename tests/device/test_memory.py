@@ -2,9 +2,10 @@ import os
 import sys
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
-from parallm.device.memory import give_back_memory
+from parallm.device.memory import give_back_memory, wire_memory
 
 
 def resident_bytes() -> int:
@@ -21,3 +22,14 @@ def test_freed_memory_between_blocks_in_use_goes_back_to_the_system() -> None:
     give_back_memory()
     assert before - resident_bytes() > 100_000_000
     assert top
+
+
+@pytest.mark.parametrize(("info", "limits"), [({"max_recommended_working_set_size": 7}, [7]), ({}, [])])
+def test_memory_is_wired_where_the_system_recommends_how_much(
+    info: dict[str, int], limits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(mx, "device_info", lambda: info)
+    monkeypatch.setattr(mx, "set_wired_limit", asked.append)
+    wire_memory()
+    assert asked == limits
