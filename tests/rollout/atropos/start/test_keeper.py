@@ -46,10 +46,10 @@ def are_gone(processes: list[int], seconds: float) -> bool:
 def is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+        status = Path(f"/proc/{process}/status")  # an orphan may wait for somebody to reap it
+        return not status.exists() or "State:\tZ" not in status.read_text()
+    except ProcessLookupError:  # which reading does, too, where it ends meanwhile
         return False
-    status = Path(f"/proc/{process}/status")  # an orphan may wait for somebody to reap it
-    return not status.exists() or "State:\tZ" not in status.read_text()
 
 
 def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
