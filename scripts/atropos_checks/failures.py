@@ -145,7 +145,8 @@ def trainer_killed(bench: Bench) -> Finding:
             os.kill(one.process_id, signal.SIGKILL)
         api.get("/batch")  # forms what the killed trainer has not fetched, and takes one of it
         with trainer(bench, [*base_overrides(api.url), *saving]) as one:
-            expect("resumed after step 3, version 3" in (bench.folder / "parallm.train.log").read_text(), "not resumed")
+            resumed = wait_until(lambda: line_with("resumed after", bench), "a resumed run")  # it answers before it is
+            expect(resumed == "resumed after step 3, version 3", resumed)
             expect(greedy(one, "policy@3") == before, "the restored version answers otherwise")
             api.put(*(sampled(one, 4, seed=seed) for seed in range(50, 52)))
             one.wait_for_step(4)
@@ -161,6 +162,12 @@ def trainer_killed(bench: Bench) -> Finding:
     return Finding(
         remark="resumed bit for bit at step 3; old batches refused; another size refused, then taken by consent"
     )
+
+
+def line_with(text: str, bench: Bench) -> str | None:
+    """The first such line that a trainer has written."""
+    lines = (bench.folder / "parallm.train.log").read_text().splitlines()
+    return next((line for line in lines if text in line), None)
 
 
 def greedy(one: Trainer, model: str) -> object:

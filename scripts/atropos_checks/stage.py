@@ -187,6 +187,8 @@ class RunApi:
         return self._http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
 
     def put(self, *groups: Group) -> None:
+        """Post them when a trainer is registered, as environments wait for one: before it they would poison run-api."""
+        wait_until(lambda: self.get("/info")["batch_size"] > 0, "a trainer that is registered")
         for group in groups:
             self.post("/scored_data", group).raise_for_status()
 

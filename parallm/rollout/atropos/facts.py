@@ -1,10 +1,26 @@
 """What a run with Atropos environments looks like from here, for figures and for the question why no batch comes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallm.rollout.atropos.api import Sizes
 from parallm.rollout.atropos.trainer_client import ApiFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """For groups to train on: from the last that a step took, or from a registration behind them, to the next.
+
+    Counts are those at its begin, taken there: who looks later would miss what came first.
+    """
+
+    number: int = 0
+    since: float | None = None
+    """When a step began to wait; None: none does yet."""
+    num_witnessed: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    num_failed_batches: int = 0
+    num_queued: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,3 +45,4 @@ class AtroposFacts:
     num_witnessed: int
     """Completions of the policy that were given to clients."""
     last_witnessed: float | None
+    wait: Wait = Wait()

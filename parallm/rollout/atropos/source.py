@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
 from parallm.rollout.atropos.api import Registration, TrajectoryApi
-from parallm.rollout.atropos.facts import AtroposFacts
+from parallm.rollout.atropos.facts import AtroposFacts, Wait
 from parallm.rollout.atropos.intake import Intake
 from parallm.rollout.atropos.ledger import SampledLedger
 from parallm.rollout.atropos.quarantine import Quarantine
@@ -57,6 +57,8 @@ class AtroposSource:
         self._version = 0
         self._num_stale = 0
         self._last_groups: dict[int, float] = {}
+        self._wait = Wait()
+        self._registered_at: float | None = None
         self.explain: Callable[[AtroposFacts], str | None] = lambda facts: facts.api.problem or None
         """Why there is no batch."""
         self.message = ""
@@ -87,6 +89,8 @@ class AtroposSource:
             return True
         self._groups = ()
         self._wanted.set()
+        if self._wait.since is None:
+            self._wait = replace(self._wait, since=time.monotonic())
         self._look_at_clock()
         return False
 
@@ -95,6 +99,7 @@ class AtroposSource:
         groups, self._groups = tuple(self._groups), ()
         num_stale, self._num_stale = self._num_stale, 0
         self._explained = time.monotonic()
+        self._begin_wait()
         with_signal = tuple(group for group in groups if group.has_signal)
         return Taken(groups=groups, with_signal=with_signal, num_stale=num_stale, figures=self._figures())
 
@@ -109,11 +114,12 @@ class AtroposSource:
             num_sequences=sum(size * count for size, count in sizes.items()),
             group_sizes=sizes,
             last_groups=dict(self._last_groups),
-            refused={str(reason): count for reason, count in self._quarantine.counts.items()},
+            refused=self._refused(),
             ledger_completions=self.ledger.num_completions,
             ledger_tokens=self.ledger.num_tokens,
             num_witnessed=self.ledger.num_witnessed,
             last_witnessed=self.ledger.last_witnessed,
+            wait=self._wait,
         )
 
     def end(self) -> None:
@@ -134,6 +140,9 @@ class AtroposSource:
         while True:
             await self._wanted.wait()
             batch = await self.client.next_batch()
+            if self.client.facts.registered_at != self._registered_at:
+                self._registered_at = self.client.facts.registered_at
+                self._begin_wait()
             if batch is None:
                 num_failed = num_failed + 1 if self.client.facts.problem else 0
                 await asyncio.sleep(self._delay(num_failed))
@@ -146,6 +155,19 @@ class AtroposSource:
                 self._groups = groups
             else:
                 self._count_idle(groups)
+
+    def _begin_wait(self) -> None:
+        api = self.client.facts
+        self._wait = Wait(
+            number=self._wait.number + 1,
+            num_witnessed=self.ledger.num_witnessed,
+            refused=self._refused(),
+            num_failed_batches=api.num_failed_batches,
+            num_queued=api.status.num_queued if api.status else 0,
+        )
+
+    def _refused(self) -> Mapping[str, int]:
+        return {str(reason): count for reason, count in self._quarantine.counts.items()}
 
     def _delay(self, num_failed: int) -> float:
         """Doubles with each failure."""

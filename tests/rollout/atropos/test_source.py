@@ -125,6 +125,30 @@ def test_versions_that_the_learner_has_left_are_dropped(play: Callable[..., None
     play(use)
 
 
+def test_a_wait_begins_where_a_step_takes_its_groups_and_those_refused_since_then_are_of_it(
+    play: Callable[..., None], run_api: RunApi
+) -> None:
+    async def use(source: AtroposSource) -> None:
+        await source.client.registered.wait()
+        run_api.post(give(source, 0) | {"masks": [[1], [1]]})
+        run_api.post(give(source, 1))
+        await ready(source)
+        assert source.facts().wait.since is not None
+        before = source.facts().wait.number
+        source.take()
+        assert (source.facts().wait.number, source.facts().wait.since) == (before + 1, None)
+        for number in range(2, 4):
+            run_api.post(give(source, number, version=3))
+        while source.facts().refused.get("stale") != 2:
+            assert not source.is_ready(5, 1)
+            await asyncio.sleep(0.01)
+        wait = source.facts().wait
+        assert (wait.number, wait.num_witnessed, wait.refused) == (before + 1, 4, {"ragged": 1})
+        assert source.facts().refused == {"ragged": 1, "stale": 2}
+
+    play(use)
+
+
 def test_a_batch_without_any_signal_is_no_step(play: Callable[..., None], run_api: RunApi, tmp_path: Path) -> None:
     async def use(source: AtroposSource) -> None:
         await source.client.registered.wait()

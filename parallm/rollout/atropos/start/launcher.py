@@ -56,7 +56,7 @@ class Launcher:
         self._api, self._facts, self._clock = api, facts, clock
         self._registered_at: float | None = None
         self._looked = 0.0
-        self._watch = Watch(api, settings.why_seconds, now=clock())
+        self._watch = Watch(api, settings.why_seconds)
         self._python = str(Path(settings.python).expanduser().absolute()) if settings.python else sys.executable
         if settings.api or settings.environments:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -110,11 +110,12 @@ class Launcher:
             self._logs[one.name].read()
             if is_open and one.keep(now):
                 await self._disconnect(one)
+        if await self._watch.has_begun_anew(facts):
+            for log in self._logs.values():
+                log.forget_counts()
         if now - self._looked >= SECONDS_BETWEEN_LOOKS:
             self._looked = now
-            if await self._watch.look(facts, now):
-                for log in self._logs.values():
-                    log.forget_counts()
+            await self._watch.look(facts, now)
 
     async def _disconnect(self, one: Supervised) -> None:
         """Let run-api no longer wait for groups of an environment that has ended."""

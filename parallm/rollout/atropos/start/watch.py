@@ -14,17 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """For the asyncio thread. A stall is the time since the last group to train on, or since the start."""
+    """For the asyncio thread. What was seen is of one wait for groups (`AtroposFacts.wait`)."""
 
-    def __init__(self, api: TrajectoryApi, why_seconds: float, *, now: float) -> None:
+    def __init__(self, api: TrajectoryApi, why_seconds: float) -> None:
         self._api = api
         self._why_seconds = why_seconds
         self._knocks = Knocks()
-        self._num_trained = 0
-        self._registered_at: float | None = None
-        self._since = now
-        self._completions_before = 0
-        self._refused_before: Mapping[str, int] = {}
+        self._number = 0
         self._sizes: set[int] = set()
         self._num_queued = 0
         self._num_registered: int | None = None
@@ -32,43 +28,43 @@ class Watch:
         self._without_groups: list[int] = []
         self._told: dict[str, str] = {}
 
-    async def look(self, facts: AtroposFacts, now: float) -> bool:
-        """Ask run-api what it tells; True if a new stall begins: groups have come, or the API has begun anew."""
-        if (num_trained(facts), facts.api.registered_at) != (self._num_trained, self._registered_at):
-            await self._begin(facts, now)
-            return True
-        if now - self._since >= self._why_seconds / 2:
-            await self._listen(facts)
-            # run-api is not there, or not well: the trainer's side knows that
-            with suppress(ApiUnreachable, ApiFailed):
-                await self._ask_for_environments()
-                await self._ask_for_sizes(facts)
-        return False
+    async def has_begun_anew(self, facts: AtroposFacts) -> bool:
+        """Whether it is another wait than the last time; what was seen is forgotten then."""
+        if facts.wait.number == self._number:
+            return False
+        self._number, self._num_queued = facts.wait.number, facts.wait.num_queued
+        self._sizes.clear()
+        self._told.clear()
+        await self._knocks.close()
+        return True
+
+    async def look(self, facts: AtroposFacts, now: float) -> None:
+        """Ask run-api what it tells, if a step has waited for half of the time."""
+        if seconds_waited(facts, now) < self._why_seconds / 2:
+            return
+        await self._listen(facts)
+        # run-api is not there, or not well: the trainer's side knows that
+        with suppress(ApiUnreachable, ApiFailed):
+            await self._ask_for_environments()
+            await self._ask_for_sizes(facts)
 
     def explain(self, facts: AtroposFacts, environments: Sequence[EnvironmentFacts], now: float) -> str | None:
-        """What stops the run, if it has waited too long. Logs each cause once in a stall."""
-        if now - self._since < self._why_seconds or num_trained(facts) != self._num_trained:
+        """What stops the run, if a step has waited too long. Logs each cause once in a wait."""
+        seconds = seconds_waited(facts, now)
+        if seconds < self._why_seconds or facts.wait.number != self._number:
             return None
         causes = causes_of(facts, self._observed(facts, environments))
         for cause in causes:
             if cause.name not in self._told:
-                logger.warning("no batch for %.0f s: %s", now - self._since, cause.text)
+                logger.warning("no batch for %.0f s: %s", seconds, cause.text)
                 self._told[cause.name] = cause.text
         return "no batch: " + "; ".join(self._told[cause.name] for cause in causes)
 
     async def close(self) -> None:
         await self._knocks.close()
 
-    async def _begin(self, facts: AtroposFacts, now: float) -> None:
-        self._num_trained, self._registered_at, self._since = num_trained(facts), facts.api.registered_at, now
-        self._completions_before, self._refused_before = facts.num_witnessed, dict(facts.refused)
-        self._sizes.clear()
-        self._num_queued = facts.api.status.num_queued if facts.api.status else 0
-        self._told.clear()
-        await self._knocks.close()
-
     async def _listen(self, facts: AtroposFacts) -> None:
-        if facts.num_witnessed == self._completions_before:
+        if facts.num_witnessed == facts.wait.num_witnessed:
             await self._knocks.open()
 
     async def _ask_for_environments(self) -> None:
@@ -88,9 +84,9 @@ class Watch:
         self._num_queued = num_queued
 
     def _observed(self, facts: AtroposFacts, environments: Sequence[EnvironmentFacts]) -> Observed:
-        refused = {name: count - self._refused_before.get(name, 0) for name, count in facts.refused.items()}
+        refused = {name: count - facts.wait.refused.get(name, 0) for name, count in facts.refused.items()}
         return Observed(
-            num_completions=facts.num_witnessed - self._completions_before,
+            num_completions=facts.num_witnessed - facts.wait.num_witnessed,
             refused={name: count for name, count in refused.items() if count},
             sizes=frozenset(self._sizes),
             num_registered=self._num_registered,
@@ -102,6 +98,5 @@ class Watch:
         )
 
 
-def num_trained(facts: AtroposFacts) -> int:
-    """Groups that came and were not refused: a batch of which nothing can be trained on ends no stall."""
-    return facts.num_groups - sum(facts.refused.values())
+def seconds_waited(facts: AtroposFacts, now: float) -> float:
+    return 0.0 if facts.wait.since is None else now - facts.wait.since

@@ -26,6 +26,12 @@ DROPS = {
     "refused": "run-api has refused it: {example}",
     "timed_out": "it took longer than the environment's worker_timeout",
 }
+REFUSALS = {
+    "stale": "older than trainer.max_off_policy_steps allows; raise it, or give environments "
+    "--env.max_batches_offpolicy 1",
+    "no_signal": "all scores equal in all groups of a batch",
+}
+"""What becomes of groups that are well-formed, so that quarantine.jsonl has none of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +53,7 @@ class EnvironmentFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """What was seen since the last batch, beside what the trainer's side knows itself."""
+    """What was seen since the last batch that was trained on, beside what the trainer's side knows itself."""
 
     num_completions: int
     """Of the policy, for anybody."""
@@ -82,6 +88,7 @@ def causes_of(facts: AtroposFacts, observed: Observed) -> tuple[Cause, ...]:
         *_of_the_api(facts),
         *_of_processes(observed),
         *_of_the_queue(facts, observed),
+        *_of_refusals(observed),
         *_of_silence(facts, observed),
         *_of_drops(facts, observed),
     ]
@@ -113,10 +120,10 @@ def _of_the_api(facts: AtroposFacts) -> Iterator[Cause]:
             name="api_unregistered",
             text=f"{facts.url} knows no trainer, and this one does not get in: {facts.api.problem}",
         )
-    if facts.api.num_failed_batches:
+    if num_failed := facts.api.num_failed_batches - facts.wait.num_failed_batches:
         yield Cause(
             name="batches_lost",
-            text=f"{facts.api.num_failed_batches} batches were lost in an error of the API's: an environment posts NaN "
+            text=f"{num_failed} batches were lost in an error of the API's: an environment posts NaN "
             "or infinity as a score or a log-prob",
         )
 
@@ -167,6 +174,16 @@ def _of_the_queue(facts: AtroposFacts, observed: Observed) -> Iterator[Cause]:
         )
 
 
+def _of_refusals(observed: Observed) -> Iterator[Cause]:
+    if not observed.refused:
+        return
+    counted = ", ".join(f"{reason}: {count}" for reason, count in sorted(observed.refused.items()))
+    told = [f"{reason}: {text}" for reason, text in REFUSALS.items() if reason in observed.refused]
+    if set(observed.refused) - set(REFUSALS):
+        told.append("see quarantine.jsonl")
+    yield Cause(name="refused_here", text=f"groups that came were not trained on ({counted}); {'; '.join(told)}")
+
+
 def _of_silence(facts: AtroposFacts, observed: Observed) -> Iterator[Cause]:
     if observed.knocks:
         ports = ", ".join(map(str, observed.knocks))
@@ -179,7 +196,7 @@ def _of_silence(facts: AtroposFacts, observed: Observed) -> Iterator[Cause]:
         )
         return
     queued = facts.api.status.num_queued if facts.api.status else 0
-    if observed.num_completions or observed.refused or queued or facts.api.state in ("unreachable", "unregistered"):
+    if observed.num_completions or queued or facts.api.state in ("unreachable", "unregistered"):
         return
     if observed.taken_ports:
         ports = ", ".join(map(str, observed.taken_ports))
@@ -198,8 +215,8 @@ def _of_silence(facts: AtroposFacts, observed: Observed) -> Iterator[Cause]:
     elif not observed.taken_ports:
         yield Cause(
             name="silent_environment",
-            text="nobody has asked this server for a completion since the last batch: the environment is dead, hangs, "
-            "or asks another server; see its log, and its --openai.base_url",
+            text="nobody has asked this server for a completion since the last batch that was trained on: the "
+            "environment is dead, hangs, or asks another server; see its log, and its --openai.base_url",
         )
 
 
@@ -211,9 +228,6 @@ def _of_drops(facts: AtroposFacts, observed: Observed) -> Iterator[Cause]:
                 is_explained = True
                 words = text.format(max_token_len=facts.sizes.max_token_len, example=one.examples.get(sign, ""))
                 yield Cause(name=f"{one.name}_{sign}", text=f"{one.name} has dropped groups ({count}): {words}")
-    if observed.refused:
-        counted = ", ".join(f"{reason}: {count}" for reason, count in sorted(observed.refused.items()))
-        yield Cause(name="refused_here", text=f"groups that came were not trained on ({counted}); see quarantine.jsonl")
     queued = facts.api.status.num_queued if facts.api.status else 0
     if observed.num_completions >= 2 * facts.sizes.batch_size and not queued and not is_explained:
         yield Cause(

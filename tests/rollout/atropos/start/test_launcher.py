@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import httpx
 import pytest
 
 from parallm.rollout.atropos.api import ApiStatus, Sizes, TrajectoryApi
-from parallm.rollout.atropos.facts import AtroposFacts
+from parallm.rollout.atropos.facts import AtroposFacts, Wait
 from parallm.rollout.atropos.settings import AtroposSettings
 from parallm.rollout.atropos.start.environment_files import Surroundings
 from parallm.rollout.atropos.start.launcher import Launcher
@@ -36,6 +37,7 @@ class World:
         self.folder = folder
         self.disconnected: list[int] = []
         self.api = ApiFacts()
+        self.wait = Wait()
         settings = StartSettings(
             environments={"words": EnvironmentProcess(script="words.py", folder=str(folder))}, why_seconds=0.5
         )
@@ -66,6 +68,7 @@ class World:
             ledger_tokens=0,
             num_witnessed=0,
             last_witnessed=None,
+            wait=self.wait,
         )
 
     def register(self, at: float) -> None:
@@ -170,17 +173,33 @@ def test_a_stall_is_explained_after_its_time_and_each_cause_logged_once(
 ) -> None:
     async def test() -> None:
         world.register(1.0)
+        world.wait = Wait(number=1, since=time.monotonic())
+        await asyncio.sleep(0.3)
         assert world.launcher.explain(world.facts()) is None
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(0.4)
         for _ in range(2):
             explained = world.launcher.explain(world.facts())
             assert explained is not None
             assert explained.startswith("no batch: ")
-        refused = dataclasses.replace(world.facts(), num_groups=2, refused={"ragged": 2})
+        refused = dataclasses.replace(world.facts(), refused={"ragged": 2})
         assert world.launcher.explain(refused) is not None
-        assert world.launcher.explain(dataclasses.replace(refused, num_groups=3)) is None
+        world.wait = Wait(number=2)
+        await asyncio.sleep(0.7)
+        assert world.launcher.explain(world.facts()) is None  # a step trains, however long it takes
 
     play(world, test)
     causes = [line.partition(" s: ")[2] for line in caplog.messages if line.startswith("no batch for")]
     assert len(causes) == len(set(causes)) == 2
     assert causes[1].startswith("groups that came were not trained on (ragged: 2)")
+
+
+def test_what_came_of_a_wait_before_anybody_looked_at_it_counts(world: World) -> None:
+    async def test() -> None:
+        world.register(1.0)
+        world.wait = Wait(number=7, since=time.monotonic() - 60, refused={"ragged": 1, "unmatched": 3})
+        await asyncio.sleep(0.3)
+        explained = world.launcher.explain(dataclasses.replace(world.facts(), refused={"ragged": 3, "unmatched": 3}))
+        assert explained is not None
+        assert "groups that came were not trained on (ragged: 2);" in explained
+
+    play(world, test)

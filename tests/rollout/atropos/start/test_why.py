@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from parallm.rollout.atropos.api import ApiStatus, Sizes
-from parallm.rollout.atropos.facts import AtroposFacts
+from parallm.rollout.atropos.facts import AtroposFacts, Wait
 from parallm.rollout.atropos.start.why import EnvironmentFacts, Observed, causes_of
 from parallm.rollout.atropos.trainer_client import ApiFacts
 
@@ -94,6 +94,13 @@ def test_batches_that_the_api_has_lost_are_named() -> None:
     assert names(dataclasses.replace(WAITING, num_failed_batches=2)) == ["batches_lost"]
 
 
+def test_batches_lost_before_the_last_step_no_longer_matter() -> None:
+    facts = dataclasses.replace(
+        FACTS, api=dataclasses.replace(WAITING, num_failed_batches=2), wait=Wait(number=3, num_failed_batches=2)
+    )
+    assert [cause.name for cause in causes_of(facts, BUSY)] == ["slow"]
+
+
 def test_completions_asked_of_the_default_ports_explain_the_ignored_flag() -> None:
     assert names(num_completions=0, knocks=(9004,)) == ["wrong_servers"]
     assert "--openai.base_url" in text(num_completions=0, knocks=(9004,))
@@ -135,5 +142,15 @@ def test_groups_that_vanish_without_a_word_are_told() -> None:
     assert names(num_completions=16) == ["groups_vanish"]
 
 
-def test_groups_that_we_refuse_are_counted_by_reason() -> None:
-    assert "stale: 3, unmatched: 1" in text(refused={"unmatched": 1, "stale": 3})
+def test_groups_that_we_refuse_are_counted_by_reason_with_where_to_look() -> None:
+    found = text(refused={"unmatched": 1, "stale": 3})
+    assert "(stale: 3, unmatched: 1); stale: older than trainer.max_off_policy_steps allows" in found
+    assert found.endswith("see quarantine.jsonl")
+
+
+def test_groups_that_quarantine_does_not_keep_are_not_looked_for_there() -> None:
+    assert "quarantine.jsonl" not in text(refused={"stale": 3, "no_signal": 1})
+
+
+def test_an_environment_that_falls_silent_after_groups_of_no_use_is_told_behind_them() -> None:
+    assert names(num_completions=0, refused={"ragged": 2}) == ["refused_here", "silent_environment"]
