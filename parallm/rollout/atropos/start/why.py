@@ -181,7 +181,8 @@ def _of_refusals(observed: Observed) -> Iterator[Cause]:
     told = [f"{reason}: {text}" for reason, text in REFUSALS.items() if reason in observed.refused]
     if set(observed.refused) - set(REFUSALS):
         told.append("see quarantine.jsonl")
-    yield Cause(name="refused_here", text=f"groups that came were not trained on ({counted}); {'; '.join(told)}")
+    name = "_".join(["refused", *sorted(observed.refused)])  # one more reason is told anew
+    yield Cause(name=name, text=f"groups that came were not trained on ({counted}); {'; '.join(told)}")
 
 
 def _of_silence(facts: AtroposFacts, observed: Observed) -> Iterator[Cause]:

@@ -183,13 +183,15 @@ def test_a_stall_is_explained_after_its_time_and_each_cause_logged_once(
             assert explained.startswith("no batch: ")
         refused = dataclasses.replace(world.facts(), refused={"ragged": 2})
         assert world.launcher.explain(refused) is not None
+        more = dataclasses.replace(refused, refused={"ragged": 3, "unmatched": 1})
+        assert "(ragged: 3, unmatched: 1)" in str(world.launcher.explain(more))
         world.wait = Wait(number=2)
         await asyncio.sleep(0.7)
         assert world.launcher.explain(world.facts()) is None  # a step trains, however long it takes
 
     play(world, test)
     causes = [line.partition(" s: ")[2] for line in caplog.messages if line.startswith("no batch for")]
-    assert len(causes) == len(set(causes)) == 2
+    assert len(causes) == len(set(causes)) == 3
     assert causes[1].startswith("groups that came were not trained on (ragged: 2)")
 
 

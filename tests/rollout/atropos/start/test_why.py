@@ -153,4 +153,4 @@ def test_groups_that_quarantine_does_not_keep_are_not_looked_for_there() -> None
 
 
 def test_an_environment_that_falls_silent_after_groups_of_no_use_is_told_behind_them() -> None:
-    assert names(num_completions=0, refused={"ragged": 2}) == ["refused_here", "silent_environment"]
+    assert names(num_completions=0, refused={"ragged": 2}) == ["refused_ragged", "silent_environment"]
