@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -32,13 +33,33 @@ NUM_TAUGHT = 320
 BATCHES = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """What became of a policy. Base and policy are sampled with seeds of their own, so equal ones differ by chance."""
+
+    before: float
+    after: float
+    rewards: tuple[float, ...]
+    """Mean of each step's batch."""
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
+
+    @property
+    def half_at(self) -> int | None:
+        """The first step whose batch had half of the gain."""
+        half = self.before + self.gain / 2
+        return next((step for step, reward in enumerate(self.rewards, 1) if reward >= half), None)
+
+
 def learning(bench: Bench) -> Finding:
     """The template environment, several seeds, beside runs with a learning rate of 0; the first also serves streams."""
-    gains: list[float] = []
-    controls: list[float] = []
+    learned: list[Learned] = []
+    controls: list[Learned] = []
     ratio, joined = 0.0, 1.0
     for seed in bench.seeds:
-        for name, rate, found in (("learned", 1e-3, gains), ("control", 0.0, controls)):
+        for name, rate, found in (("learned", 1e-3, learned), ("control", 0.0, controls)):
             own = bench.of(f"{name}_{seed}")
             with trainer(own, overrides(own, seed, rate)) as one:
                 one.wait_for_step(1)
@@ -47,13 +68,19 @@ def learning(bench: Bench) -> Finding:
                     ratio = itl_ratio(one)
                 one.wait_for_step(bench.steps, 900)
                 expect(greedy(one, "base") == base, "the base answers otherwise than before")
-                gain = worth(one, "policy") - worth(one, "base")
-                joined = min(joined, *(row["atropos/joined_fraction"] for row in one.rows()))
-            found.append(gain)
-    shown = f"gains {told(gains)}, with a learning rate of 0 {told(controls)}"
-    expect(min(gains) > max(max(controls), LEAST_GAIN), shown)
-    figures = {"reward_gain": min(gains), "ledger_join_fraction": joined, "itl_p50_ratio": ratio}
-    return Finding(remark=f"{shown}; time between tokens {ratio:.2f} of idle", figures=figures)
+                one.pause(on=True)  # a policy that stays what it is
+                before, after = worth(one, "base", 2 * seed), worth(one, "policy", 2 * seed + 1)
+                rows = one.rows()
+            joined = min(joined, *(row["atropos/joined_fraction"] for row in rows))
+            found.append(Learned(before=before, after=after, rewards=tuple(row["reward/mean"] for row in rows)))
+    shown = f"rewards {told(learned)}, with a learning rate of 0 {told(controls)}"
+    least = min(one.gain for one in learned)
+    expect(least > max(*(one.gain for one in controls), LEAST_GAIN), shown)
+    curves = {one.rewards[: bench.steps] for one in [*learned, *controls]}
+    expect(len(curves) == 2 * len(bench.seeds), "two runs had the same rewards, step by step")
+    steps = ", ".join(str(one.half_at) for one in learned)
+    figures = {"reward_gain": least, "ledger_join_fraction": joined, "itl_p50_ratio": ratio}
+    return Finding(remark=f"{shown}; half of it at step {steps}; between tokens {ratio:.2f} of idle", figures=figures)
 
 
 def overrides(bench: Bench, seed: int, rate: float) -> list[str]:
@@ -67,13 +94,17 @@ def overrides(bench: Bench, seed: int, rate: float) -> list[str]:
     ]
 
 
-def worth(one: Trainer, model: str) -> float:
-    """The mean reward of what a model samples to the problems of the template."""
+def worth(one: Trainer, model: str, seed: int) -> float:
+    """The mean reward of what a model samples to the problems of the template.
+
+    Each problem has a seed of its own: with one for all, their samples would rise and fall together.
+    """
     words = problems_and_score()
     rewards = []
-    for question, answer in words["problems"]():
-        body = {"model": model, "messages": [{"role": "user", "content": question}], "n": SAMPLES, "seed": 0}
-        reply = one.http.post("/v1/chat/completions", json=body | {"max_tokens": MAX_TOKENS, "temperature": 1.0})
+    for number, (question, answer) in enumerate(words["problems"]()):
+        body = {"model": model, "messages": [{"role": "user", "content": question}], "n": SAMPLES}
+        sampling = {"max_tokens": MAX_TOKENS, "temperature": 1.0, "seed": 1000 * seed + number}
+        reply = one.http.post("/v1/chat/completions", json=body | sampling)
         reply.raise_for_status()
         rewards += [words["score"](choice["message"]["content"], answer) for choice in reply.json()["choices"]]
     return fmean(rewards)
@@ -93,8 +124,8 @@ def problems_and_score() -> dict[str, Any]:
     return known
 
 
-def told(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:+.2f}" for value in values)
+def told(runs: Sequence[Learned]) -> str:
+    return ", ".join(f"{one.before:.2f} to {one.after:.2f}" for one in runs)
 
 
 def itl_ratio(one: Trainer) -> float:
