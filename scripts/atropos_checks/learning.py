@@ -24,7 +24,7 @@ SAMPLES = 4
 """Of each problem, to tell what a model is worth."""
 LEAST_GAIN = 0.1
 LEARNING_RATE = 4e-4
-"""With which the template is not solved after 40 steps. What is solved gives no batches: all scores of a group are 1."""
+"""With which 40 steps do not solve the template. What is solved gives no batches: all scores of a group are 1."""
 IDLE_SECONDS, BUSY_SECONDS = 6.0, 15.0
 CLIENTS = 2
 MAX_TOKENS = 64
