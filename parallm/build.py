@@ -73,6 +73,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
             for run in runs:
                 connect(lessons[run.name].environment, judge)
                 run.trainer = await _make_trainer(run, house.of(run.name), lessons[run.name])
+            if server is not None:
+                await server.start()
             stop_on_signals(partial(_leave, runs, server), "finishing this step, then saving and leaving")
             try:
                 failures = await train_all(runs)
@@ -119,6 +121,8 @@ async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
 
     async def work(_: House, server: HttpServer | None) -> None:
+        if server is not None:
+            await server.start()
         display.start(_header(config, folder, blas, server))
         await until_signal()
 

@@ -69,7 +69,8 @@ async def with_house(
     trajectories: Mapping[str, Trajectories] | None = None,
     witnesses: Mapping[str, Witness] | None = None,
 ) -> int:
-    """Build, serve while `work` runs, and take everything down again. The port is bound before the model loads.
+    """Build what `work` needs, run it, and take everything down again. The port is bound before the model loads; `work`
+    starts the server once what it serves is what it says, and clients that come before wait.
 
     `trained` are the policies whose versions `work` makes, `training` is what clients may do to it, `trajectories`
     take what clients want to be learned from, by policy, and `witnesses` remember what a policy has answered.
@@ -102,7 +103,6 @@ async def with_house(
                 swaps=house.adapters.num_swaps,
             )
             server = HttpServer(app, bound, config.server)
-            await server.start()
         await work(house, server)
     finally:
         if server is not None:

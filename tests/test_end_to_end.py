@@ -361,6 +361,21 @@ def test_trajectories_of_a_killed_run_are_trained_on_by_the_next(start: Start, t
     assert (row["reward/mean"], row["groups/with_signal"]) == (0.5, 1)
 
 
+def test_the_first_answer_of_a_resumed_run_is_that_of_the_version_it_goes_on_from(start: Start) -> None:
+    serving = ("server.enabled=true", "server.port=0", "trainer.keep_serving=true", "checkpoint.resume=auto")
+    ended = start(*TINY, "trainer.steps=3", "checkpoint.every=1")
+    assert ended.end() == 0, ended.output()
+    resumed = start(*TINY, *serving, "trainer.steps=3")
+    url = resumed.wait_for(r"server +(http://\S+)")
+    answer = httpx.post(
+        f"{url}/v1/completions", json={"model": "policy", "prompt": "1"}, trust_env=False, timeout=SECONDS
+    ).json()
+    assert resumed.end(signal.SIGINT) == 0
+    match = re.search(r"resumed after step 3, version (\d+)", resumed.output())
+    assert match is not None
+    assert answer["model"] == f"policy@{match[1]}" != "policy@0"
+
+
 def test_a_port_in_use_is_named_with_the_way_out(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
