@@ -21,7 +21,7 @@ from pathlib import Path
 from job import SCRIPTS, absolute, clean_environment
 from peers import DEFAULT_FOLDER, plain_python
 from report import print_figures, print_table
-from verifiers_beginner import beginner
+from verifiers_beginner import beginner, used_to_second_questions
 
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
@@ -33,9 +33,8 @@ NEWEST, CLASSIC = "verifiers==0.4.0", "verifiers==0.3.1"
 
 
 NANO = ("model=nano", "rollout.problems_per_step=16", "rollout.max_tokens=128", "trainer.evaluate_problems=100")
-STOCK = "reverse-text"
-TURNS_STEPS = 60
-NOT_HERE = ("reverse-text", NEWEST, "not run: needs --model and --environments", "", "")
+TURNS, STOCK = "sums-in-turn", "reverse-text"
+NOT_HERE = (STOCK, NEWEST, "not run: needs --model and --environments", "", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, help="where it is installed (%(default)s)")
     parser.add_argument("--steps", type=int, help="of each run, in place of each environment's own number")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="*", choices=["word-sums", "sums-in-turn", "classic-sums", STOCK])
+    parser.add_argument("--only", nargs="*", choices=["word-sums", "classic-sums", TURNS, STOCK])
     parser.add_argument("--model", help="a folder with a small model that knows digits, for reverse-text")
     parser.add_argument(
         "--environments",
@@ -108,12 +107,6 @@ def cases(arguments: Namespace, folder: Path) -> list[Case]:
     ours = [
         Case(figure="verifiers", environment="word-sums", settings=(*NANO, data, held_out, "rollout.max_turns=1")),
         Case(
-            figure="verifiers.turns",
-            environment="sums-in-turn",
-            settings=(*NANO, data, held_out, "rollout.max_turns=4"),
-            steps=TURNS_STEPS,
-        ),
-        Case(
             figure="verifiers.classic",
             environment="classic-sums",
             settings=(*NANO, data, "rollout.max_turns=1"),
@@ -122,9 +115,21 @@ def cases(arguments: Namespace, folder: Path) -> list[Case]:
         ),
     ]
     found = [case for case in ours if is_asked(arguments, case.environment)]
+    if is_asked(arguments, TURNS):
+        found.append(turns_case((*NANO, data, held_out), folder / "turns", arguments.seed))
     if is_asked(arguments, STOCK) and can_be_stock(arguments):
         found.append(stock_case(arguments, folder / "stock"))
     return found
+
+
+def turns_case(settings: Sequence[str], folder: Path, seed: int) -> Case:
+    """Two questions in one conversation.
+
+    A model that is not used to that takes the second one's numbers from the first, is right in one of 25, and goes on
+    so: the first question's half of the reward is all that it learns to earn.
+    """
+    start = f"model.adapter={used_to_second_questions(folder, seed)}"
+    return Case(figure="verifiers.turns", environment=TURNS, settings=(*settings, start, "rollout.max_turns=4"))
 
 
 def stock_case(arguments: Namespace, folder: Path) -> Case:
