@@ -36,6 +36,8 @@ class Bar:
     needs_model: bool = False
     needs_gpu: bool = False
     """About an NVIDIA GPU; not judged on other machines."""
+    is_optional: bool = False
+    """Needs sources of others that no registry has; judged where it was measured."""
 
     def is_met(self, value: float) -> bool:
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
@@ -109,6 +111,8 @@ BARS: Mapping[str, Bar] = {
     "verifiers.turns.reward_gain": Bar(least=0.2),
     "verifiers.turns.control_gain": Bar(least=-0.05, most=0.05),
     "verifiers.classic.reward_gain": Bar(least=0.2),
+    "verifiers.stock.reward_gain": Bar(least=0.2, is_optional=True),
+    "verifiers.stock.control_gain": Bar(least=-0.05, most=0.05, is_optional=True),
     "verifiers.faults": Bar(most=0),
     "atropos.checks_passed": Bar(),
     "atropos.checks_total": Bar(least=11),
@@ -256,7 +260,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
         ),
         "soak": partial(script, "check_soak.py", *sized("--requests=500", "--rounds=10")),
         "clients": partial(script, "check_clients.py"),
-        "verifiers": partial(script, "check_verifiers.py", *sized("--steps=2", "--only=word-sums")),
+        "verifiers": partial(script, "check_verifiers.py", *options, *sized("--steps=2", "--only=word-sums")),
         "atropos": partial(
             script,
             "check_atropos.py",
@@ -357,7 +361,8 @@ def judge(figures: Figures, *, has_model: bool, has_gpu: bool, is_whole: bool) -
         value, bar = figures.get(name), BARS.get(name, Bar()).with_bounds(figures)
         is_here = (has_model or not bar.needs_model) and (has_gpu or not bar.needs_gpu)
         holds = is_here and (figures.get("parity.strict", 1) == 1 or name not in NOT_EXACT)
-        verdict = _verdict(value, bar, is_asked=holds and (is_whole or value is not None))
+        is_due = is_whole and not bar.is_optional
+        verdict = _verdict(value, bar, is_asked=holds and (is_due or value is not None))
         if verdict in BAD:
             short.append(name)
         rows.append((name, "-" if value is None else f"{value:.4g}", bar.text(), verdict))

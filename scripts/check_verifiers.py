@@ -3,7 +3,8 @@
 The package is installed from PyPI into an environment of its own (`--peers`), with ParaLLM and MLX, once as it is today
 and once below 0.4 for environments with `load_environment`. What is trained are its own classes of environments, with
 our word problems as data: a taskset of one turn, one with a scripted user that asks twice, and a SingleTurnEnv with a
-rubric. No network is needed once the package is there.
+rubric. With --model and --environments, also reverse-text of the authors' repository as it stands there. No network is
+needed once the package is there.
 """
 
 import json
@@ -11,15 +12,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from job import SCRIPTS, clean_environment
+from job import SCRIPTS, absolute, clean_environment
 from peers import DEFAULT_FOLDER, plain_python
 from report import print_figures, print_table
+from verifiers_beginner import beginner, used_to_second_questions
 
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
@@ -30,20 +32,21 @@ ENVIRONMENTS = SCRIPTS / "workers" / "verifiers"
 NEWEST, CLASSIC = "verifiers==0.4.0", "verifiers==0.3.1"
 
 
+NANO = ("model=nano", "rollout.problems_per_step=16", "rollout.max_tokens=128", "trainer.evaluate_problems=100")
+TURNS, STOCK = "sums-in-turn", "reverse-text"
+NOT_HERE = (STOCK, NEWEST, "not run: needs --model and --environments", "", "")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     figure: str
     environment: str
+    settings: Sequence[str]
+    modules: Path = ENVIRONMENTS
+    """The folder in which the environment's module lies."""
     requirement: str = NEWEST
-    max_turns: int = 1
-    has_control: bool = True
-
-
-CASES = (
-    Case(figure="verifiers", environment="word-sums"),
-    Case(figure="verifiers.turns", environment="sums-in-turn", max_turns=4),
-    Case(figure="verifiers.classic", environment="classic-sums", requirement=CLASSIC, has_control=False),
-)
+    steps: int = 24
+    rates: Sequence[str] = ("2e-3", "0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,26 +63,94 @@ class Run:
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--peers", type=Path, default=DEFAULT_FOLDER, help="where it is installed (%(default)s)")
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--only", nargs="*", choices=[case.environment for case in CASES])
+    parser.add_argument("--steps", type=int, help="of each run, in place of each environment's own number")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", choices=["word-sums", "classic-sums", TURNS, STOCK])
+    parser.add_argument("--model", help="a folder with a small model that knows digits, for reverse-text")
+    parser.add_argument(
+        "--environments",
+        type=Path,
+        default=os.environ.get("PARALLM_VERIFIERS"),
+        help="the folder `environments` of a clone of verifiers (PARALLM_VERIFIERS)",
+    )
     arguments = parser.parse_args()
     figures: dict[str, float | None] = {}
     table = [("environment", "package", "learning rate", "reward before", "after")]
     faults = 0.0
-    with tempfile.TemporaryDirectory() as folder:
-        write_problems(Path(folder))
-        for case in CASES:
-            if arguments.only and case.environment not in arguments.only:
-                continue
+    with tempfile.TemporaryDirectory() as name:
+        for case in cases(arguments, Path(name)):
             python = verifiers_python(arguments.peers, case.requirement)
-            rates = ("2e-3", "0") if case.has_control else ("2e-3",)
-            for rate in rates:
-                run = trained(python, case, Path(folder), arguments.steps, rate)
+            for rate in case.rates:
+                run = trained(python, case, Path(name), arguments, rate)
                 figures[f"{case.figure}.{'control' if rate == '0' else 'reward'}_gain"] = run.gain
                 table.append((case.environment, case.requirement, rate, f"{run.before:.3f}", f"{run.after:.3f}"))
                 faults += run.faults
-    print_table("Environments of verifiers: mean reward on held-out problems, nano model", table)
+    if is_asked(arguments, STOCK) and not can_be_stock(arguments):
+        table.append(NOT_HERE)
+    print_table("Environments of verifiers: mean reward on held-out problems", table)
     print_figures(figures | {"verifiers.faults": faults})
+
+
+def is_asked(arguments: Namespace, environment: str) -> bool:
+    return not arguments.only or environment in arguments.only
+
+
+def can_be_stock(arguments: Namespace) -> bool:
+    return bool(arguments.model and arguments.environments)
+
+
+def cases(arguments: Namespace, folder: Path) -> list[Case]:
+    """What is asked for and can be run, with its data written to `folder`."""
+    write_problems(folder)
+    data = f"environment.options={{path: {folder}}}"
+    held_out = "environment.test_options={split: test}"
+    ours = [
+        Case(figure="verifiers", environment="word-sums", settings=(*NANO, data, held_out, "rollout.max_turns=1")),
+        Case(
+            figure="verifiers.classic",
+            environment="classic-sums",
+            settings=(*NANO, data, "rollout.max_turns=1"),
+            requirement=CLASSIC,
+            rates=("2e-3",),
+        ),
+    ]
+    found = [case for case in ours if is_asked(arguments, case.environment)]
+    if is_asked(arguments, TURNS):
+        found.append(turns_case((*NANO, data, held_out), folder / "turns", arguments.seed))
+    if is_asked(arguments, STOCK) and can_be_stock(arguments):
+        found.append(stock_case(arguments, folder / "stock"))
+    return found
+
+
+def turns_case(settings: Sequence[str], folder: Path, seed: int) -> Case:
+    """Two questions in one conversation.
+
+    A model that is not used to that takes the second one's numbers from the first, is right in one of 25, and goes on
+    so: the first question's half of the reward is all that it learns to earn.
+    """
+    start = f"model.adapter={used_to_second_questions(folder, seed)}"
+    return Case(figure="verifiers.turns", environment=TURNS, settings=(*settings, start, "rollout.max_turns=4"))
+
+
+def stock_case(arguments: Namespace, folder: Path) -> Case:
+    """reverse-text as its authors wrote it, with a model that has been taught the form of an answer."""
+    made = beginner(absolute(arguments.model), folder, arguments.seed)
+    return Case(
+        figure="verifiers.stock",
+        environment=STOCK,
+        settings=(
+            *(f"model.path={made.model}", f"model.adapter={made.adapter}"),
+            *(
+                f"environment.options.dataset_name={made.data}",
+                "environment.num_test=64",
+                "trainer.evaluate_problems=64",
+            ),
+            *("rollout.problems_per_step=8", "rollout.max_tokens=40", "rollout.max_turns=1"),
+        ),
+        modules=arguments.environments.resolve() / "reverse_text",
+        steps=30,
+        rates=("5e-4", "0"),
+    )
 
 
 def verifiers_python(folder: Path, requirement: str) -> str:
@@ -98,21 +169,17 @@ def write_problems(folder: Path) -> None:
         (folder / f"{split}.jsonl").write_text("\n".join(rows))
 
 
-def trained(python: str, case: Case, folder: Path, steps: int, rate: str) -> Run:
+def trained(python: str, case: Case, folder: Path, arguments: Namespace, rate: str) -> Run:
     """Raises RuntimeError with the last words of a run that fails."""
-    run = folder / f"{case.environment}-{rate}"
-    is_classic = case.requirement == CLASSIC
+    run, steps = folder / f"{case.environment}-{rate}", arguments.steps or case.steps
     command = [
-        *(python, "-m", "parallm.train", "model=nano", "environment=verifiers", "name=verifiers"),
-        *(f"environment.id={case.environment}", f"environment.options={{path: {folder}}}"),
-        *(() if is_classic else ("environment.test_options={split: test}",)),
-        *(f"rollout.max_turns={case.max_turns}", "rollout.max_tokens=128", f"learner.learning_rate={rate}"),
-        *("learner.warmup_steps=0", "rollout.problems_per_step=16", "rollout.group_size=8", f"trainer.steps={steps}"),
-        *(f"trainer.evaluate_every={steps}", "trainer.evaluate_problems=100", "server=off", "metrics.display=off"),
-        f"hydra.run.dir={run}",
+        *(python, "-m", "parallm.train", "environment=verifiers", f"environment.id={case.environment}"),
+        *(*case.settings, f"learner.learning_rate={rate}", "learner.warmup_steps=0", "rollout.group_size=8"),
+        *(f"trainer.steps={steps}", f"trainer.evaluate_every={steps}", f"seed={arguments.seed}", "name=verifiers"),
+        *("server=off", "metrics.display=off", f"hydra.run.dir={run}"),
     ]
     environment = clean_environment()
-    environment["PYTHONPATH"] += f"{os.pathsep}{ENVIRONMENTS}"
+    environment["PYTHONPATH"] += f"{os.pathsep}{case.modules}"
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
