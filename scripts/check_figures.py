@@ -70,7 +70,7 @@ BARS: Mapping[str, Bar] = {
     "parity.strict_speed_ratio": Bar(least=0.9, needs_model=True),
     "parity.kv_bits8.mean_abs": Bar(),
     "parity.kv_bits8.max_abs": Bar(),
-    "engine.cpu.vs_batchgenerator": Bar(least=1.5, needs_model=True),
+    "engine.cpu.vs_batchgenerator": Bar(least=2.5, needs_model=True),
     "engine.cpu.vs_stock_mlx_lm": Bar(least=12, needs_model=True),
     "learner.cpu.vs_mlx_lm_lora": Bar(),
     "grpo_step.cpu.vs_mlx_lm_lora": Bar(least=5, needs_model=True),
@@ -169,8 +169,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles presets quickstart gsm8k parity engine learner serving split live server soak clients verifiers "
-        "atropos offpolicy memory trl update grpo_gpu engine_gpu",
+        help="oracles presets quickstart gsm8k parity engine http servers quantized speculation learner serving split "
+        "live server soak clients verifiers atropos offpolicy memory trl update grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -236,6 +236,11 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
             "bench_engine.py",
             *with_data,
             *sized("--prompts=8", "--max-tokens=32", "--rounds=1", "--stock-prompts=2"),
+        ),
+        "http": partial(script, "bench_http.py", *with_data, *sized("--clients=4", "--max-tokens=32", "--rounds=1")),
+        "servers": partial(script, "bench_servers.py", *with_data, *sized("--clients=2", "--seconds=3", "--rounds=1")),
+        "quantized": partial(
+            script, "bench_quantized.py", *with_data, *sized("--prompts=2", "--peer-prompts=1", "--rounds=1")
         ),
         "speculation": partial(
             script,
