@@ -80,14 +80,15 @@ Start = Callable[..., Command]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts `parallm.train`, or another command, in `tmp_path`; what still runs at the end is killed."""
+    """Starts `parallm.train`, another command or a script, in `tmp_path`; what still runs at the end is killed."""
     started: list[Command] = []
 
-    def run(*arguments: str, command: str = "train") -> Command:
+    def run(*arguments: str, command: str = "train", script: Path | None = None) -> Command:
+        program = ["-m", f"parallm.{command}"] if script is None else [str(script)]
         paths = [tmp_path / f"{len(started)}.{name}" for name in ("out", "err")]
         with paths[0].open("wb") as out, paths[1].open("wb") as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"parallm.{command}", *arguments],
+                [sys.executable, *program, *arguments],
                 cwd=tmp_path,
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
                 stdout=out,
@@ -361,19 +362,47 @@ def test_trajectories_of_a_killed_run_are_trained_on_by_the_next(start: Start, t
     assert (row["reward/mean"], row["groups/with_signal"]) == (0.5, 1)
 
 
-def test_the_first_answer_of_a_resumed_run_is_that_of_the_version_it_goes_on_from(start: Start) -> None:
+LATE = """
+import asyncio
+from parallm import train
+
+run = train.run
+
+def run_late(config, folder, blas):
+    from parallm import build
+
+    make_trainer = build._make_trainer
+
+    async def make_late(*parts):
+        await asyncio.sleep(2)
+        return await make_trainer(*parts)
+
+    build._make_trainer = make_late
+    return run(config, folder, blas)
+
+train.run = run_late
+train.main()
+"""
+"""`parallm.train` that takes long to come to its checkpoint."""
+
+
+def test_the_first_answer_of_a_resumed_run_is_that_of_the_version_it_goes_on_from(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
     serving = ("server.enabled=true", "server.port=0", "trainer.keep_serving=true", "checkpoint.resume=auto")
     ended = start(*TINY, "trainer.steps=3", "checkpoint.every=1")
     assert ended.end() == 0, ended.output()
-    resumed = start(*TINY, *serving, "trainer.steps=3")
+    resumed = start(*TINY, *serving, "trainer.steps=3", script=tmp_path / "late.py")
     url = resumed.wait_for(r"server +(http://\S+)")
     answer = httpx.post(
         f"{url}/v1/completions", json={"model": "policy", "prompt": "1"}, trust_env=False, timeout=SECONDS
     ).json()
+    assert re.fullmatch(r"policy@[1-9]\d*", answer["model"]), (
+        "not the base, which a policy is before its versions are back"
+    )
     assert resumed.end(signal.SIGINT) == 0
     match = re.search(r"resumed after step 3, version (\d+)", resumed.output())
     assert match is not None
-    assert answer["model"] == f"policy@{match[1]}" != "policy@0"
+    assert answer["model"] == f"policy@{match[1]}"
 
 
 def test_a_port_in_use_is_named_with_the_way_out(start: Start) -> None:

@@ -64,10 +64,6 @@ class SlotCache(OwnCache):
         """Position of each active row's next token, (B,): what rotary embeddings need."""
         return self._rows.lengths_B
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.state)
-
     def make_mask(self, _: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Which positions each active row may see, (B, 1, 1, L), or None where all may see all."""
         return self._rows.mask(window_size, return_array)

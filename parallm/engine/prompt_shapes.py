@@ -1,9 +1,10 @@
 """How many positions a forward computes for so many tokens of a prompt, and how many are allocated.
 
 On a CPU as many as there are tokens, and enough for products with exact numbers. With MLX's CUDA build lengths come in
-few sizes: MLX makes a plan of cuDNN's attention for each new shape, strides included, which takes some 50 ms (one H200,
-2026-11-21: more than computing 2,048 tokens of an 8B shape), and keeps 256 of them. The positions behind a prompt's end
-are seen by nobody.
+few sizes: MLX makes a plan of cuDNN's attention for each new shape, strides included, and keeps 256 of them. Under a
+load of all lengths each forward of prompts took some 50 ms however short (one H200, 8B, 2026-11-21), as long as 2,048
+tokens need; that plans are why is read from MLX's source, and has not been timed apart. The positions behind a prompt's
+end are seen by nobody.
 """
 
 from parallm.engine.layout import in_quarters

@@ -1,8 +1,8 @@
 """Lengths and slots of a step's rows as arrays, from those of the step before where the rows stay.
 
-What the host has written a GPU fetches page by page when a kernel first reads it: a quarter of a millisecond (one H200,
-2026-11-21), as long as several layers of a small model. Rows mostly stay and grow by a position, which the device can
-count by itself.
+What the host has written a GPU fetches page by page when a kernel first reads it: a quarter of a millisecond, as Nsight
+Compute has it (one H200, 2026-11-21), as long as several layers of a small model. Rows mostly stay and grow by a
+position, which the device can count by itself.
 
 Axes: B rows.
 """
