@@ -15,15 +15,7 @@ from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
 from parallm.model.lora import OneAdapter, View, one_adapter
 from parallm.model.mixed_adapters import MixedAdapters, stack_adapters
-from parallm.model.row_lora import (
-    MOST_VERSIONS,
-    NO_ADAPTER,
-    GroupFactors,
-    RowAdapters,
-    Sites,
-    group_factors,
-    order_rows,
-)
+from parallm.model.row_lora import MOST_VERSIONS, NO_ADAPTER, FlatFactors, RowAdapters, flat_factors, order_rows
 from parallm.model.shared_model import SharedModel
 from parallm.model.side_by_side import MOST_ADAPTERS, SideBySide, side_by_side
 
@@ -44,7 +36,7 @@ class AdapterViews:
         self._few: OrderedDict[tuple[Key, ...], SideBySide] = OrderedDict()
         self._stacks: OrderedDict[tuple[Key | None, ...], MixedAdapters] = OrderedDict()
         self._last: tuple[Sequence[Adapter | None], View | None] = ((), None)  # rows seldom change
-        self._factors: OrderedDict[tuple[Key, ...], Mapping[Sites, GroupFactors] | None] = OrderedDict()
+        self._flats: OrderedDict[Key, FlatFactors | None] = OrderedDict()
 
     def for_rows(self, adapters_B: Sequence[Adapter | None]) -> View | None:
         """The view for rows that use `adapters_B` (None: the base)."""
@@ -78,27 +70,36 @@ class AdapterViews:
         versions = sorted(present)
         if len(versions) > MOST_VERSIONS:
             return None
+        flats = [self._flat(present[key]) for key in versions]
+        layouts = {flat.layout for flat in flats if flat is not None}
+        if len(layouts) != 1 or None in flats:
+            return None
         # few numbers of versions, as each is compiled anew
         count = 1 << (len(versions) - 1).bit_length()
-        chosen = (*versions, *versions[:1] * (count - len(versions)))
-        if chosen not in self._factors:
-            ones = [self._one(present[key]) for key in chosen]
-            self._factors[chosen] = group_factors(ones, self._model.groups, self._model.dtype)
-            _shrink(self._factors, MOST_SETS)
-        self._factors.move_to_end(chosen)
-        factors = self._factors[chosen]
-        if factors is None:
-            return None
+        arrays = [flat.factors_N for flat in flats if flat is not None]
         index_B = [NO_ADAPTER if key is None else versions.index(key) for key in keys_B]
-        return RowAdapters(factors=factors, order_B2=order_rows(index_B, count))
+        return RowAdapters(
+            layout=layouts.pop(),
+            versions=(*arrays, *arrays[:1] * (count - len(arrays))),
+            order_B2=order_rows(index_B, count),
+        )
 
     def clear(self) -> None:
         """Forget what is kept; views that are in use go on."""
         self._ones.clear()
         self._few.clear()
         self._stacks.clear()
-        self._factors.clear()
+        self._flats.clear()
         self._last = ((), None)
+
+    def _flat(self, adapter: Adapter) -> FlatFactors | None:
+        key = (adapter.name, adapter.version)
+        if key not in self._flats:
+            one = one_adapter(adapter.arrays, scaling_of(adapter, self._model))
+            self._flats[key] = flat_factors(one, self._model.groups, self._model.dtype)
+            _shrink(self._flats, MOST_KEPT)
+        self._flats.move_to_end(key)
+        return self._flats[key]
 
     def _one(self, adapter: Adapter) -> OneAdapter:
         key = (adapter.name, adapter.version)

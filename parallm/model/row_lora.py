@@ -3,14 +3,19 @@
 Matrix products of rank 16 cost the host more than the device: each takes 8 microseconds to be handed over, and a layer
 has eleven of them. These kernels take 2 and serve a group of sites at once: `shrink` multiplies a group's input by
 all its A, `expand` splits the base's joined output into the sites' own and adds what the rows' B make of it. They are
-named as in vLLM, after Punica (https://arxiv.org/abs/2310.18547). Nothing is stacked: kernels get the arrays of each
-version, and the rows sorted by version.
+named as in vLLM, after Punica (https://arxiv.org/abs/2310.18547).
 
-Axes: B rows, T tokens, I input, O output, R rank, K ranks of a group's sites side by side.
+All factors of a version are one array, of which a kernel knows where its own begin. As arrays of their own those of
+eight versions of an 8B shape are 2,816, each of which costs the host a microsecond a step (one H200, 2026-11-21).
+Versions are not stacked, so one that comes or goes costs nothing. Rows are sorted by version.
+
+Axes: B rows, T tokens, I input, O output, R rank, K ranks of a group's sites side by side, N numbers of all factors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
 
 import mlx.core as mx
 
@@ -19,6 +24,7 @@ from parallm.model.lora import OneAdapter
 from parallm.model.row_lora_source import EXPAND_THREADS, SHRINK_THREADS, expand_source, shrink_source
 
 MOST_VERSIONS = 8  # each is an input of the kernels
+MOST_NUMBERS = 2**31 - 1  # of a version, as `starts` are int32
 CHUNKS = (256, 128, 64)  # of the input that a block takes, at most 256 by its shared memory
 RANK_STEP = 8  # rows of B that are read together
 WANTED_BLOCKS = 100  # of the grid: most of an H200's processors have one
@@ -28,56 +34,80 @@ Sites = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLayout:
+    """Sites with one input, and where their factors are among all of a version."""
+
+    sites: Sites
+    inputs: int
+    ranks: tuple[int, ...]
+    """Of each site."""
+    widths: tuple[int, ...]
+    """Outputs of each site."""
+    starts: tuple[int, ...]
+    """Of A (I, K), all sites' side by side, and of each site's B (R, O), with the scale multiplied in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """Of all groups. Versions that are alike have the same one, so comparing them costs nothing."""
+
+    groups: Mapping[Sites, GroupLayout]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatFactors:
+    """All factors of a version in one array."""
+
+    layout: Layout
+    factors_N: mx.array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFactors:
-    """Of sites with one input, for each version."""
+    """Of one group, for each version."""
 
-    a_IK: tuple[mx.array, ...]
-    b_RO: tuple[tuple[mx.array, ...], ...]
-    """By site, then by version; the scale is multiplied in."""
-
-    def arrays(self) -> Iterator[mx.array]:
-        yield from self.a_IK
-        for versions in self.b_RO:
-            yield from versions
-
-    @property
-    def ranks(self) -> list[int]:
-        return [versions[0].shape[0] for versions in self.b_RO]
+    layout: GroupLayout
+    starts: mx.array
+    """`layout.starts`, int32."""
+    versions: tuple[mx.array, ...]
+    """The factors of all groups of each, (N,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowStructure:
     """What `RowAdapters` have in common for which the same operations are computed."""
 
-    groups: tuple[Sites, ...]
+    layout: Layout
     num_versions: int
 
     def view(self, arrays: Sequence[mx.array]) -> "RowAdapters":
         """The view with other arrays, which `RowAdapters.arrays` gave."""
-        rest = iter(arrays)
-        order_B2 = next(rest)
-        factors: dict[Sites, GroupFactors] = {}
-        for sites in self.groups:
-            a_IK, *b_RO = [tuple(next(rest) for _ in range(self.num_versions)) for _ in (None, *sites)]
-            factors[sites] = GroupFactors(a_IK=a_IK, b_RO=tuple(b_RO))
-        return RowAdapters(factors=factors, order_B2=order_B2)
+        return RowAdapters(layout=self.layout, versions=tuple(arrays[1:]), order_B2=arrays[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowAdapters:
     """View of rows that use different versions of the factors. Applied by groups of sites, see `SiteGroup`."""
 
-    factors: Mapping[Sites, GroupFactors]
+    layout: Layout
+    versions: tuple[mx.array, ...]
+    """`FlatFactors.factors_N` of each."""
     order_B2: mx.array
     """See `order_rows`."""
 
+    def factors(self, sites: Sites) -> GroupFactors | None:
+        """Those of a group; None: there are none."""
+        layout = self.layout.groups.get(sites)
+        if layout is None:
+            return None
+        return GroupFactors(layout=layout, starts=_starts(layout.starts), versions=self.versions)
+
     def arrays(self) -> list[mx.array]:
         """All arrays, in the order in which `RowStructure.view` takes them."""
-        return [self.order_B2, *(array for group in self.factors.values() for array in group.arrays())]
+        return [self.order_B2, *self.versions]
 
     def structure(self) -> RowStructure:
-        versions = next((len(group.a_IK) for group in self.factors.values()), 0)
-        return RowStructure(groups=tuple(self.factors), num_versions=versions)
+        return RowStructure(layout=self.layout, num_versions=len(self.versions))
 
     def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
         raise NotImplementedError(f"{site} belongs to a group")
@@ -86,28 +116,38 @@ class RowAdapters:
         return None
 
 
-def group_factors(
-    adapters: Sequence[OneAdapter], groups: Sequence[Sites], dtype: mx.Dtype
-) -> dict[Sites, GroupFactors] | None:
-    """The factors of adapters that the kernels can serve together, or None: without DoRA, of the type of the base, with
-    the same ranks at the same sites, and either all sites of a group or none."""
-    first = adapters[0]
-    shapes = [{site: one.b_RO[site].shape for site in one.b_RO} for one in adapters]
-    if any(one.stretch_O for one in adapters) or any(other != shapes[0] for other in shapes):
+def flat_factors(adapter: OneAdapter, groups: Sequence[Sites], dtype: mx.Dtype) -> FlatFactors | None:
+    """An adapter's factors for the kernels, or None where they cannot serve it: DoRA, another type than the base's,
+    some sites of a group only, sizes that are no whole vectors. Evaluated."""
+    if adapter.stretch_O:
         return None
-    factors: dict[Sites, GroupFactors] = {}
+    found: list[GroupLayout] = []
+    parts: list[mx.array] = []
+    num_numbers = 0
     for sites in groups:
-        present = [site in first.a_IR for site in sites]
+        present = [site in adapter.a_IR for site in sites]
         if not any(present):
             continue
-        if not all(present):
+        arrays = [_joined_a(adapter, sites), *(adapter.b_RO[site] for site in sites if site in adapter.b_RO)]
+        if not all(present) or not _fits(arrays, dtype):
             return None
-        b_RO = tuple(tuple(one.b_RO[site] for one in adapters) for site in sites)
-        found = GroupFactors(a_IK=tuple(_joined_a(one, sites) for one in adapters), b_RO=b_RO)
-        if not _fits(found, dtype):
-            return None
-        factors[sites] = found
-    return factors
+        ends = list(accumulate((array.size for array in arrays), initial=num_numbers))
+        found.append(
+            GroupLayout(
+                sites=sites,
+                inputs=arrays[0].shape[0],
+                ranks=tuple(array.shape[0] for array in arrays[1:]),
+                widths=tuple(array.shape[1] for array in arrays[1:]),
+                starts=tuple(ends[:-1]),
+            )
+        )
+        parts += [array.flatten() for array in arrays]
+        num_numbers = ends[-1]
+    if not parts or num_numbers > MOST_NUMBERS:
+        return None
+    factors_N = mx.concatenate(parts)
+    mx.eval(factors_N)
+    return FlatFactors(layout=_layout(tuple(found)), factors_N=factors_N)
 
 
 def order_rows(index_B: Sequence[int], num_versions: int) -> mx.array:
@@ -128,13 +168,8 @@ def outputs(
     rows = y_BTO.shape[0] * y_BTO.shape[1]
     tile = 4 if rows <= 64 else 8
     added = {} if factors is None or order_B2 is None else _shrunk(x_BTI, factors, order_B2, tile)
-    num_versions, ranks = (0, []) if factors is None else (len(factors.a_IK), factors.ranks)
-    names = {
-        f"b{site}_{version}": array
-        for site, versions in enumerate(factors.b_RO if factors else ())
-        for version, array in enumerate(versions)
-    }
-    inputs = {"y": y_BTO} | added | names
+    num_versions, ranks = (0, ()) if factors is None else (len(factors.versions), factors.layout.ranks)
+    inputs = {"y": y_BTO} | added
     vectors = sum(widths) * y_BTO.dtype.size // VECTOR_BYTES
     key = "_".join(str(number) for number in (*widths, *ranks, num_versions))
     expand = kernel(
@@ -155,37 +190,49 @@ def outputs(
 
 
 def _shrunk(x_BTI: mx.array, factors: GroupFactors, order_B2: mx.array, tile: int) -> dict[str, mx.array]:
-    """What `expand` reads of the input: its products with A, in parts that are still to be added up."""
+    """What `expand` reads: the input's products with A, in parts that are still to be added up, and the factors."""
     rows, inputs = x_BTI.shape[0] * x_BTI.shape[1], x_BTI.shape[2]
-    tiles, columns = -(-rows // tile), factors.a_IK[0].shape[1]
+    tiles, columns = -(-rows // tile), sum(factors.layout.ranks)
     chunk = next((size for size in CHUNKS if tiles * -(-inputs // size) >= WANTED_BLOCKS), CHUNKS[-1])
     num_parts = -(-inputs // chunk)
-    names = [f"a{version}" for version in range(len(factors.a_IK))]
-    shrink = kernel(f"lora_shrink_{len(names)}", ("x", "order", *names), ("parts",), shrink_source(len(names)), PACK)
+    given = {"order": order_B2, "starts": factors.starts}
+    given |= {f"version{place}": array for place, array in enumerate(factors.versions)}
+    count = len(factors.versions)
+    shrink = kernel(f"lora_shrink_{count}", ("x", *given), ("parts",), shrink_source(count), PACK)
     (parts,) = shrink(
-        inputs=[x_BTI, order_B2, *factors.a_IK],
+        inputs=[x_BTI, *given.values()],
         template=[("T", x_BTI.dtype), ("TILE", tile), ("K", columns), ("CHUNK", chunk)],
         grid=(tiles * SHRINK_THREADS, num_parts, 1),
         threadgroup=(SHRINK_THREADS, 1, 1),
         output_shapes=[(num_parts, rows, columns)],
         output_dtypes=[mx.float32],
     )
-    return {"parts": parts, "order": order_B2}
+    return {"parts": parts} | given
 
 
 def _joined_a(adapter: OneAdapter, sites: Sites) -> mx.array:
     return adapter.joined[sites[0]].a_IK if sites[0] in adapter.joined else adapter.a_IR[sites[0]]
 
 
-def _fits(factors: GroupFactors, dtype: mx.Dtype) -> bool:
-    """Whether threads can read whole vectors, and one block all columns."""
+@cache
+def _layout(groups: tuple[GroupLayout, ...]) -> Layout:
+    return Layout(groups={group.sites: group for group in groups})
+
+
+@cache
+def _starts(starts: tuple[int, ...]) -> mx.array:
+    """The same array for every trace, so that the device fetches it once."""
+    return mx.array(starts, mx.int32)
+
+
+def _fits(arrays: Sequence[mx.array], dtype: mx.Dtype) -> bool:
+    """Whether threads can read whole vectors of A (I, K) and each B (R, O), and one block all columns."""
     values = VECTOR_BYTES // dtype.size
-    inputs, columns = factors.a_IK[0].shape
-    widths = [versions[0].shape[1] for versions in factors.b_RO]
+    (inputs, columns), ranks = arrays[0].shape, [array.shape[0] for array in arrays[1:]]
     return (
-        all(array.dtype == dtype for array in factors.arrays())
-        and columns == sum(factors.ranks)
+        all(array.dtype == dtype for array in arrays)
+        and columns == sum(ranks)
         and columns <= SHRINK_THREADS * values
-        and not any(rank % RANK_STEP for rank in factors.ranks)
-        and not any(size % values for size in (inputs, *widths))
+        and not any(rank % RANK_STEP for rank in ranks)
+        and not any(size % values for size in (inputs, *(array.shape[1] for array in arrays[1:])))
     )

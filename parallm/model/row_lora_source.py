@@ -48,7 +48,7 @@ _SHRINK = """
     for (int version = lowest; version <= highest; version++) {
 #pragma unroll 4
       for (int c = lane; c < count; c += LANES) {
-        P factor = *reinterpret_cast<const P*>(factors[version] + int64_t(begin + c) * K + column);
+        P factor = *reinterpret_cast<const P*>(factors[version] + starts[0] + int64_t(begin + c) * K + column);
 #pragma unroll
         for (int t = 0; t < TILE; t++) {
           if (own[t] != version) continue;
@@ -128,7 +128,7 @@ _ADDED = """
   OWN
 #pragma unroll 1
   for (int version = lowest; version <= highest; version++) {
-    const T* b = factors[SITE_FACTORS + version] + vector * P::size;
+    const T* b = factors[version] + starts[1 + site] + vector * P::size;
     for (int r = 0; r < rank; r += 8) {  // ranks are multiples of 8; loads first, that they are under way together
       P factor[8];
 #pragma unroll
@@ -148,34 +148,34 @@ _ADDED = """
 
 
 def shrink_source(num_versions: int) -> str:
-    """Inputs `x` (B, T, I), `order` (B, 2) and `a0`, `a1`, ... (I, K); output `parts`: sums over chunks of I, in the
-    order of `order`."""
-    factors = _listed([f"a{version}" for version in range(num_versions)])
+    """Inputs `x` (B, T, I), `order` (B, 2), `starts` and `version0`, `version1`, ... (N,), which hold A (I, K) from
+    `starts[0]` on; output `parts`: sums over chunks of I, in the order of `order`."""
     names = {"OWN": _OWN, "ROW_AT": _row_at(num_versions), "VERSIONS": num_versions}
-    return _filled(_SHRINK, **names, FACTORS=factors, THREADS=SHRINK_THREADS)
+    return _filled(_SHRINK, **names, FACTORS=_versions(num_versions), THREADS=SHRINK_THREADS)
 
 
 def expand_source(widths: Sequence[int], ranks: Sequence[int], num_versions: int) -> str:
-    """Inputs `y` (B, T, sum of widths) and, where there are versions, `parts`, `order` and for each site s `bs_0`,
-    `bs_1`, ... (R, O); outputs `out0`, `out1`, ... of each site."""
-    sites = range(len(widths))
-    factors = _listed([f"b{site}_{version}" for site in sites for version in range(num_versions)])
+    """Inputs `y` (B, T, sum of widths) and, where there are versions, `parts` and what `shrink` gets, where B (R, O) of
+    site s begins at `starts[1 + s]`; outputs `out0`, `out1`, ... of each site."""
     source = _filled(_EXPAND, HIDDEN=_HIDDEN, ADDED=_ADDED) if num_versions else _filled(_EXPAND, HIDDEN="", ADDED="")
     return _filled(
         source,
         OWN=_OWN,
         ROW_AT=_row_at(num_versions),
-        SITE_FACTORS=f"site * {num_versions}",
         VERSIONS=num_versions,
-        FACTORS=factors,
+        FACTORS=_versions(num_versions),
         WIDTHS=_listed(widths),
         RANKS=_listed(ranks),
         COLUMNS=_listed([0, *accumulate(ranks)][: len(ranks)]),
-        OUTPUTS=_listed([f"out{site}" for site in sites]),
+        OUTPUTS=_listed([f"out{site}" for site in range(len(widths))]),
         SITES=len(widths),
         TOTAL=sum(widths),
         THREADS=EXPAND_THREADS,
     )
+
+
+def _versions(num_versions: int) -> str:
+    return _listed([f"version{place}" for place in range(num_versions)])
 
 
 def _row_at(num_versions: int) -> str:

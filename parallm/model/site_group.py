@@ -50,7 +50,7 @@ class SiteGroup:
 
     def _all(self, x: mx.array, view: View | None) -> list[mx.array]:
         y = self._joined(x)
-        factors = view.factors.get(self.sites) if isinstance(view, RowAdapters) else None
+        factors = view.factors(self.sites) if isinstance(view, RowAdapters) else None
         if factors is not None:
             return outputs(y, x, self._widths, factors, view.order_B2 if isinstance(view, RowAdapters) else None)
         if len(self.sites) == 1:

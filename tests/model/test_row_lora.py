@@ -1,44 +1,71 @@
 """The kernels are compared with MLX's operations; these cases are skipped without a GPU."""
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 import pytest
 
 from parallm.model.cuda import on_cuda
 from parallm.model.lora import OneAdapter, join_sites
-from parallm.model.row_lora import GroupFactors, group_factors, order_rows, outputs
+from parallm.model.row_lora import GroupFactors, RowAdapters, flat_factors, order_rows, outputs
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 
 
-def factors_of(inputs: int, widths: list[int], ranks: list[int], versions: int, dtype: mx.Dtype) -> GroupFactors:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """Arrays of each version, and the same as the kernels take them."""
+
+    a_IK: list[mx.array]
+    b_RO: list[list[mx.array]]
+    """By version, then by site."""
+    factors: GroupFactors
+
+
+def random_versions(inputs: int, widths: list[int], ranks: list[int], count: int, dtype: mx.Dtype) -> Versions:
+    """Behind another group's factors."""
+
     def random(*shape: int) -> mx.array:
         return (mx.random.normal(shape) / 8).astype(dtype)
 
-    return GroupFactors(
-        a_IK=tuple(random(inputs, sum(ranks)) for _ in range(versions)),
-        b_RO=tuple(
-            tuple(random(rank, width) for _ in range(versions)) for rank, width in zip(ranks, widths, strict=True)
-        ),
+    a_IK = [random(inputs, sum(ranks)) for _ in range(count)]
+    b_RO = [[random(rank, width) for rank, width in zip(ranks, widths, strict=True)] for _ in range(count)]
+    sites = tuple(f"s{place}" for place in range(len(widths)))
+    flats = []
+    for a, b in zip(a_IK, b_RO, strict=True):
+        parts = mx.split(a, [sum(ranks[:end]) for end in range(1, len(ranks))], axis=1) if len(ranks) > 1 else [a]
+        a_IR = dict(zip(sites, parts, strict=True)) | {"first": random(16, 8)}
+        joined = join_sites({site: a_IR[site] for site in sites})
+        one = OneAdapter(
+            a_IR, dict(zip(sites, b, strict=True)) | {"first": random(8, 24)}, {}, dict.fromkeys(sites, joined)
+        )
+        flat = flat_factors(one, [("first",), sites], dtype)
+        assert flat is not None
+        flats.append(flat)
+    assert len({flat.layout for flat in flats}) == 1
+    view = RowAdapters(
+        layout=flats[0].layout, versions=tuple(flat.factors_N for flat in flats), order_B2=order_rows([0], 1)
     )
+    factors = view.factors(sites)
+    assert factors is not None
+    return Versions(a_IK=a_IK, b_RO=b_RO, factors=factors)
 
 
 def expected(
-    y: mx.array, x: mx.array, widths: list[int], factors: GroupFactors | None, index: list[int]
+    y: mx.array, x: mx.array, widths: list[int], ranks: list[int], versions: Versions | None, index: list[int]
 ) -> list[mx.array]:
     found, start, column = [], 0, 0
-    for site, width in enumerate(widths):
+    for site, (width, rank) in enumerate(zip(widths, ranks, strict=True)):
         part = y[..., start : start + width].astype(mx.float32)
-        if factors is not None:
-            rank = factors.ranks[site]
+        if versions is not None:
             rows = []
             for row, version in enumerate(index):
                 if version < 0:
                     rows.append(part[row])
                     continue
-                a_IR = factors.a_IK[version][:, column : column + rank].astype(mx.float32)
-                rows.append(
-                    part[row] + x[row].astype(mx.float32) @ a_IR @ factors.b_RO[site][version].astype(mx.float32)
-                )
+                a_IR = versions.a_IK[version][:, column : column + rank].astype(mx.float32)
+                b_RO = versions.b_RO[version][site].astype(mx.float32)
+                rows.append(part[row] + x[row].astype(mx.float32) @ a_IR @ b_RO)
             part, column = mx.stack(rows), column + rank
         found.append(part)
         start += width
@@ -73,12 +100,12 @@ def test_the_kernels_agree_with_the_operations(
     mx.random.seed(rows * tokens)
     x = (mx.random.normal((rows, tokens, inputs)) / 8).astype(dtype)
     y = mx.random.normal((rows, tokens, sum(widths))).astype(dtype)
-    factors = factors_of(inputs, widths, ranks, versions, dtype) if versions else None
+    made = random_versions(inputs, widths, ranks, versions, dtype) if versions else None
     index = [(row * 7) % (versions + 1) - 1 if versions > 1 else 0 for row in range(rows)]
 
-    found = outputs(y, x, widths, factors, order_rows(index, versions) if versions else None)
+    found = outputs(y, x, widths, made.factors if made else None, order_rows(index, versions) if versions else None)
 
-    for one, other in zip(found, expected(y, x, widths, factors, index), strict=True):
+    for one, other in zip(found, expected(y, x, widths, ranks, made, index), strict=True):
         assert one.shape == other.shape
         assert one.dtype == dtype
         assert mx.abs(one.astype(mx.float32) - other).max().item() <= tolerance * mx.abs(other).max().item()
@@ -99,36 +126,47 @@ def adapter(ranks: dict[str, int], **options: dict[str, mx.array]) -> OneAdapter
 GROUPS = (("q", "k"), ("o",))
 
 
-def test_adapters_of_one_form_are_served_together() -> None:
-    found = group_factors([adapter({"q": 8, "k": 8, "o": 16})] * 3, GROUPS, mx.float32)
+def test_adapters_of_one_form_have_one_layout() -> None:
+    found = flat_factors(adapter({"q": 8, "k": 8, "o": 16}), GROUPS, mx.float32)
+    again = flat_factors(adapter({"q": 8, "k": 8, "o": 16}), GROUPS, mx.float32)
 
     assert found is not None
-    assert set(found) == set(GROUPS)
-    assert [array.shape for array in found["q", "k"].a_IK] == [(16, 16)] * 3
-    assert found["o",].ranks == [16]
+    assert again is not None
+    assert found.layout is again.layout
+    assert found.layout.groups["q", "k"].starts == (0, 16 * 16, 16 * 16 + 8 * 8)
+    assert found.layout.groups["o",].starts == (384, 384 + 16 * 16)
+    assert found.layout.groups["o",].ranks == (16,)
+    assert found.factors_N.shape == (384 + 256 + 128,)
 
 
 def test_an_adapter_may_leave_out_whole_groups() -> None:
-    found = group_factors([adapter({"q": 8, "k": 8})], GROUPS, mx.float32)
+    found = flat_factors(adapter({"q": 8, "k": 8}), GROUPS, mx.float32)
 
     assert found is not None
-    assert set(found) == {("q", "k")}
+    assert set(found.layout.groups) == {("q", "k")}
+
+
+@pytest.mark.parametrize("other", [{"q": 8, "k": 16}, {"q": 8, "k": 8, "o": 8}], ids=["ranks", "sites"])
+def test_adapters_of_other_forms_have_other_layouts(other: dict[str, int]) -> None:
+    found = [flat_factors(adapter(ranks), GROUPS, mx.float32) for ranks in ({"q": 8, "k": 8}, other)]
+
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].layout is not found[1].layout
 
 
 @pytest.mark.parametrize(
-    "adapters",
+    "other",
     [
-        [adapter({"q": 8, "k": 8}), adapter({"q": 8, "k": 16})],
-        [adapter({"q": 8, "k": 8}), adapter({"q": 8, "k": 8, "o": 8})],
-        [adapter({"q": 8, "o": 8})],
-        [adapter({"q": 6, "k": 6})],
-        [adapter({"q": 8, "k": 8}, stretch_O={"q": mx.ones((8,))})],
+        adapter({"q": 8, "o": 8}),
+        adapter({"q": 6, "k": 6}),
+        adapter({"q": 8, "k": 8}, stretch_O={"q": mx.ones((8,))}),
     ],
-    ids=["other ranks", "other sites", "half a group", "no whole vectors", "DoRA"],
+    ids=["half a group", "no whole vectors", "DoRA"],
 )
-def test_what_the_kernels_cannot_serve_is_left_to_the_other_views(adapters: list[OneAdapter]) -> None:
-    assert group_factors(adapters, GROUPS, mx.float32) is None
+def test_what_the_kernels_cannot_serve_is_left_to_the_other_views(other: OneAdapter) -> None:
+    assert flat_factors(other, GROUPS, mx.float32) is None
 
 
 def test_factors_of_another_type_than_the_base_are_left_to_the_other_views() -> None:
-    assert group_factors([adapter({"q": 8, "k": 8})], GROUPS, mx.float16) is None
+    assert flat_factors(adapter({"q": 8, "k": 8}), GROUPS, mx.float16) is None

@@ -8,7 +8,7 @@ from parallm.model.activations import swiglu
 from parallm.model.cuda import on_cuda
 from parallm.model.lora import Binding, LoraLinear, Scaling, initial_arrays, one_adapter
 from parallm.model.origins import origin_of
-from parallm.model.row_lora import RowAdapters, group_factors, order_rows
+from parallm.model.row_lora import RowAdapters, flat_factors, order_rows
 from parallm.model.site_group import form_groups
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
@@ -76,9 +76,9 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
     plain = [outputs_of(layers, binding, x, view) for view in (None, *views)]
 
     groups = form_groups(layers, CALLED)
-    factors = group_factors(views, groups, mx.float32)
-    assert factors is not None
-    rows = RowAdapters(factors=factors, order_B2=order_rows([1, -1, 0, 0], 2))
+    flats = [flat for view in views if (flat := flat_factors(view, groups, mx.float32)) is not None]
+    versions = tuple(flat.factors_N for flat in flats)
+    rows = RowAdapters(layout=flats[0].layout, versions=versions, order_B2=order_rows([1, -1, 0, 0], 2))
 
     for site, found in enumerate(outputs_of(layers, binding, x, rows)):
         wanted = mx.stack([plain[choice][site][row] for row, choice in enumerate([2, 0, 1, 1])])
