@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from parallm.model.cuda import LEAST_ON_DEVICE
+
 
 class RowNumbers:
     def __init__(self) -> None:
@@ -24,10 +26,17 @@ class RowNumbers:
         if list(slots) == self._slots:
             growth = [now - before for now, before in zip(lengths, self._lengths, strict=True)]
             if growth != self._growth:
-                self._growth, self._growth_B = growth, mx.array(growth, mx.int32)
+                self._growth, self._growth_B = growth, _array(growth)
             self._lengths_B = self._lengths_B + self._growth_B
         else:
             self._slots, self._growth = list(slots), []
-            self._slots_B, self._lengths_B = mx.array(self._slots, mx.int32), mx.array(list(lengths), mx.int32)
+            self._slots_B, self._lengths_B = _array(self._slots), _array(lengths)
         self._lengths = list(lengths)
-        return self._slots_B, self._lengths_B
+        if len(slots) >= LEAST_ON_DEVICE:
+            return self._slots_B, self._lengths_B
+        return self._slots_B[: len(slots)], self._lengths_B[: len(slots)]
+
+
+def _array(numbers: Sequence[int]) -> mx.array:
+    """int32; longer than `numbers` where these are few, as every layer reads them."""
+    return mx.array([*numbers, *[0] * (LEAST_ON_DEVICE - len(numbers))], mx.int32)

@@ -76,7 +76,7 @@ class AdapterViews:
             return None
         # few numbers of versions, as each is compiled anew
         count = 1 << (len(versions) - 1).bit_length()
-        arrays = [flat.factors_N for flat in flats if flat is not None]
+        arrays = [flat.arrays for flat in flats if flat is not None]
         index_B = [NO_ADAPTER if key is None else versions.index(key) for key in keys_B]
         return RowAdapters(
             layout=layouts.pop(),

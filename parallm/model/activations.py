@@ -6,6 +6,7 @@ Arithmetic is float32, rounded once. Engine and learner call the same function.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -62,10 +63,10 @@ _BACKWARD = """
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Half:
-    """Origin of an array (..., W): the first (0) or second (1) half of one product."""
+    """Origin of an array (..., W): the first (0) or second (1) half of what `gated` makes one array of."""
 
-    joined: mx.array
-    """(..., 2 W)"""
+    gated: Callable[[], mx.array]
+    """SwiGLU of both halves, (..., W); the same function for both."""
     place: int
 
 
@@ -79,9 +80,11 @@ def install_swiglu(model: nn.Module) -> None:
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) x (https://arxiv.org/abs/2002.05202), of the shape and dtype of both. Halves of one product are read
     where they are."""
-    joined = _joined(origin_of(gate), origin_of(x))
-    if joined is not None:
-        return _of_halves(joined)
+    halves = origin_of(gate), origin_of(x)
+    if isinstance(halves[0], Half) and isinstance(halves[1], Half):
+        first, second = halves
+        if first.gated is second.gated and (first.place, second.place) == (0, 1):
+            return first.gated()
     fits = gate.dtype == x.dtype and gate.shape == x.shape and gate.nbytes % VECTOR_BYTES == 0
     if not fits or not on_cuda():
         plain: mx.array = _mlx_lm_swiglu(gate, x)
@@ -90,16 +93,8 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return fused.reshape(gate.shape)
 
 
-def _joined(first: object, second: object) -> mx.array | None:
-    """The product whose halves these origins say, in whole vectors."""
-    if not isinstance(first, Half) or not isinstance(second, Half):
-        return None
-    joined, is_in_order = first.joined, (first.place, second.place) == (0, 1)
-    is_aligned = joined.shape[-1] // 2 * joined.dtype.size % VECTOR_BYTES == 0
-    return joined if joined is second.joined and is_in_order and is_aligned else None
-
-
-def _of_halves(joined: mx.array) -> mx.array:
+def swiglu_of_halves(joined: mx.array) -> mx.array:
+    """SwiGLU (..., W) of the first and second half of an array (..., 2 W), whose halves are whole vectors."""
     rows = joined.reshape(-1, joined.shape[-1])
     threads = rows.nbytes // 2 // VECTOR_BYTES
     shape = (*joined.shape[:-1], joined.shape[-1] // 2)

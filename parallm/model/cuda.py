@@ -8,6 +8,7 @@ import mlx.core as mx
 Kernel = Callable[..., list[mx.array]]
 
 VECTOR_BYTES = 16  # what a thread reads at once
+LEAST_ON_DEVICE = 3  # numbers of 32 bits: MLX keeps arrays of 8 bytes and less in the host's memory, far from kernels
 PACK = """
 template <typename T>
 struct alignas(16) Pack {

@@ -5,46 +5,47 @@ has eleven of them. These kernels take 2 and serve a group of sites at once: `sh
 all its A, `expand` splits the base's joined output into the sites' own and adds what the rows' B make of it. They are
 named as in vLLM, after Punica (https://arxiv.org/abs/2310.18547).
 
-All factors of a version are one array, of which a kernel knows where its own begin. As arrays of their own those of
-eight versions of an 8B shape are 2,816, each of which costs the host a microsecond a step (one H200, 2026-11-21).
-Versions are not stacked, so one that comes or goes costs nothing. Rows are sorted by version.
+The factors of a version lie in few arrays, of which a kernel knows where its own begin. As arrays of their own those of
+eight versions of an 8B shape are 2,816, each of which costs the host a microsecond a step; as one for each version they
+count in full for each kernel that is handed over, and MLX launches what it has collected once that is much (one H200,
+2026-11-21). Versions are not stacked, so one that comes or goes costs nothing. Rows are sorted by version.
 
-Axes: B rows, T tokens, I input, O output, R rank, K ranks of a group's sites side by side, N numbers of all factors.
+Axes: B rows, T tokens, I input, O output, R rank, K ranks of a group's sites side by side, N numbers of some groups.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import mlx.core as mx
 
-from parallm.model.cuda import PACK, VECTOR_BYTES, kernel
+from parallm.model.cuda import LEAST_ON_DEVICE, PACK, VECTOR_BYTES, kernel
 from parallm.model.lora import OneAdapter
-from parallm.model.row_lora_source import EXPAND_THREADS, SHRINK_THREADS, expand_source, shrink_source
+from parallm.model.row_lora_source import COLUMNS, EXPAND_THREADS, MOST_WARPS, expand_source, shrink_source
 
 MOST_VERSIONS = 8  # each is an input of the kernels
-MOST_NUMBERS = 2**31 - 1  # of a version, as `starts` are int32
-CHUNKS = (256, 128, 64)  # of the input that a block takes, at most 256 by its shared memory
-RANK_STEP = 8  # rows of B that are read together
-WANTED_BLOCKS = 100  # of the grid: most of an H200's processors have one
-NO_ADAPTER = -1
+MOST_NUMBERS = 1 << 21  # of an array, but one group's are never cut
+MOST_PARTS = 16  # of a sum: a thread of `expand` fetches them together
+LEAST_CHUNK = 256  # of the input that a block of `shrink` takes: a vector for each lane of a warp
+NO_ADAPTER = -1  # as the version of a row
 
 Sites = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLayout:
-    """Sites with one input, and where their factors are among all of a version."""
+    """Sites with one input, and where their factors are among a version's."""
 
     sites: Sites
-    inputs: int
     ranks: tuple[int, ...]
     """Of each site."""
     widths: tuple[int, ...]
     """Outputs of each site."""
+    array: int
+    """Which of the version's arrays has them."""
     starts: tuple[int, ...]
-    """Of A (I, K), all sites' side by side, and of each site's B (R, O), with the scale multiplied in."""
+    """Of A (K, I), all sites' below each other, and of each site's B (R, O), with the scale multiplied in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,14 +53,15 @@ class Layout:
     """Of all groups. Versions that are alike have the same one, so comparing them costs nothing."""
 
     groups: Mapping[Sites, GroupLayout]
+    num_arrays: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatFactors:
-    """All factors of a version in one array."""
+    """All factors of a version in few arrays (N,)."""
 
     layout: Layout
-    factors_N: mx.array
+    arrays: tuple[mx.array, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +70,9 @@ class GroupFactors:
 
     layout: GroupLayout
     starts: mx.array
-    """`layout.starts`, int32."""
+    """`layout.starts`, int32, filled up to what MLX keeps on the device."""
     versions: tuple[mx.array, ...]
-    """The factors of all groups of each, (N,)."""
+    """The array (N,) of each that has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,10 @@ class RowStructure:
 
     def view(self, arrays: Sequence[mx.array]) -> "RowAdapters":
         """The view with other arrays, which `RowAdapters.arrays` gave."""
-        return RowAdapters(layout=self.layout, versions=tuple(arrays[1:]), order_B2=arrays[0])
+        order_B2, *rest = arrays
+        left = iter(rest)
+        versions = tuple(tuple(islice(left, self.layout.num_arrays)) for _ in range(self.num_versions))
+        return RowAdapters(layout=self.layout, versions=versions, order_B2=order_B2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +95,8 @@ class RowAdapters:
     """View of rows that use different versions of the factors. Applied by groups of sites, see `SiteGroup`."""
 
     layout: Layout
-    versions: tuple[mx.array, ...]
-    """`FlatFactors.factors_N` of each."""
+    versions: tuple[tuple[mx.array, ...], ...]
+    """`FlatFactors.arrays` of each."""
     order_B2: mx.array
     """See `order_rows`."""
 
@@ -100,11 +105,12 @@ class RowAdapters:
         layout = self.layout.groups.get(sites)
         if layout is None:
             return None
-        return GroupFactors(layout=layout, starts=_starts(layout.starts), versions=self.versions)
+        versions = tuple(arrays[layout.array] for arrays in self.versions)
+        return GroupFactors(layout=layout, starts=_starts(layout.starts), versions=versions)
 
     def arrays(self) -> list[mx.array]:
         """All arrays, in the order in which `RowStructure.view` takes them."""
-        return [self.order_B2, *self.versions]
+        return [self.order_B2, *(array for arrays in self.versions for array in arrays)]
 
     def structure(self) -> RowStructure:
         return RowStructure(layout=self.layout, num_versions=len(self.versions))
@@ -112,7 +118,7 @@ class RowAdapters:
     def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
         raise NotImplementedError(f"{site} belongs to a group")
 
-    def stretch(self, site: str) -> None:
+    def bank(self, site: str) -> None:
         return None
 
 
@@ -122,79 +128,100 @@ def flat_factors(adapter: OneAdapter, groups: Sequence[Sites], dtype: mx.Dtype) 
     if adapter.stretch_O:
         return None
     found: list[GroupLayout] = []
-    parts: list[mx.array] = []
-    num_numbers = 0
+    parts: list[list[mx.array]] = [[]]  # of each array
     for sites in groups:
         present = [site in adapter.a_IR for site in sites]
         if not any(present):
             continue
-        arrays = [_joined_a(adapter, sites), *(adapter.b_RO[site] for site in sites if site in adapter.b_RO)]
-        if not all(present) or not _fits(arrays, dtype):
+        b_RO = [adapter.b_RO[site] for site in sites if site in adapter.b_RO]
+        factors = [_joined_a(adapter, sites).T, *b_RO]
+        if not all(present) or not _fits(factors, dtype):
             return None
-        ends = list(accumulate((array.size for array in arrays), initial=num_numbers))
-        found.append(
-            GroupLayout(
-                sites=sites,
-                inputs=arrays[0].shape[0],
-                ranks=tuple(array.shape[0] for array in arrays[1:]),
-                widths=tuple(array.shape[1] for array in arrays[1:]),
-                starts=tuple(ends[:-1]),
-            )
+        if parts[-1] and sum(array.size for array in (*parts[-1], *factors)) > MOST_NUMBERS:
+            parts.append([])
+        ends = accumulate((array.size for array in factors), initial=sum(array.size for array in parts[-1]))
+        layout = GroupLayout(
+            sites=sites,
+            ranks=tuple(array.shape[0] for array in b_RO),
+            widths=tuple(array.shape[1] for array in b_RO),
+            array=len(parts) - 1,
+            starts=tuple(islice(ends, len(factors))),
         )
-        parts += [array.flatten() for array in arrays]
-        num_numbers = ends[-1]
-    if not parts or num_numbers > MOST_NUMBERS:
+        found.append(layout)
+        parts[-1] += factors
+    if not found:
         return None
-    factors_N = mx.concatenate(parts)
-    mx.eval(factors_N)
-    return FlatFactors(layout=_layout(tuple(found)), factors_N=factors_N)
+    arrays = tuple(mx.concatenate([array.flatten() for array in some]) for some in parts)
+    mx.eval(arrays)
+    return FlatFactors(layout=_layout(tuple(found)), arrays=arrays)
 
 
 def order_rows(index_B: Sequence[int], num_versions: int) -> mx.array:
     """Each row, which uses version `index_B[b]` or none where that is -1, and that number, int32 (B, 2).
 
-    Rows of a version stand beside each other, so that blocks of the kernels read factors for several rows at once.
+    Rows of a version stand beside each other, so that blocks of the kernels read factors for several rows at once. What
+    is behind the rows only keeps the array on the device.
     """
     pairs = list(enumerate(index_B))
     if num_versions > 1:
         pairs.sort(key=lambda pair: pair[1])
-    return mx.array(pairs, mx.int32)
+    missing = -(-LEAST_ON_DEVICE // 2) - len(pairs)
+    return mx.array(pairs + [(0, NO_ADAPTER)] * missing, mx.int32)
 
 
-def outputs(
-    y_BTO: mx.array, x_BTI: mx.array, widths: Sequence[int], factors: GroupFactors | None, order_B2: mx.array | None
-) -> list[mx.array]:
-    """The outputs of a group's sites, (B, T, O) each, out of the base's outputs beside each other."""
-    rows = y_BTO.shape[0] * y_BTO.shape[1]
-    tile = 4 if rows <= 64 else 8
-    added = {} if factors is None or order_B2 is None else _shrunk(x_BTI, factors, order_B2, tile)
-    num_versions, ranks = (0, ()) if factors is None else (len(factors.versions), factors.layout.ranks)
-    inputs = {"y": y_BTO} | added
-    vectors = sum(widths) * y_BTO.dtype.size // VECTOR_BYTES
-    key = "_".join(str(number) for number in (*widths, *ranks, num_versions))
-    expand = kernel(
-        f"lora_expand_{key}",
-        tuple(inputs),
-        tuple(f"out{site}" for site in range(len(widths))),
-        expand_source(widths, ranks, num_versions),
-        PACK,
-    )
-    return expand(
-        inputs=list(inputs.values()),
-        template=[("T", y_BTO.dtype), ("TILE", tile), ("K", sum(ranks))],
-        grid=(-(-vectors // EXPAND_THREADS) * EXPAND_THREADS, -(-rows // tile), 1),
-        threadgroup=(EXPAND_THREADS, 1, 1),
-        output_shapes=[(*y_BTO.shape[:2], width) for width in widths],
-        output_dtypes=[y_BTO.dtype] * len(widths),
-    )
+class Products:
+    """What the base's joined product of a group's sites and its rows' adapters come to."""
+
+    def __init__(
+        self,
+        y_BTO: mx.array,
+        x_BTI: mx.array,
+        widths: Sequence[int],
+        factors: GroupFactors | None,
+        order_B2: mx.array | None,
+    ) -> None:
+        self._y_BTO, self._widths = y_BTO, tuple(widths)
+        self._tile = 4 if y_BTO.shape[0] * y_BTO.shape[1] <= 64 else 8
+        self._added = {} if factors is None or order_B2 is None else _shrunk(x_BTI, factors, order_B2, self._tile)
+        self._ranks = factors.layout.ranks if factors else ()
+        self._num_versions = len(factors.versions) if factors else 0
+
+    def apart(self) -> list[mx.array]:
+        """The outputs of each site, (B, T, O)."""
+        threads = sum(self._widths) * self._y_BTO.dtype.size // VECTOR_BYTES
+        return self._expanded([f"out{site}" for site in range(len(self._widths))], self._widths, threads)
+
+    def gated(self) -> mx.array:
+        """SwiGLU of two sites of the same width (B, T, O): silu of the first by the second."""
+        threads = 2 * -(-self._widths[0] * self._y_BTO.dtype.size // VECTOR_BYTES // 32) * 32  # a warp for each
+        return self._expanded(["product"], self._widths[:1], threads)[0]
+
+    def _expanded(self, names: Sequence[str], widths: Sequence[int], threads: int) -> list[mx.array]:
+        y, inputs, is_gated = self._y_BTO, {"y": self._y_BTO} | self._added, len(names) < len(self._widths)
+        key = "_".join(str(number) for number in (*self._widths, *self._ranks, self._num_versions))
+        source = expand_source(self._widths, self._ranks, self._num_versions, gated=is_gated)
+        expand = kernel(f"lora_{names[0]}_{key}", tuple(inputs), tuple(names), source, PACK)
+        return expand(
+            inputs=list(inputs.values()),
+            template=[("T", y.dtype), ("TILE", self._tile), ("K", sum(self._ranks))],
+            grid=(
+                -(-threads // EXPAND_THREADS) * EXPAND_THREADS,
+                -(-(y.shape[0] * y.shape[1]) // self._tile),
+                1,
+            ),
+            threadgroup=(EXPAND_THREADS, 1, 1),
+            output_shapes=[(*y.shape[:2], width) for width in widths],
+            output_dtypes=[y.dtype] * len(names),
+        )
 
 
 def _shrunk(x_BTI: mx.array, factors: GroupFactors, order_B2: mx.array, tile: int) -> dict[str, mx.array]:
     """What `expand` reads: the input's products with A, in parts that are still to be added up, and the factors."""
     rows, inputs = x_BTI.shape[0] * x_BTI.shape[1], x_BTI.shape[2]
-    tiles, columns = -(-rows // tile), sum(factors.layout.ranks)
-    chunk = next((size for size in CHUNKS if tiles * -(-inputs // size) >= WANTED_BLOCKS), CHUNKS[-1])
-    num_parts = -(-inputs // chunk)
+    columns, chunk = sum(factors.layout.ranks), LEAST_CHUNK
+    while -(-inputs // chunk) > MOST_PARTS:
+        chunk *= 2
+    threads, num_parts = 32 * min(columns // COLUMNS, MOST_WARPS), -(-inputs // chunk)
     given = {"order": order_B2, "starts": factors.starts}
     given |= {f"version{place}": array for place, array in enumerate(factors.versions)}
     count = len(factors.versions)
@@ -202,8 +229,8 @@ def _shrunk(x_BTI: mx.array, factors: GroupFactors, order_B2: mx.array, tile: in
     (parts,) = shrink(
         inputs=[x_BTI, *given.values()],
         template=[("T", x_BTI.dtype), ("TILE", tile), ("K", columns), ("CHUNK", chunk)],
-        grid=(tiles * SHRINK_THREADS, num_parts, 1),
-        threadgroup=(SHRINK_THREADS, 1, 1),
+        grid=(-(-rows // tile) * threads, num_parts, 1),
+        threadgroup=(threads, 1, 1),
         output_shapes=[(num_parts, rows, columns)],
         output_dtypes=[mx.float32],
     )
@@ -216,23 +243,22 @@ def _joined_a(adapter: OneAdapter, sites: Sites) -> mx.array:
 
 @cache
 def _layout(groups: tuple[GroupLayout, ...]) -> Layout:
-    return Layout(groups={group.sites: group for group in groups})
+    return Layout(groups={group.sites: group for group in groups}, num_arrays=groups[-1].array + 1)
 
 
 @cache
 def _starts(starts: tuple[int, ...]) -> mx.array:
     """The same array for every trace, so that the device fetches it once."""
-    return mx.array(starts, mx.int32)
+    return mx.array(starts + (0,) * (LEAST_ON_DEVICE - len(starts)), mx.int32)
 
 
-def _fits(arrays: Sequence[mx.array], dtype: mx.Dtype) -> bool:
-    """Whether threads can read whole vectors of A (I, K) and each B (R, O), and one block all columns."""
+def _fits(factors: Sequence[mx.array], dtype: mx.Dtype) -> bool:
+    """Whether threads can read whole vectors of A (K, I) and each B (R, O), and warps have whole columns."""
     values = VECTOR_BYTES // dtype.size
-    (inputs, columns), ranks = arrays[0].shape, [array.shape[0] for array in arrays[1:]]
+    ranks = [array.shape[0] for array in factors[1:]]
     return (
-        all(array.dtype == dtype for array in arrays)
-        and columns == sum(ranks)
-        and columns <= SHRINK_THREADS * values
-        and not any(rank % RANK_STEP for rank in ranks)
-        and not any(size % values for size in (inputs, *(array.shape[1] for array in arrays[1:])))
+        all(array.dtype == dtype for array in factors)
+        and factors[0].shape[0] == sum(ranks)
+        and not any(rank % COLUMNS for rank in ranks)
+        and not any(array.shape[1] % values for array in factors)
     )

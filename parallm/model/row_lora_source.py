@@ -3,13 +3,16 @@
 T type of all arrays but the sums, K columns of all A of a group, VERSIONS adapters, TILE rows that a block serves:
 constants. `order` holds rows and the versions that they use, those of a version beside each other: the rows of a tile
 use one version, or few, and read its factors once.
+
+These kernels wait for memory more than they compute, so loads that do not depend on each other are issued together.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
 
-SHRINK_THREADS = 128  # of a block
-EXPAND_THREADS = 64
+COLUMNS = 8  # of A that a warp of `shrink` multiplies by
+MOST_WARPS = 8  # of a block of `shrink`
+EXPAND_THREADS = 64  # of a block
 
 _OWN = """
   const T* factors[] = {FACTORS};
@@ -24,77 +27,97 @@ _OWN = """
 _ROW_AT = """
   auto row_at = [&](int place) { return int64_t(PLACE); };
 """
+# A lane takes a vector of the input and the same of each column; the sums of all lanes are then added by halves: after
+# each exchange a lane has half as many sums, which stand for twice as many lanes.
 _SHRINK = """
   using P = Pack<T>;
-  constexpr int COLUMNS = K / P::size, LANES = THREADS / COLUMNS;
-  __shared__ float given[TILE][CHUNK], found[LANES][TILE][K];
   const int tokens = x_shape[1], rows = x_shape[0] * tokens, width = x_shape[2];
-  const int first = blockIdx.x * TILE, begin = blockIdx.y * CHUNK, count = min(CHUNK, width - begin);
+  const int first = blockIdx.x * TILE, begin = blockIdx.y * CHUNK, end = min(begin + CHUNK, width);
+  const int lane = threadIdx.x % 32;
   ROW_AT
-  for (int i = threadIdx.x; i < TILE * CHUNK / P::size; i += THREADS) {
-    int t = i / (CHUNK / P::size), c = i % (CHUNK / P::size) * P::size;
-    if (first + t >= rows || c >= count) continue;
-    P values = *reinterpret_cast<const P*>(x + row_at(first + t) * width + begin + c);
-#pragma unroll
-    for (int j = 0; j < P::size; j++) given[t][c + j] = float(values.values[j]);
-  }
   OWN
-  __syncthreads();
-
-  const int column = threadIdx.x % COLUMNS * P::size, lane = threadIdx.x / COLUMNS;
-  float sum[TILE][P::size] = {};
-  if (lane < LANES) {
+  const int64_t start = starts[0];
+#pragma unroll 1
+  for (int column = threadIdx.x / 32 * COLUMNS; column < K; column += blockDim.x / 32 * COLUMNS) {
+    float sum[TILE * COLUMNS] = {};
 #pragma unroll 1
     for (int version = lowest; version <= highest; version++) {
-#pragma unroll 4
-      for (int c = lane; c < count; c += LANES) {
-        P factor = *reinterpret_cast<const P*>(factors[version] + starts[0] + int64_t(begin + c) * K + column);
+      const T* a = factors[version] + start + int64_t(column) * width;
+#pragma unroll 1
+      for (int i = begin + lane * P::size; i < end; i += 32 * P::size) {
+        P factor[COLUMNS], given[TILE];
+#pragma unroll
+        for (int k = 0; k < COLUMNS; k++) factor[k] = *reinterpret_cast<const P*>(a + int64_t(k) * width + i);
+#pragma unroll
+        for (int t = 0; t < TILE; t++)
+          given[t] = *reinterpret_cast<const P*>(x + row_at(min(first + t, rows - 1)) * width + i);
 #pragma unroll
         for (int t = 0; t < TILE; t++) {
           if (own[t] != version) continue;
 #pragma unroll
-          for (int j = 0; j < P::size; j++) sum[t][j] += given[t][c] * float(factor.values[j]);
+          for (int j = 0; j < P::size; j++)
+#pragma unroll
+            for (int k = 0; k < COLUMNS; k++)
+              sum[t * COLUMNS + k] += float(given[t].values[j]) * float(factor[k].values[j]);
         }
       }
     }
+    int kept = 0;  // the first of the sums that this lane has left
 #pragma unroll
-    for (int t = 0; t < TILE; t++)
+    for (int halving = 0; halving < 5; halving++) {
+      const int away = 16 >> halving, left = TILE * COLUMNS / 2 >> halving;
+      const bool upper = lane & away;
+      if (upper) kept += left;
 #pragma unroll
-      for (int j = 0; j < P::size; j++) found[lane][t][column + j] = sum[t][j];
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < TILE * K; i += THREADS) {
-    int t = i / K, k = i % K;
-    if (first + t >= rows) continue;
-    float total = 0.0f;
-#pragma unroll 8
-    for (int l = 0; l < LANES; l++) total += found[l][t][k];
-    parts[(int64_t(blockIdx.y) * rows + first + t) * K + k] = total;
+      for (int s = 0; s < TILE * COLUMNS / 2; s++) {
+        if (s >= left) continue;
+        const float given = upper ? sum[s] : sum[left + s];
+        sum[s] = (upper ? sum[left + s] : sum[s]) + __shfl_xor_sync(0xffffffff, given, away);
+      }
+    }
+#pragma unroll
+    for (int s = 0; s < TILE * COLUMNS / 32; s++) {
+      const int row = first + (kept + s) / COLUMNS;
+      if (row < rows) parts[(int64_t(blockIdx.y) * rows + row) * K + column + (kept + s) % COLUMNS] = sum[s];
+    }
   }
 """
 _EXPAND = """
   using P = Pack<T>;
   const int tokens = y_shape[1], rows = y_shape[0] * tokens, first = blockIdx.y * TILE;
   ROW_AT
-  HIDDEN
-  int vector = blockIdx.x * THREADS + threadIdx.x, site = 0, start = 0;
   const int widths[] = {WIDTHS};
+  PLACED
+  const bool is_inside = site < SITES && vector * P::size < widths[min(site, SITES - 1)];
+  const int width = widths[min(site, SITES - 1)];
+
+  P given[TILE];
+#pragma unroll
+  for (int t = 0; t < TILE; t++)
+    if (is_inside)
+      given[t] = *reinterpret_cast<const P*>(y + row_at(min(first + t, rows - 1)) * TOTAL + start + vector * P::size);
+  FETCHED
+  float sum[TILE][P::size];
+#pragma unroll
+  for (int t = 0; t < TILE; t++)
+#pragma unroll
+    for (int j = 0; j < P::size; j++) sum[t][j] = float(given[t].values[j]);
+  ADDED
+  STORED
+"""
+_IN_TURN = """
+  int vector = blockIdx.x * THREADS + threadIdx.x, site = 0, start = 0;
   while (site < SITES && vector * P::size >= widths[site]) {
     vector -= widths[site] / P::size;
     start += widths[site++];
   }
-  if (site == SITES) return;
-  const int width = widths[site];
+"""
+_SIDE_BY_SIDE = """
+  const int site = threadIdx.x / 32, vector = blockIdx.x * 32 + threadIdx.x % 32, start = site * widths[0];
+"""
+_APART = """
+  if (!is_inside) return;
   T* const outputs[] = {OUTPUTS};
-
-  float sum[TILE][P::size];
-#pragma unroll
-  for (int t = 0; t < TILE; t++) {
-    P values = *reinterpret_cast<const P*>(y + row_at(min(first + t, rows - 1)) * TOTAL + start + vector * P::size);
-#pragma unroll
-    for (int j = 0; j < P::size; j++) sum[t][j] = float(values.values[j]);
-  }
-  ADDED
 #pragma unroll
   for (int t = 0; t < TILE; t++) {
     if (first + t >= rows) break;
@@ -104,7 +127,41 @@ _EXPAND = """
     *reinterpret_cast<P*>(outputs[site] + row_at(first + t) * width + vector * P::size) = values;
   }
 """
-_HIDDEN = """
+_GATED = """
+  __shared__ float gates[TILE][P::size][32];
+#pragma unroll
+  for (int t = 0; t < TILE; t++)
+#pragma unroll
+    for (int j = 0; j < P::size; j++)
+      if (site == 0) gates[t][j][threadIdx.x] = float(T(sum[t][j]));
+  __syncthreads();
+  if (site == 0 || !is_inside) return;
+#pragma unroll
+  for (int t = 0; t < TILE; t++) {
+    if (first + t >= rows) break;
+    P values;
+#pragma unroll
+    for (int j = 0; j < P::size; j++) {
+      const float gate = gates[t][j][threadIdx.x - 32];
+      values.values[j] = T(gate / (1.0f + __expf(-gate)) * float(T(sum[t][j])));
+    }
+    *reinterpret_cast<P*>(product + row_at(first + t) * width + vector * P::size) = values;
+  }
+"""
+_FETCHED = """
+  OWN
+  const int ranks[] = {RANKS}, columns[] = {COLUMNS_OF};
+  const int rank = ranks[min(site, SITES - 1)], column = columns[min(site, SITES - 1)];
+  const int64_t begin = starts[1 + min(site, SITES - 1)] + vector * P::size;
+  P factor[AT_ONCE];
+  auto fetch = [&](int version, int r) {
+    const T* b = factors[version] + begin + int64_t(r) * width;
+#pragma unroll
+    for (int u = 0; u < AT_ONCE; u++)
+      if (r + u < rank && is_inside) factor[u] = *reinterpret_cast<const P*>(b + int64_t(u) * width);
+  };
+  if (lowest <= highest) fetch(lowest, 0);
+
   __shared__ float4 hidden[TILE][K / 4];
   const float4* parts_of = reinterpret_cast<const float4*>(parts);
   for (int i = threadIdx.x; i < TILE * K / 4; i += THREADS) {
@@ -123,51 +180,51 @@ _HIDDEN = """
   __syncthreads();
 """
 _ADDED = """
-  const int ranks[] = {RANKS}, columns[] = {COLUMNS};
-  const int rank = ranks[site], column = columns[site];
-  OWN
 #pragma unroll 1
-  for (int version = lowest; version <= highest; version++) {
-    const T* b = factors[version] + starts[1 + site] + vector * P::size;
-    for (int r = 0; r < rank; r += 8) {  // ranks are multiples of 8; loads first, that they are under way together
-      P factor[8];
+  for (int version = lowest; version <= highest; version++)
+#pragma unroll 1
+    for (int r = 0; r < rank; r += AT_ONCE) {
+      if (version > lowest || r > 0) fetch(version, r);
 #pragma unroll
-      for (int u = 0; u < 8; u++) factor[u] = *reinterpret_cast<const P*>(b + int64_t(r + u) * width);
-#pragma unroll
-      for (int u = 0; u < 8; u++)
+      for (int u = 0; u < AT_ONCE; u++)
 #pragma unroll
         for (int t = 0; t < TILE; t++) {
-          if (own[t] != version) continue;
+          if (own[t] != version || r + u >= rank) continue;
           float value = reinterpret_cast<const float*>(hidden[t])[column + r + u];
 #pragma unroll
           for (int j = 0; j < P::size; j++) sum[t][j] += value * float(factor[u].values[j]);
         }
     }
-  }
 """
+_AT_ONCE = 8  # rows of B
 
 
 def shrink_source(num_versions: int) -> str:
-    """Inputs `x` (B, T, I), `order` (B, 2), `starts` and `version0`, `version1`, ... (N,), which hold A (I, K) from
+    """Inputs `x` (B, T, I), `order` (B, 2), `starts` and `version0`, `version1`, ... (N,), which hold A (K, I) from
     `starts[0]` on; output `parts`: sums over chunks of I, in the order of `order`."""
     names = {"OWN": _OWN, "ROW_AT": _row_at(num_versions), "VERSIONS": num_versions}
-    return _filled(_SHRINK, **names, FACTORS=_versions(num_versions), THREADS=SHRINK_THREADS)
+    return _filled(_SHRINK, **names, FACTORS=_versions(num_versions), COLUMNS=COLUMNS)
 
 
-def expand_source(widths: Sequence[int], ranks: Sequence[int], num_versions: int) -> str:
+def expand_source(widths: Sequence[int], ranks: Sequence[int], num_versions: int, *, gated: bool = False) -> str:
     """Inputs `y` (B, T, sum of widths) and, where there are versions, `parts` and what `shrink` gets, where B (R, O) of
-    site s begins at `starts[1 + s]`; outputs `out0`, `out1`, ... of each site."""
-    source = _filled(_EXPAND, HIDDEN=_HIDDEN, ADDED=_ADDED) if num_versions else _filled(_EXPAND, HIDDEN="", ADDED="")
+    site s begins at `starts[1 + s]`; outputs `out0`, `out1`, ... of each site, or if `gated` the `product` of two:
+    silu of the first by the second, both rounded before."""
+    added = {"FETCHED": _FETCHED, "ADDED": _ADDED} if num_versions else {"FETCHED": "", "ADDED": ""}
+    ways = {"PLACED": _SIDE_BY_SIDE, "STORED": _GATED} if gated else {"PLACED": _IN_TURN, "STORED": _APART}
     return _filled(
-        source,
+        _EXPAND,
+        **added,
+        **ways,
         OWN=_OWN,
         ROW_AT=_row_at(num_versions),
         VERSIONS=num_versions,
         FACTORS=_versions(num_versions),
         WIDTHS=_listed(widths),
         RANKS=_listed(ranks),
-        COLUMNS=_listed([0, *accumulate(ranks)][: len(ranks)]),
+        COLUMNS_OF=_listed([0, *accumulate(ranks)][: len(ranks)]),
         OUTPUTS=_listed([f"out{site}" for site in range(len(widths))]),
+        AT_ONCE=_AT_ONCE,
         SITES=len(widths),
         TOTAL=sum(widths),
         THREADS=EXPAND_THREADS,

@@ -7,16 +7,17 @@ Axes: B rows, T tokens, I input, O output.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.model.activations import Half
+from parallm.model.activations import Half, swiglu_of_halves
 from parallm.model.cuda import VECTOR_BYTES
 from parallm.model.lora import LoraLinear, View
 from parallm.model.origins import remember
-from parallm.model.row_lora import RowAdapters, outputs
+from parallm.model.row_lora import Products, RowAdapters
 
 ARRAYS = ("weight", "scales", "biases", "bias")
 """Of linear layers, quantized or not; the first axis of each is the output."""
@@ -51,16 +52,21 @@ class SiteGroup:
     def _all(self, x: mx.array, view: View | None) -> list[mx.array]:
         y = self._joined(x)
         factors = view.factors(self.sites) if isinstance(view, RowAdapters) else None
-        if factors is not None:
-            return outputs(y, x, self._widths, factors, view.order_B2 if isinstance(view, RowAdapters) else None)
+        if factors is not None and isinstance(view, RowAdapters):
+            products = Products(y, x, self._widths, factors, view.order_B2)
+            return self._halves(products.apart(), products.gated)
         if len(self.sites) == 1:
             return [y]
         # What computes with one token of each row reads parts where they are; else copies save others' copies
-        is_step = y.shape[1] == 1
-        parts = mx.split(y, self._cuts, axis=-1) if is_step else outputs(y, x, self._widths, None, None)
-        if len(set(self._widths)) == 1 and len(parts) == 2:
+        if y.shape[1] > 1:
+            return self._halves(Products(y, x, self._widths, None, None).apart(), partial(swiglu_of_halves, y))
+        return self._halves(mx.split(y, self._cuts, axis=-1), partial(swiglu_of_halves, y))
+
+    def _halves(self, parts: list[mx.array], gated: Callable[[], mx.array]) -> list[mx.array]:
+        """`parts`; of two that are alike SwiGLU is `gated`."""
+        if len(parts) == 2 and self._widths[0] == self._widths[1]:
             for place, part in enumerate(parts):
-                remember(part, Half(joined=y, place=place))
+                remember(part, Half(gated=gated, place=place))
         return parts
 
 

@@ -24,8 +24,16 @@ def test_steps_get_the_lengths_and_slots_that_were_asked_for() -> None:
 
 def test_rows_that_stay_bring_no_new_numbers_from_the_host() -> None:
     numbers = RowNumbers()
-    numbers.arrays([1, 3], [4, 4])
-    slots_B, _ = numbers.arrays([1, 3], [5, 5])
+    numbers.arrays([1, 3, 4], [4, 4, 4])
+    slots_B, _ = numbers.arrays([1, 3, 4], [5, 5, 5])
     growth_B = numbers._growth_B
-    assert numbers.arrays([1, 3], [6, 6])[0] is slots_B
+    assert numbers.arrays([1, 3, 4], [6, 6, 6])[0] is slots_B
     assert numbers._growth_B is growth_B
+
+
+def test_numbers_of_few_rows_are_kept_with_others() -> None:
+    numbers = RowNumbers()
+    for length in (4, 5, 6):
+        slots_B, lengths_B = numbers.arrays([3], [length])
+        assert (slots_B.tolist(), lengths_B.tolist()) == ([3], [length])
+        assert [array.nbytes for array in (numbers._slots_B, numbers._lengths_B)] == [12, 12]  # 8 are kept on the host

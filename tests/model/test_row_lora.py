@@ -3,11 +3,19 @@
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from parallm.model.cuda import on_cuda
 from parallm.model.lora import OneAdapter, join_sites
-from parallm.model.row_lora import GroupFactors, RowAdapters, flat_factors, order_rows, outputs
+from parallm.model.row_lora import (
+    MOST_NUMBERS,
+    GroupFactors,
+    Products,
+    RowAdapters,
+    flat_factors,
+    order_rows,
+)
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 
@@ -43,9 +51,8 @@ def random_versions(inputs: int, widths: list[int], ranks: list[int], count: int
         assert flat is not None
         flats.append(flat)
     assert len({flat.layout for flat in flats}) == 1
-    view = RowAdapters(
-        layout=flats[0].layout, versions=tuple(flat.factors_N for flat in flats), order_B2=order_rows([0], 1)
-    )
+    versions = tuple(flat.arrays for flat in flats)
+    view = RowAdapters(layout=flats[0].layout, versions=versions, order_B2=order_rows([0], 1))
     factors = view.factors(sites)
     assert factors is not None
     return Versions(a_IK=a_IK, b_RO=b_RO, factors=factors)
@@ -84,6 +91,9 @@ def expected(
         (33, 1, 1000, [72, 200], [8, 24], 3),
         (128, 1, 4864, [896], [64], 2),
         (1, 77, 896, [4864, 4864], [16, 16], 1),
+        (32, 1, 4096, [14336, 14336], [16, 16], 8),
+        (2, 1, 512, [264, 264], [24, 24], 2),
+        (33, 1, 14336, [4096], [16], 8),
         (3, 9, 904, [40, 48], [8, 16], 2),
     ],
 )
@@ -103,9 +113,14 @@ def test_the_kernels_agree_with_the_operations(
     made = random_versions(inputs, widths, ranks, versions, dtype) if versions else None
     index = [(row * 7) % (versions + 1) - 1 if versions > 1 else 0 for row in range(rows)]
 
-    found = outputs(y, x, widths, made.factors if made else None, order_rows(index, versions) if versions else None)
+    order_B2 = order_rows(index, versions) if versions else None
+    products = Products(y, x, widths, made.factors if made else None, order_B2)
+    found, wanted = products.apart(), expected(y, x, widths, ranks, made, index)
+    if len(widths) == 2 and widths[0] == widths[1]:
+        gate, up = (one.astype(dtype).astype(mx.float32) for one in wanted)
+        found, wanted = [*found, products.gated()], [*wanted, nn.silu(gate) * up]
 
-    for one, other in zip(found, expected(y, x, widths, ranks, made, index), strict=True):
+    for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
         assert one.dtype == dtype
         assert mx.abs(one.astype(mx.float32) - other).max().item() <= tolerance * mx.abs(other).max().item()
@@ -114,6 +129,10 @@ def test_the_kernels_agree_with_the_operations(
 def test_rows_of_a_version_stand_beside_each_other() -> None:
     assert order_rows([1, -1, 0, 1], 2).tolist() == [[1, -1], [2, 0], [0, 1], [3, 1]]
     assert order_rows([0, -1, 0], 1).tolist() == [[0, 0], [1, -1], [2, 0]]
+
+
+def test_a_single_row_has_an_array_that_is_kept_on_the_device() -> None:
+    assert order_rows([0], 1).tolist() == [[0, 0], [0, -1]]
 
 
 def adapter(ranks: dict[str, int], **options: dict[str, mx.array]) -> OneAdapter:
@@ -136,7 +155,21 @@ def test_adapters_of_one_form_have_one_layout() -> None:
     assert found.layout.groups["q", "k"].starts == (0, 16 * 16, 16 * 16 + 8 * 8)
     assert found.layout.groups["o",].starts == (384, 384 + 16 * 16)
     assert found.layout.groups["o",].ranks == (16,)
-    assert found.factors_N.shape == (384 + 256 + 128,)
+    assert [array.shape for array in found.arrays] == [(384 + 256 + 128,)]
+
+
+def test_factors_of_a_large_model_lie_in_several_arrays() -> None:
+    rank = MOST_NUMBERS // 24 // 8 * 8
+    found = flat_factors(adapter({"q": 8, "k": 8, "o": rank}), GROUPS, mx.float32)
+
+    assert found is not None
+    assert found.layout.num_arrays == 2
+    assert found.layout.groups["q", "k"].array == 0
+    assert (found.layout.groups["o",].array, found.layout.groups["o",].starts) == (1, (0, 16 * rank))
+    assert [array.size for array in found.arrays] == [384, 24 * rank]
+    view = RowAdapters(layout=found.layout, versions=(found.arrays,) * 2, order_B2=order_rows([0, 1], 2))
+    again = view.structure().view(view.arrays())
+    assert [[array.size for array in arrays] for arrays in again.versions] == [[384, 24 * rank]] * 2
 
 
 def test_an_adapter_may_leave_out_whole_groups() -> None:

@@ -77,7 +77,7 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
 
     groups = form_groups(layers, CALLED)
     flats = [flat for view in views if (flat := flat_factors(view, groups, mx.float32)) is not None]
-    versions = tuple(flat.factors_N for flat in flats)
+    versions = tuple(flat.arrays for flat in flats)
     rows = RowAdapters(layout=flats[0].layout, versions=versions, order_B2=order_rows([1, -1, 0, 0], 2))
 
     for site, found in enumerate(outputs_of(layers, binding, x, rows)):
@@ -105,7 +105,7 @@ def test_halves_of_one_product_are_gated_where_they_are(shape: tuple[int, int]) 
     wanted = layers(x)
     assert form_groups(layers, [("gate", "up")]) == (("gate", "up"),)
     gate, up = layers.gate(x), layers.up(x)
-    assert origin_of(gate).joined is origin_of(up).joined  # type: ignore[attr-defined]
+    assert origin_of(gate).gated is origin_of(up).gated  # type: ignore[attr-defined]
     found = swiglu(gate, up)
     assert found.shape == wanted.shape
     assert mx.abs(found - wanted).max().item() <= TOLERANCE * mx.abs(wanted).max().item()
