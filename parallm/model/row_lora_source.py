@@ -149,6 +149,7 @@ _GATED = """
   }
 """
 _FETCHED = """
+  constexpr int AT_ONCE = 64 / TILE;  // rows of B: as many as registers take beside the sums
   OWN
   const int ranks[] = {RANKS}, columns[] = {COLUMNS_OF};
   const int rank = ranks[min(site, SITES - 1)], column = columns[min(site, SITES - 1)];
@@ -196,7 +197,6 @@ _ADDED = """
         }
     }
 """
-_AT_ONCE = 8  # rows of B
 
 
 def shrink_source(num_versions: int) -> str:
@@ -224,7 +224,6 @@ def expand_source(widths: Sequence[int], ranks: Sequence[int], num_versions: int
         RANKS=_listed(ranks),
         COLUMNS_OF=_listed([0, *accumulate(ranks)][: len(ranks)]),
         OUTPUTS=_listed([f"out{site}" for site in range(len(widths))]),
-        AT_ONCE=_AT_ONCE,
         SITES=len(widths),
         TOTAL=sum(widths),
         THREADS=EXPAND_THREADS,
