@@ -9,12 +9,14 @@ lora, lora8: decode steps of 32 rows of one version, and of eight versions in tu
 sampling16: rows that differ in temperature, top-k, top-p and min-p; penalties16: in penalties and biases, too.
 mixed: prompts and outputs of all lengths, arriving as a Poisson process; tokens/s until the last one has ended.
 join: what one row that joins or leaves costs beside 16 rows of 2,048 positions, over a step.
+host: seconds of ten million additions in Python. A step of few rows waits for the host, and hosts differ by a factor.
 group: prompt tokens that are computed for groups of 8, over those of all rows.
 """
 
 import json
 import subprocess
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -40,7 +42,7 @@ BYTES_PER_SECOND = 4.3e12
 QUICK = {"new": 8, "prompt": 16, "repeats": 1, "cached": 64, "churn": 8, "group_prompt": 64, "requests": 8}
 QUICK_LENGTHS = {"prompts": (4, 64), "outputs": (2, 16)}
 Found = dict[str, dict[str, Any]]
-"""By side, shape and part: `engine_shape.8b.b1`."""
+"""By side, shape and part: `engine_shape.8b.b1`; and `host`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,8 @@ def main() -> None:
     arguments = parser.parse_args()
     jobs = {"8b": EngineJob(shape=arguments.shape_8b, parts=()), "05b": EngineJob(shape=arguments.shape_05b, parts=())}
     sizes: dict[str, Any] = {"shape": "tiny", **QUICK, **QUICK_LENGTHS} if arguments.quick else {}
-    found: Found = {}
+    found: Found = {"host": {"seconds": host_seconds()}}
+    print(f"  host: {found['host']['seconds']:.2f} s", flush=True)
     for (worker, shape), parts in PARTS.items():
         wanted = tuple(part for part in parts if not arguments.only or f"{shape}.{part}" in arguments.only)
         job = replace(jobs[shape], **{"repeats": arguments.repeats, "parts": wanted, **sizes})
@@ -76,6 +79,13 @@ def main() -> None:
     rows = [(name, f"{one.value:.3f}", one.ours, one.beside) if one else (name, "-", "", "") for name, one in figures]
     print_table("The engine on a GPU" + (", tiny" if arguments.quick else ""), [header, *rows])
     print_figures({name: one.value if one else None for name, one in figures})
+
+
+def host_seconds() -> float:
+    began, total = time.perf_counter(), 0
+    for number in range(10_000_000):
+        total += number
+    return time.perf_counter() - began
 
 
 def choices() -> set[str]:

@@ -80,17 +80,22 @@ def install_swiglu(model: nn.Module) -> None:
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     """silu(gate) x (https://arxiv.org/abs/2002.05202), of the shape and dtype of both. Halves of one product are read
     where they are."""
-    halves = origin_of(gate), origin_of(x)
-    if isinstance(halves[0], Half) and isinstance(halves[1], Half):
-        first, second = halves
-        if first.gated is second.gated and (first.place, second.place) == (0, 1):
-            return first.gated()
+    gated = _gated(origin_of(gate), origin_of(x))
+    if gated is not None:
+        return gated
     fits = gate.dtype == x.dtype and gate.shape == x.shape and gate.nbytes % VECTOR_BYTES == 0
     if not fits or not on_cuda():
         plain: mx.array = _mlx_lm_swiglu(gate, x)
         return plain
     fused: mx.array = _fused(gate.reshape(-1), x.reshape(-1))
     return fused.reshape(gate.shape)
+
+
+def _gated(first: object, second: object) -> mx.array | None:
+    """SwiGLU of what these origins say, if they are the halves of one array in order."""
+    if not isinstance(first, Half) or not isinstance(second, Half) or first.gated is not second.gated:
+        return None
+    return first.gated() if (first.place, second.place) == (0, 1) else None
 
 
 def swiglu_of_halves(joined: mx.array) -> mx.array:

@@ -118,7 +118,7 @@ class RowAdapters:
     def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
         raise NotImplementedError(f"{site} belongs to a group")
 
-    def bank(self, site: str) -> None:
+    def stretch(self, site: str) -> None:
         return None
 
 
