@@ -1,7 +1,9 @@
 """Log-probs of hidden states and the gradient back to them, a chunk of tokens at a time.
 
-The logits of all tokens of a step never exist together: `score` computes a chunk's, keeps one number per token, and
-`pull_back` computes them again. Only where one chunk holds all tokens is its softmax kept between the two.
+The logits of all tokens of a step never exist together. A log-prob depends on one token's hidden state alone, so
+`score` can work out its slope there while the chunk's logits exist, before anybody knows what the loss makes of it,
+and `pull_back` multiplies. Where entropies are part of the loss, too, `pull_back` computes the logits again. Where one
+chunk holds all tokens, its softmax is kept between the two.
 
 Nothing is evaluated while a pass is built, so that the device can run another in the meantime. What is built is
 evaluated in stages: a stage is what is left of one chunk. `run_stages` has two of them under way at most, so that the
@@ -42,6 +44,8 @@ class Scores:
     entropies_N: mx.array
     kept: TokenScores | None
     """Those of the one chunk if there is only one."""
+    slopes_NH: mx.array | None
+    """Gradient of each log-prob with respect to its hidden state, if it was wanted and nothing is kept."""
     stages: Stages
 
 
@@ -62,26 +66,38 @@ class Head:
         tokens = max(1, chunk_bytes // (model.dtype.size * model.vocabulary_size))
         self._chunk = tokens if tokens < TILE else tokens // TILE * TILE
 
-    def score(self, hidden_NH: mx.array, tokens_N: mx.array, temperature_N: mx.array) -> Scores:
+    def score(
+        self, hidden_NH: mx.array, tokens_N: mx.array, temperature_N: mx.array, *, wants_slopes: bool = False
+    ) -> Scores:
         """Log-probs of `tokens_N` and entropies, float32, after temperature."""
         parts = [slice(start, start + self._chunk) for start in range(0, len(tokens_N), self._chunk)]
         chunks = [Chunk(hidden_NH[part], tokens_N[part], temperature_N[part]) for part in parts]
         found = [self._scores(chunk) for chunk in chunks]
-        pairs = [[one.logprobs_N, one.entropies_N] for one in found]
-        logprobs, entropies = zip(*pairs, strict=True)
+        stages = [[one.logprobs_N, one.entropies_N] for one in found]
+        logprobs, entropies = zip(*stages, strict=True)
         is_one = len(chunks) == 1
+        slopes: list[mx.array] = []
+        if wants_slopes and not is_one:
+            slopes = [
+                self._through_head(chunk.hidden_NH, one.gradient(mx.ones_like(one.logprobs_N), None))
+                for chunk, one in zip(chunks, found, strict=True)
+            ]
+            stages = [[*stage, slope] for stage, slope in zip(stages, slopes, strict=True)]
         return Scores(
             chunks,
             mx.concatenate(logprobs),
             mx.concatenate(entropies),
             kept=found[0] if is_one else None,
-            stages=[] if is_one else pairs,
+            slopes_NH=mx.concatenate(slopes) if slopes else None,
+            stages=[] if is_one else stages,
         )
 
     def pull_back(
         self, scores: Scores, gradient_N: mx.array, entropy_gradient_N: mx.array | None = None
     ) -> tuple[mx.array, Stages]:
         """Gradient with respect to the hidden states (N, H), given those with respect to log-probs and entropies."""
+        if scores.slopes_NH is not None and entropy_gradient_N is None:
+            return (gradient_N[:, None] * scores.slopes_NH).astype(scores.slopes_NH.dtype), []
         found: list[mx.array] = []
         start = 0
         for chunk in scores.chunks:

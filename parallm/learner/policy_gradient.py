@@ -112,7 +112,8 @@ class PolicyGradient:
 
     def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics, Stages]:
         """Gradient of the loss with respect to `hidden_NH`, statistics, and what to evaluate before them."""
-        scores = self._score(hidden_NH, batch)
+        has_bonus = self._objective.entropy_coefficient > 0
+        scores = self._score(hidden_NH, batch, wants_slopes=not has_bonus)
         inputs = self._inputs(batch, scores)
         loss, (gradient_N, entropy_gradient_N) = mx.value_and_grad(objective_loss, argnums=(0, 1))(
             scores.logprobs_N, scores.entropies_N, inputs, self._objective
@@ -123,12 +124,12 @@ class PolicyGradient:
             entropies_N=scores.entropies_N,
             clipped_N=is_clipped(scores.logprobs_N, inputs, self._objective),
         )
-        has_bonus = self._objective.entropy_coefficient > 0
         pulled_NH, stages = self._head.pull_back(scores, gradient_N, entropy_gradient_N if has_bonus else None)
         return pulled_NH, statistics, scores.stages + stages
 
-    def _score(self, hidden_NH: mx.array, batch: MicroBatch) -> Scores:
-        return self._head.score(hidden_NH, mx.array(batch.tokens_N), mx.array(batch.temperature_N))
+    def _score(self, hidden_NH: mx.array, batch: MicroBatch, *, wants_slopes: bool = False) -> Scores:
+        tokens_N, temperature_N = mx.array(batch.tokens_N), mx.array(batch.temperature_N)
+        return self._head.score(hidden_NH, tokens_N, temperature_N, wants_slopes=wants_slopes)
 
     def _inputs(self, batch: MicroBatch, scores: Scores) -> LossInputs:
         # A step has one update, so the learner's policy at its start is the one that has just been scored

@@ -30,7 +30,7 @@ def main(tokens: int, vocabulary: int) -> None:
 
     def chunked() -> mx.array:
         head = Head(model, LearnerSettings().head_chunk_bytes)
-        scores = head.score(hidden_NH, tokens_N, ones_N)
+        scores = head.score(hidden_NH, tokens_N, ones_N, wants_slopes=True)
         gradient_NH, stages = head.pull_back(scores, ones_N)
         run_stages(scores.stages + stages)
         return gradient_NH

@@ -23,6 +23,7 @@ from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
 from parallm.model.lora import Scaling, initial_arrays, one_adapter
 from parallm.model.shared_model import SharedModel
+from parallm.model.token_scores import token_scores
 from parallm.types import TrajectoryGroup
 
 Arrays = dict[str, mx.array]
@@ -203,6 +204,26 @@ def test_the_gradient_does_not_depend_on_how_the_work_is_cut(
     model = load_tiny("qwen3")
     adapter = make_start(model)
     assert_close(chunked(model, lanes, adapter, groups, **choice), chunked(model, lanes, adapter, groups))
+
+
+def test_chunks_of_the_head_need_no_logits_twice_without_an_entropy_bonus(
+    load_tiny: Callable[[str], SharedModel],
+    lanes: Lanes,
+    make_start: Callable[..., Adapter],
+    groups: list[TrajectoryGroup],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_tiny("qwen3")
+    adapter = make_start(model)
+    whole = chunked(model, lanes, adapter, groups, objective=PRESETS["dapo"])
+    scored: list[int] = []
+    monkeypatch.setattr(
+        "parallm.learner.head.token_scores",
+        lambda logits, *rest: scored.append(len(logits)) or token_scores(logits, *rest),  # type: ignore[func-returns-value]
+    )
+    parts = chunked(model, lanes, adapter, groups, objective=PRESETS["dapo"], chunk_bytes=8 * 4 * 385)
+    assert_close(parts, whole)
+    assert sum(scored) == sum(len(one.tokens) for group in groups for one in group.trajectories)
 
 
 @pytest.mark.parametrize("checkpoints", [False, True])
