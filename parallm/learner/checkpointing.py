@@ -19,7 +19,7 @@ from parallm.model.shared_model import SharedModel
 
 def can_checkpoint(model: SharedModel) -> bool:
     """Whether the trunk calls its layers out of a list that can be exchanged."""
-    return isinstance(getattr(_trunk(model), "layers", None), list)
+    return isinstance(getattr(trunk_of(model), "layers", None), list)
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def checkpointed(model: SharedModel, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    trunk = _trunk(model)
+    trunk = trunk_of(model)
     layers = trunk.layers
     trunk.layers = [_CheckpointedLayer(layer, model.binding) for layer in layers]
     try:
@@ -37,7 +37,7 @@ def checkpointed(model: SharedModel, wanted: bool) -> Iterator[None]:
         trunk.layers = layers
 
 
-def _trunk(model: SharedModel) -> nn.Module:
+def trunk_of(model: SharedModel) -> nn.Module:
     trunk: nn.Module = model.base if model.trunk_owner is None else getattr(model.trunk_owner, model.trunk_name)
     return trunk
 

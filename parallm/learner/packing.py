@@ -128,8 +128,7 @@ class _Rows:
 def packed_hidden(model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], view: View | None) -> mx.array:
     """Hidden states (M, hidden) of a flat sequence that `segments` describe."""
     num_tokens = inputs_M.size
-    # a product of fewer rows than the engine's would round differently; a GPU's are slow unless their number is aligned
-    missing = max(LEAST_ROWS - num_tokens, -num_tokens % _aligned_tokens())
+    missing = missing_rows(num_tokens)
     if missing > 0:
         inputs_M = mx.concatenate([inputs_M, mx.zeros((missing,), mx.int32)])
         segments = _lengthened(segments, missing)
@@ -156,6 +155,12 @@ def can_pack(model: SharedModel) -> bool:
         return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)
     except (AssertionError, AttributeError, TypeError, ValueError):  # shapes or masks that a layer does not understand
         return False
+
+
+def missing_rows(num_rows: int) -> int:
+    """How many more a product takes."""
+    # of fewer rows than the engine's it would round differently; a GPU's is slow unless their number is aligned
+    return max(0, LEAST_ROWS - num_rows, -num_rows % _aligned_tokens())
 
 
 def padded_length(length: int) -> int:

@@ -18,6 +18,7 @@ from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch
 from parallm.learner.checkpointing import checkpointed
 from parallm.learner.head import Head, Scores, Stages, run_stages
+from parallm.learner.last_layer import can_trim, hidden_at
 from parallm.learner.loss import LossInputs, is_clipped, objective_loss
 from parallm.learner.objective import Objective
 from parallm.learner.packing import packed_hidden
@@ -68,6 +69,7 @@ class PolicyGradient:
         self._lanes = lanes
         self._objective = objective
         self._dropout = dropout
+        self._trims = can_trim(model)
         self._head = Head(model, chunk_bytes)
 
     def __call__(self, policy: OneAdapter, batches: Sequence[MicroBatch], key: mx.array) -> PassResult:
@@ -104,11 +106,12 @@ class PolicyGradient:
     def _hidden(self, batch: MicroBatch, view: View | None) -> mx.array:
         """Hidden states (N, H) that predict the completion tokens."""
         inputs_M = mx.array(batch.inputs_M)
+        sources_N = mx.array(batch.sources_N)
+        if batch.segments and self._trims:
+            return hidden_at(self._model, inputs_M, batch.segments, view, sources_N)
         if batch.segments:
-            hidden_MH = packed_hidden(self._model, inputs_M, batch.segments, view)
-        else:
-            hidden_MH = self._model.hidden(inputs_M[None], None, view)[0]
-        return hidden_MH[mx.array(batch.sources_N)]
+            return packed_hidden(self._model, inputs_M, batch.segments, view)[sources_N]
+        return self._model.hidden(inputs_M[None], None, view)[0, sources_N]
 
     def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics, Stages]:
         """Gradient of the loss with respect to `hidden_NH`, statistics, and what to evaluate before them."""
