@@ -16,7 +16,10 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.model.attention import LEAST_ROWS, OwnCache, attention
+from parallm.model.cuda import VECTOR_BYTES, on_cuda
 from parallm.model.lora import View
+from parallm.model.rotary import Rotation, before_rotation
+from parallm.model.rotate import rotated
 from parallm.model.shared_model import SharedModel
 
 FUSED_LENGTH = 128
@@ -58,6 +61,7 @@ class PackedLayer(OwnCache):
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._alike = _alike(segments)
+        self._angles: dict[Rotation, mx.array] = {}  # the same for all layers
         self.offset = mx.array(np.concatenate([part for one in segments for part in one.positions()]).astype(np.int32))
 
     def make_mask(self, _: int, return_array: bool = False, window_size: int | None = None) -> Window | None:
@@ -80,7 +84,8 @@ class PackedLayer(OwnCache):
         """Queries (M, Q, 1, D), keys and values (M, H, 1, D) -> (M, Q, 1, D)."""
         window = mask.size if isinstance(mask, Window) else None
         cuts = list(accumulate(size for alike in self._alike for size in _sizes(alike)))[:-1]
-        parts = zip(*(mx.split(array[:, :, 0], cuts) for array in (queries, keys, values)), strict=True)
+        flat_MXD = (*self._rotated(queries, keys), values[:, :, 0])
+        parts = zip(*(mx.split(array, cuts) for array in flat_MXD), strict=True)
         found: list[mx.array] = []
         for alike in self._alike:
             lengths = [segment.prompt for segment in alike]
@@ -92,6 +97,19 @@ class PackedLayer(OwnCache):
                 keys_GLHD, values_GLHD = _behind(prompts.keys, run.keys), _behind(prompts.values, run.values)
                 found.append(run.attend(keys_GLHD, values_GLHD, scale, window, sinks).flatten(0, 1))
         return mx.concatenate(found)[:, :, None]
+
+    def _rotated(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
+        """Without the axis of one position. By our own kernel where that knows how they were rotated."""
+        rotation = None
+        if on_cuda() and queries.shape[-1] * queries.dtype.size % VECTOR_BYTES == 0:
+            queries, keys, rotation = before_rotation(queries, keys, self.offset, queries.dtype)
+        if rotation is None:
+            return queries[:, :, 0], keys[:, :, 0]
+        if rotation not in self._angles:
+            self._angles[rotation] = rotation.angles(self.offset)
+        first, second = (one.reshape(*one.shape[:2], -1) for one in (queries, keys))
+        angles_MP2 = self._angles[rotation]
+        return rotated(first, angles_MP2, rotation), rotated(second, angles_MP2, rotation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,16 @@
 """A packed forward against one row after the other."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
 from parallm.learner.packing import Segment, can_pack, packed_hidden
+from parallm.model.load import load_shared_model
 from parallm.model.lora import Scaling, initial_arrays, one_adapter
+from parallm.model.rotary import Rotation, install_rotary
+from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6]]
@@ -74,3 +78,31 @@ def test_rows_padded_as_a_gpu_needs_them_give_the_same_hidden_states_and_gradien
     assert abs(found.item() - expected.item()) <= 1e-4
     worst = max(mx.abs(gradients[name] - expected_gradients[name]).max().item() for name in arrays)
     assert worst <= 1e-4
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_heads_are_rotated_from_what_they_were_where_a_kernel_does_it(
+    architecture: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_shared_model(ModelSettings(path=str(tiny_model(architecture)), lora=LoraSettings(rank=4)))
+    expected, calls = packed_hidden(model, flat(), SEGMENTS, None), []
+
+    def angles(rotation: Rotation, offsets: mx.array) -> mx.array:
+        pairs = rotation.dims // 2
+        angle = rotation.scale * offsets[:, None] * rotation.base ** (-mx.arange(pairs) / pairs)
+        return mx.stack([mx.cos(angle), mx.sin(angle)], axis=-1)
+
+    def rotated(heads: mx.array, angles: mx.array, _: Rotation) -> mx.array:
+        calls.append(heads.shape)
+        first, second = mx.split(heads, 2, axis=-1)
+        cosine, sine = angles[:, None, :, 0], angles[:, None, :, 1]
+        return mx.concatenate([first * cosine - second * sine, first * sine + second * cosine], axis=-1)
+
+    for module in ("parallm.model.rotary", "parallm.learner.packing"):
+        monkeypatch.setattr(f"{module}.on_cuda", lambda: True)
+    monkeypatch.setattr(Rotation, "angles", angles)
+    monkeypatch.setattr("parallm.learner.packing.rotated", rotated)
+    install_rotary(model.base)
+    found = packed_hidden(model, flat(), SEGMENTS, None)
+    assert len(calls) == 2 * model.num_layers
+    assert mx.abs(found - expected).max().item() <= 1e-5
