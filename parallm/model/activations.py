@@ -1,4 +1,4 @@
-"""SwiGLU as one CUDA kernel forward and one backward, in place of mlx-lm's.
+"""SwiGLU in place of mlx-lm's: as one CUDA kernel forward and one backward, or with an exp that is fast on x86-64.
 
 Inside a gradient MLX does not fuse operations, so mlx-lm's `swiglu` runs as three kernels forward and ten backward, and
 keeps what lies between them. On an H200 that is 1.0 ms for 4,096 tokens of 14,336; these two kernels take 0.2 ms.
@@ -8,12 +8,14 @@ Arithmetic is float32, rounded once. Engine and learner call the same function.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import activations as mlx_lm_activations
 
 from parallm.model.cuda import PACK, VECTOR_BYTES, Kernel, kernel, on_cuda
+from parallm.model.exponentials import is_slow, sigmoid
 from parallm.model.origins import origin_of
 
 THREADS = 256  # of a block
@@ -83,6 +85,9 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
     gated = _gated(origin_of(gate), origin_of(x))
     if gated is not None:
         return gated
+    if gate.shape == x.shape and is_slow(gate) and is_slow(x):
+        product: mx.array = _product(gate, sigmoid(gate), x)
+        return product
     fits = gate.dtype == x.dtype and gate.shape == x.shape and gate.nbytes % VECTOR_BYTES == 0
     if not fits or not on_cuda():
         plain: mx.array = _mlx_lm_swiglu(gate, x)
@@ -111,6 +116,11 @@ def swiglu_of_halves(joined: mx.array) -> mx.array:
         output_shapes=[shape],
         output_dtypes=[joined.dtype],
     )[0]
+
+
+@partial(mx.compile, shapeless=True)
+def _product(gate: mx.array, sigmoid: mx.array, x: mx.array) -> mx.array:
+    return gate * sigmoid * x
 
 
 @mx.custom_function  # type: ignore[untyped-decorator]

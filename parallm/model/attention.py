@@ -18,6 +18,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base as mlx_lm_base
 
+from parallm.model.exponentials import softmax
+
 LEAST_ROWS = 4
 LEAST_COLUMNS = 16
 KEY_BLOCK = 192
@@ -70,7 +72,7 @@ def attention(
     grouped = (queries * scale).reshape(rows, heads, repeats * length, size)
     columns = _at_least(keys, 2, LEAST_COLUMNS).swapaxes(-1, -2)
     scores = product(grouped, columns)[..., :positions].reshape(rows, heads, repeats, length, positions)
-    weights = mx.softmax(_masked(scores, mask), axis=-1).reshape(rows, heads, repeats * length, positions)
+    weights = softmax(_masked(scores, mask)).reshape(rows, heads, repeats * length, positions)
     blocks = [slice(start, start + KEY_BLOCK) for start in range(0, positions, KEY_BLOCK)]
     parts = [product(weights[..., block], values[:, :, block]) for block in blocks]
     return sum(parts[1:], parts[0]).reshape(rows, heads * repeats, length, values.shape[-1])

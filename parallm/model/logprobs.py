@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from parallm.model.exponentials import clipped_exp
+
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
@@ -45,7 +47,7 @@ def softmax_of(logits_NV: mx.array, temperature_N: mx.array) -> Softmax:
     divisor_N = mx.where(temperature_N > 0, temperature_N, 1.0).astype(mx.float32)
     scaled_NV = logits_NV.astype(mx.float32) / divisor_N[:, None]
     largest_N1 = scaled_NV.max(axis=-1, keepdims=True)
-    exponentials_NV = mx.exp(scaled_NV - largest_N1)
+    exponentials_NV = clipped_exp(scaled_NV - largest_N1)
     sums_N = exponentials_NV.sum(axis=-1)
     return Softmax(scaled_NV, exponentials_NV, sums_N, largest_N1[:, 0] + mx.log(sums_N))
 
