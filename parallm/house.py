@@ -18,6 +18,7 @@ from parallm.device.memory import wire_memory
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
+from parallm.engine.kv_memory import max_rows
 from parallm.engine.warm_up import warm_up
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_table import AdapterTable
@@ -149,7 +150,7 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
 
 
 async def _warm_up(config: RunConfig, engine: AsyncEngine, model: SharedModel, names: Sequence[str]) -> None:
-    token, rows = model.tokenizer.encode("0")[-1], config.engine.max_rows
+    token, rows = model.tokenizer.encode("0")[-1], max_rows(config.engine)
     for name in names:
         seconds = await warm_up(engine.generate, token, model=name, rows=rows)
         logger.info("warmed up %s for up to %d rows in %.1f s", name, rows, sum(seconds.values()))

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from parallm.device.memory import keep_freed_memory
+
 MOST_CPU_LANES = 8
 
 Item = TypeVar("Item")
@@ -24,6 +26,7 @@ class Lanes:
         # how the threads divide it, and so on what else runs
         set_blas_threads(1)
         if mx.default_device() == mx.Device(mx.cpu):
+            keep_freed_memory()
             first = mx.default_stream(mx.cpu)
             others = [mx.new_stream(mx.cpu) for _ in range(min(available_cores(), MOST_CPU_LANES) - 1)]
             self.streams = [first, *others]

@@ -7,6 +7,8 @@ from pathlib import Path
 import mlx.core as mx
 
 MEMORY_INFO = Path("/proc/meminfo")
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+MOST_OF_BLOCK, MOST_KEPT = 16 * 2**20, 256 * 2**20
 
 
 def device_memory() -> int:
@@ -34,6 +36,18 @@ def wire_memory() -> None:
     recommended = mx.device_info().get("max_recommended_working_set_size")
     if recommended is not None:
         mx.set_wired_limit(int(recommended))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to `MOST_KEPT` bytes that are freed, in blocks of up to `MOST_OF_BLOCK`, for what comes next.
+
+    By itself it gives such blocks back at once, and the system clears each page again when it is next written: 256 rows
+    of a small model had 90,000 page faults a second, and decoded 3% slower (2 cores).
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, MOST_OF_BLOCK)
+        set_option(M_TRIM_THRESHOLD, MOST_KEPT)
 
 
 def give_back_memory() -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.engine.decoder import Decoder, Step
-from parallm.engine.kv_memory import KvMemory
+from parallm.engine.kv_memory import KvMemory, max_rows
 from parallm.engine.out_of_memory import is_out_of_memory
 from parallm.engine.prefill import Prefill
 from parallm.engine.room import Room
@@ -124,7 +124,7 @@ class Engine:
         state = self._traffic[traffic]
         self._at_work = state.rows()
         self._switch_versions(state)
-        prompts = self.room.next_prompts(traffic, self.settings.max_rows, self.prefill.most_prompts)
+        prompts = self.room.next_prompts(traffic, max_rows(self.settings), self.prefill.most_prompts, self._lanes.width)
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
         if prompts and (traffic == "rollout" or state.decoded_last or state.num_rows == 0):
             state.decoded_last = False
@@ -249,7 +249,7 @@ class Engine:
         state = self._traffic[traffic]
         self._read(state, state.steps_to_read_first())
         self.room.make_for_step(traffic)
-        self.room.join(traffic, self.settings.max_rows)
+        self.room.join(traffic, max_rows(self.settings))
         self._at_work = state.rows()
         active = [decoder for decoder in state.decoders if decoder.goes_on(self.max_context)]
         resting = [decoder for decoder in state.decoders if decoder not in active]

@@ -21,6 +21,8 @@ DEVICE_SHARE = 0.4
 """Of what an accelerator has left beside the base: the learner keeps up to half of it for its backward."""
 CPU_SHARE = 0.25
 """Of the free RAM: other programs live there too, and on a CPU time runs out long before keys and values do."""
+ROWS, CPU_ROWS = 128, 256
+"""On a CPU a row takes less time the more there are; see the README. None takes memory before it runs."""
 PREFIX_SHARE = 0.5
 """Of the limit, for what other prompts may begin with: rows get it back at once, but tight pools cost copies."""
 LOWERED_SHARE = 0.8
@@ -87,6 +89,11 @@ class KvMemory:
     def _held_by(self, state: Traffic) -> int:
         rows = sum(decoder.shard.nbytes for decoder in state.decoders)
         return rows + sum(prompt.num_bytes for prompt in state.admitted())
+
+
+def max_rows(settings: EngineSettings) -> int:
+    """Rows of a class that decode at the same time."""
+    return settings.max_rows or (CPU_ROWS if mx.default_device() == mx.Device(mx.cpu) else ROWS)
 
 
 def default_limit() -> int:

@@ -73,13 +73,18 @@ class Room:
             self._drop(max(others, key=lambda one: one.place))
         return True
 
-    def next_prompts(self, name: TrafficClass, max_rows: int, most: int) -> list[Prompt]:
-        """Uncomputed prompts to work on now: `most` of them, and none without rows and memory for it."""
+    def next_prompts(self, name: TrafficClass, max_rows: int, most: int, least: int) -> list[Prompt]:
+        """Uncomputed prompts to work on now: `most` of them with memory, and none without a row for it.
+
+        With a first one, up to `least` come along that have no row yet: the lanes beside its own had nothing to do.
+        Not those that may begin with a newer version when there is a row.
+        """
         state = self._traffic[name]
         free = max_rows - state.num_rows
         chosen: list[Prompt] = []
         for prompt in list(state.prompts):
-            if free <= 0 or len(chosen) == most:
+            has_lane = 0 < len(chosen) < least and not prompt.request.switches_in_flight
+            if len(chosen) == most or (free <= 0 and not has_lane):
                 break
             if not prompt.is_computed:
                 if not prompt.num_bytes and not self._admit(name, prompt):

@@ -30,8 +30,8 @@ class SpeculationSettings:
 
 @settings
 class EngineSettings:
-    max_rows: int = Field(default=128, ge=1, le=1024)
-    """Completions that decode at the same time."""
+    max_rows: int | None = Field(default=None, ge=1, le=1024)
+    """Completions that decode at the same time; null: 128, on a CPU 256."""
     max_context: int | None = Field(default=None, ge=8)
     """Tokens of prompt and completion together; null: what the model allows, at most 8192."""
     max_waiting: int = Field(default=4096, ge=1)

@@ -8,6 +8,9 @@ import pytest
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import TRAFFIC_CLASSES, Engine
+from parallm.engine.kv_memory import max_rows
+from parallm.engine.prefill import Prefill
+from parallm.engine.sequence import Prompt
 from parallm.engine.settings import EngineSettings
 from parallm.errors import EngineFull, InvalidRequest, UnknownModel
 from parallm.model.logprobs import token_logprobs
@@ -130,6 +133,31 @@ def test_more_completions_than_rows_wait_for_a_row(load_tiny: LoadTiny, ask: Ask
     requests = [ask("a", PROMPT, 5, n=7, seed=1, temperature=1.0), ask("b", prompt(2, 9), 4, n=3, seed=2)]
     few = complete(model, requests, settings=EngineSettings(max_rows=3))
     assert few == complete(model, requests)
+
+
+def test_a_prompt_without_a_row_is_computed_where_a_lane_had_nothing_to_do(
+    load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units, compute = list[list[str]](), Prefill.compute
+
+    def noted(self: Prefill, prompts: Sequence[Prompt]) -> list[list[mx.array]]:
+        units.append([prompt.request.request_id for prompt in prompts])
+        return compute(self, prompts)
+
+    monkeypatch.setattr(Prefill, "compute", noted)
+    engine = make_engine(load_tiny("llama"), settings=EngineSettings(max_rows=1))
+    monkeypatch.setattr(engine._lanes, "streams", engine._lanes.streams[:1] * 2)
+    for name in "abc":
+        engine.add(ask(name, PROMPT, 5), False)
+    engine.step("serving")
+    assert (units, engine.num_running()) == ([["a", "b"]], 0)
+    run(engine)
+    assert units == [["a", "b"], ["c"]]
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(None, 256), (3, 3)])
+def test_a_cpu_decodes_256_rows_unless_told_otherwise(asked: int | None, rows: int) -> None:
+    assert max_rows(EngineSettings(max_rows=asked)) == rows
 
 
 def test_greedy_rows_and_sampled_rows_share_a_batch(load_tiny: LoadTiny, ask: Ask, complete: Complete) -> None:
