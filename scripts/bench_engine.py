@@ -22,7 +22,7 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--prompts", type=int, default=64, help="problems, 8 completions each (default: %(default)s)")
     parser.add_argument("--max-tokens", type=int, default=160, help="of a completion (default: %(default)s)")
-    parser.add_argument("--rows", type=int, default=128, help="completions that decode together (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=256, help="completions that decode together (default: %(default)s)")
     parser.add_argument(
         "--sizes", type=int, nargs="*", default=[32, 64, 128], help="batch sizes BatchGenerator may use"
     )
