@@ -1,6 +1,7 @@
 """Does the table of all figures say what is wrong, and does its script end with 1 then? With made-up measurements."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -42,7 +43,8 @@ GOOD: dict[str, Any] = {
 def judge(figures: dict[str, Any], *options: str) -> tuple[int, dict[str, list[str]]]:
     """The exit code, and the rows of the table by the figure's name."""
     command = [sys.executable, "-c", PROBE, str(SCRIPTS), json.dumps(figures), *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PARALLM_")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     table = done.stdout.partition("Figures\n")[2].splitlines()
     return done.returncode, {line.split()[0]: line.split()[1:] for line in table if line.startswith("  ")}
 
