@@ -29,7 +29,8 @@ class Factors:
         self._scaling = scaling_of(adapter, model)
         self._widens = on_cuda() and adapter.dropout == 0
         self.view = self._view(self._arrays, self._scaling)
-        mx.eval(self.view.arrays())
+        if not on_cuda():  # there the first pass computes them on its way; lanes would wait for each other at each one
+            mx.eval(self.view.arrays())
 
     def join(self, gradients: Sequence[mx.array]) -> mx.array:
         """Gradients of `view.arrays()` as one vector, (N,) float32."""

@@ -15,7 +15,6 @@ from parallm.learner.factors import Factors
 from parallm.learner.faults import Faults
 from parallm.learner.flat import Arrays
 from parallm.learner.head import run_stages
-from parallm.learner.kl import kl_k3
 from parallm.learner.memory import checkpoints_layers, pass_tokens
 from parallm.learner.optimizer import learning_rate
 from parallm.learner.packing import can_pack
@@ -23,7 +22,7 @@ from parallm.learner.policy_gradient import PassResult, PolicyGradient, TokenSta
 from parallm.learner.preparation import Prepared, prepare
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
-from parallm.learner.versions import Versions
+from parallm.learner.versions import Proposal, Versions
 from parallm.model.adapter import Adapter
 from parallm.model.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
@@ -68,9 +67,15 @@ class Round:
             mx.async_eval(self.result.stages[0])
 
     def start(self) -> None:
-        """Queue the rest. Returns while the backward through the trunk, the longest part, is running."""
-        run_stages(self.result.stages)
-        mx.async_eval(self.gradient_N, self.norm, [found.arrays for found in self.result.statistics])
+        """Queue the rest of it and the head, and the backward through the last layers, which keeps the device busy
+        while Python builds what comes next."""
+        run_stages([*self.result.stages, self.result.first[0]])
+
+    def finish(self, more: Sequence[mx.array]) -> None:
+        """Queue the rest of the backward, and `more` behind it. MLX looks through all of it before the device gets
+        any, so a few more layers go first."""
+        mx.async_eval(self.result.first[1])
+        mx.async_eval(self.gradient_N, self.norm, [found.arrays for found in self.result.statistics], more)
 
 
 class Learner:
@@ -128,26 +133,30 @@ class Learner:
                 width=self._lanes.width,
             )
         seconds = prepared.seconds
-        gradient_N: mx.array | None = None
+        proposal: Proposal | None = None
         rounds = self._rounds(prepared.batches, factors, step)
         began = time.perf_counter()
         following = next(rounds, None)
         while following is not None:
-            current, gradient_N = following, following.gradient_N
+            current = following
             current.start()
-            following = next(rounds, None)  # Python builds it while the device works on the current one
+            # Built before the device gets the rest of the backward: MLX hands that over as the device takes it, and
+            # when it has done so, what is left does not last until the next pass or the new version is built
+            following = next(rounds, None)
+            if following is None:
+                gradient_N = factors.pull_back(current.gradient_N, self._versions.layout)
+                proposal = self._versions.propose(gradient_N, step)
+            current.finish([] if proposal is None else proposal.everything())
             if following is not None and on_cuda():
-                following.begin()  # or the device would wait while thousands of its kernels are handed over
+                following.begin()
             self._look_at(current, totals, faults)
             seconds += time.perf_counter() - began
             yield None
             began = time.perf_counter()
-        if gradient_N is not None:
-            gradient_N = factors.pull_back(gradient_N, self._versions.layout)
-        norm = math.nan if gradient_N is None else float(mx.linalg.norm(gradient_N).item())
+        norm = math.nan if proposal is None else float(proposal.norm.item())
         skipped = faults.message or _nothing_to_learn(totals, norm)
-        if skipped is None and gradient_N is not None:
-            skipped = self._step(gradient_N, norm, step, faults)
+        if skipped is None and proposal is not None:
+            skipped = self._step(proposal, step, faults)
         yield self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
 
     def optimizer_state(self) -> Arrays:
@@ -171,10 +180,10 @@ class Learner:
             packs=self._packs,
         )
 
-    def _step(self, gradient_N: mx.array, norm: float, step: int, faults: Faults) -> str | None:
+    def _step(self, proposal: Proposal, step: int, faults: Faults) -> str | None:
         """Make the next version. Returns a reason and changes nothing if its weights would not be finite."""
         try:
-            self._versions.advance(gradient_N, norm, step)
+            self._versions.advance(proposal, step)
         except AdapterNotFinite:
             faults.add("weights")
         return faults.message
@@ -203,9 +212,8 @@ class Learner:
         comparable_N = trained_N & (batch.versions_N == self.adapter.version)
         difference_N = np.abs(logprobs_N - batch.behaviour_N)[comparable_N]
         totals.loss += float(found.loss.item())
-        totals.kl += float(np.array(kl_k3(found.logprobs_N, mx.array(batch.behaviour_N)))[trained_N].sum())
-        if batch.base_N is not None:
-            totals.kl_to_base += float(np.array(kl_k3(mx.array(batch.base_N), found.logprobs_N))[trained_N].sum())
+        totals.kl += float(np.array(found.kl_N)[trained_N].sum())
+        totals.kl_to_base += float(np.array(found.kl_to_base_N)[trained_N].sum())
         totals.entropy += float(np.array(found.entropies_N)[trained_N].sum())
         totals.clipped += float(np.array(found.clipped_N).sum())
         totals.difference += float(difference_N.sum())

@@ -32,11 +32,12 @@ class AdapterOptimizer:
         for adamw, size in zip(self._adamws.values(), sizes.values(), strict=True):
             adamw.init({"all": mx.zeros((size,))})
 
-    def apply(self, arrays: Mapping[str, mx.array], gradient_N: mx.array, step: int) -> Arrays:
-        """New arrays, evaluated; the old ones stay as they are. `step` counts from 0 and sets the learning rate.
+    def propose(self, arrays: Mapping[str, mx.array], gradient_N: mx.array, step: int) -> tuple[Arrays, Arrays]:
+        """New arrays, and the state that goes with them (see `restore`). Nothing is evaluated, nothing is changed.
 
-        `gradient_N` is the gradient in `layout`.
+        `step` counts from 0 and sets the learning rate. `gradient_N` is the gradient in `layout`.
         """
+        before = self.state()
         rate = learning_rate(self._settings, step, self._total_steps)
         pairs = zip(
             *(mx.split(flat_N, [self._num_b]) for flat_N in (self.layout.join(arrays), gradient_N)), strict=True
@@ -46,9 +47,9 @@ class AdapterOptimizer:
         for adamw, ratio, (old, gradient) in zip(self._adamws.values(), ratios, pairs, strict=True):
             adamw.learning_rate = rate * ratio
             updated.append(adamw.apply_gradients({"all": gradient}, {"all": old})["all"])
-        new = self.layout.split(mx.concatenate(updated))
-        mx.eval(new, [adamw.state for adamw in self._adamws.values()])
-        return new
+        after = self.state()
+        self.restore(before)
+        return self.layout.split(mx.concatenate(updated)), after
 
     def state(self) -> Arrays:
         """Everything that the next step depends on, by flat names."""
@@ -93,6 +94,6 @@ def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> flo
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def scaled_to_norm(gradient_N: mx.array, norm: float, most: float) -> mx.array:
-    """The gradient scaled down so that its norm is at most `most`; `norm` must be finite."""
-    return gradient_N if norm <= most else gradient_N * (most / norm)
+def scaled_to_norm(gradient_N: mx.array, norm: mx.array, most: float) -> mx.array:
+    """The gradient, of that `norm`, scaled down so that its norm is at most `most`."""
+    return gradient_N * mx.minimum(1, most / norm)

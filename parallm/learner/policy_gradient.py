@@ -18,6 +18,7 @@ from parallm.device.lanes import Lanes
 from parallm.learner.batch import MicroBatch
 from parallm.learner.checkpointing import checkpointed
 from parallm.learner.head import Head, Scores, Stages, run_stages
+from parallm.learner.kl import kl_k3
 from parallm.learner.last_layer import can_trim, hidden_at
 from parallm.learner.loss import LossInputs, is_clipped, objective_loss
 from parallm.learner.objective import Objective
@@ -25,6 +26,9 @@ from parallm.learner.packing import packed_hidden
 from parallm.model.dropout import training_view
 from parallm.model.lora import OneAdapter, View
 from parallm.model.shared_model import SharedModel
+from parallm.model.site_names import layer_of
+
+PARTS = 8  # of the backward, of which the first two are begun apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +40,14 @@ class TokenStatistics:
     entropies_N: mx.array
     clipped_N: mx.array
     """True where the policy term bounds or removes the gradient of a trained token."""
+    kl_N: mx.array
+    """k3 estimate of the sampler's KL to the learner's policy."""
+    kl_to_base_N: mx.array
+    """k3 estimate of the policy's KL to the base; zeros where the base's log-probs are not known."""
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        return self.loss, self.logprobs_N, self.entropies_N, self.clipped_N
+        return self.loss, self.logprobs_N, self.entropies_N, self.clipped_N, self.kl_N, self.kl_to_base_N
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,8 @@ class PassResult:
     gradients: list[mx.array]
     statistics: list[TokenStatistics]
     stages: Stages
+    first: Stages
+    """Some of the gradients, in the order in which the backward comes to them."""
 
 
 class PolicyGradient:
@@ -93,6 +103,7 @@ class PolicyGradient:
             gradients=gradients,
             statistics=[TokenStatistics(**dict(zip(names, values, strict=True))) for values, _ in raw],
             stages=_together([stages for _, stages in raw]),
+            first=_from_the_end(gradients, structure.site_of_each()),
         )
 
     def score(self, view: View | None, batches: Sequence[MicroBatch]) -> list[Scores]:
@@ -126,6 +137,10 @@ class PolicyGradient:
             logprobs_N=scores.logprobs_N,
             entropies_N=scores.entropies_N,
             clipped_N=is_clipped(scores.logprobs_N, inputs, self._objective),
+            kl_N=kl_k3(scores.logprobs_N, inputs.behaviour_N),
+            kl_to_base_N=mx.zeros_like(scores.logprobs_N)
+            if inputs.reference_N is None
+            else kl_k3(inputs.reference_N, scores.logprobs_N),
         )
         pulled_NH, stages = self._head.pull_back(scores, gradient_N, entropy_gradient_N if has_bonus else None)
         return pulled_NH, statistics, scores.stages + stages
@@ -147,6 +162,13 @@ class PolicyGradient:
             reference_N=None if batch.base_N is None else mx.array(batch.base_N),
             entropy_threshold=batch.entropy_threshold,
         )
+
+
+def _from_the_end(gradients: Sequence[mx.array], sites: Sequence[str]) -> Stages:
+    """The gradients of the last layers' sites, an eighth of all, and those of the layers before them, as many."""
+    last_first = sorted(zip(gradients, sites, strict=True), key=lambda pair: -(layer_of(pair[1]) or 0))
+    size = len(last_first) // PARTS
+    return [[gradient for gradient, _ in last_first[start : start + size]] for start in (0, size)]
 
 
 def _together(stages_of_lanes: Sequence[Stages]) -> Stages:

@@ -23,7 +23,7 @@ from parallm.learner.pairs import to_prompted
 from parallm.learner.reward_loss import pair_loss
 from parallm.learner.reward_scores import RewardScorer, last_hidden, make_passes, scores_of
 from parallm.learner.settings import LearnerSettings
-from parallm.learner.versions import Versions
+from parallm.learner.versions import Proposal, Versions
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_arrays import REWARD_HEAD
 from parallm.model.dora import scaling_of
@@ -105,8 +105,9 @@ class RewardLearner:
             seconds += time.perf_counter() - began
             yield None
         began = time.perf_counter()
-        norm = float(mx.linalg.norm(gradient_N).item())
-        self._advance(gradient_N, norm, totals.loss, step, faults)
+        proposal = self._versions.propose(gradient_N, step)
+        norm = float(proposal.norm.item())
+        self._advance(proposal, norm, totals.loss, step, faults)
         yield self._report(totals, groups, norm, step, seconds + time.perf_counter() - began, faults)
 
     def scorer(self) -> RewardScorer:
@@ -159,7 +160,7 @@ class RewardLearner:
         margin_P = mx.array(batch.margins)
         return pair_loss(scores_P2[:, 0], scores_P2[:, 1], margin_P, center=self._settings.center_scores).sum()
 
-    def _advance(self, gradient_N: mx.array, norm: float, loss: float, step: int, faults: Faults) -> None:
+    def _advance(self, proposal: Proposal, norm: float, loss: float, step: int, faults: Faults) -> None:
         """Make the next version, or note why not."""
         if not math.isfinite(loss):
             faults.add("loss")
@@ -167,7 +168,7 @@ class RewardLearner:
             faults.add("gradient")
         else:
             try:
-                self._versions.advance(gradient_N, norm, step)
+                self._versions.advance(proposal, step)
             except AdapterNotFinite:
                 faults.add("weights")
 

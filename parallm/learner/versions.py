@@ -4,11 +4,11 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from parallm.errors import AdapterNotFinite
 from parallm.learner.flat import Arrays, Layout
 from parallm.learner.optimizer import AdapterOptimizer, scaled_to_norm
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter, next_version
+from parallm.model.adapter_arrays import Checksums, checksums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +17,22 @@ class GoodState:
 
     adapter: Adapter
     optimizer: Arrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What a gradient would make of the newest version. Not evaluated."""
+
+    norm: mx.array
+    """Of the gradient, before it is clipped."""
+    arrays: Arrays
+    optimizer: Arrays
+    checksums: Checksums
+
+    def everything(self) -> list[mx.array]:
+        """All arrays that are needed if it is taken."""
+        sums = [self.norm, self.checksums.sums, self.checksums.is_finite]
+        return [*self.arrays.values(), *self.optimizer.values(), *sums]
 
 
 class Versions:
@@ -33,20 +49,21 @@ class Versions:
         """Of gradients."""
         return self._optimizer.layout
 
-    def advance(self, gradient_N: mx.array, norm: float, step: int) -> None:
-        """Make the next version from a gradient in `layout`, of that norm, which is finite.
-
-        Raises AdapterNotFinite, changing nothing, if its weights would not be.
-        """
-        before = GoodState(adapter=self.adapter, optimizer=self._optimizer.state())
+    def propose(self, gradient_N: mx.array, step: int) -> Proposal:
+        """What a gradient in `layout` would make. Changes nothing, so that it can be built while the device is still
+        at work on the gradient."""
+        norm = mx.linalg.norm(gradient_N)
         clipped_N = scaled_to_norm(gradient_N, norm, self._settings.max_gradient_norm)
-        arrays = self._optimizer.apply(self.adapter.arrays, clipped_N, step)
-        try:
-            self.adapter = next_version(self.adapter, arrays, step + 1)
-        except AdapterNotFinite:
-            self._optimizer.restore(before.optimizer)
-            raise
-        self._good = before
+        arrays, optimizer = self._optimizer.propose(self.adapter.arrays, clipped_N, step)
+        return Proposal(norm=norm, arrays=arrays, optimizer=optimizer, checksums=checksums(arrays))
+
+    def advance(self, proposal: Proposal, step: int) -> None:
+        """Make it the next version. Raises AdapterNotFinite, changing nothing, if its weights are not finite."""
+        mx.eval(proposal.everything())
+        adapter = next_version(self.adapter, proposal.arrays, proposal.checksums, step + 1)
+        self._good = GoodState(adapter=self.adapter, optimizer=self._optimizer.state())
+        self._optimizer.restore(proposal.optimizer)
+        self.adapter = adapter
 
     def optimizer_state(self) -> Arrays:
         return self._optimizer.state()

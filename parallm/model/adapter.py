@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from parallm.model.adapter_arrays import REWARD_HEAD, arrays_digest, check_arrays
+from parallm.model.adapter_arrays import REWARD_HEAD, Checksums, arrays_digest, check_arrays
 from parallm.types import POLICY
 
 Value = TypeVar("Value", int, float)
@@ -72,10 +72,12 @@ def make_adapter(
     parent: int | None = None,
     step: int = 0,
     dropout: float = 0.0,
+    checksums: Checksums | None = None,
 ) -> Adapter:
     """An adapter of `arrays`, which are cast to float32, evaluated and hashed here; float32 arrays are not copied.
 
-    `ranks` and `alphas` are those of sites that differ from `rank` and `alpha`. Raises AdapterError if there is no
+    `ranks` and `alphas` are those of sites that differ from `rank` and `alpha`, `checksums` those of float32 `arrays`,
+    where they are known. Raises AdapterError if there is no
     site, if a site lacks an array, or if an array is not of its rank, AdapterNotFinite if one holds NaN or infinity.
     """
     single = {key: arrays[key].astype(mx.float32) for key in sorted(arrays)}
@@ -95,12 +97,13 @@ def make_adapter(
         dropout=float(dropout),
         targets=targets,
         arrays=MappingProxyType(single),
-        digest=arrays_digest(single),
+        digest=arrays_digest(single, checksums),
     )
 
 
-def next_version(adapter: Adapter, arrays: Mapping[str, mx.array], step: int) -> Adapter:
-    """The version after `adapter`, of the same form, with the arrays that `step` steps have made."""
+def next_version(adapter: Adapter, arrays: Mapping[str, mx.array], checksums: Checksums, step: int) -> Adapter:
+    """The version after `adapter`, of the same form, with the arrays that `step` steps have made. Raises
+    AdapterNotFinite if one holds NaN or infinity."""
     return make_adapter(
         arrays,
         name=adapter.name,
@@ -113,6 +116,7 @@ def next_version(adapter: Adapter, arrays: Mapping[str, mx.array], step: int) ->
         alphas=adapter.alphas,
         rslora=adapter.rslora,
         dropout=adapter.dropout,
+        checksums=checksums,
     )
 
 

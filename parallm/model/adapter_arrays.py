@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -9,6 +10,15 @@ from parallm.errors import AdapterError, AdapterNotFinite
 
 REWARD_HEAD = "reward_head"
 """Of a reward model, (hidden,): a completion's score is its product with the hidden state of the last token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checksums:
+    """What `arrays_digest` must know of the values of all arrays."""
+
+    sums: mx.array
+    """(2,) uint32."""
+    is_finite: mx.array
 
 
 def check_arrays(targets: tuple[str, ...], arrays: Mapping[str, mx.array], ranks: Mapping[str, int]) -> None:
@@ -42,27 +52,33 @@ def _check_site(site: str, arrays: Mapping[str, mx.array], rank: int) -> None:
         raise AdapterError(f"{site} has {b.shape[1]} outputs and magnitudes m of shape {m.shape}")
 
 
-def arrays_digest(arrays: Mapping[str, mx.array]) -> str:
-    """SHA-256 over the names, the shapes and two checksums of all values in the order of the names.
+def checksums(arrays: Mapping[str, mx.array]) -> Checksums:
+    """Of all values in the order of the names. Not evaluated.
 
-    The checksums are worked out where the arrays are: reading them all would move them out of a GPU's memory. Each is
-    the sum modulo 2^32 of MurmurHash3's finalizer (https://github.com/aappleby/smhasher) over a value's bits and place.
+    They are worked out where the arrays are: reading them all would move them out of a GPU's memory. Each is the sum
+    modulo 2^32 of MurmurHash3's finalizer (https://github.com/aappleby/smhasher) over a value's bits and place.
+    """
+    # one operation on all values is faster than one on each array
+    values_N = mx.concatenate([arrays[name].reshape(-1).astype(mx.float32) for name in sorted(arrays)])
+    places_N = mx.arange(values_N.size, dtype=mx.uint32)
+    sums = mx.stack([_mixed(values_N.view(mx.uint32) ^ (places_N * factor)).sum() for factor in _FACTORS])
+    return Checksums(sums=sums, is_finite=mx.isfinite(values_N).all())
+
+
+def arrays_digest(arrays: Mapping[str, mx.array], found: Checksums | None = None) -> str:
+    """SHA-256 over the names, the shapes and the checksums of `arrays`, which are `found` if they are known.
 
     Raises AdapterNotFinite, naming an array, if one holds NaN or infinity. Every version passes here when it is made,
     so none that holds such values is ever trained on or served.
     """
+    found = found or checksums(arrays)
+    mx.eval(found.sums, found.is_finite)
     names = sorted(arrays)
-    # one operation on all values is faster than one on each array
-    values_N = mx.concatenate([arrays[name].reshape(-1).astype(mx.float32) for name in names])
-    places_N = mx.arange(values_N.size, dtype=mx.uint32)
-    sums = mx.stack([_mixed(values_N.view(mx.uint32) ^ (places_N * factor)).sum() for factor in _FACTORS])
-    is_finite = mx.isfinite(values_N).all()
-    mx.eval(sums, is_finite)
-    if not is_finite.item():
+    if not found.is_finite.item():
         broken = next(name for name in names if not mx.isfinite(arrays[name]).all().item())
         raise AdapterNotFinite(f"{broken} holds values that are not finite; take an earlier version of the adapter")
     shapes = [(name, arrays[name].shape) for name in names]
-    return hashlib.sha256(f"{shapes} {sums.tolist()}".encode()).hexdigest()
+    return hashlib.sha256(f"{shapes} {found.sums.tolist()}".encode()).hexdigest()
 
 
 _FACTORS = (0x9E3779B1, 0x85EBCA77)

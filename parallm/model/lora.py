@@ -107,6 +107,10 @@ class AdapterStructure:
     sites: tuple[str, ...]
     stretched: tuple[str, ...]
 
+    def site_of_each(self) -> list[str]:
+        """A site that reads it, for each of `OneAdapter.arrays`."""
+        return [*(sites[0] for sites, _ in self.groups), *self.singles, *self.sites, *self.stretched]
+
     def view(self, arrays: Sequence[mx.array]) -> OneAdapter:
         """The view with other arrays, which `OneAdapter.arrays` gave."""
         rest = iter(arrays)

@@ -28,6 +28,12 @@ def layered_names(targets: Sequence[str]) -> LayeredNames | None:
     return LayeredNames(names=tuple(names), layers=tuple(layers))
 
 
+def layer_of(site: str) -> int | None:
+    """The number of the layer that `site` lies in; None: in none."""
+    match = LAYER_SITE.fullmatch(site)
+    return int(match["index"]) if match else None
+
+
 def outside_layers(targets: Sequence[str]) -> list[str]:
     return [site for site in targets if not LAYER_SITE.fullmatch(site)]
 

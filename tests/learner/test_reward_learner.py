@@ -16,6 +16,7 @@ from parallm.learner.reward_learner import RewardLearner
 from parallm.learner.reward_loss import pair_loss
 from parallm.learner.reward_scores import make_passes, split
 from parallm.learner.settings import LearnerSettings
+from parallm.learner.versions import Proposal
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_arrays import REWARD_HEAD
 from parallm.model.dora import scaling_of
@@ -77,7 +78,13 @@ def cut(
     learner = RewardLearner(model, lanes, settings, start=adapter, total_steps=1, seed=0)
     learner._packs = learner._packs if packs is None else packs
     taken: list[mx.array] = []
-    learner._versions.advance = lambda gradient_N, norm, step: taken.append(gradient_N)  # type: ignore[method-assign]
+    propose = learner._versions.propose
+
+    def take(gradient_N: mx.array, step: int) -> Proposal:
+        taken.append(gradient_N)
+        return propose(gradient_N, step)
+
+    learner._versions.propose = take  # type: ignore[method-assign]
     (*_, report) = learner.update(groups, step=0, max_tokens=1)
     assert report is not None
     return report.loss, learner._versions.layout.split(taken[0])
