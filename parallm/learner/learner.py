@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from parallm.device.lanes import Lanes
 from parallm.errors import AdapterNotFinite
 from parallm.learner.batch import MicroBatch, make_micro_batches
+from parallm.learner.builder import Builder
 from parallm.learner.factors import Factors
 from parallm.learner.faults import Faults
 from parallm.learner.flat import Arrays
@@ -67,15 +69,13 @@ class Round:
             mx.async_eval(self.result.stages[0])
 
     def start(self) -> None:
-        """Queue the rest of it and the head, and the backward through the last layers, which keeps the device busy
-        while Python builds what comes next."""
-        run_stages([*self.result.stages, self.result.first[0]])
+        """Queue the rest of it, the head, and the backward through the last layers, which keeps the device busy while
+        MLX looks through the whole of it."""
+        run_stages([*self.result.stages, self.result.first])
 
-    def finish(self, more: Sequence[mx.array]) -> None:
-        """Queue the rest of the backward, and `more` behind it. MLX looks through all of it before the device gets
-        any, so a few more layers go first."""
-        mx.async_eval(self.result.first[1])
-        mx.async_eval(self.gradient_N, self.norm, [found.arrays for found in self.result.statistics], more)
+    def finish(self) -> None:
+        """Queue the rest of the backward. Returns when the device has nearly done it."""
+        mx.async_eval(self.gradient_N, self.norm, [found.arrays for found in self.result.statistics])
 
 
 class Learner:
@@ -94,6 +94,7 @@ class Learner:
         self._settings = settings
         self._objective = objective_of(settings)
         self._lanes = lanes
+        self._builder = Builder(lanes.streams[0])
         self._model = model
         self._packs = can_pack(model)
         self._total_steps = total_steps
@@ -140,14 +141,11 @@ class Learner:
         while following is not None:
             current = following
             current.start()
-            # Built before the device gets the rest of the backward: MLX hands that over as the device takes it, and
-            # when it has done so, what is left does not last until the next pass or the new version is built
-            following = next(rounds, None)
-            if following is None:
-                gradient_N = factors.pull_back(current.gradient_N, self._versions.layout)
-                proposal = self._versions.propose(gradient_N, step)
-            current.finish([] if proposal is None else proposal.everything())
-            if following is not None and on_cuda():
+            next_one = partial(self._next, rounds, current, factors, step)
+            following, proposal = self._builder.meanwhile(next_one, current.finish)
+            if proposal is not None:
+                mx.async_eval(proposal.everything())
+            elif following is not None and on_cuda():
                 following.begin()
             self._look_at(current, totals, faults)
             seconds += time.perf_counter() - began
@@ -198,6 +196,16 @@ class Learner:
             more_N = factors.join(result.gradients)
             gradient_N = more_N if gradient_N is None else gradient_N + more_N
             yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
+
+    def _next(
+        self, rounds: Iterator[Round], current: Round, factors: Factors, step: int
+    ) -> tuple[Round | None, Proposal | None]:
+        """The next round, or what becomes of the newest version if `current` is the last one. Not evaluated."""
+        following = next(rounds, None)
+        if following is not None:
+            return following, None
+        gradient_N = factors.pull_back(current.gradient_N, self._versions.layout)
+        return None, self._versions.propose(gradient_N, step)
 
     def _look_at(self, found: Round, totals: Totals, faults: Faults) -> None:
         """Wait for a round and add what it found to the totals."""

@@ -28,7 +28,7 @@ from parallm.model.lora import OneAdapter, View
 from parallm.model.shared_model import SharedModel
 from parallm.model.site_names import layer_of
 
-PARTS = 8  # of the backward, of which the first two are begun apart
+FIRST = 8  # one of so many layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,8 @@ class PassResult:
     gradients: list[mx.array]
     statistics: list[TokenStatistics]
     stages: Stages
-    first: Stages
-    """Some of the gradients, in the order in which the backward comes to them."""
+    first: list[mx.array]
+    """Those of the gradients that the backward comes to first."""
 
 
 class PolicyGradient:
@@ -103,7 +103,7 @@ class PolicyGradient:
             gradients=gradients,
             statistics=[TokenStatistics(**dict(zip(names, values, strict=True))) for values, _ in raw],
             stages=_together([stages for _, stages in raw]),
-            first=_from_the_end(gradients, structure.site_of_each()),
+            first=_of_last_layers(gradients, structure.site_of_each()),
         )
 
     def score(self, view: View | None, batches: Sequence[MicroBatch]) -> list[Scores]:
@@ -164,11 +164,9 @@ class PolicyGradient:
         )
 
 
-def _from_the_end(gradients: Sequence[mx.array], sites: Sequence[str]) -> Stages:
-    """The gradients of the last layers' sites, an eighth of all, and those of the layers before them, as many."""
+def _of_last_layers(gradients: Sequence[mx.array], sites: Sequence[str]) -> list[mx.array]:
     last_first = sorted(zip(gradients, sites, strict=True), key=lambda pair: -(layer_of(pair[1]) or 0))
-    size = len(last_first) // PARTS
-    return [[gradient for gradient, _ in last_first[start : start + size]] for start in (0, size)]
+    return [gradient for gradient, _ in last_first[: len(last_first) // FIRST]]
 
 
 def _together(stages_of_lanes: Sequence[Stages]) -> Stages:
