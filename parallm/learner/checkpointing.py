@@ -15,6 +15,7 @@ import mlx.nn as nn
 from parallm.model.dropout import DropoutAdapter
 from parallm.model.lora import Binding, LoraLinear, OneAdapter
 from parallm.model.shared_model import SharedModel
+from parallm.model.trained_lora import TrainedAdapter
 
 
 def can_checkpoint(model: SharedModel) -> bool:
@@ -51,15 +52,15 @@ class _CheckpointedLayer:
 
     def __call__(self, x: mx.array, *arguments: Any, **options: Any) -> Any:
         view = self.binding.view
-        if not isinstance(view, OneAdapter | DropoutAdapter):
+        if not isinstance(view, OneAdapter | DropoutAdapter | TrainedAdapter):
             return self.layer(x, *arguments, **options)
         sites = [module.site for module in self.layer.modules() if isinstance(module, LoraLinear)]
-        adapter = (view.adapter if isinstance(view, DropoutAdapter) else view).only(sites)
+        adapter = (view if isinstance(view, OneAdapter) else view.adapter).only(sites)
         structure = adapter.structure()
 
         def compute(x: mx.array, arrays: list[mx.array]) -> Any:
             part = structure.view(arrays)
-            with self.binding.applied(replace(view, adapter=part) if isinstance(view, DropoutAdapter) else part):
+            with self.binding.applied(part if isinstance(view, OneAdapter) else replace(view, adapter=part)):
                 return self.layer(x, *arguments, **options)
 
         # gradients reach what is an argument, not what `compute` finds around it

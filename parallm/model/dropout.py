@@ -5,7 +5,9 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from parallm.model.cuda import on_cuda
 from parallm.model.lora import OneAdapter, View
+from parallm.model.trained_lora import TrainedAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ def training_view(adapter: OneAdapter, probability: float, key: mx.array) -> Vie
     With dropout `adapter` must not be widened (`one_adapter`).
     """
     if probability == 0:
-        return adapter
+        return TrainedAdapter(adapter) if on_cuda() else adapter
     keys = mx.random.split(key, len(adapter.a_IR))
     apart = replace(adapter, joined={})  # joined sites would share their input
     return DropoutAdapter(apart, probability, dict(zip(sorted(adapter.a_IR), keys, strict=True)))

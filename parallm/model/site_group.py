@@ -18,6 +18,7 @@ from parallm.model.cuda import VECTOR_BYTES
 from parallm.model.lora import LoraLinear, View
 from parallm.model.origins import remember
 from parallm.model.row_lora import Products, RowAdapters
+from parallm.model.trained_lora import TrainedAdapter
 
 ARRAYS = ("weight", "scales", "biases", "bias")
 """Of linear layers, quantized or not; the first axis of each is the output."""
@@ -32,11 +33,14 @@ class SiteGroup:
         self._widths = [layer.linear.weight.shape[0] for layer in layers]
         self._cuts = [sum(self._widths[:count]) for count in range(1, len(layers))]
         self._joined = joined
+        self._linears = [layer.linear for layer in layers]
         self._x: mx.array | None = None  # the input that the outputs are of; nothing is kept when all are fetched
         self._outputs: dict[str, mx.array] = {}
 
     def serves(self, view: View | None) -> bool:
-        """Whether this is how to compute `view`: gradients do not pass here."""
+        """Whether this is how to compute `view`."""
+        if isinstance(view, TrainedAdapter):
+            return view.serves(self.sites, self._linears)
         return view is None or isinstance(view, RowAdapters)
 
     def output(self, site: str, x: mx.array, view: View | None) -> mx.array:
@@ -50,6 +54,8 @@ class SiteGroup:
         return output
 
     def _all(self, x: mx.array, view: View | None) -> list[mx.array]:
+        if isinstance(view, TrainedAdapter):
+            return view.outputs(self.sites, self._linears, x)
         y = self._joined(x)
         factors = view.factors(self.sites) if isinstance(view, RowAdapters) else None
         if factors is not None and isinstance(view, RowAdapters):

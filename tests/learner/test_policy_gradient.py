@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +22,11 @@ from parallm.learner.preparation import Prepared, prepare
 from parallm.learner.presets import PRESETS
 from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
+from parallm.model.load import load_shared_model
 from parallm.model.lora import Scaling, initial_arrays, one_adapter
+from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.model.site_group import form_groups
 from parallm.model.token_scores import token_scores
 from parallm.types import TrajectoryGroup
 
@@ -240,6 +244,26 @@ def test_joined_sites_may_take_the_columns_of_all(
     expected = chunked(model, lanes, adapter, groups)
     monkeypatch.setattr("parallm.learner.factors.on_cuda", lambda: True)  # where that is how it is computed
     assert_close(chunked(model, lanes, adapter, groups, checkpoints=checkpoints), expected)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_sites_may_add_their_gradients_to_one_another(
+    tiny_model: Callable[[str], Path],
+    lanes: Lanes,
+    make_start: Callable[..., Adapter],
+    groups: list[TrajectoryGroup],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoints: bool,
+) -> None:
+    model = load_shared_model(ModelSettings(path=str(tiny_model("qwen3")), lora=LoraSettings(rank=4)))
+    adapter = make_start(model)
+    expected = chunked(model, lanes, adapter, groups, objective=PRESETS["dapo"])
+    for module in ("parallm.learner.factors", "parallm.model.dropout"):  # as on a GPU
+        monkeypatch.setattr(f"{module}.on_cuda", lambda: True)
+    monkeypatch.setattr("parallm.learner.policy_gradient.can_trim", lambda _: False)  # groups without a view need one
+    form_groups(model.base, model.joined)
+    found = chunked(model, lanes, adapter, groups, objective=PRESETS["dapo"], checkpoints=checkpoints)
+    assert_close(found, expected)
 
 
 def test_checkpointed_layers_drop_the_same_inputs_again(
