@@ -32,16 +32,15 @@ class AdapterOptimizer:
         for adamw, size in zip(self._adamws.values(), sizes.values(), strict=True):
             adamw.init({"all": mx.zeros((size,))})
 
-    def propose(self, arrays: Mapping[str, mx.array], gradient_N: mx.array, step: int) -> tuple[Arrays, Arrays]:
-        """New arrays, and the state that goes with them (see `restore`). Nothing is evaluated, nothing is changed.
+    def propose(self, numbers_N: mx.array, gradient_N: mx.array, step: int) -> tuple[mx.array, Arrays]:
+        """New numbers, and the state that goes with them (see `restore`). Nothing is evaluated, nothing is changed.
 
-        `step` counts from 0 and sets the learning rate. `gradient_N` is the gradient in `layout`.
+        `step` counts from 0 and sets the learning rate. `numbers_N` are the arrays in `layout`, `gradient_N` is their
+        gradient.
         """
         before = self.state()
         rate = learning_rate(self._settings, step, self._total_steps)
-        pairs = zip(
-            *(mx.split(flat_N, [self._num_b]) for flat_N in (self.layout.join(arrays), gradient_N)), strict=True
-        )
+        pairs = zip(*(mx.split(flat_N, [self._num_b]) for flat_N in (numbers_N, gradient_N)), strict=True)
         updated: list[mx.array] = []
         ratios = (self._settings.lora_plus_ratio, 1)
         for adamw, ratio, (old, gradient) in zip(self._adamws.values(), ratios, pairs, strict=True):
@@ -49,7 +48,7 @@ class AdapterOptimizer:
             updated.append(adamw.apply_gradients({"all": gradient}, {"all": old})["all"])
         after = self.state()
         self.restore(before)
-        return self.layout.split(mx.concatenate(updated)), after
+        return mx.concatenate(updated), after
 
     def state(self) -> Arrays:
         """Everything that the next step depends on, by flat names."""

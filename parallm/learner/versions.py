@@ -25,14 +25,17 @@ class Proposal:
 
     norm: mx.array
     """Of the gradient, before it is clipped."""
+    numbers_N: mx.array
+    """Of the new arrays, in `Versions.layout`."""
     arrays: Arrays
+    """Parts of `numbers_N`."""
     optimizer: Arrays
     checksums: Checksums
 
     def everything(self) -> list[mx.array]:
         """All arrays that are needed if it is taken."""
         sums = [self.norm, self.checksums.sums, self.checksums.is_finite]
-        return [*self.arrays.values(), *self.optimizer.values(), *sums]
+        return [self.numbers_N, *self.arrays.values(), *self.optimizer.values(), *sums]
 
 
 class Versions:
@@ -43,6 +46,7 @@ class Versions:
         self.adapter = start  # the newest version; written only by the methods here
         self._optimizer = AdapterOptimizer(settings, total_steps, start.arrays)
         self._good = GoodState(adapter=start, optimizer=self._optimizer.state())
+        self._joined: tuple[Adapter, mx.array] | None = None  # the last version that was made, and its numbers
 
     @property
     def layout(self) -> Layout:
@@ -54,8 +58,9 @@ class Versions:
         at work on the gradient."""
         norm = mx.linalg.norm(gradient_N)
         clipped_N = scaled_to_norm(gradient_N, norm, self._settings.max_gradient_norm)
-        arrays, optimizer = self._optimizer.propose(self.adapter.arrays, clipped_N, step)
-        return Proposal(norm=norm, arrays=arrays, optimizer=optimizer, checksums=checksums(arrays))
+        numbers_N, optimizer = self._optimizer.propose(self._numbers(), clipped_N, step)
+        arrays = self.layout.split(numbers_N)
+        return Proposal(norm=norm, numbers_N=numbers_N, arrays=arrays, optimizer=optimizer, checksums=checksums(arrays))
 
     def advance(self, proposal: Proposal, step: int) -> None:
         """Make it the next version. Raises AdapterNotFinite, changing nothing, if its weights are not finite."""
@@ -64,6 +69,7 @@ class Versions:
         self._good = GoodState(adapter=self.adapter, optimizer=self._optimizer.state())
         self._optimizer.restore(proposal.optimizer)
         self.adapter = adapter
+        self._joined = (adapter, proposal.numbers_N)
 
     def optimizer_state(self) -> Arrays:
         return self._optimizer.state()
@@ -86,3 +92,9 @@ class Versions:
             self._optimizer.restore(good.optimizer)
             self._good = GoodState(adapter=self.adapter, optimizer=good.optimizer)
         return self.adapter
+
+    def _numbers(self) -> mx.array:
+        """Of the newest version, in `layout`. Joining its arrays takes a kernel for each."""
+        if self._joined is not None and self._joined[0] is self.adapter:
+            return self._joined[1]
+        return self.layout.join(self.adapter.arrays)

@@ -18,9 +18,9 @@ def settings(**values: object) -> LearnerSettings:
 def applied(
     optimizer: AdapterOptimizer, arrays: dict[str, mx.array], gradients: dict[str, mx.array], step: int
 ) -> dict[str, mx.array]:
-    new, state = optimizer.propose(arrays, optimizer.layout.join(gradients), step)
+    numbers_N, state = optimizer.propose(optimizer.layout.join(arrays), optimizer.layout.join(gradients), step)
     optimizer.restore(state)
-    return new
+    return optimizer.layout.split(numbers_N)
 
 
 def test_the_first_step_has_the_size_of_the_learning_rate() -> None:
