@@ -34,6 +34,7 @@ class SiteGroup:
         self._cuts = [sum(self._widths[:count]) for count in range(1, len(layers))]
         self._joined = joined
         self._linears = [layer.linear for layer in layers]
+        self._is_gated = False  # whether somebody has asked for SwiGLU of the outputs, as those do who always will
         self._x: mx.array | None = None  # the input that the outputs are of; nothing is kept when all are fetched
         self._outputs: dict[str, mx.array] = {}
 
@@ -55,7 +56,7 @@ class SiteGroup:
 
     def _all(self, x: mx.array, view: View | None) -> list[mx.array]:
         if isinstance(view, TrainedAdapter):
-            return view.outputs(self.sites, self._linears, x)
+            return self._trained(x, view)
         y = self._joined(x)
         factors = view.factors(self.sites) if isinstance(view, RowAdapters) else None
         if factors is not None and isinstance(view, RowAdapters):
@@ -68,11 +69,22 @@ class SiteGroup:
             return self._halves(Products(y, x, self._widths, None, None).apart(), partial(swiglu_of_halves, y))
         return self._halves(mx.split(y, self._cuts, axis=-1), partial(swiglu_of_halves, y))
 
+    def _trained(self, x: mx.array, view: TrainedAdapter) -> list[mx.array]:
+        if not self._is_gated:  # whoever reads them by themselves would have to copy them
+            return view.outputs(self.sites, self._linears, x)
+        y = view.joined_output(self.sites, self._joined, x)
+        return self._halves(mx.split(y, self._cuts, axis=-1), partial(swiglu_of_halves, y))
+
     def _halves(self, parts: list[mx.array], gated: Callable[[], mx.array]) -> list[mx.array]:
         """`parts`; of two that are alike SwiGLU is `gated`."""
+
+        def taken() -> mx.array:
+            self._is_gated = True
+            return gated()
+
         if len(parts) == 2 and self._widths[0] == self._widths[1]:
             for place, part in enumerate(parts):
-                remember(part, Half(gated=gated, place=place))
+                remember(part, Half(gated=taken, place=place))
         return parts
 
 

@@ -1,8 +1,8 @@
 """LoRA sites in training on a GPU: gradients of one input are added by the products that make them.
 
 A site's input gets a gradient from the base's product and one from A. MLX adds them with a kernel, as it does those of
-several sites. Here the product with A adds itself to the others; queries, keys and values, whose products do not widen
-their input, each add themselves to the one before. cuBLAS was not faster with that for gate and up.
+several sites. Here the product with A adds itself to the others. Queries, keys and values each add themselves to the
+one before; gate and up, whose SwiGLU reads them side by side, are one product forward and backward.
 
 Axes: M tokens, I input, O output, K columns of all A that one input is multiplied by.
 """
@@ -49,6 +49,13 @@ class TrainedAdapter:
             for site, product_MO in zip(sites, products, strict=True)
         ]
 
+    def joined_output(self, sites: Sequence[str], joined: nn.Linear, x: mx.array) -> mx.array:
+        """The outputs of `sites`, which it serves, beside each other, as `joined` gives those of the base."""
+        a_IK = self._shared_a(sites)
+        assert a_IK is not None
+        b_KO = mx.concatenate([self.adapter.b_RO[site] for site in sites], axis=1)
+        return _together(x.flatten(0, -2), a_IK, b_KO, joined).reshape(*x.shape[:-1], -1)
+
     def _shared_a(self, sites: Sequence[str]) -> mx.array | None:
         """A of all `sites`, if B of each takes all of its columns."""
         if len(sites) == 1:
@@ -90,3 +97,22 @@ def _apart(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> list
 
     hidden_MK, x_MI = forward(x_MI, a_IK)
     return [hidden_MK, *(linear(x_MI) for linear in linears)]
+
+
+def _together(x_MI: mx.array, a_IK: mx.array, b_KO: mx.array, joined: nn.Linear) -> mx.array:
+    """`joined` of `x_MI`, and to it the product with A and B."""
+
+    @mx.custom_function  # type: ignore[untyped-decorator]
+    def forward(x_MI: mx.array, a_IK: mx.array, b_KO: mx.array) -> list[mx.array]:
+        hidden_MK = x_MI @ a_IK
+        return [mx.addmm(joined(x_MI), hidden_MK, b_KO), hidden_MK]
+
+    @forward.vjp  # type: ignore[untyped-decorator]
+    def backward(primals: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]) -> list[mx.array]:
+        (x_MI, a_IK, b_KO), gradient_MO, hidden_MK = primals, cotangents[0], outputs[1]
+        pulled_MK = gradient_MO @ b_KO.T
+        gradient_MI = mx.addmm(gradient_MO @ joined.weight, pulled_MK, a_IK.T)
+        return [gradient_MI, x_MI.T @ pulled_MK, hidden_MK.T @ gradient_MO]
+
+    found: list[mx.array] = forward(x_MI, a_IK, b_KO)
+    return found[0]

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -6,10 +6,11 @@ import pytest
 
 from parallm.model.activations import swiglu
 from parallm.model.cuda import on_cuda
-from parallm.model.lora import Binding, LoraLinear, Scaling, initial_arrays, one_adapter
+from parallm.model.lora import Binding, LoraLinear, OneAdapter, Scaling, View, initial_arrays, one_adapter
 from parallm.model.origins import origin_of
 from parallm.model.row_lora import RowAdapters, flat_factors, order_rows
 from parallm.model.site_group import form_groups
+from parallm.model.trained_lora import TrainedAdapter
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 WIDTHS = {"q": 64, "k": 32, "v": 32, "o": 64}
@@ -111,6 +112,40 @@ def test_halves_of_one_product_are_gated_where_they_are(shape: tuple[int, int]) 
     assert mx.abs(found - wanted).max().item() <= TOLERANCE * mx.abs(wanted).max().item()
     swapped = swiglu(up, gate)
     assert mx.abs(swapped - wanted).max().item() > TOLERANCE * mx.abs(wanted).max().item()
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_gated_sites_are_trained_as_one_product(dtype: mx.Dtype) -> None:
+    layers, binding = GatedLayers(Binding()), Binding()
+    layers.set_dtype(dtype)
+    for layer in (layers.gate, layers.up):
+        layer.binding = binding
+    shapes = {"gate": (64, 48), "up": (64, 48)}
+    arrays = {name: array / 4 + 0.1 for name, array in initial_arrays(shapes, 8, mx.random.key(0)).items()}
+    chosen = Scaling(dict.fromkeys(shapes, 2.0), {}, dtype, [("gate", "up")])
+    view = one_adapter(arrays, chosen, widens=True)
+    x, structure = mx.random.normal((5, 7, 64)).astype(dtype), view.structure()
+
+    def gradients(make: Callable[[OneAdapter], View]) -> list[mx.array]:
+        def total(factors: list[mx.array], x: mx.array) -> mx.array:
+            with binding.applied(make(structure.view(factors))):
+                y = layers(x)
+            return (y * mx.sin(mx.arange(y.size).reshape(y.shape))).sum()
+
+        value, (found, of_x) = mx.value_and_grad(total, argnums=(0, 1))(view.arrays(), x)
+        return [value, of_x, *found]
+
+    wanted = gradients(lambda adapter: adapter)
+    form_groups(layers, [("gate", "up")])
+    apart = gradients(TrainedAdapter)
+    layers(x)
+    together = gradients(TrainedAdapter)
+    tolerance = 2e-2 if dtype == mx.bfloat16 else 1e-2
+    for one, other, expected in zip(apart, together, wanted, strict=True):
+        largest = mx.abs(expected).max().item()
+        assert mx.abs(one - expected).max().item() <= tolerance * largest
+        assert mx.abs(other - expected).max().item() <= tolerance * largest
 
 
 def outputs_of(layers: Layers, binding: Binding, x: mx.array, view: object) -> Sequence[mx.array]:

@@ -76,3 +76,29 @@ def test_groups_that_lack_a_site_or_do_more_than_multiply_take_the_plain_way() -
     assert served(adapter_of(without)) == ["gate", "up", "down"]
     layers.down.linear.weight = layers.down.linear.weight.astype(mx.bfloat16)
     assert served(adapter_of(arrays)) == ["q", "k", "gate", "up"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_sites_that_are_one_product_have_the_outputs_and_gradients_of_several(bias: bool) -> None:
+    layers, x = Block(Binding(), bias=bias), mx.random.normal((2, 5, 64))
+    linears = [layers.gate.linear, layers.up.linear]
+    joined = nn.Linear(64, 192, bias=bias)
+    for name in ("weight", "bias") if bias else ("weight",):
+        joined[name] = mx.concatenate([linear[name] for linear in linears])
+    adapter = adapter_of(random_arrays())
+    structure = adapter.structure()
+
+    def gradients(outputs: Callable[[TrainedAdapter, mx.array], mx.array]) -> list[mx.array]:
+        def total(arrays: list[mx.array], x: mx.array) -> mx.array:
+            y = outputs(TrainedAdapter(structure.view(arrays)), x)
+            return (y * mx.sin(mx.arange(y.size).reshape(y.shape))).sum()
+
+        value, (found, of_x) = mx.value_and_grad(total, argnums=(0, 1))(adapter.arrays(), x)
+        return [value, of_x, *found]
+
+    sites = ("gate", "up")
+    expected = gradients(lambda view, x: mx.concatenate(view.outputs(sites, linears, x), axis=-1))
+    found = gradients(lambda view, x: view.joined_output(sites, joined, x))
+    tolerance = 1e-2 if mx.default_device() != mx.Device(mx.cpu) else 2e-5
+    for one, other in zip(found, expected, strict=True):
+        assert mx.abs(one - other).max().item() <= tolerance * max(mx.abs(other).max().item(), 1e-30)
