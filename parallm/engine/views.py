@@ -1,6 +1,6 @@
 """Which LoRA view a set of rows needs: none for the base, one adapter, a few side by side, or stacks of many.
 
-With MLX's CUDA build one view serves rows of up to eight versions, see `row_lora`; the others do what it cannot.
+With MLX's CUDA build one view serves rows of any versions, see `row_lora`; the others do what it cannot.
 """
 
 import operator
@@ -11,18 +11,18 @@ from typing import TypeVar
 
 import mlx.core as mx
 
+from parallm.engine.version_factors import VersionFactors, VersionKey
 from parallm.model.adapter import Adapter
 from parallm.model.dora import scaling_of
 from parallm.model.lora import OneAdapter, View, one_adapter
 from parallm.model.mixed_adapters import MixedAdapters, stack_adapters
-from parallm.model.row_lora import MOST_VERSIONS, NO_ADAPTER, FlatFactors, RowAdapters, flat_factors, order_rows
+from parallm.model.row_lora import NO_ADAPTER, RowAdapters, order_rows
 from parallm.model.shared_model import SharedModel
 from parallm.model.side_by_side import MOST_ADAPTERS, SideBySide, side_by_side
 
 MOST_KEPT = 16
 MOST_SETS = 2  # each is a copy of all its adapters, and rows change sets one way
 
-Key = tuple[str, int]
 Kept = TypeVar("Kept")
 Made = TypeVar("Made")
 
@@ -32,11 +32,11 @@ class AdapterViews:
 
     def __init__(self, model: SharedModel) -> None:
         self._model = model
-        self._ones: OrderedDict[Key, OneAdapter] = OrderedDict()
-        self._few: OrderedDict[tuple[Key, ...], SideBySide] = OrderedDict()
-        self._stacks: OrderedDict[tuple[Key | None, ...], MixedAdapters] = OrderedDict()
+        self._ones: OrderedDict[VersionKey, OneAdapter] = OrderedDict()
+        self._few: OrderedDict[tuple[VersionKey, ...], SideBySide] = OrderedDict()
+        self._stacks: OrderedDict[tuple[VersionKey | None, ...], MixedAdapters] = OrderedDict()
         self._last: tuple[Sequence[Adapter | None], View | None] = ((), None)  # rows seldom change
-        self._flats: OrderedDict[Key, FlatFactors | None] = OrderedDict()
+        self._factors = VersionFactors(model)
 
     def for_rows(self, adapters_B: Sequence[Adapter | None]) -> View | None:
         """The view for rows that use `adapters_B` (None: the base)."""
@@ -65,41 +65,21 @@ class AdapterViews:
         index = {key: place for place, key in enumerate(order)}
         return replace(stack, index_B=mx.array([index[_key(adapter)] for adapter in adapters_B], mx.uint32))
 
-    def _rows(self, keys_B: Sequence[Key | None], present: Mapping[Key, Adapter]) -> RowAdapters | None:
+    def _rows(self, keys_B: Sequence[VersionKey | None], present: Mapping[VersionKey, Adapter]) -> RowAdapters | None:
         """The view of the kernels, or None where they cannot serve these versions together."""
-        versions = sorted(present)
-        if len(versions) > MOST_VERSIONS:
+        found = self._factors.of(present)
+        if found is None:
             return None
-        flats = [self._flat(present[key]) for key in versions]
-        layouts = {flat.layout for flat in flats if flat is not None}
-        if len(layouts) != 1 or None in flats:
-            return None
-        # few numbers of versions, as each is compiled anew
-        count = 1 << (len(versions) - 1).bit_length()
-        arrays = [flat.arrays for flat in flats if flat is not None]
-        index_B = [NO_ADAPTER if key is None else versions.index(key) for key in keys_B]
-        return RowAdapters(
-            layout=layouts.pop(),
-            versions=(*arrays, *arrays[:1] * (count - len(arrays))),
-            order_B2=order_rows(index_B, count),
-        )
+        index_B = [NO_ADAPTER if key is None else found.places[key] for key in keys_B]
+        return RowAdapters(factors=found.factors, order_B2=order_rows(index_B, found.factors.num_versions))
 
     def clear(self) -> None:
         """Forget what is kept; views that are in use go on."""
         self._ones.clear()
         self._few.clear()
         self._stacks.clear()
-        self._flats.clear()
+        self._factors.clear()
         self._last = ((), None)
-
-    def _flat(self, adapter: Adapter) -> FlatFactors | None:
-        key = (adapter.name, adapter.version)
-        if key not in self._flats:
-            one = one_adapter(adapter.arrays, scaling_of(adapter, self._model))
-            self._flats[key] = flat_factors(one, self._model.groups, self._model.dtype)
-            _shrink(self._flats, MOST_KEPT)
-        self._flats.move_to_end(key)
-        return self._flats[key]
 
     def _one(self, adapter: Adapter) -> OneAdapter:
         key = (adapter.name, adapter.version)
@@ -111,14 +91,14 @@ class AdapterViews:
         self._ones.move_to_end(key)
         return self._ones[key]
 
-    def _side_by_side(self, keys: tuple[Key, ...], adapters: Sequence[Adapter]) -> SideBySide:
+    def _side_by_side(self, keys: tuple[VersionKey, ...], adapters: Sequence[Adapter]) -> SideBySide:
         if keys not in self._few:
             self._few[keys] = side_by_side([self._one(adapter) for adapter in adapters], self._model.sites)
             _shrink(self._few, MOST_SETS)
         self._few.move_to_end(keys)
         return self._few[keys]
 
-    def _stack(self, keys: tuple[Key | None, ...], adapters: Sequence[Adapter | None]) -> MixedAdapters:
+    def _stack(self, keys: tuple[VersionKey | None, ...], adapters: Sequence[Adapter | None]) -> MixedAdapters:
         if keys not in self._stacks:
             stack = stack_adapters(
                 [None if adapter is None else self._one(adapter) for adapter in adapters], self._model.sites
@@ -130,7 +110,7 @@ class AdapterViews:
         return self._stacks[keys]
 
 
-def _key(adapter: Adapter | None) -> Key | None:
+def _key(adapter: Adapter | None) -> VersionKey | None:
     return None if adapter is None else (adapter.name, adapter.version)
 
 

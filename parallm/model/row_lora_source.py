@@ -1,13 +1,14 @@
 """Sources of the kernels in `row_lora`.
 
-T type of all arrays but the sums, K columns of all A of a group, VERSIONS adapters, TILE rows that a block serves:
-constants. `order` holds rows and the versions that they use, those of a version beside each other: the rows of a tile
-use one version, or few, and read its factors once.
+T type of all arrays but the sums, K columns of all A of a group, TILE rows that a block serves, SORTED: constants.
+`order` holds rows and the versions that they use, if SORTED those of a version beside each other: the rows of a tile
+use one version, or few, and read its factors once. `factors` (V, N) may hold versions that no row uses.
 
 These kernels wait for memory more than they compute, so loads that do not depend on each other are issued together.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 
 COLUMNS = 8  # of A that a warp of `shrink` multiplies by
@@ -15,17 +16,25 @@ MOST_WARPS = 8  # of a block of `shrink`
 EXPAND_THREADS = 64  # of a block
 
 _OWN = """
-  const T* factors[] = {FACTORS};
-  int own[TILE], lowest = VERSIONS, highest = -1;  // versions; -1 for rows without an adapter
+  constexpr int none_left = 1 << 30;
+  int own[TILE];  // versions; -1 for rows without an adapter
 #pragma unroll
-  for (int t = 0; t < TILE; t++) {
-    own[t] = order[min(first + t, rows - 1) / tokens * 2 + 1];
-    if (own[t] >= 0) lowest = min(lowest, own[t]);
-    highest = max(highest, own[t]);
-  }
+  for (int t = 0; t < TILE; t++) own[t] = order[min(first + t, rows - 1) / tokens * 2 + 1];
+  auto used_after = [&](int version) {
+    int next = none_left;
+#pragma unroll
+    for (int t = 0; t < TILE; t++)
+      if (own[t] > version) next = min(next, own[t]);
+    return next;
+  };
 """
 _ROW_AT = """
-  auto row_at = [&](int place) { return int64_t(PLACE); };
+  auto row_at = [&](int place) {
+    return int64_t(SORTED ? order[place / tokens * 2] * tokens + place % tokens : place);
+  };
+"""
+_UNORDERED = """
+  auto row_at = [&](int place) { return int64_t(place); };
 """
 # A lane takes a vector of the input and the same of each column; the sums of all lanes are then added by halves: after
 # each exchange a lane has half as many sums, which stand for twice as many lanes.
@@ -36,13 +45,13 @@ _SHRINK = """
   const int lane = threadIdx.x % 32;
   ROW_AT
   OWN
-  const int64_t start = starts[0];
+  const int64_t numbers = factors_shape[1], start = starts[0];
 #pragma unroll 1
   for (int column = threadIdx.x / 32 * COLUMNS; column < K; column += blockDim.x / 32 * COLUMNS) {
     float sum[TILE * COLUMNS] = {};
 #pragma unroll 1
-    for (int version = lowest; version <= highest; version++) {
-      const T* a = factors[version] + start + int64_t(column) * width;
+    for (int version = used_after(-1); version < none_left; version = used_after(version)) {
+      const T* a = factors + version * numbers + start + int64_t(column) * width;
 #pragma unroll 1
       for (int i = begin + lane * P::size; i < end; i += 32 * P::size) {
         P factor[COLUMNS], given[TILE];
@@ -153,15 +162,16 @@ _FETCHED = """
   OWN
   const int ranks[] = {RANKS}, columns[] = {COLUMNS_OF};
   const int rank = ranks[min(site, SITES - 1)], column = columns[min(site, SITES - 1)];
-  const int64_t begin = starts[1 + min(site, SITES - 1)] + vector * P::size;
+  const int64_t numbers = factors_shape[1], begin = starts[1 + min(site, SITES - 1)] + vector * P::size;
+  const int lowest = used_after(-1);
   P factor[AT_ONCE];
   auto fetch = [&](int version, int r) {
-    const T* b = factors[version] + begin + int64_t(r) * width;
+    const T* b = factors + version * numbers + begin + int64_t(r) * width;
 #pragma unroll
     for (int u = 0; u < AT_ONCE; u++)
       if (r + u < rank && is_inside) factor[u] = *reinterpret_cast<const P*>(b + int64_t(u) * width);
   };
-  if (lowest <= highest) fetch(lowest, 0);
+  if (lowest < none_left) fetch(lowest, 0);
 
   __shared__ float4 hidden[TILE][K / 4];
   const float4* parts_of = reinterpret_cast<const float4*>(parts);
@@ -182,7 +192,7 @@ _FETCHED = """
 """
 _ADDED = """
 #pragma unroll 1
-  for (int version = lowest; version <= highest; version++)
+  for (int version = lowest; version < none_left; version = used_after(version))
 #pragma unroll 1
     for (int r = 0; r < rank; r += AT_ONCE) {
       if (version > lowest || r > 0) fetch(version, r);
@@ -199,27 +209,26 @@ _ADDED = """
 """
 
 
-def shrink_source(num_versions: int) -> str:
-    """Inputs `x` (B, T, I), `order` (B, 2), `starts` and `version0`, `version1`, ... (N,), which hold A (K, I) from
-    `starts[0]` on; output `parts`: sums over chunks of I, in the order of `order`."""
-    names = {"OWN": _OWN, "ROW_AT": _row_at(num_versions), "VERSIONS": num_versions}
-    return _filled(_SHRINK, **names, FACTORS=_versions(num_versions), COLUMNS=COLUMNS)
+@cache
+def shrink_source() -> str:
+    """Inputs `x` (B, T, I), `order` (B, 2), `starts` and `factors` (V, N), where A (K, I) of a version begins at
+    `starts[0]`; output `parts`: sums over chunks of I, in the order of `order`."""
+    return _filled(_SHRINK, OWN=_OWN, ROW_AT=_ROW_AT, COLUMNS=COLUMNS)
 
 
-def expand_source(widths: Sequence[int], ranks: Sequence[int], num_versions: int, *, gated: bool = False) -> str:
-    """Inputs `y` (B, T, sum of widths) and, where there are versions, `parts` and what `shrink` gets, where B (R, O) of
+@cache
+def expand_source(widths: tuple[int, ...], ranks: tuple[int, ...], *, gated: bool = False) -> str:
+    """Inputs `y` (B, T, sum of widths) and, where there are `ranks`, `parts` and what `shrink` gets, where B (R, O) of
     site s begins at `starts[1 + s]`; outputs `out0`, `out1`, ... of each site, or if `gated` the `product` of two:
     silu of the first by the second, both rounded before."""
-    added = {"FETCHED": _FETCHED, "ADDED": _ADDED} if num_versions else {"FETCHED": "", "ADDED": ""}
+    added = {"FETCHED": _FETCHED, "ADDED": _ADDED} if ranks else {"FETCHED": "", "ADDED": ""}
     ways = {"PLACED": _SIDE_BY_SIDE, "STORED": _GATED} if gated else {"PLACED": _IN_TURN, "STORED": _APART}
     return _filled(
         _EXPAND,
         **added,
         **ways,
         OWN=_OWN,
-        ROW_AT=_row_at(num_versions),
-        VERSIONS=num_versions,
-        FACTORS=_versions(num_versions),
+        ROW_AT=_ROW_AT if ranks else _UNORDERED,
         WIDTHS=_listed(widths),
         RANKS=_listed(ranks),
         COLUMNS_OF=_listed([0, *accumulate(ranks)][: len(ranks)]),
@@ -228,16 +237,6 @@ def expand_source(widths: Sequence[int], ranks: Sequence[int], num_versions: int
         TOTAL=sum(widths),
         THREADS=EXPAND_THREADS,
     )
-
-
-def _versions(num_versions: int) -> str:
-    return _listed([f"version{place}" for place in range(num_versions)])
-
-
-def _row_at(num_versions: int) -> str:
-    """How a place becomes a row. With one version rows are not sorted: that saves waiting for their numbers."""
-    is_sorted = num_versions > 1
-    return _filled(_ROW_AT, PLACE="order[place / tokens * 2] * tokens + place % tokens" if is_sorted else "place")
 
 
 def _listed(values: Sequence[object]) -> str:

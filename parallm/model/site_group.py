@@ -58,7 +58,7 @@ class SiteGroup:
         if isinstance(view, TrainedAdapter):
             return self._trained(x, view)
         y = self._joined(x)
-        factors = view.factors(self.sites) if isinstance(view, RowAdapters) else None
+        factors = view.of_group(self.sites) if isinstance(view, RowAdapters) else None
         if factors is not None and isinstance(view, RowAdapters):
             products = Products(y, x, self._widths, factors, view.order_B2)
             return self._halves(products.apart(), products.gated)

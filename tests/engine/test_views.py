@@ -1,27 +1,135 @@
-"""What is made of adapters for the kernels is made once for each set of versions, whatever rows use them."""
+"""What is made of adapters for the kernels serves whatever rows use them, as long as no other version comes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import mlx.core as mx
+import pytest
 
 from parallm.engine.views import AdapterViews
 from parallm.model.adapter import Adapter
 from parallm.model.row_lora import RowAdapters
 from parallm.model.shared_model import SharedModel
 
+RowsOf = Callable[..., RowAdapters]
 
-def test_rows_of_the_same_versions_share_their_factors(
-    load_tiny: Callable[..., SharedModel], random_adapter: Callable[..., Adapter]
-) -> None:
-    model = load_tiny("llama")
-    alone = [site for site in model.sites if not any(site in sites for sites in model.joined)]
-    views = AdapterViews(replace(model, groups=(*model.joined, *((site,) for site in alone))))
-    one, two = random_adapter(model, 1, rank=8), random_adapter(model, 2, rank=8)
-    first, again, other = (views.for_rows(rows) for rows in ([one, None, two], [one, None, two], [two, one, two, one]))
-    assert isinstance(first, RowAdapters)
-    assert isinstance(other, RowAdapters)
+
+@pytest.fixture
+def model(load_tiny: Callable[..., SharedModel]) -> SharedModel:
+    """With groups of sites as they are formed on CUDA."""
+    tiny = load_tiny("llama")
+    alone = [site for site in tiny.sites if not any(site in sites for sites in tiny.joined)]
+    return replace(tiny, groups=(*tiny.joined, *((site,) for site in alone)))
+
+
+@pytest.fixture
+def views(model: SharedModel) -> AdapterViews:
+    return AdapterViews(model)
+
+
+@pytest.fixture
+def rows_of(model: SharedModel, views: AdapterViews, random_adapter: Callable[..., Adapter]) -> RowsOf:
+    """The view of rows that use these versions; 0 is the base."""
+    made: dict[int, Adapter] = {}
+
+    def rows(*versions: int, rank: int = 8) -> RowAdapters:
+        for version in versions:
+            if version and version not in made:
+                made[version] = random_adapter(model, version, rank=rank)
+        view = views.for_rows([made.get(version) for version in versions])
+        assert isinstance(view, RowAdapters)
+        return view
+
+    return rows
+
+
+def factors_of_rows(view: RowAdapters, num_rows: int) -> list[mx.array | None]:
+    """What each row's version has in the first array."""
+    pairs = sorted(view.order_B2.tolist()[:num_rows])
+    return [None if place < 0 else view.factors.arrays[0][place] for _, place in pairs]
+
+
+def share_factors(views: Sequence[RowAdapters]) -> bool:
+    return all(view.factors.arrays[0] is views[0].factors.arrays[0] for view in views)
+
+
+def test_rows_of_the_same_versions_share_their_factors(rows_of: RowsOf) -> None:
+    first, again, other = rows_of(1, 0, 2), rows_of(1, 0, 2), rows_of(2, 1, 2, 1)
     assert again is first
-    assert other.layout is first.layout
-    assert all(one is other for one, other in zip(first.arrays()[1:], other.arrays()[1:], strict=True))
+    assert share_factors([first, other])
     assert first.order_B2.tolist() == [[1, -1], [0, 0], [2, 1]]
     assert other.order_B2.tolist() == [[1, 0], [3, 0], [0, 1], [2, 1]]
+
+
+def test_rows_of_the_base_need_no_view(views: AdapterViews) -> None:
     assert views.for_rows([None, None]) is None
+
+
+def test_versions_whose_rows_end_stay_where_they_are(rows_of: RowsOf) -> None:
+    before, fewer = rows_of(1, 2, 3, 4), rows_of(4, 2, 4)
+    assert share_factors([before, fewer, rows_of(3, 1)])
+    assert fewer.order_B2.tolist() == [[1, 1], [0, 3], [2, 3]]
+
+
+def test_each_row_gets_the_factors_of_its_version(rows_of: RowsOf) -> None:
+    alone = {version: factors_of_rows(rows_of(version), 1)[0] for version in range(1, 6)}
+    for versions in ((2, 1), (3, 0, 1), (1, 3), (5, 4, 3, 1), (4, 4), (2, 5), (1, 2, 3, 4, 5)):
+        found_B = factors_of_rows(rows_of(*versions), len(versions))
+        for version, found in zip(versions, found_B, strict=True):
+            assert found is None if version == 0 else mx.array_equal(found, alone[version]).item()
+
+
+def test_a_new_version_takes_the_place_of_one_that_no_row_uses(rows_of: RowsOf) -> None:
+    rows_of(1, 2, 3, 4)
+    rows_of(1, 3, 4)
+    after = rows_of(1, 3, 4, 5)
+    assert after.factors.num_versions == 4
+    assert not share_factors([after, rows_of(1, 2)])
+
+
+def test_versions_that_were_used_last_stay_where_there_is_room(rows_of: RowsOf) -> None:
+    rows_of(1, 2, 3, 4)
+    rows_of(1, 2)
+    rows_of(2, 3)
+    after = rows_of(2, 3, 5)
+    assert after.factors.num_versions == 4
+    assert share_factors([after, rows_of(1, 5), rows_of(1, 2, 3)])
+
+
+def test_rows_that_take_turns_with_others_have_room_beside_them(rows_of: RowsOf) -> None:
+    rows_of(1, 2)
+    assert rows_of(3, 4).factors.num_versions == 2
+    both = rows_of(1, 2)
+    assert both.factors.num_versions == 4
+    assert share_factors([both, rows_of(3, 4), rows_of(1, 2)])
+
+
+@pytest.mark.parametrize(("count", "places"), [(1, 1), (2, 2), (5, 8), (8, 8), (9, 16), (33, 64)])
+def test_any_number_of_versions_has_one_of_few_numbers_of_places(rows_of: RowsOf, count: int, places: int) -> None:
+    view = rows_of(*range(1, count + 1))
+    assert {array.shape[0] for array in view.factors.arrays} == {places}
+    assert len({place for _, place in view.order_B2.tolist() if place >= 0}) == count
+
+
+def test_a_version_in_the_stack_is_not_kept_twice(rows_of: RowsOf, views: AdapterViews) -> None:
+    rows_of(1), rows_of(3)
+    rows_of(1, 2)
+    assert list(views._factors._alone) == [("policy", 3)]
+    assert rows_of(1, 0).factors.num_versions == 1
+    assert list(views._factors._alone) == [("policy", 3)]
+
+
+def test_versions_of_different_ranks_are_served_apart(
+    rows_of: RowsOf, views: AdapterViews, model: SharedModel, random_adapter: Callable[..., Adapter]
+) -> None:
+    before = rows_of(1, 2)
+    other = random_adapter(model, 3, rank=32)
+    assert not isinstance(views.for_rows([other, random_adapter(model, 1, rank=8)]), RowAdapters)
+    assert isinstance(views.for_rows([other]), RowAdapters)
+    assert share_factors([before, rows_of(2, 1)])
+
+
+def test_what_is_forgotten_is_made_anew(rows_of: RowsOf, views: AdapterViews) -> None:
+    before = rows_of(1, 2)
+    views.clear()
+    assert not share_factors([before, rows_of(1, 2)])

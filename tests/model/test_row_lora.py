@@ -1,21 +1,15 @@
 """The kernels are compared with MLX's operations; these cases are skipped without a GPU."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
 from parallm.model.cuda import on_cuda
+from parallm.model.flat_factors import flat_factors, stack_factors
 from parallm.model.lora import OneAdapter, join_sites
-from parallm.model.row_lora import (
-    MOST_NUMBERS,
-    GroupFactors,
-    Products,
-    RowAdapters,
-    flat_factors,
-    order_rows,
-)
+from parallm.model.row_lora import GroupFactors, Products, RowAdapters, order_rows
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 
@@ -51,9 +45,7 @@ def random_versions(inputs: int, widths: list[int], ranks: list[int], count: int
         assert flat is not None
         flats.append(flat)
     assert len({flat.layout for flat in flats}) == 1
-    versions = tuple(flat.arrays for flat in flats)
-    view = RowAdapters(layout=flats[0].layout, versions=versions, order_B2=order_rows([0], 1))
-    factors = view.factors(sites)
+    factors = RowAdapters(factors=stack_factors(flats), order_B2=order_rows([0], 1)).of_group(sites)
     assert factors is not None
     return Versions(a_IK=a_IK, b_RO=b_RO, factors=factors)
 
@@ -126,6 +118,35 @@ def test_the_kernels_agree_with_the_operations(
         assert mx.abs(one.astype(mx.float32) - other).max().item() <= tolerance * mx.abs(other).max().item()
 
 
+@needs_cuda
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize(("versions", "used"), [(2, [1]), (8, [3, -1, 7, 0]), (16, [9, 2, 15]), (8, [-1])])
+def test_versions_that_no_row_uses_change_nothing(rows: int, versions: int, used: list[int]) -> None:
+    mx.random.seed(versions)
+    x, y = mx.random.normal((rows, 2, 512)) / 8, mx.random.normal((rows, 2, 528))
+    made = random_versions(512, [264, 264], [24, 8], versions, mx.float32)
+    index = [used[row % len(used)] for row in range(rows)]
+    is_used_V1 = mx.array([[version in index] for version in range(versions)])
+    factors = replace(made.factors, array_VN=mx.where(is_used_V1, made.factors.array_VN, mx.nan))
+
+    products = Products(y, x, [264, 264], factors, order_rows(index, versions))
+
+    for one, other in zip(products.apart(), expected(y, x, [264, 264], [24, 8], made, index), strict=True):
+        assert mx.abs(one - other).max().item() <= 1e-3 * mx.abs(other).max().item()
+
+
+@needs_cuda
+def test_one_version_of_several_is_read_where_it_lies() -> None:
+    x, y = mx.random.normal((5, 1, 512)) / 8, mx.random.normal((5, 1, 264))
+    made = random_versions(512, [264], [16], 4, mx.float32)
+    factors = replace(made.factors, array_VN=made.factors.array_VN[2:3])
+
+    (found,) = Products(y, x, [264], factors, order_rows([0, -1, 0, 0, 0], 1)).apart()
+
+    (wanted,) = expected(y, x, [264], [16], made, [2, -1, 2, 2, 2])
+    assert mx.abs(found - wanted).max().item() <= 1e-3 * mx.abs(wanted).max().item()
+
+
 def test_rows_of_a_version_stand_beside_each_other() -> None:
     assert order_rows([1, -1, 0, 1], 2).tolist() == [[1, -1], [2, 0], [0, 1], [3, 1]]
     assert order_rows([0, -1, 0], 1).tolist() == [[0, 0], [1, -1], [2, 0]]
@@ -133,73 +154,3 @@ def test_rows_of_a_version_stand_beside_each_other() -> None:
 
 def test_a_single_row_has_an_array_that_is_kept_on_the_device() -> None:
     assert order_rows([0], 1).tolist() == [[0, 0], [0, -1]]
-
-
-def adapter(ranks: dict[str, int], **options: dict[str, mx.array]) -> OneAdapter:
-    a_IR = {site: mx.ones((16, rank)) for site, rank in ranks.items()}
-    b_RO = {site: mx.ones((rank, 8)) for site, rank in ranks.items()}
-    joined = join_sites({site: a_IR[site] for site in ("q", "k") if site in a_IR})
-    return OneAdapter(a_IR, b_RO, options.get("stretch_O", {}), dict.fromkeys(joined.sites, joined))
-
-
-GROUPS = (("q", "k"), ("o",))
-
-
-def test_adapters_of_one_form_have_one_layout() -> None:
-    found = flat_factors(adapter({"q": 8, "k": 8, "o": 16}), GROUPS, mx.float32)
-    again = flat_factors(adapter({"q": 8, "k": 8, "o": 16}), GROUPS, mx.float32)
-
-    assert found is not None
-    assert again is not None
-    assert found.layout is again.layout
-    assert found.layout.groups["q", "k"].starts == (0, 16 * 16, 16 * 16 + 8 * 8)
-    assert found.layout.groups["o",].starts == (384, 384 + 16 * 16)
-    assert found.layout.groups["o",].ranks == (16,)
-    assert [array.shape for array in found.arrays] == [(384 + 256 + 128,)]
-
-
-def test_factors_of_a_large_model_lie_in_several_arrays() -> None:
-    rank = MOST_NUMBERS // 24 // 8 * 8
-    found = flat_factors(adapter({"q": 8, "k": 8, "o": rank}), GROUPS, mx.float32)
-
-    assert found is not None
-    assert found.layout.num_arrays == 2
-    assert found.layout.groups["q", "k"].array == 0
-    assert (found.layout.groups["o",].array, found.layout.groups["o",].starts) == (1, (0, 16 * rank))
-    assert [array.size for array in found.arrays] == [384, 24 * rank]
-    view = RowAdapters(layout=found.layout, versions=(found.arrays,) * 2, order_B2=order_rows([0, 1], 2))
-    again = view.structure().view(view.arrays())
-    assert [[array.size for array in arrays] for arrays in again.versions] == [[384, 24 * rank]] * 2
-
-
-def test_an_adapter_may_leave_out_whole_groups() -> None:
-    found = flat_factors(adapter({"q": 8, "k": 8}), GROUPS, mx.float32)
-
-    assert found is not None
-    assert set(found.layout.groups) == {("q", "k")}
-
-
-@pytest.mark.parametrize("other", [{"q": 8, "k": 16}, {"q": 8, "k": 8, "o": 8}], ids=["ranks", "sites"])
-def test_adapters_of_other_forms_have_other_layouts(other: dict[str, int]) -> None:
-    found = [flat_factors(adapter(ranks), GROUPS, mx.float32) for ranks in ({"q": 8, "k": 8}, other)]
-
-    assert found[0] is not None
-    assert found[1] is not None
-    assert found[0].layout is not found[1].layout
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        adapter({"q": 8, "o": 8}),
-        adapter({"q": 6, "k": 6}),
-        adapter({"q": 8, "k": 8}, stretch_O={"q": mx.ones((8,))}),
-    ],
-    ids=["half a group", "no whole vectors", "DoRA"],
-)
-def test_what_the_kernels_cannot_serve_is_left_to_the_other_views(other: OneAdapter) -> None:
-    assert flat_factors(other, GROUPS, mx.float32) is None
-
-
-def test_factors_of_another_type_than_the_base_are_left_to_the_other_views() -> None:
-    assert flat_factors(adapter({"q": 8, "k": 8}), GROUPS, mx.float16) is None

@@ -6,9 +6,10 @@ import pytest
 
 from parallm.model.activations import swiglu
 from parallm.model.cuda import on_cuda
+from parallm.model.flat_factors import flat_factors, stack_factors
 from parallm.model.lora import Binding, LoraLinear, OneAdapter, Scaling, View, initial_arrays, one_adapter
 from parallm.model.origins import origin_of
-from parallm.model.row_lora import RowAdapters, flat_factors, order_rows
+from parallm.model.row_lora import RowAdapters, order_rows
 from parallm.model.site_group import form_groups
 from parallm.model.trained_lora import TrainedAdapter
 
@@ -78,8 +79,7 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
 
     groups = form_groups(layers, CALLED)
     flats = [flat for view in views if (flat := flat_factors(view, groups, mx.float32)) is not None]
-    versions = tuple(flat.arrays for flat in flats)
-    rows = RowAdapters(layout=flats[0].layout, versions=versions, order_B2=order_rows([1, -1, 0, 0], 2))
+    rows = RowAdapters(factors=stack_factors(flats), order_B2=order_rows([1, -1, 0, 0], 2))
 
     for site, found in enumerate(outputs_of(layers, binding, x, rows)):
         wanted = mx.stack([plain[choice][site][row] for row, choice in enumerate([2, 0, 1, 1])])
