@@ -14,7 +14,7 @@ from parallm.model.flat_factors import FlatFactors, Layout, flat_factors, stack_
 from parallm.model.lora import one_adapter
 from parallm.model.shared_model import SharedModel
 
-MOST_ALONE = 16
+MOST_ALONE = 16  # of 84 MB each for rank 16 on all linears of an 8B shape
 
 VersionKey = tuple[str, int]
 """An adapter's name and version."""
@@ -70,7 +70,8 @@ class VersionFactors:
 
     def _copied(self, adapters: Mapping[VersionKey, Adapter]) -> FlatFactors | None:
         """A new stack with `adapters`; None, and the old one stays, where they are not alike."""
-        versions, parts = sorted(adapters), list[FlatFactors]()
+        versions = sorted(adapters)
+        parts: list[FlatFactors] = []
         for version in versions:
             one = self._one(version, adapters[version])
             if one is None or (parts and one.layout is not parts[0].layout):

@@ -112,7 +112,8 @@ def test_any_number_of_versions_has_one_of_few_numbers_of_places(rows_of: RowsOf
 
 
 def test_a_version_in_the_stack_is_not_kept_twice(rows_of: RowsOf, views: AdapterViews) -> None:
-    rows_of(1), rows_of(3)
+    rows_of(1)
+    rows_of(3)
     rows_of(1, 2)
     assert list(views._factors._alone) == [("policy", 3)]
     assert rows_of(1, 0).factors.num_versions == 1
