@@ -9,7 +9,8 @@ lora, lora8: decode steps of 32 rows of one version, and of eight versions in tu
 sampling16: rows that differ in temperature, top-k, top-p and min-p; penalties16: in penalties and biases, too.
 mixed: prompts and outputs of all lengths, arriving as a Poisson process; tokens/s until the last one has ended.
 join: what one row that joins or leaves costs beside 16 rows of 2,048 positions, over a step.
-host: seconds of ten million additions in Python. A step of few rows waits for the host, and hosts differ by a factor.
+host: seconds of ten million additions in Python. A step of few rows waits for the host, and hosts differ by a factor;
+beside each step stand the CPU milliseconds that it took of the engine's thread.
 group: prompt tokens that are computed for groups of 8, over those of all rows.
 """
 
@@ -134,7 +135,7 @@ def figures_of(found: Found) -> list[tuple[str, Figure | None]]:
 def over_floor(part: str, found: Found) -> Figure:
     one = found[f"{OURS}.{part}"]
     floor, step = one["weight_bytes"] / BYTES_PER_SECOND, median(one["step_seconds"])
-    return Figure(value=step / floor, ours=f"{step * 1e3:.2f} ms a step", beside=f"{floor * 1e3:.2f} ms floor")
+    return Figure(value=step / floor, ours=shown(one), beside=f"{floor * 1e3:.2f} ms floor")
 
 
 def over_batch_generator(part: str, found: Found) -> Figure:
@@ -147,13 +148,20 @@ def speed(one: Mapping[str, Any]) -> float:
 
 
 def share_of_base(part: str, found: Found) -> Figure:
-    step, base = steps(found[f"{OURS}.{part}"])
-    return Figure(value=base / step, ours=f"{step * 1e3:.2f} ms a step", beside=f"{base * 1e3:.2f} ms base")
+    one = found[f"{OURS}.{part}"]
+    step, base = steps(one)
+    return Figure(value=base / step, ours=shown(one), beside=f"base {shown(one['plain'])}")
 
 
 def over_greedy(part: str, found: Found) -> Figure:
-    step, greedy = steps(found[f"{OURS}.{part}"])
-    return Figure(value=step / greedy, ours=f"{step * 1e3:.2f} ms a step", beside=f"{greedy * 1e3:.2f} ms greedy")
+    one = found[f"{OURS}.{part}"]
+    step, greedy = steps(one)
+    return Figure(value=step / greedy, ours=shown(one), beside=f"greedy {shown(one['plain'])}")
+
+
+def shown(one: Mapping[str, Any]) -> str:
+    step, host = (median(one[name]) * 1e3 for name in ("step_seconds", "host_seconds"))
+    return f"{step:.2f} ms a step, {host:.2f} of the host"
 
 
 def steps(one: Mapping[str, Any]) -> tuple[float, float]:

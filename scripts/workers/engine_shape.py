@@ -48,6 +48,8 @@ class Timing:
     seconds: float
     steps: list[float]
     """Seconds of each unit that gave a token to every row."""
+    host_steps: list[float]
+    """CPU seconds that Python and MLX took of them in this thread, which sleeps while it waits for a GPU."""
 
 
 class CountedEmbedding(nn.Module):
@@ -223,17 +225,19 @@ class Bench:
         rows = sum(request.n for request in requests)
         first = engine.num_tokens()["rollout"]
         steps: list[float] = []
+        host_steps: list[float] = []
         began = time.perf_counter()
         for request in requests:
             engine.add(request, False)
         while engine.has_work("rollout"):
-            before, start = engine.num_tokens()["rollout"], time.perf_counter()
+            before, start, host = engine.num_tokens()["rollout"], time.perf_counter(), time.thread_time()
             engine.step("rollout")
             if engine.num_tokens()["rollout"] - before == rows:
                 steps.append(time.perf_counter() - start)
+                host_steps.append(time.thread_time() - host)
         seconds = time.perf_counter() - began
         _check(engine.num_tokens()["rollout"] - first, sum(one.n * one.sampling.max_tokens for one in requests))
-        return Timing(seconds=seconds, steps=steps)
+        return Timing(seconds=seconds, steps=steps, host_steps=host_steps)
 
     def _in_turns(self, settings: Sequence[SamplingParams], models: Sequence[str]) -> Callable[[], Timing]:
         engine = self._engine(len(settings))
@@ -311,7 +315,11 @@ def _serve(engine: Engine, arrivals: Sequence[Arrival]) -> None:
 
 
 def _summary(timings: Sequence[Timing]) -> dict[str, Any]:
-    return {"seconds": [one.seconds for one in timings], "step_seconds": [median(one.steps) for one in timings]}
+    return {
+        "seconds": [one.seconds for one in timings],
+        "step_seconds": [median(one.steps) for one in timings],
+        "host_seconds": [median(one.host_steps) for one in timings],
+    }
 
 
 def _check(found: int, expected: int) -> None:
