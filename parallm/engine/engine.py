@@ -157,6 +157,7 @@ class Engine:
         if at_work is not None and is_out_of_memory(error) and self.memory.lower(one.request for one in everybody):
             for name in self._traffic:
                 self._begin_again(name, frozenset())
+            self._views.clear()
             mx.clear_cache()
         else:
             everything = at_work is None or isinstance(error, EngineStopped)

@@ -77,8 +77,8 @@ def make_adapter(
     """An adapter of `arrays`, which are cast to float32, evaluated and hashed here; float32 arrays are not copied.
 
     `ranks` and `alphas` are those of sites that differ from `rank` and `alpha`, `checksums` those of float32 `arrays`,
-    where they are known. Raises AdapterError if there is no
-    site, if a site lacks an array, or if an array is not of its rank, AdapterNotFinite if one holds NaN or infinity.
+    where they are known. Raises AdapterError if there is no site, if a site lacks an array, or if an array is not of
+    its rank, AdapterNotFinite if one holds NaN or infinity.
     """
     single = {key: arrays[key].astype(mx.float32) for key in sorted(arrays)}
     targets = tuple(sorted({key.rpartition(".")[0] for key in single if key != REWARD_HEAD}))
