@@ -21,7 +21,7 @@ class Builder:
         # MLX gives each thread streams of its own, which only that thread may evaluate
         self._pool = ThreadPoolExecutor(1, "builder", initializer=mx.set_default_stream, initargs=(stream,))
 
-    def meanwhile(self, build: Callable[[], Built], hand_over: Callable[[], None]) -> Built:
+    def meanwhile(self, build: Callable[[], Built], hand_over: Callable[[], object]) -> Built:
         """What `build` returns, which runs at the same time as `hand_over`. Returns when both have ended."""
         built = self._pool.submit(build)
         try:
