@@ -22,13 +22,15 @@ VersionKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
+    """Factors for some rows, and where in them each version's are."""
+
     factors: FlatFactors
     places: Mapping[VersionKey, int]
     """Of each version in `factors`, which may have more than were asked for."""
 
 
 class VersionFactors:
-    """Device thread only."""
+    """Owner of the stack, and of versions by themselves. Device thread only."""
 
     def __init__(self, model: SharedModel) -> None:
         self._model = model

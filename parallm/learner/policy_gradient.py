@@ -28,7 +28,7 @@ from parallm.model.lora import OneAdapter, View
 from parallm.model.shared_model import SharedModel
 from parallm.model.site_names import layer_of
 
-FIRST = 8  # one of so many layers
+FIRST = 8  # one layer in so many, from the last one back, whose gradients come before the rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,8 @@ class Proposal:
 
 
 class Versions:
-    """Makes the next version from a gradient. All methods run on the device thread."""
+    """Makes the next version from a gradient. All methods run on the device thread, but `propose`, which may run in a
+    thread that builds for it meanwhile."""
 
     def __init__(self, start: Adapter, settings: LearnerSettings, total_steps: int) -> None:
         self._settings = settings

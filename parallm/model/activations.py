@@ -47,6 +47,14 @@ _OF_HALVES = """
   }
   reinterpret_cast<P*>(product)[index] = y;
 """
+_GRADIENTS = """
+  for (int i = 0; i < P::size; i++) {
+    float wide = float(g.values[i]), given = float(c.values[i]);
+    float sigmoid = 1.0f / (1.0f + __expf(-wide));
+    du.values[i] = T(given * wide * sigmoid);
+    dg.values[i] = T(given * float(u.values[i]) * sigmoid * (1.0f + wide * (1.0f - sigmoid)));
+  }
+"""
 _BACKWARD = """
   using P = Pack<T>;
   int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -56,7 +64,7 @@ _BACKWARD = """
   GRADIENTS
   reinterpret_cast<P*>(gate_gradient)[index] = dg;
   reinterpret_cast<P*>(x_gradient)[index] = du;
-"""
+""".replace("GRADIENTS", _GRADIENTS)
 _OF_HALVES_BACKWARD = """
   using P = Pack<T>;
   const int64_t width = joined_shape[1] / 2 / P::size;
@@ -68,15 +76,7 @@ _OF_HALVES_BACKWARD = """
   GRADIENTS
   reinterpret_cast<P*>(gradient)[first] = dg;
   reinterpret_cast<P*>(gradient)[first + width] = du;
-"""
-_GRADIENTS = """
-  for (int i = 0; i < P::size; i++) {
-    float wide = float(g.values[i]), given = float(c.values[i]);
-    float sigmoid = 1.0f / (1.0f + __expf(-wide));
-    du.values[i] = T(given * wide * sigmoid);
-    dg.values[i] = T(given * float(u.values[i]) * sigmoid * (1.0f + wide * (1.0f - sigmoid)));
-  }
-"""
+""".replace("GRADIENTS", _GRADIENTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +138,7 @@ def _fused(gate: mx.array, x: mx.array) -> mx.array:
 @_fused.vjp  # type: ignore[untyped-decorator]
 def _fused_vjp(primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array) -> list[mx.array]:
     names = ("gate", "x", "cotangent"), ("gate_gradient", "x_gradient")
-    source, shapes = _BACKWARD.replace("GRADIENTS", _GRADIENTS), [primals[0].shape] * 2
-    return _run(kernel("swiglu_gradient", *names, source, PACK), [*primals, cotangent], shapes)
+    return _run(kernel("swiglu_gradient", *names, _BACKWARD, PACK), [*primals, cotangent], [primals[0].shape] * 2)
 
 
 @mx.custom_function  # type: ignore[untyped-decorator]
@@ -150,8 +149,9 @@ def _halves_fused(joined: mx.array) -> mx.array:
 
 @_halves_fused.vjp  # type: ignore[untyped-decorator]
 def _halves_fused_vjp(joined: mx.array, cotangent: mx.array, _: mx.array) -> mx.array:
-    names, source = (("joined", "cotangent"), ("gradient",)), _OF_HALVES_BACKWARD.replace("GRADIENTS", _GRADIENTS)
-    return _run(kernel("swiglu_of_halves_gradient", *names, source, PACK), [joined, cotangent], [joined.shape])[0]
+    names = ("joined", "cotangent"), ("gradient",)
+    gradient = kernel("swiglu_of_halves_gradient", *names, _OF_HALVES_BACKWARD, PACK)
+    return _run(gradient, [joined, cotangent], [joined.shape])[0]
 
 
 def _run(function: Kernel, inputs: list[mx.array], shapes: list[tuple[int, ...]]) -> list[mx.array]:

@@ -2,7 +2,7 @@
 
 mlx-lm's models call one operation after the other. Where a later one is ours and has a kernel for both, it asks here
 for what the array in its hands was made of, and starts from there. MLX is lazy: the array itself is never computed.
-Device thread only.
+For the device thread, or one that builds for it while it waits.
 """
 
 import weakref

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -140,6 +141,8 @@ def test_nobody_fails_where_memory_runs_out_and_fewer_rows_fit(
     for raises in (False, True):
         events: list[TokenEvent] = []
         engine = make_engine(model, events=events, failures=failures, runs_ahead=runs_ahead)
+        forgotten: list[int] = []
+        monkeypatch.setattr(engine._views, "clear", partial(forgotten.append, 1))
         if raises:
             # as many rows as fill more than eight slots of either lane, or a prompt beside many rows
             failing_hidden(
@@ -159,6 +162,7 @@ def test_nobody_fails_where_memory_runs_out_and_fewer_rows_fit(
     assert found[0] == found[1]
     assert failures == []
     assert 1 <= num_errors <= 12
+    assert len(forgotten) == num_errors
     assert engine.memory.limit < 2 * 10**6
     assert "engine.kv_cache_bytes" in caplog.text
 
