@@ -24,6 +24,12 @@ def on_cuda() -> bool:
 
 
 @cache
+def architecture() -> str:
+    """Of the GPU, such as sm_90."""
+    return str(mx.device_info()["architecture"])
+
+
+@cache
 def kernel(
     name: str,
     inputs: tuple[str, ...],
@@ -32,12 +38,20 @@ def kernel(
     header: str = "",
     *,
     copies_views: bool = True,
+    shared_memory: int = 0,
 ) -> Kernel:
     """`source` is the body of the function; inputs come as pointers. `grid` counts threads.
 
-    Inputs that are not row-contiguous are copied first, or else the source has to use their `_strides`.
+    Inputs that are not row-contiguous are copied first, or else the source has to use their `_strides`. `shared_memory`
+    is what `extern __shared__` has, in bytes.
     """
     found: Kernel = mx.fast.cuda_kernel(
-        name, list(inputs), list(outputs), source, header, ensure_row_contiguous=copies_views
+        name,
+        list(inputs),
+        list(outputs),
+        source,
+        header,
+        ensure_row_contiguous=copies_views,
+        shared_memory=shared_memory,
     )
     return found

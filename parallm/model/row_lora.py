@@ -93,63 +93,86 @@ def order_rows(index_B: Sequence[int], num_versions: int) -> mx.array:
     return mx.array(pairs + [(0, NO_ADAPTER)] * missing, mx.int32)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowProducts:
+    """A group's LoRA for some rows, as far as A."""
+
+    factors: GroupFactors
+    order_B2: mx.array
+    hidden_PBTK: mx.array
+    """See `shrunk`."""
+
+    def inputs(self) -> dict[str, mx.array]:
+        return {
+            "hidden": self.hidden_PBTK,
+            "order": self.order_B2,
+            "starts": self.factors.starts,
+            "factors": self.factors.array_VN,
+        }
+
+
 class Products:
     """What the base's joined product of a group's sites and its rows' adapters come to."""
 
-    def __init__(
-        self,
-        y_BTO: mx.array,
-        x_BTI: mx.array,
-        widths: Sequence[int],
-        factors: GroupFactors | None,
-        order_B2: mx.array | None,
-    ) -> None:
-        self._y_BTO, self._widths = y_BTO, tuple(widths)
-        self._tile = 4 if y_BTO.shape[0] * y_BTO.shape[1] <= 64 else 8
-        self._added = {} if factors is None or order_B2 is None else _shrunk(x_BTI, factors, order_B2, self._tile)
-        self._ranks = factors.layout.ranks if factors else ()
-        self._is_sorted = factors is not None and factors.is_sorted
+    def __init__(self, y_SBTO: mx.array, dtype: mx.Dtype, widths: Sequence[int], lora: RowProducts | None) -> None:
+        """`y_SBTO` are parts of the product that are still to be added up; `dtype` is that of the outputs."""
+        self._y_SBTO, self._dtype, self._widths, self._lora = y_SBTO, dtype, tuple(widths), lora
+        self._ranks = lora.factors.layout.ranks if lora else ()
 
     def apart(self) -> list[mx.array]:
         """The outputs of each site, (B, T, O)."""
-        threads = sum(self._widths) * self._y_BTO.dtype.size // VECTOR_BYTES
-        return self._expanded([f"out{site}" for site in range(len(self._widths))], self._widths, threads)
+        names = [f"out{site}" for site in range(len(self._widths))]
+        return self._expanded(names, self._widths, sum(self._widths) * self._dtype.size // VECTOR_BYTES)
 
     def gated(self) -> mx.array:
         """SwiGLU of two sites of the same width (B, T, O): silu of the first by the second."""
-        threads = 2 * -(-self._widths[0] * self._y_BTO.dtype.size // VECTOR_BYTES // 32) * 32  # a warp for each
+        threads = 2 * -(-self._widths[0] * self._dtype.size // VECTOR_BYTES // 32) * 32  # a warp for each
         return self._expanded(["product"], self._widths[:1], threads)[0]
 
-    def _expanded(self, names: Sequence[str], widths: Sequence[int], threads: int) -> list[mx.array]:
-        y, inputs, is_gated = self._y_BTO, {"y": self._y_BTO} | self._added, len(names) < len(self._widths)
+    def added_to(self, other: mx.array) -> mx.array:
+        """The output of a group's only site, and `other` (B, T, O) of that type, rounded once."""
+        threads = self._widths[0] * self._dtype.size // VECTOR_BYTES
+        return self._expanded(["out0"], self._widths, threads, {"other": other})[0]
+
+    def _expanded(
+        self, names: Sequence[str], widths: Sequence[int], threads: int, added: dict[str, mx.array] | None = None
+    ) -> list[mx.array]:
+        splits, *rows, _ = self._y_SBTO.shape
+        num_rows = rows[0] * rows[1]
+        tile = _tile(num_rows) if len(self._widths) > 1 else min(2, _tile(num_rows))
+        inputs = {"y": self._y_SBTO} | (added or {}) | (self._lora.inputs() if self._lora else {})
+        is_gated = len(names) < len(self._widths)
         key = "_".join(str(number) for number in (*self._widths, *self._ranks))
-        source = expand_source(self._widths, self._ranks, gated=is_gated)
+        source = expand_source(self._widths, self._ranks, gated=is_gated, adds=added is not None)
         expand = kernel(f"lora_{names[0]}_{key}", tuple(inputs), tuple(names), source, PACK)
         return expand(
             inputs=list(inputs.values()),
-            template=[("T", y.dtype), ("TILE", self._tile), ("K", sum(self._ranks)), ("SORTED", self._is_sorted)],
-            grid=(
-                -(-threads // EXPAND_THREADS) * EXPAND_THREADS,
-                -(-(y.shape[0] * y.shape[1]) // self._tile),
-                1,
-            ),
+            template=[
+                ("T", self._dtype),
+                ("Y", self._y_SBTO.dtype),
+                ("SPLITS", splits),
+                ("TILE", tile),
+                ("K", sum(self._ranks)),
+                ("SORTED", self._lora is not None and self._lora.factors.is_sorted),
+            ],
+            grid=(-(-threads // EXPAND_THREADS) * EXPAND_THREADS, -(-num_rows // tile), 1),
             threadgroup=(EXPAND_THREADS, 1, 1),
-            output_shapes=[(*y.shape[:2], width) for width in widths],
-            output_dtypes=[y.dtype] * len(names),
+            output_shapes=[(*rows, width) for width in widths],
+            output_dtypes=[self._dtype] * len(names),
         )
 
 
-def _shrunk(x_BTI: mx.array, factors: GroupFactors, order_B2: mx.array, tile: int) -> dict[str, mx.array]:
-    """What `expand` reads: the input's products with A, in parts that are still to be added up, and the factors."""
-    rows, inputs = x_BTI.shape[0] * x_BTI.shape[1], x_BTI.shape[2]
-    columns, chunk = sum(factors.layout.ranks), LEAST_CHUNK
+def shrunk(x_BTI: mx.array, factors: GroupFactors, order_B2: mx.array) -> mx.array:
+    """The input's products with A, in parts that are still to be added up, float32 (P, B, T, V K): of each row those
+    with its own version's, all others are undefined."""
+    rows, tokens, inputs = x_BTI.shape
+    columns, chunk, tile = sum(factors.layout.ranks), LEAST_CHUNK, _tile(rows * tokens)
     while -(-inputs // chunk) > MOST_PARTS:
         chunk *= 2
     threads, num_parts = 32 * min(columns // COLUMNS, MOST_WARPS), -(-inputs // chunk)
-    given = {"order": order_B2, "starts": factors.starts, "factors": factors.array_VN}
-    shrink = kernel("lora_shrink", ("x", *given), ("parts",), shrink_source(), PACK)
-    (parts,) = shrink(
-        inputs=[x_BTI, *given.values()],
+    given = {"x": x_BTI, "order": order_B2, "starts": factors.starts, "factors": factors.array_VN}
+    (hidden_PBTK,) = kernel("lora_shrink", tuple(given), ("hidden",), shrink_source(), PACK)(
+        inputs=list(given.values()),
         template=[
             ("T", x_BTI.dtype),
             ("TILE", tile),
@@ -157,12 +180,17 @@ def _shrunk(x_BTI: mx.array, factors: GroupFactors, order_B2: mx.array, tile: in
             ("CHUNK", chunk),
             ("SORTED", factors.is_sorted),
         ],
-        grid=(-(-rows // tile) * threads, num_parts, 1),
+        grid=(-(-rows * tokens // tile) * threads, num_parts, 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(num_parts, rows, columns)],
+        output_shapes=[(num_parts, rows, tokens, factors.array_VN.shape[0] * columns)],
         output_dtypes=[mx.float32],
     )
-    return {"parts": parts} | given
+    return hidden_PBTK
+
+
+def _tile(rows: int) -> int:
+    """Rows that a block serves."""
+    return 4 if rows <= 64 else 8
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 from parallm.model.cuda import on_cuda
 from parallm.model.flat_factors import flat_factors, stack_factors
 from parallm.model.lora import OneAdapter, join_sites
-from parallm.model.row_lora import GroupFactors, Products, RowAdapters, order_rows
+from parallm.model.row_lora import GroupFactors, Products, RowAdapters, RowProducts, order_rows, shrunk
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 
@@ -48,6 +48,15 @@ def random_versions(inputs: int, widths: list[int], ranks: list[int], count: int
     factors = RowAdapters(factors=stack_factors(flats), order_B2=order_rows([0], 1)).of_group(sites)
     assert factors is not None
     return Versions(a_IK=a_IK, b_RO=b_RO, factors=factors)
+
+
+def products_of(
+    y: mx.array, x: mx.array, widths: list[int], factors: GroupFactors | None, order_B2: mx.array | None
+) -> Products:
+    if factors is None or order_B2 is None:
+        return Products(y[None], x.dtype, widths, None)
+    lora = RowProducts(factors=factors, order_B2=order_B2, hidden_PBTK=shrunk(x, factors, order_B2))
+    return Products(y[None], x.dtype, widths, lora)
 
 
 def expected(
@@ -106,11 +115,14 @@ def test_the_kernels_agree_with_the_operations(
     index = [(row * 7) % (versions + 1) - 1 if versions > 1 else 0 for row in range(rows)]
 
     order_B2 = order_rows(index, versions) if versions else None
-    products = Products(y, x, widths, made.factors if made else None, order_B2)
+    products = products_of(y, x, widths, made.factors if made else None, order_B2)
     found, wanted = products.apart(), expected(y, x, widths, ranks, made, index)
     if len(widths) == 2 and widths[0] == widths[1]:
         gate, up = (one.astype(dtype).astype(mx.float32) for one in wanted)
         found, wanted = [*found, products.gated()], [*wanted, nn.silu(gate) * up]
+    if len(widths) == 1:
+        other = mx.random.normal(y.shape).astype(dtype)
+        found, wanted = [*found, products.added_to(other)], [*wanted, wanted[0] + other]
 
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
@@ -129,7 +141,7 @@ def test_versions_that_no_row_uses_change_nothing(rows: int, versions: int, used
     is_used_V1 = mx.array([[version in index] for version in range(versions)])
     factors = replace(made.factors, array_VN=mx.where(is_used_V1, made.factors.array_VN, mx.nan))
 
-    products = Products(y, x, [264, 264], factors, order_rows(index, versions))
+    products = products_of(y, x, [264, 264], factors, order_rows(index, versions))
 
     for one, other in zip(products.apart(), expected(y, x, [264, 264], [24, 8], made, index), strict=True):
         assert mx.abs(one - other).max().item() <= 1e-3 * mx.abs(other).max().item()
@@ -141,7 +153,7 @@ def test_one_version_of_several_is_read_where_it_lies() -> None:
     made = random_versions(512, [264], [16], 4, mx.float32)
     factors = replace(made.factors, array_VN=made.factors.array_VN[2:3])
 
-    (found,) = Products(y, x, [264], factors, order_rows([0, -1, 0, 0, 0], 1)).apart()
+    (found,) = products_of(y, x, [264], factors, order_rows([0, -1, 0, 0, 0], 1)).apart()
 
     (wanted,) = expected(y, x, [264], [16], made, [2, -1, 2, 2, 2])
     assert mx.abs(found - wanted).max().item() <= 1e-3 * mx.abs(wanted).max().item()
