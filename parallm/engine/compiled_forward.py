@@ -42,6 +42,7 @@ class CompiledForward:
         mx.eval(model.base.parameters())  # a trace would repeat what makes an array that is not evaluated yet
         self._model = model
         self._functions: dict[tuple[Structure | None, bool], Function] = {}
+        self._needs_places = False  # as a trace has found for all rows, see `ActiveRows`
         self._view: OneAdapter | RowAdapters | None = None  # the last one, its arrays and structure
         self._arrays: Arrays = []
         self._structure: Structure | None = None
@@ -55,11 +56,12 @@ class CompiledForward:
             self._arrays, self._structure = ([], None) if view is None else (view.arrays(), view.structure())
         key = self._structure, rows.by_place
         if key not in self._functions:
-            self._functions[key] = self._compile(self._structure, rows)
-        return self._functions[key](tokens_B, rows.lengths_B, rows.slots_B, pools, self._arrays)
+            self._functions[key] = self._compile(*key)
+        hidden_BH, pools = self._functions[key](tokens_B, rows.lengths_B, rows.slots_B, pools, self._arrays)
+        rows.needs_places = rows.needs_places or self._needs_places
+        return hidden_BH, pools
 
-    def _compile(self, structure: Structure | None, rows: ActiveRows) -> Function:
-        by_place = rows.by_place
+    def _compile(self, structure: Structure | None, by_place: bool) -> Function:
 
         def forward(
             tokens_B: mx.array, lengths_B: mx.array, slots_B: mx.array, pools: Arrays, factors: Arrays
@@ -71,7 +73,7 @@ class CompiledForward:
             caches = [SlotCache(traced, KvFormat(), pair) for pair in pairs]
             view = None if structure is None else structure.view(factors)
             hidden_B1H = self._model.hidden(tokens_B[:, None], caches, view)
-            rows.needs_places = rows.needs_places or traced.needs_places
+            self._needs_places = self._needs_places or traced.needs_places
             return hidden_B1H[:, 0], [array for cache in caches for array in cache.state]
 
         compiled: Function = mx.compile(forward)

@@ -32,6 +32,7 @@ class Slots:
         self._of_rows: list[int] = []  # row b has slot b where rows are read by place
         self._numbers = RowNumbers()
         self._joining: list[mx.array] = []  # zeros; evaluating them writes rows that have joined into the pools
+        self._has_stepped = False  # by then it is known who reads the pools
 
     @property
     def layout(self) -> Layout:
@@ -84,6 +85,11 @@ class Slots:
         if self.active.needs_places and not self.active.by_place:
             self._copy_all()
             self.active.by_place = True
+        if widths or not self._has_stepped:
+            # Operations of MLX may read, which copies pools whenever it likes: it knows nothing of these writes
+            mx.eval(self._joining)
+            self._joining = []
+        self._has_stepped = True
         slots_S, lengths_S = self._numbers.arrays([*self._of_rows, *self._free()][: len(lengths)], lengths)
         slots_S, self._joining = sum(self._joining, slots_S), []
         if widths:

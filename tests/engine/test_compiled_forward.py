@@ -112,6 +112,23 @@ def test_shards_do_not_trace_for_themselves_what_another_has(
     assert traced == 1
 
 
+@needs_compiler
+def test_shards_know_from_each_other_that_their_rows_must_stand_side_by_side(
+    load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny("llama")
+    for module in ("shard", "active_rows"):
+        monkeypatch.setattr(f"parallm.engine.{module}.on_cuda", lambda: True)
+    make = ShardMaker(model, measure_cost(model), KvFormat())
+    for _ in range(2):
+        shard = make()
+        assert isinstance(shard, BatchedShard)
+        joined_rows(shard, model, ask, 3)
+        assert not shard._slots.active.by_place
+        steps(shard, AdapterViews(model), None, 3, 2)
+        assert shard._slots.active.by_place
+
+
 @pytest.mark.parametrize(
     ("number", "found"), [(1, 256), (257, 512), (1025, 1280), (2048, 2048), (2049, 2560), (8192, 8192), (8193, 10240)]
 )

@@ -203,6 +203,36 @@ def test_a_model_that_the_kernel_does_not_know_has_its_rows_side_by_side(
     assert len(gathered) == len(set(gathered)) >= 1, "the first step finds out"
 
 
+def test_rows_have_joined_before_operations_of_mlx_may_read_them(
+    load_tiny: LoadTiny, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, model = Slots(2, KvFormat()), load_tiny("llama")
+    cache = model.make_cache()
+    mx.eval(model.hidden(mx.array([[5, 9, 4, 17]]), cache, None))
+    slots.active.layout = Layout(8, 32)
+    copies: list[mx.array] = []
+    evaluated: list[int] = []
+    evaluate = mx.eval
+
+    def noted_copy(*_: object, **__: object) -> mx.array:
+        copies.append(mx.zeros((1,), mx.int32))
+        return copies[-1]
+
+    def noted_eval(arrays: Sequence[mx.array]) -> None:
+        evaluated.extend(map(id, arrays))
+        evaluate(arrays)
+
+    monkeypatch.setattr("parallm.engine.slots.copy_to_slots", noted_copy)
+    monkeypatch.setattr(mx, "eval", noted_eval)
+    for widths in ([], [], [2] * 3):
+        slots.join(cache, [0], [4])
+        slots.begin_step([4] * len(copies), widths)
+    first, second, third = map(id, copies)
+    assert first in evaluated, "nobody knows yet who will read"
+    assert second not in evaluated, "the kernel reads after it in the stream"
+    assert third in evaluated, "rows of several tokens are read by MLX"
+
+
 def test_a_row_that_leaves_and_one_that_joins_write_no_other_slot(
     load_tiny: LoadTiny, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
