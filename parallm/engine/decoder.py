@@ -25,6 +25,7 @@ from parallm.engine.shard import Shard
 from parallm.engine.speculation import Speculation
 from parallm.engine.views import AdapterViews
 from parallm.model.chat import ChatTokenizer
+from parallm.model.kept_arrays import kept_array
 from parallm.model.shared_model import SharedModel
 from parallm.types import TopLogprob
 
@@ -193,7 +194,10 @@ class Decoder:
         if self.in_flight.rows == rows:
             return tokens_B
         places = {row: place for place, row in enumerate(self.in_flight.rows)}
-        return tokens_B[mx.array([places[row] for row in rows])]
+        wanted = tuple(places[row] for row in rows)
+        if wanted == tuple(range(len(wanted))):
+            return tokens_B[: len(wanted)]
+        return tokens_B[kept_array(wanted, mx.int32)]
 
 
 def _top_logprobs(sampled: Sampled, num_rows: int) -> Ordered[Ordered[TopLogprob]]:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from parallm.engine.filters import Filters, filtered, filters_of
+from parallm.model.kept_arrays import kept_array
 from parallm.model.logprobs import Softmax, softmax_of
 from parallm.seeds import mix_all
 from parallm.types import SamplingParams
@@ -69,8 +70,8 @@ def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> 
     """`seeds_B` are 64-bit."""
     is_greedy = [params.temperature == 0 for params in params_B]
     return RowSampling(
-        temperatures_B=mx.array([params.temperature for params in params_B], mx.float32),
-        greedy_B=mx.array(is_greedy) if any(is_greedy) else None,
+        temperatures_B=kept_array(tuple(params.temperature for params in params_B), mx.float32),
+        greedy_B=kept_array(tuple(is_greedy), mx.bool_) if any(is_greedy) else None,
         all_greedy=all(is_greedy),
         noise=Noise(seeds_B),
         filters=filters_of(params_B),

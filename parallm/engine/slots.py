@@ -85,7 +85,7 @@ class Slots:
         if self.active.needs_places and not self.active.by_place:
             self._copy_all()
             self.active.by_place = True
-        if widths or not self._has_stepped:
+        if self._joining and (widths or not self._has_stepped):
             # Operations of MLX may read, which copies pools whenever it likes: it knows nothing of these writes
             mx.eval(self._joining)
             self._joining = []

@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from parallm.model.cuda import LEAST_ON_DEVICE, PACK, VECTOR_BYTES, kernel
 from parallm.model.flat_factors import FlatFactors, GroupLayout, Layout, Sites
+from parallm.model.kept_arrays import kept_array
 from parallm.model.row_lora_source import COLUMNS, EXPAND_THREADS, MOST_WARPS, expand_source, shrink_source
 
 MOST_PARTS = 16  # of a sum: a thread of `expand` fetches them together
@@ -90,7 +91,7 @@ def order_rows(index_B: Sequence[int], num_versions: int) -> mx.array:
     if num_versions > 1:
         pairs.sort(key=lambda pair: pair[1])
     missing = -(-LEAST_ON_DEVICE // 2) - len(pairs)
-    return mx.array(pairs + [(0, NO_ADAPTER)] * missing, mx.int32)
+    return kept_array((*pairs, *[(0, NO_ADAPTER)] * missing), mx.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,5 +196,5 @@ def _tile(rows: int) -> int:
 
 @cache
 def _starts(starts: tuple[int, ...]) -> mx.array:
-    """The same array for every trace, so that the device fetches it once."""
+    """The same array for every trace, for good: a model has as many as groups."""
     return mx.array(starts + (0,) * (LEAST_ON_DEVICE - len(starts)), mx.int32)
