@@ -67,6 +67,7 @@ BARS: Mapping[str, Bar] = {
     "parity.bit_equal_fraction": Bar(least=1.0),
     "parity.mean_abs": Bar(most=5e-6),
     "parity.max_abs": Bar(most=1e-4),
+    "parity.kl": Bar(most=1e-4),
     "parity.strict_speed_ratio": Bar(least=0.9, needs_model=True),
     "parity.kv_bits8.mean_abs": Bar(),
     "parity.kv_bits8.max_abs": Bar(),

@@ -1,8 +1,8 @@
 """Are the engine's log-probs those that the learner computes? Samples under ragged continuous batching with LoRA on.
 
-Prints how many are equal bit for bit, the mean and the largest difference, for the nano model and for --model; the
-reference BLAS as control; the same with 8-bit keys and values, which are those of another policy; and the speed of
-MKL's strict mode relative to the same without it.
+Prints how many are equal bit for bit, the mean and the largest difference and the KL between both (its estimate k3),
+for the nano model and for --model; the reference BLAS as control; the same with 8-bit keys and values, which are those
+of another policy; and the speed of MKL's strict mode relative to the same without it.
 """
 
 from argparse import ArgumentParser
@@ -21,12 +21,13 @@ ROWS = 48
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     add_model_options(parser)
+    parser.add_argument("--dtype", default="auto", help="model.dtype (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=10_000, help="sampled tokens to compare (default: %(default)s)")
     parser.add_argument("--control-tokens", type=int, default=1_000, help="with the reference BLAS; 0: leave it out")
     parser.add_argument("--packed-tokens", type=int, default=2_000, help="with engine.kv_bits=8; 0: leave it out")
     parser.add_argument("--rounds", type=int, default=3, help="of the speed comparison; 0: leave it out")
     arguments = parser.parse_args()
-    job = replace(base_job(arguments), tokens=arguments.tokens, rows=ROWS, lora=True)
+    job = replace(base_job(arguments), tokens=arguments.tokens, rows=ROWS, lora=True, dtype=arguments.dtype)
     jobs = {"nano": replace(job, model="nano", data=None)}
     if arguments.model != "nano":
         jobs[arguments.model] = job
@@ -39,7 +40,9 @@ def main() -> None:
     if arguments.packed_tokens:
         packed = run_worker("parity", replace(job, tokens=arguments.packed_tokens, kv_bits=8))
         rows.append(row(f"{arguments.model}, engine.kv_bits=8", packed))
-    print_table("Log-probs of engine and learner", [("model", "BLAS", "tokens", "bit-equal", "mean", "max"), *rows])
+    print_table(
+        "Log-probs of engine and learner", [("model", "BLAS", "tokens", "bit-equal", "mean", "max", "KL"), *rows]
+    )
     first = next(iter(found.values()))
     is_strict_mkl = first["blas"] == "mkl" and first["strict"]
     ratio = speed_ratio(replace(job, rows=128), arguments.rounds) if is_strict_mkl and arguments.rounds else None
@@ -53,7 +56,8 @@ def main() -> None:
 
 def row(name: str, found: dict[str, Any]) -> tuple[str, ...]:
     equal = f"{found['bit_equal_fraction']:.6f}"
-    return name, device(found), str(found["tokens"]), equal, f"{found['mean_abs']:.1e}", f"{found['max_abs']:.1e}"
+    sizes = (f"{found[size]:.1e}" for size in ("mean_abs", "max_abs", "kl"))
+    return name, device(found), str(found["tokens"]), equal, *sizes
 
 
 def device(found: dict[str, Any]) -> str:
@@ -66,6 +70,7 @@ def worst(found: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         "parity.bit_equal_fraction": min(one["bit_equal_fraction"] for one in found),
         "parity.max_abs": max(one["max_abs"] for one in found),
         "parity.mean_abs": max(one["mean_abs"] for one in found),
+        "parity.kl": max(one["kl"] for one in found),
         "parity.tokens": min(one["tokens"] for one in found),
         "parity.strict": float(all(one["strict"] for one in found)),
     }

@@ -30,6 +30,8 @@ class Job:
     model: str = "nano"
     data: str | None = None
     """Folder with train.jsonl in GSM8K's form; None: the arithmetic problems."""
+    dtype: str = "auto"
+    """model.dtype."""
     quantized: str = "auto"
     """model.quantized."""
     blas: str = "auto"

@@ -48,7 +48,11 @@ class Workbench:
         self.table = AdapterTable()
 
     async def build(self) -> "Workbench":
-        base = ModelSettings(path=self.job.model, quantized=self.job.quantized)  # type: ignore[arg-type]  # it checks
+        base = ModelSettings(
+            path=self.job.model,
+            dtype=self.job.dtype,  # type: ignore[arg-type]  # it checks
+            quantized=self.job.quantized,  # type: ignore[arg-type]
+        )
         self.model: SharedModel = await self.on_device(partial(load_shared_model, base))
         self.lanes = await self.on_device(lambda: Lanes(partial(set_blas_threads, self.blas)))
         self.adapter: Adapter = await self.on_device(partial(random_adapter, self.model, 1))

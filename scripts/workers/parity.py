@@ -23,13 +23,15 @@ async def measure(job: Job) -> dict[str, float | str | bool]:
     groups: list[TrajectoryGroup] = []
     while sum(len(one.tokens) for group in groups for one in group.trajectories) < job.tokens:
         groups += await sample_ragged(bench, f"parity-{len(groups)}", generator)
-    parity = (await bench.update(await bench.make_learner(0.0), groups, 0)).parity
+    report = await bench.update(await bench.make_learner(0.0), groups, 0)
+    parity = report.parity
     bench.close()
     return {
         "tokens": parity.num_tokens,
         "bit_equal_fraction": parity.bit_equal_fraction,
         "mean_abs": parity.mean_abs,
         "max_abs": parity.max_abs,
+        "kl": report.kl_to_behaviour,
         "blas": bench.blas.name,
         "strict": bench.blas.strict,
     }
