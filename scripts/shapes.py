@@ -117,6 +117,8 @@ class EngineJob:
 
     shape: str
     parts: tuple[str, ...]
+    layers: int = 0
+    """Of the shape; 0: all."""
     prompt: int = 128
     new: int = 128
     repeats: int = 3
