@@ -1,9 +1,10 @@
 """LoRA of rows that may use different adapters, as two CUDA kernels for all sites that get the same input.
 
 Matrix products of rank 16 cost the host more than the device: each takes 8 microseconds to be handed over, and a layer
-has eleven of them. These kernels take 2 and serve a group of sites at once: `shrink` multiplies a group's input by
-all its A, `expand` splits the base's joined output into the sites' own and adds what the rows' B make of it. They are
-named as in vLLM, after Punica (https://arxiv.org/abs/2310.18547).
+has eleven of them. These kernels take 2 and serve a group of sites at once: `shrink` multiplies a group's input by all
+its A, unless `skinny_product` has done so; `expand` splits the base's joined output into the sites' own and adds what
+the rows' B make of it. Where that output comes in parts, `expand` adds them up. They are named as in vLLM, after Punica
+(https://arxiv.org/abs/2310.18547).
 
 Axes: B rows, T tokens, V versions, N numbers (see `flat_factors`), I input, O output.
 """
@@ -145,7 +146,7 @@ class Products:
         is_gated = len(names) < len(self._widths)
         key = "_".join(str(number) for number in (*self._widths, *self._ranks))
         source = expand_source(self._widths, self._ranks, gated=is_gated, adds=added is not None)
-        expand = kernel(f"lora_{names[0]}_{key}", tuple(inputs), tuple(names), source, PACK)
+        expand = kernel(f"expand_{names[0]}_{key}", tuple(inputs), tuple(names), source, PACK)
         return expand(
             inputs=list(inputs.values()),
             template=[
@@ -172,7 +173,7 @@ def shrunk(x_BTI: mx.array, factors: GroupFactors, order_B2: mx.array) -> mx.arr
         chunk *= 2
     threads, num_parts = 32 * min(columns // COLUMNS, MOST_WARPS), -(-inputs // chunk)
     given = {"x": x_BTI, "order": order_B2, "starts": factors.starts, "factors": factors.array_VN}
-    (hidden_PBTK,) = kernel("lora_shrink", tuple(given), ("hidden",), shrink_source(), PACK)(
+    (hidden_PBTK,) = kernel("shrink", tuple(given), ("hidden",), shrink_source(), PACK)(
         inputs=list(given.values()),
         template=[
             ("T", x_BTI.dtype),

@@ -17,7 +17,7 @@ from parallm.model.activations import Half, swiglu_of_halves
 from parallm.model.cuda import VECTOR_BYTES
 from parallm.model.lora import LoraLinear, View
 from parallm.model.origins import remember
-from parallm.model.row_lora import Products, RowAdapters, RowProducts, shrunk
+from parallm.model.row_lora import GroupFactors, Products, RowAdapters, RowProducts, shrunk
 from parallm.model.skinny_product import fits, skinny_product
 from parallm.model.summand import Summand
 from parallm.model.trained_lora import TrainedAdapter
@@ -60,26 +60,30 @@ class SiteGroup:
         if isinstance(view, TrainedAdapter):
             return self._trained(x, view)
         factors = view.of_group(self.sites) if isinstance(view, RowAdapters) else None
-        hidden, lora = None, None
-        if fits(x, self._joined):
-            y_SBTO, hidden = skinny_product(x, self._joined, factors, is_whole=len(self.sites) > 1)
-            y = mx.squeeze(y_SBTO, 0) if y_SBTO.shape[0] == 1 else None
-        else:
-            y = self._joined(x)
-            y_SBTO = y[None]
+        y, y_SBTO, hidden = self._product(x, factors)
+        lora = None
         if factors is not None and isinstance(view, RowAdapters):
             hidden = shrunk(x, factors, view.order_B2) if hidden is None else hidden
             lora = RowProducts(factors=factors, order_B2=view.order_B2, hidden_PBTK=hidden)
         products = Products(y_SBTO, x.dtype, self._widths, lora)
-        if len(self.sites) == 1 and (y is None or lora is not None):
-            return [Summand(products.apart()[0], products.added_to)]
-        if len(self.sites) == 1 or y is None:
-            return [y]
-        if lora is not None:
+        if y is None or lora is not None:
+            if len(self.sites) == 1:
+                return [Summand(products.apart()[0], products.added_to)]
             return self._halves(products.apart(), products.gated)
+        if len(self.sites) == 1:
+            return [y]
         # What computes with one token of each row reads parts where they are; else copies save others' copies
         parts = products.apart() if x.shape[1] > 1 else mx.split(y, self._cuts, axis=-1)
         return self._halves(parts, partial(swiglu_of_halves, y))
+
+    def _product(self, x: mx.array, factors: GroupFactors | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
+        """The base's outputs (B, T, O), if they are whole, and as parts (S, B, T, O); what `shrunk` would give, if that
+        is known already."""
+        if not fits(x, self._joined):
+            y = self._joined(x)
+            return y, y[None], None
+        y_SBTO, hidden = skinny_product(x, self._joined, factors, is_whole=len(self.sites) > 1)
+        return mx.squeeze(y_SBTO, 0) if y_SBTO.shape[0] == 1 else None, y_SBTO, hidden
 
     def _trained(self, x: mx.array, view: TrainedAdapter) -> list[mx.array]:
         if not self._is_gated:  # whoever reads them by themselves would have to copy them

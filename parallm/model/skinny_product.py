@@ -1,8 +1,8 @@
 """Products of few rows with a linear layer's weights, as one CUDA kernel that multiplies by all A of LoRA as well.
 
-A product of a step's rows takes as long as its weights take to be read, by MLX's as by this one. MLX's costs the host
-14 microseconds, though, ours 5; a sum that several blocks share is added up by a kernel of its own there, and here by
-whoever reads it; and A is a few rows more of the weights, where it was a kernel of its own (one H200, 2026-11-22).
+A product of a step's rows takes as long as its weights take to be read, by MLX's kernels as by this one. MLX's cost the
+host 14 microseconds, though, and ours 8; a sum that several blocks share is added up by a kernel of its own there, and
+here by whoever reads it; and A is a few rows more of the weights in place of another kernel (one H200, 2026-11-22).
 
 Axes: B rows, T tokens, I input, O output, S parts of the input whose sums are still to be added, V versions, K ranks of
 a group's sites side by side.

@@ -67,6 +67,38 @@ def test_gradients_take_the_way_of_single_layers() -> None:
     assert not layers.q.group.serves(view)
 
 
+class PlainProducts:
+    """In place of the kernel that adds up parts, for rows of the base."""
+
+    def __init__(self, y_SBTO: mx.array, dtype: mx.Dtype, widths: Sequence[int], lora: None) -> None:
+        self._y, self._widths = y_SBTO.sum(axis=0).astype(dtype), widths
+
+    def apart(self) -> list[mx.array]:
+        return mx.split(self._y, [sum(self._widths[:count]) for count in range(1, len(self._widths))], axis=-1)
+
+    def added_to(self, other: mx.array) -> mx.array:
+        return self._y + other + 100
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_sums_in_parts_are_added_up_with_what_they_are_added_to(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, x = Layers(Binding(), bias=True), mx.random.normal((4, 1, 64))
+    wanted = layers(x)
+    form_groups(layers, CALLED)
+
+    def multiply(x: mx.array, linear: nn.Linear, _: None, *, is_whole: bool) -> tuple[mx.array, None]:
+        return mx.stack([linear(x)] if is_whole or splits == 1 else [linear(x) / splits] * splits), None
+
+    monkeypatch.setattr("parallm.model.site_group.fits", lambda *_: True)
+    monkeypatch.setattr("parallm.model.site_group.skinny_product", multiply)
+    monkeypatch.setattr("parallm.model.site_group.Products", PlainProducts)
+
+    for found, expected in zip(layers(x), wanted, strict=True):
+        assert mx.allclose(found, expected, atol=1e-5).item()
+    by_kernel = 100 if splits > 1 else 0
+    assert mx.allclose(x + layers.o(x + 1), x + wanted[-1] + by_kernel, atol=1e-4).item()
+
+
 @needs_cuda
 @pytest.mark.parametrize(("bias", "bits"), [(False, None), (True, None), (True, 4)])
 @pytest.mark.parametrize("tokens", [1, 5])
