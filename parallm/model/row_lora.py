@@ -20,7 +20,7 @@ from parallm.model.flat_factors import FlatFactors, GroupLayout, Layout, Sites
 from parallm.model.kept_arrays import kept_array
 from parallm.model.row_lora_source import COLUMNS, EXPAND_THREADS, MOST_WARPS, expand_source, shrink_source
 
-MOST_PARTS = 16  # of a sum: a thread of `expand` fetches them together
+MOST_PARTS = 16  # of a sum, which `expand` adds up
 LEAST_CHUNK = 256  # of the input that a block of `shrink` takes: a vector for each lane of a warp
 NO_ADAPTER = -1  # as the version of a row
 
@@ -141,7 +141,7 @@ class Products:
     ) -> list[mx.array]:
         splits, *rows, _ = self._y_SBTO.shape
         num_rows = rows[0] * rows[1]
-        tile = _tile(num_rows) if len(self._widths) > 1 else min(2, _tile(num_rows))
+        tile = _tile(num_rows) if len(self._widths) > 1 else 2  # the outputs of one site make few blocks
         inputs = {"y": self._y_SBTO} | (added or {}) | (self._lora.inputs() if self._lora else {})
         is_gated = len(names) < len(self._widths)
         key = "_".join(str(number) for number in (*self._widths, *self._ranks))

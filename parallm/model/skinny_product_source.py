@@ -2,7 +2,7 @@
 
 T type of the input and the weights, Y of the sums, K columns of all A of a group (0: none); WIDE warps side by side
 compute 16 outputs each, DEEP of them share each sum; TILES of 8 rows; CHUNK values of the input are fetched at once,
-STAGES such fetches are under way; HAS_BIAS: constants.
+STAGES such fetches are under way: constants.
 
 Weights are the left factor and rows the right one: the tensor cores take 16 of the former and 8 of the latter. Which
 values of the input meet in one instruction does not matter as long as both sides agree, so a lane takes 16 bytes of

@@ -20,7 +20,7 @@ from parallm.engine.slots import Slots
 from parallm.model.attention import attention
 from parallm.model.decode_attention import Turn
 from parallm.model.rotary import Rotation, install_rotary
-from parallm.model.shared_model import SharedModel
+from parallm.model.shared_model import PlainCache, SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
 Ask = Callable[..., GenerationRequest]
@@ -203,13 +203,19 @@ def test_a_model_that_the_kernel_does_not_know_has_its_rows_side_by_side(
     assert len(gathered) == len(set(gathered)) >= 1, "the first step finds out"
 
 
-def test_rows_have_joined_before_operations_of_mlx_may_read_them(
-    load_tiny: LoadTiny, kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def free_slots(load_tiny: LoadTiny) -> tuple[Slots, Sequence[PlainCache]]:
+    """Eight, and a prompt of four tokens that may join."""
     slots, model = Slots(2, KvFormat()), load_tiny("llama")
     cache = model.make_cache()
     mx.eval(model.hidden(mx.array([[5, 9, 4, 17]]), cache, None))
     slots.active.layout = Layout(8, 32)
+    return slots, cache
+
+
+def test_rows_have_joined_before_operations_of_mlx_may_read_them(
+    load_tiny: LoadTiny, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, cache = free_slots(load_tiny)
     copies: list[mx.array] = []
     evaluated: list[int] = []
     evaluate = mx.eval
@@ -236,10 +242,7 @@ def test_rows_have_joined_before_operations_of_mlx_may_read_them(
 def test_a_row_that_leaves_and_one_that_joins_write_no_other_slot(
     load_tiny: LoadTiny, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slots, model = Slots(2, KvFormat()), load_tiny("llama")
-    cache = model.make_cache()
-    mx.eval(model.hidden(mx.array([[5, 9, 4, 17]]), cache, None))
-    slots.active.layout = Layout(8, 32)
+    slots, cache = free_slots(load_tiny)
     slots.join(cache, [0] * 6, [4] * 6)
     before = [np.array(pool) for pool in slots.pools]
     slots.leave([(1, 5)], [4], 1, waits=False)

@@ -7,6 +7,7 @@ import pytest
 from parallm.model.cuda import architecture, on_cuda
 from parallm.model.row_lora import Products, RowProducts, order_rows
 from parallm.model.skinny_product import (
+    LEAST_STAGES,
     MOST_SHARED_BYTES,
     MOST_VERSIONS,
     MOST_WARPS,
@@ -33,7 +34,7 @@ def test_a_plan_keeps_to_what_a_block_may_have(
     assert chosen.shared_bytes <= MOST_SHARED_BYTES
     assert chosen.threads <= 32 * MOST_WARPS
     assert chosen.tiles * 8 >= rows
-    assert chosen.stages >= 2
+    assert chosen.stages >= LEAST_STAGES
     assert chosen.threads % (chosen.chunk // 8) == 0
     assert chosen.deep * 32 <= chosen.chunk
     assert chosen.splits == 1 or not is_whole
