@@ -93,7 +93,8 @@ class Workbench:
         return report
 
     def requests(self, name: str, prompts: int, sampling: SamplingParams) -> list[GenerationRequest]:
-        """One request per problem, `group_size` completions each, with a seed of its own."""
+        """One request per problem, `group_size` completions each, with a seed of its own: single turns, as rollouts
+        ask for them."""
         problems = load_problems(self.job.data, prompts)
         return [
             GenerationRequest(
@@ -103,6 +104,7 @@ class Workbench:
                 n=self.job.group_size,
                 model=POLICY if self.job.lora else BASE,
                 traffic="rollout",
+                is_continued=False,
             )
             for place, problem in enumerate(problems)
         ]

@@ -85,7 +85,9 @@ class Step:
 class Decoder:
     """Launches the steps of one lane's rows."""
 
-    def __init__(self, model: SharedModel, views: AdapterViews, shard: Shard, speculation: Speculation) -> None:
+    def __init__(
+        self, model: SharedModel, views: AdapterViews, shard: Shard, speculation: Speculation, stream: mx.Stream
+    ) -> None:
         self.in_flight: Step | None = None
         """Launched and not read; whoever reads it takes it from here."""
         self._model = model
@@ -98,6 +100,7 @@ class Decoder:
         self._adjustments = Adjustments(model.tokenizer.eos_token_ids)
         self._waiting: Forward | None = None
         self._speculation = speculation
+        self._stream = stream  # so that pools of all lanes are made at the same time
 
     @property
     def rows(self) -> list[Sequence]:
@@ -112,7 +115,8 @@ class Decoder:
         """Add rows that continue computed prompts: the next step samples their first tokens."""
         for _, some in groupby(joining, key=lambda one: id(one[0].cache)):
             prompts, sequences = zip(*some, strict=True)
-            self.shard.join(sequences, prompts[0].cache, [prompt.cache_row for prompt in prompts])
+            with mx.stream(self._stream):
+                self.shard.join(sequences, prompts[0].cache, [prompt.cache_row for prompt in prompts])
         self._speculation.join([member for _, member in joining])
         self._first_logits += [prompt.logits_V for prompt, _ in joining if prompt.logits_V is not None]
 

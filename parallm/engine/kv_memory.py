@@ -57,7 +57,7 @@ class KvMemory:
         """Bytes that a request takes at most when it has all memory to itself."""
         num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
         own = self.cost.of(allocated(num_tokens))  # of its prompt, or of all its tokens if it is computed again
-        return own + self._empty_shard.bytes_for([num_tokens + 1], tight=True)
+        return own + self._empty_shard.bytes_for([num_tokens + 1], end=None)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ContextTooLong for a request that would not fit if it had all memory to itself."""

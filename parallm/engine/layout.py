@@ -1,16 +1,21 @@
 """How many slots of how many positions a shard's pools have: a rectangle that changes in few steps.
 
 Roomy, both sides double, so a row of any length costs a handful of copies in its life, and a compiled step sees a
-handful of shapes. Tight, for when memory is short, they are what the rows need now; where steps are compiled, a fifth
-more at most, so that four shapes are seen where doubling sees one. Positions that one long row needed
-are given back when they are four times what the others need.
+handful of shapes. Where no step is compiled (`fitting`), positions go as far as the rows may come to need, if that is
+near, and pools that are copied anyway have slots for the present rows only: memory that is written for the first time
+costs a CPU more than anything else here. Tight, for when memory is short, both are what the rows need now; where steps
+are compiled, a fifth more at most, so that four shapes are seen where doubling sees one. Positions that one long row
+needed are given back when they are four times what the others need.
 """
 
 from dataclasses import dataclass
 
 LEAST_SLOTS = 8
 LEAST_POSITIONS = 256
+LEAST_STEP = 16
 TOO_LONG = 4
+NEAR = 1.5
+"""Positions that are all that rows may need are taken at once if they are no more than so many times the doubled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,17 @@ def roomy(needed: Layout, present: Layout) -> Layout:
     if wanted.num_positions * TOO_LONG <= present.num_positions:
         num_positions = wanted.num_positions
     return Layout(max(wanted.num_slots, present.num_slots), num_positions)
+
+
+def fitting(needed: Layout, present: Layout, end: int) -> Layout:
+    """The same where shapes need not be few; `end`: positions that the longest row may come to need."""
+    wanted = roomy(needed, present)
+    if present.holds(needed) and wanted.num_positions >= present.num_positions:
+        return present
+    fresh = roomy(needed, EMPTY)
+    if present != EMPTY:  # one copy, and not one for each row that may end a little later than those before
+        end = in_quarters(LEAST_STEP, end)
+    return Layout(fresh.num_slots, end) if needed.num_positions <= end <= NEAR * fresh.num_positions else fresh
 
 
 def in_quarters(least: int, number: int) -> int:

@@ -9,6 +9,7 @@ first row of a class always goes on, and everybody ends. Rollouts never take the
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Ordered
+from itertools import compress
 
 from parallm.engine.decoder import Decoder
 from parallm.engine.kv_memory import KvMemory
@@ -38,7 +39,7 @@ class Room:
     def make_for_step(self, name: TrafficClass) -> None:
         """Room for the next position of each row of a class."""
         for decoder in self._traffic[name].decoders:
-            while decoder.rows and not self._lay_out(decoder, _lengths(decoder.rows)):
+            while decoder.rows and not self._lay_out(decoder, decoder.rows):
                 if not self._take_back(name, sparing=self._oldest(name)):
                     break
 
@@ -46,11 +47,18 @@ class Room:
         """Give free rows to members of computed prompts: to all at once where there is memory, else one by one."""
         state = self._traffic[name]
         computed = [prompt for prompt in state.admitted() if prompt.is_computed]
-        for decoder, joining in state.shared_out(computed, max_rows - state.num_rows):
-            if self._lay_out_roomy(decoder, _lengths([*decoder.rows, *(member for _, member in joining)])):
-                decoder.join(joining)
-                for prompt, member in joining:
-                    prompt.waiting.remove(member)
+        shares = state.shared_out(computed, max_rows - state.num_rows)
+        have_room = [self._lay_out_for(*share) for share in shares]
+        if not all(have_room):
+            self._settle(state)  # before anybody joins: rows that end would move those whose first step comes next
+            shares = state.shared_out(computed, max_rows - state.num_rows)
+            have_room = [self._lay_out_for(*share) for share in shares]
+        for decoder, joining in compress(shares, have_room):
+            decoder.join(joining)
+            for prompt, member in joining:
+                prompt.waiting.remove(member)
+        for prompt in [prompt for prompt in computed if not prompt.waiting]:
+            state.prompts.remove(prompt)  # before it might be dropped to make room for others
         for prompt in [prompt for prompt in state.admitted() if prompt.is_computed]:
             while prompt.logits_V is not None and prompt.waiting and state.num_rows < max_rows:
                 decoder, member = state.emptiest(), prompt.waiting[0]
@@ -61,10 +69,12 @@ class Room:
             if not prompt.waiting:
                 state.prompts.remove(prompt)
 
+    def _lay_out_for(self, decoder: Decoder, joining: Ordered[tuple[Prompt, Sequence]]) -> bool:
+        return self._lay_out_roomy(decoder, [*decoder.rows, *(member for _, member in joining)])
+
     def _make_for_join(self, name: TrafficClass, decoder: Decoder, sequence: Sequence, prompt: Prompt) -> bool:
         """Room for one more row; False if it has to wait for others to end."""
-        lengths = _lengths([*decoder.rows, sequence])
-        while not self._lay_out(decoder, lengths):
+        while not self._lay_out(decoder, [*decoder.rows, sequence]):
             if name == "serving" and self._take_back("rollout", sparing=None):
                 continue
             others = [one for one in self._traffic[name].admitted() if one is not prompt]
@@ -132,24 +142,24 @@ class Room:
         prompts = sorted((prompt for prompt in prompts if prompt.waiting), key=lambda prompt: prompt.place)
         return Traffic(decoders, prompts=deque(prompts), num_tokens=state.num_tokens, is_held=state.is_held)
 
-    def _lay_out(self, decoder: Decoder, lengths: Ordered[int]) -> bool:
-        """Bring a shard's pools to rows of so many positions, if they fit."""
-        if self._lay_out_roomy(decoder, lengths):
+    def _lay_out(self, decoder: Decoder, rows: Ordered[Sequence]) -> bool:
+        """Bring a shard's pools to what these rows need, if it fits."""
+        if self._lay_out_roomy(decoder, rows):
             return True
-        shard, limit = decoder.shard, self._memory.limit
+        shard, limit, lengths = decoder.shard, self._memory.limit, _lengths(rows)
         others = self._memory.total(self._traffic.values()) - shard.nbytes
         if not shard.holds(lengths) or others + shard.nbytes > limit:
             if not self._fits(decoder, lengths, 0):
                 return False
-            shard.lay_out(lengths, tight=True)
+            shard.lay_out(lengths, end=None)
         return True
 
-    def _lay_out_roomy(self, decoder: Decoder, lengths: Ordered[int]) -> bool:
-        shard = decoder.shard
+    def _lay_out_roomy(self, decoder: Decoder, rows: Ordered[Sequence]) -> bool:
+        shard, lengths, end = decoder.shard, _lengths(rows), max((row.end for row in rows), default=0)
         others = self._memory.total(self._traffic.values()) - shard.nbytes
-        if others + shard.bytes_for(lengths, tight=False) > self._memory.limit:
+        if others + shard.bytes_for(lengths, end=end) > self._memory.limit:
             return False
-        shard.lay_out(lengths, tight=False)
+        shard.lay_out(lengths, end=end)
         return True
 
     def _fits(self, decoder: Decoder, lengths: Ordered[int], more: int) -> bool:
@@ -161,16 +171,16 @@ class Room:
 
         def beyond() -> int:
             others = self._memory.total(self._traffic.values()) - shard.nbytes
-            own = max(shard.bytes_for(lengths, tight=True), shard.nbytes if more else 0)
+            own = max(shard.bytes_for(lengths, end=None), shard.nbytes if more else 0)
             return others + own + more - self._memory.limit
 
         if beyond() > 0:
             self._memory.prefixes.shrink(beyond())
         if beyond() > 0:
             for one in [one for state in self._traffic.values() for one in state.decoders]:
-                spares = one.shard.bytes_for(_lengths(one.rows), tight=True) < one.shard.nbytes
+                spares = one.shard.bytes_for(_lengths(one.rows), end=None) < one.shard.nbytes
                 if spares and (more or one is not decoder):
-                    one.shard.lay_out(_lengths(one.rows), tight=True)
+                    one.shard.lay_out(_lengths(one.rows), end=None)
         return beyond() <= 0
 
     def _take_back(self, name: TrafficClass, sparing: Sequence | None) -> bool:

@@ -136,6 +136,11 @@ class Sequence:
         """Positions that its slot has for the coming step, one of which is free for a step that computes it along."""
         return self.num_cached + 2
 
+    @property
+    def end(self) -> int:
+        """Positions that it needs at most."""
+        return len(self.request.prompt_tokens) + self.request.sampling.max_tokens + 1
+
     def segments(self) -> list[tuple[int, Adapter | None]]:
         """(end, adapter) of the positions that each version computes, in order: those it computed, then the newest.
 

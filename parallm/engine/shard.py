@@ -17,7 +17,7 @@ import mlx.core as mx
 from parallm.engine.compiled_forward import CompiledForward, row_bucket
 from parallm.engine.kv_cost import BLOCK, KvCost, blocks
 from parallm.engine.kv_format import KvFormat, bytes_of_position
-from parallm.engine.layout import EMPTY, LEAST_POSITIONS, Layout, in_quarters, roomy
+from parallm.engine.layout import EMPTY, LEAST_POSITIONS, Layout, fitting, in_quarters, roomy
 from parallm.engine.sequence import Sequence
 from parallm.engine.slots import Slots, fill
 from parallm.engine.views import AdapterViews
@@ -50,13 +50,16 @@ class Shard(Protocol):
     def nbytes(self) -> int:
         """What its rows' keys, values and states take."""
 
-    def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
-        """What they would take for rows with so many positions; `tight`: without room for more."""
+    def bytes_for(self, lengths: Ordered[int], *, end: int | None) -> int:
+        """What they would take for rows with so many positions and room for more; None: without room for more.
+
+        `end` is how many the longest may come to need.
+        """
 
     def holds(self, lengths: Ordered[int]) -> bool:
         """Whether such rows fit as it is laid out now."""
 
-    def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
+    def lay_out(self, lengths: Ordered[int], *, end: int | None) -> None:
         """Take that much, with the present rows kept; waits for the device where there is something to copy."""
 
     @property
@@ -141,29 +144,28 @@ class BatchedShard:
     def nbytes(self) -> int:
         return self._slots.layout.area * self._bytes_of_position
 
-    def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
-        return self._layout(len(lengths), max(lengths, default=0), tight=tight).area * self._bytes_of_position
+    def bytes_for(self, lengths: Ordered[int], *, end: int | None) -> int:
+        return self._layout(len(lengths), max(lengths, default=0), end).area * self._bytes_of_position
 
     def holds(self, lengths: Ordered[int]) -> bool:
-        return self._slots.layout.holds(self._layout(len(lengths), max(lengths, default=0), tight=True))
+        return self._slots.layout.holds(self._layout(len(lengths), max(lengths, default=0), None))
 
-    def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
-        self._slots.lay_out(self._layout(len(lengths), max(lengths, default=0), tight=tight))
+    def lay_out(self, lengths: Ordered[int], *, end: int | None) -> None:
+        self._slots.lay_out(self._layout(len(lengths), max(lengths, default=0), end))
 
     def _reserve(self, num_slots: int, num_positions: int) -> None:
         """Room for this much, if nobody has laid it out before."""
         if not self._slots.layout.holds(Layout(num_slots, num_positions)):
-            self._slots.lay_out(self._layout(num_slots, num_positions, tight=False))
+            self._slots.lay_out(self._layout(num_slots, num_positions, end=0))  # as if it were not known
 
-    def _layout(self, num_rows: int, num_positions: int, *, tight: bool) -> Layout:
+    def _layout(self, num_rows: int, num_positions: int, end: int | None) -> Layout:
         if num_rows == 0:
             return EMPTY
-        num_slots = row_bucket(num_rows) if self._compiled else max(num_rows, LEAST_ROWS)
         if self._compiled:
-            needed = Layout(num_slots, in_quarters(LEAST_POSITIONS, num_positions))
-        else:
-            needed = Layout(num_slots, blocks(num_positions) * BLOCK)
-        return needed if tight else roomy(needed, self._slots.layout)
+            needed = Layout(row_bucket(num_rows), in_quarters(LEAST_POSITIONS, num_positions))
+            return needed if end is None else roomy(needed, self._slots.layout)
+        needed = Layout(max(num_rows, LEAST_ROWS), blocks(num_positions) * BLOCK)
+        return needed if end is None else fitting(needed, self._slots.layout, blocks(end) * BLOCK)
 
 
 class RowByRowShard:
@@ -189,15 +191,15 @@ class RowByRowShard:
 
     @property
     def nbytes(self) -> int:
-        return self.bytes_for([row.num_cached + 1 for row in self.rows], tight=True)
+        return self.bytes_for([row.num_cached + 1 for row in self.rows], end=None)
 
-    def bytes_for(self, lengths: Ordered[int], *, tight: bool) -> int:
+    def bytes_for(self, lengths: Ordered[int], *, end: int | None) -> int:
         return sum(map(self._cost.of, lengths))
 
     def holds(self, lengths: Ordered[int]) -> bool:
-        return self.bytes_for(lengths, tight=True) <= self.nbytes
+        return self.bytes_for(lengths, end=None) <= self.nbytes
 
-    def lay_out(self, lengths: Ordered[int], *, tight: bool) -> None:
+    def lay_out(self, lengths: Ordered[int], *, end: int | None) -> None:
         """mlx-lm's caches grow by themselves."""
 
     @property

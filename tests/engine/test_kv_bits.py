@@ -38,7 +38,7 @@ def test_numbers_come_back_within_half_a_step(size: int) -> None:
 
 def test_a_row_takes_less_than_a_third_of_float32(nano: SharedModel, make_engine: Callable[..., Engine]) -> None:
     plain, packed = (
-        make_engine(nano, settings=settings).memory.shard().bytes_for([100], tight=True)
+        make_engine(nano, settings=settings).memory.shard().bytes_for([100], end=None)
         for settings in (EngineSettings(), EIGHT)
     )
     assert packed / plain == pytest.approx((8 + 2 * 32 / 32) / 32)

@@ -6,7 +6,7 @@ import pytest
 
 from parallm.engine.engine import Engine
 from parallm.engine.kv_cost import KvCost, measure_cost
-from parallm.engine.layout import EMPTY, Layout, roomy
+from parallm.engine.layout import EMPTY, Layout, fitting, roomy
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ContextTooLong
 from parallm.model.shared_model import SharedModel
@@ -38,6 +38,23 @@ def test_pools_grow_by_doubling_and_give_back_what_is_four_times_too_long() -> N
         present = roomy(Layout(rows, positions), present)
         seen.append((present.num_slots, present.num_positions))
     assert seen == [(8, 256), (16, 512), (16, 4096), (16, 4096), (16, 1024), (0, 0)]
+
+
+@pytest.mark.parametrize(
+    ("present", "needed", "end", "then"),
+    [
+        (EMPTY, Layout(128, 128), 288, Layout(128, 288)),  # all that they may need, as it is near
+        (EMPTY, Layout(128, 128), 8192, Layout(128, 256)),
+        (EMPTY, Layout(4, 48), 64, Layout(8, 64)),
+        (Layout(128, 288), Layout(100, 272), 288, Layout(128, 288)),  # what holds them stays
+        (Layout(128, 256), Layout(35, 272), 8192, Layout(64, 512)),  # slots for those that are left
+        (Layout(128, 288), Layout(128, 304), 310, Layout(128, 320)),  # and for rows that end a little later
+        (Layout(128, 4096), Layout(35, 272), 288, Layout(64, 320)),  # four times too long
+        (Layout(8, 288), Layout(0, 0), 0, EMPTY),
+    ],
+)
+def test_without_compiled_steps_pools_fit_their_rows(present: Layout, needed: Layout, end: int, then: Layout) -> None:
+    assert fitting(needed, present, end) == then
 
 
 def test_a_request_that_could_never_fit_is_refused(

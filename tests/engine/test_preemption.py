@@ -245,5 +245,5 @@ def test_what_one_long_row_needed_is_given_back_while_others_run(
     for _ in range(3):
         engine.step("serving")
     shards = [decoder.shard for decoder in engine._traffic["serving"].decoders]
-    assert (engine.num_running(), most >= 8 * 2048 * 512) == (4, True)
-    assert engine.memory.used - engine.memory.prefixes.nbytes == len(shards) * 8 * 256 * 512
+    assert (engine.num_running(), most >= 8 * 1504 * 512) == (4, True)
+    assert engine.memory.used - engine.memory.prefixes.nbytes == len(shards) * 8 * 80 * 512
