@@ -187,10 +187,8 @@ class Engine:
         self.memory.used = self.memory.total(self._traffic.values())
 
     def _make_decoders(self) -> list[Decoder]:
-        return [
-            Decoder(self.model, self._views, self.memory.shard(), self.speculation, stream)
-            for stream in self._lanes.streams
-        ]
+        streams = self._lanes.streams
+        return [Decoder(self.model, self._views, self.memory.shard(), self.speculation, one) for one in streams]
 
     def _switch_versions(self, state: Traffic) -> None:
         """Move what switches in flight to the version that its name means now: rows, and prompts not yet begun.
