@@ -100,7 +100,7 @@ class Decoder:
         self._adjustments = Adjustments(model.tokenizer.eos_token_ids)
         self._waiting: Forward | None = None
         self._speculation = speculation
-        self._stream = stream  # so that pools of all lanes are made at the same time
+        self._stream = stream  # of its lane, so that the first pools of all lanes are made at the same time
 
     @property
     def rows(self) -> list[Sequence]:

@@ -10,9 +10,10 @@ needed are given back when they are four times what the others need.
 
 from dataclasses import dataclass
 
+from parallm.engine.kv_cost import BLOCK
+
 LEAST_SLOTS = 8
 LEAST_POSITIONS = 256
-LEAST_STEP = 16
 TOO_LONG = 4
 NEAR = 1.5
 """Positions that are all that rows may need are taken at once if they are no more than so many times the doubled."""
@@ -46,13 +47,13 @@ def roomy(needed: Layout, present: Layout) -> Layout:
 
 
 def fitting(needed: Layout, present: Layout, end: int) -> Layout:
-    """The same where shapes need not be few; `end`: positions that the longest row may come to need."""
+    """`roomy` where shapes need not be few; `end`: positions that the longest row may come to need, in whole blocks."""
     wanted = roomy(needed, present)
     if present.holds(needed) and wanted.num_positions >= present.num_positions:
         return present
     fresh = roomy(needed, EMPTY)
     if present != EMPTY:  # one copy, and not one for each row that may end a little later than those before
-        end = in_quarters(LEAST_STEP, end)
+        end = in_quarters(BLOCK, end)
     return Layout(fresh.num_slots, end) if needed.num_positions <= end <= NEAR * fresh.num_positions else fresh
 
 

@@ -165,9 +165,16 @@ def test_rows_that_keep_their_slots_get_the_same_tokens(
     assert len(set(turns)) == 1, "layers that do the same share it"
 
 
-@pytest.mark.parametrize("num_positions", range(400, 500, 10))  # of which some let only one lane's rows join at once
+@pytest.mark.parametrize(  # of which some let only one lane's rows join at once
+    ("num_positions", "preempted"), [(400, 3), (440, 5), (450, 5), (460, 5), (480, 3), (490, 3)]
+)
 def test_rows_that_keep_their_slots_get_the_same_tokens_where_memory_is_short(
-    num_positions: int, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, request: pytest.FixtureRequest
+    num_positions: int,
+    preempted: int,
+    load_tiny: LoadTiny,
+    ask: Ask,
+    make_engine: MakeEngine,
+    request: pytest.FixtureRequest,
 ) -> None:
     model, requests = load_tiny("llama"), ragged(ask)
     expected, _ = run(make_engine, model, requests)
@@ -176,7 +183,7 @@ def test_rows_that_keep_their_slots_get_the_same_tokens_where_memory_is_short(
     settings = EngineSettings(kv_cache_bytes=num_positions * one_token, prefix_cache=False)
     found, engine = run(make_engine, model, requests, settings=settings, runs_ahead=True)
     check(found, expected)
-    assert engine.room.num_preempted >= 3
+    assert engine.room.num_preempted >= preempted
 
 
 def test_a_model_that_the_kernel_does_not_know_has_its_rows_side_by_side(
