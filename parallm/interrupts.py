@@ -17,6 +17,10 @@ SHOW_CURSOR = "\x1b[?25h"
 Result = TypeVar("Result")
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal has asked to stop, and all that was under way has ended well. Whatever was to come next is left out."""
+
+
 def stop_on_signals(stop: Callable[[], None], what: str) -> None:
     """Let the first signal say `what` happens and call `stop`."""
     loop = asyncio.get_running_loop()
@@ -53,6 +57,6 @@ async def unless(over: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Resu
 
 def _leave_now(_: int, __: object) -> None:
     if sys.stdout.isatty():
-        sys.stdout.write(SHOW_CURSOR)  # a live display hides it
+        sys.stdout.write(f"{SHOW_CURSOR}\n")  # a live display hides it and does not end its last line
         sys.stdout.flush()
     os._exit(INTERRUPTED)

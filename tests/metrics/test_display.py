@@ -12,6 +12,7 @@ from parallm.metrics.live import LiveDisplay
 from parallm.metrics.live_table import fitting_columns
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
+from parallm.metrics.time_left import Schedule
 from parallm.reports import Estimate, EvaluationReport, TrainingStatus
 
 HEADER = RunHeader(
@@ -21,7 +22,7 @@ HEADER = RunHeader(
     blas="MKL, strict",
     url="http://127.0.0.1:8000",
     folder="runs/one",
-    total_steps=10,
+    schedule=Schedule(total_steps=10),
 )
 
 
@@ -134,7 +135,7 @@ def test_closing_live_gives_the_cursor_back_and_may_happen_twice(terminal: Termi
 def test_narrow_terminals_keep_the_most_wanted_columns() -> None:
     assert [column.title for column in fitting_columns(20)] == ["step", "reward"]
     assert [column.title for column in fitting_columns(1)] == ["step"]
-    assert len(fitting_columns(200)) == 12
+    assert len(fitting_columns(200)) == 13
 
 
 def test_an_evaluation_with_samples_says_pass_at_k(evaluation: Callable[..., EvaluationReport]) -> None:
