@@ -145,14 +145,18 @@ class _Rows:
 
 def packed_hidden(model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], view: View | None) -> mx.array:
     """Hidden states (M, hidden) of a flat sequence that `segments` describe."""
-    num_tokens = inputs_M.size
-    missing = missing_rows(num_tokens)
+    return padded_hidden(model, inputs_M, segments, view)[: inputs_M.size]
+
+
+def padded_hidden(model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], view: View | None) -> mx.array:
+    """What the trunk gives for such a sequence, (M or more, hidden): rows without a meaning may follow at the end."""
+    missing = missing_rows(inputs_M.size)
     if missing > 0:
         inputs_M = mx.concatenate([inputs_M, mx.zeros((missing,), mx.int32)])
         segments = _lengthened(segments, missing)
     layer = PackedLayer(segments)
     hidden_M1H = model.hidden(inputs_M[:, None], [layer] * len(model.make_cache()), view)
-    return hidden_M1H[:num_tokens, 0]
+    return hidden_M1H[:, 0]
 
 
 def can_pack(model: SharedModel) -> bool:
