@@ -41,9 +41,9 @@ def run_export(config: ExportConfig, folder: Path) -> int:
         shutil.rmtree(temporary, ignore_errors=True)
         if output.is_dir() and not any(output.iterdir()):
             output.rmdir()
-    sys.stdout.write(f"version {adapter.version} of step {adapter.step}:\n")
+    sys.stdout.write(f"version {adapter.version} of step {adapter.step}\n")
     for name, description in written.items():
-        sys.stdout.write(f"  {short_path(output / name)}  {description}\n")
+        sys.stdout.write(f"{description}\n  {short_path(output / name)}\n")
     return 0
 
 
@@ -86,10 +86,10 @@ def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, st
     descriptions: dict[str, str] = {}
     if "mlx" in config.formats:
         write_mlx(adapter, folder / FOLDERS["mlx"], num_layers=num_layers)
-        descriptions[FOLDERS["mlx"]] = "adapter for mlx-lm: --adapter-path"
+        descriptions[FOLDERS["mlx"]] = "adapter for mlx-lm, --adapter-path"
     if "peft" in config.formats:
         write_peft(adapter, folder / FOLDERS["peft"], config.model.path, base_of(_named_adapter(config)))
-        descriptions[FOLDERS["peft"]] = "adapter for PEFT: PeftModel.from_pretrained"
+        descriptions[FOLDERS["peft"]] = "adapter for PEFT, PeftModel.from_pretrained"
     if "fused" in config.formats:
         write_model(base, fused_config, source, folder / FOLDERS["fused"])
         bits = "" if config.quantize.bits is None else f", {config.quantize.bits} bits"

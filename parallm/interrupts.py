@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ logger = logging.getLogger(__name__)
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = "\x1b[?25h"
+STANDARD_OUTPUT = 1
 
 Result = TypeVar("Result")
 
@@ -56,7 +56,8 @@ async def unless(over: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Resu
 
 
 def _leave_now(_: int, __: object) -> None:
-    if sys.stdout.isatty():
-        sys.stdout.write(f"{SHOW_CURSOR}\n")  # a live display hides it and does not end its last line
-        sys.stdout.flush()
+    # A live display hides the cursor and does not end its last line. It has taken the place of sys.stdout, and some
+    # thread may hold its locks.
+    if os.isatty(STANDARD_OUTPUT):
+        os.write(STANDARD_OUTPUT, f"{SHOW_CURSOR}\n".encode())
     os._exit(INTERRUPTED)

@@ -105,7 +105,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def run_folder(tmp_path: Path, name: str) -> Path:
-    (folder,) = (tmp_path / "checkpoints" / name).iterdir()
+    folders = (tmp_path / "checkpoints" / name).iterdir()
+    (folder,) = (folder for folder in folders if not folder.is_symlink())  # `latest` is one
     return folder
 
 

@@ -119,11 +119,11 @@ def numbers_now(
             "held out": held_out,
             "KL": number(row.get("update/kl_to_behaviour")),
             "entropy": number(row.get("update/entropy")),
-            "rollout": f"{number(row.get('rollout/tokens_per_second'))} tok/s",
+            "rollout": _speed(row.get("rollout/tokens_per_second")),
         }
     )
     shown |= {
-        "serving": f"{number(row.get('serving/tokens_per_second'))} tok/s",
+        "serving": _speed(row.get("serving/tokens_per_second")),
         "version": number(max(status.version, int(row.get("update/version") or 0))),
     }
     text, used = Text(), 0
@@ -136,3 +136,8 @@ def numbers_now(
         text.append(f"{name} ", style="dim").append(value, style="bold")
         used += length + (3 if used else 0)
     return text.append("\n")
+
+
+def _speed(value: object) -> str:
+    text = number(value)
+    return text if text == MISSING else f"{text} tok/s"

@@ -4,7 +4,7 @@ import csv
 import io
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -75,7 +75,7 @@ def _print(rows: Sequence[Row], stream: TextIO) -> None:
     shown = {name: column for name, column in COLUMNS.items() if any(_is_number(row.figures, name) for row in rows)}
     policies = ["policy"] if any(row.policy for row in rows) else []
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for title in ("job", *policies, *rows[0].changes, *(title for title, _ in shown.values()), "ended"):
+    for title in ("job", *policies, *_short(rows[0].changes), *(title for title, _ in shown.values()), "ended"):
         table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(
@@ -86,6 +86,12 @@ def _print(rows: Sequence[Row], stream: TextIO) -> None:
             "well" if row.exit_code == 0 else f"with {row.exit_code}",
         )
     Console(file=stream, highlight=False, width=None if stream.isatty() else WIDE).print(table)
+
+
+def _short(keys: Collection[str]) -> list[str]:
+    """The last part of each key where that tells them apart, else the whole."""
+    lasts = [key.rpartition(".")[2] for key in keys]
+    return [last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)]
 
 
 def _csv(rows: Sequence[Row]) -> str:
