@@ -14,7 +14,7 @@ from parallm.environment.environment import connect
 from parallm.errors import ConfigError
 from parallm.given_model import find_given
 from parallm.house import House, HouseSettings, Listening, header_of, listening, on_device, with_house
-from parallm.interrupts import Stopped, stop_on_signals, until_signal
+from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.learner import Learner
 from parallm.lessons import Lessons, read_lessons
 from parallm.metrics.display import LoggedDisplay, make_display
@@ -56,22 +56,20 @@ from parallm.types import LATEST, POLICY
 
 
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
-    """Train, and answer HTTP meanwhile. Returns the exit code; raises ParallmError, and Stopped after a signal."""
-    if asyncio.run(_train(config, folder, blas)):
-        raise Stopped
+    """Train, and answer HTTP meanwhile. Returns the exit code; raises ParallmError."""
+    asyncio.run(_train(config, folder, blas))
     return 0
 
 
-async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> bool:
-    """Whether a signal has stopped it."""
+async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> None:
     model = find_given(config.model)
     with listening(config.server) as listens:
-        return await _train_and_answer(config, model, folder, blas, listens)
+        await _train_and_answer(config, model, folder, blas, listens)
 
 
 async def _train_and_answer(
     config: RunConfig, model: ModelSettings, folder: Path, blas: BlasReport, listens: Listening | None
-) -> bool:
+) -> None:
     lessons = {name: read_lessons(one) for name, one in policy_configs(config).items()}
     schedules = {name: _schedule(one, lessons[name]) for name, one in policy_configs(config).items()}
     is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
@@ -142,7 +140,6 @@ async def _train_and_answer(
     finally:
         display.close()
         await asyncio.gather(*(source.close() for source in sources))
-    return any(run.was_stopped for run in runs)
 
 
 def _leave(runs: tuple[PolicyRun, ...], server: HttpServer | None) -> None:

@@ -16,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from parallm import interrupts
 from parallm.command_line import MULTIRUN, asks_version, check_words, help_topics
 from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
 from parallm.config_errors import explain_composition
@@ -23,7 +24,6 @@ from parallm.device.blas import BlasReport, load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import ConfigError, ParallmError
 from parallm.help_pages import help_page
-from parallm.interrupts import Stopped
 from parallm.metrics.machine import describe_versions
 from parallm.metrics.sweep import Job, report_sweep
 from parallm.recipe_files import check_asked, read_recipes, register_recipes
@@ -56,6 +56,10 @@ TRAIN = "train"
 """The command that takes recipes and keeps a log in its folder."""
 
 logger = logging.getLogger(__name__)
+
+
+class _NoFurtherJob(KeyboardInterrupt):
+    """A signal has stopped a job of a sweep, which ends then. Hydra reports every other kind of exception."""
 
 
 def run_command(name: str, kind: type[Config], run: Run[Config]) -> int:
@@ -97,15 +101,10 @@ def _compose_and_run(name: str, kind: type[Config], run: Run[Config]) -> int:
     def job(composed: DictConfig) -> None:
         nonlocal is_in_job
         is_in_job = True
-        code = FAILED
-        try:
-            code = _run_job(composed, kind, run, keeps_log=name == TRAIN)
-        except Stopped:
-            code = SUCCESS
-            raise
-        finally:
-            jobs.append(_this_job(code))
+        jobs.append(_this_job(_run_job(composed, kind, run, keeps_log=name == TRAIN)))
         is_in_job = False
+        if interrupts.were_received():
+            raise _NoFurtherJob
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would else print and exit for
@@ -120,8 +119,8 @@ def _compose_and_run(name: str, kind: type[Config], run: Run[Config]) -> int:
         if is_in_job:
             raise
         return _complain(str(folder_error(Path(error.filename or RUNS_FOLDER), error)), FAILED)
-    except Stopped:
-        pass  # what the command was to do next is left out
+    except _NoFurtherJob:
+        pass
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:

@@ -17,10 +17,6 @@ STANDARD_OUTPUT = 1
 Result = TypeVar("Result")
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal has asked to stop, and all that was under way has ended well. Whatever was to come next is left out."""
-
-
 def stop_on_signals(stop: Callable[[], None], what: str) -> None:
     """Let the first signal say `what` happens and call `stop`."""
     loop = asyncio.get_running_loop()
@@ -34,6 +30,11 @@ def stop_on_signals(stop: Callable[[], None], what: str) -> None:
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
+
+
+def were_received() -> bool:
+    """Whether a signal has asked this process to stop, since which the next one would end it at once."""
+    return any(signal.getsignal(number) is _leave_now for number in SIGNALS)
 
 
 async def until_signal() -> None:

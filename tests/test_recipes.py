@@ -20,19 +20,27 @@ RECIPES = read_recipes(shipped("recipes"))
 
 # The real command, with a run that only says what it was given.
 PROBE = """
+import asyncio
 import json
+import os
+import signal
 import sys
 from parallm.command import run_command
 from parallm.config import RunConfig
 from parallm.errors import ModelError
-from parallm.interrupts import Stopped
+from parallm.interrupts import until_signal
+
+async def interrupted():
+    asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
+    await until_signal()
 
 def run(config, folder, blas):
     if config.seed == 13:
         raise ModelError("no such model")
     (folder / "summary.json").write_text(json.dumps({"figures": {"run.reward_last": config.seed / 4}}))
     if config.seed == 17:
-        raise Stopped
+        asyncio.run(interrupted())
+        return 0
     print(config.name, config.seed, config.learner.learning_rate, config.model.path, folder)
     return config.seed
 
