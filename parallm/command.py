@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallm import interrupts
-from parallm.command_line import MULTIRUN, asks_version, check_words, help_topics
+from parallm.command_line import asks_version, check_words, help_topics
 from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
 from parallm.config_errors import explain_composition
 from parallm.device.blas import BlasReport, load_blas
@@ -96,12 +96,13 @@ def _register(name: str, kind: type, arguments: list[str]) -> None:
 
 def _compose_and_run(name: str, kind: type[Config], run: Run[Config]) -> int:
     jobs: list[Job] = []
-    is_in_job = False
+    is_in_job = is_sweep = False
 
     def job(composed: DictConfig) -> None:
-        nonlocal is_in_job
-        is_in_job = True
-        jobs.append(_this_job(_run_job(composed, kind, run, keeps_log=name == TRAIN)))
+        nonlocal is_in_job, is_sweep
+        is_in_job, is_sweep = True, HydraConfig.get().mode == RunMode.MULTIRUN
+        code = _run_job(composed, kind, run, keeps_log=name == TRAIN)
+        jobs.append(_this_job(len(jobs), code))
         is_in_job = False
         if interrupts.were_received():
             raise _NoFurtherJob
@@ -124,7 +125,7 @@ def _compose_and_run(name: str, kind: type[Config], run: Run[Config]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
-        if MULTIRUN & set(sys.argv[1:]):
+        if is_sweep and jobs:
             _end_sweep(jobs)
     return max((job.exit_code for job in jobs), default=SUCCESS)
 
@@ -155,20 +156,13 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
     return code
 
 
-def _this_job(exit_code: int) -> Job:
-    hydra_config = HydraConfig.get()
-    return Job(
-        number=hydra_config.job.num if hydra_config.mode == RunMode.MULTIRUN else 0,
-        overrides=tuple(hydra_config.overrides.task),
-        folder=Path(hydra_config.runtime.output_dir),
-        exit_code=exit_code,
-    )
+def _this_job(number: int, exit_code: int) -> Job:
+    overrides, folder = HydraConfig.get().overrides.task, HydraConfig.get().runtime.output_dir
+    return Job(number=number, overrides=tuple(overrides), folder=Path(folder), exit_code=exit_code)
 
 
 def _end_sweep(jobs: list[Job]) -> None:
     """Say what became of the jobs, and write it beside them."""
-    if not jobs:
-        return
     folder = jobs[0].folder.parent
     remove_unused(folder)
     if folder.is_dir():

@@ -17,7 +17,6 @@ WITH_VALUE = {
 }
 """Options of Hydra whose value is the next word."""
 ALONE = {"--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc", "--info", "-i", "--hydra-help"}
-MULTIRUN = {"--multirun", "-m"}
 
 
 def asks_version(arguments: Iterable[str]) -> bool:

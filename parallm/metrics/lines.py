@@ -96,7 +96,8 @@ def _of_samples(metrics: StepMetrics) -> list[str]:
 def waiting_text(row: Mapping[str, object]) -> str:
     """Return how many completions of clients wait for a step; empty where clients bring none."""
     waiting, rewarded = row.get("live/waiting"), row.get("live/rewarded")
-    return "" if waiting is None else f"{number(waiting)} wait for a reward, {number(rewarded)} have one"
+    are_known = isinstance(waiting, int | float) and isinstance(rewarded, int | float)
+    return f"{waiting:.0f} wait for a reward, {rewarded:.0f} have one" if are_known else ""
 
 
 def _of_training(metrics: StepMetrics) -> list[str]:
