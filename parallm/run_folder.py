@@ -17,8 +17,9 @@ TRAJECTORIES = "trajectories.jsonl"
 SWEEP_PREFIX = "sweep_"
 LATEST_RUN = "latest"
 """Beside the runs of a name: a link to the one that began last."""
-LOG, CONFIG, SWEEP = "run.log", "config.yaml", "multirun.yaml"
-"""What a start leaves before anything has happened; the last one is Hydra's, of a sweep."""
+LOG, CONFIG = "run.log", "config.yaml"
+LEFT_BY_ANY_START = {LOG, CONFIG, "summary.json", "curves.png", "multirun.yaml"}
+"""Files of a start in which nothing has happened; the last one is Hydra's, of a sweep."""
 ROOM_TO_START = 65_536
 """Bytes of the log and the configuration, with some to spare."""
 
@@ -83,18 +84,18 @@ def folder_error(folder: Path, error: OSError) -> RunFolderError:
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove the folder of a start that left nothing but its log and configuration, and the folders above it then.
+    """Remove the folder of a start in which nothing has happened, and the folders above it that are empty then.
 
     Folders outside of `checkpoints` stay.
     """
-    if RUNS_FOLDER.resolve() not in folder.parents or not folder.is_dir():
+    runs = _runs_of(folder)
+    if runs is None or not folder.is_dir() or any(_tells_of_a_run(path) for path in folder.rglob("*")):
         return
-    left = [path for path in folder.rglob("*") if not path.is_dir()]
-    if all(path.parent == folder and path.name in (LOG, CONFIG, SWEEP) for path in left):
-        shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # the first one that holds something else
-            folder.parent.rmdir()
-            RUNS_FOLDER.rmdir()
+    shutil.rmtree(folder, ignore_errors=True)
+    _forget(folder, runs)
+    for above in (folder.parent, runs, RUNS_FOLDER):
+        with suppress(OSError):  # it holds something else
+            above.rmdir()
 
 
 def link_latest(folder: Path) -> None:
@@ -112,8 +113,23 @@ def link_latest(folder: Path) -> None:
         logger.warning("%s does not name this run: %s", runs / LATEST_RUN, error)
 
 
+def _tells_of_a_run(path: Path) -> bool:
+    return not path.is_dir() and path.name not in LEFT_BY_ANY_START
+
+
+def _forget(folder: Path, runs: Path) -> None:
+    """Let `latest` name the newest run that there still is, if it has named `folder`."""
+    link = runs / LATEST_RUN
+    if not (link.is_symlink() and link.resolve() == folder.resolve()):
+        return
+    link.unlink()
+    others = [path for path in runs.glob("*/") if not path.name.startswith(SWEEP_PREFIX)]
+    if others:
+        link_latest(max(others, key=lambda path: path.name))
+
+
 def _runs_of(folder: Path) -> Path | None:
-    """The folder of all runs of a name; None for a run elsewhere."""
-    checkpoints = RUNS_FOLDER.resolve()
-    inside = folder.resolve().relative_to(checkpoints).parts if checkpoints in folder.resolve().parents else ()
+    """The folder of all runs of a name; None for a folder that is no run below `checkpoints`."""
+    folder, checkpoints = folder.resolve(), RUNS_FOLDER.resolve()
+    inside = folder.relative_to(checkpoints).parts if checkpoints in folder.parents else ()
     return checkpoints / inside[0] if len(inside) > 1 else None

@@ -96,7 +96,7 @@ def test_a_start_that_failed_leaves_nothing() -> None:
     assert not RUNS.exists()
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "poet/metrics.jsonl", "poet/run.log", "trajectories.jsonl"])
+@pytest.mark.parametrize("left", ["metrics.jsonl", "poet/metrics.jsonl", "trajectories.jsonl"])
 def test_a_run_that_has_left_something_stays(left: str) -> None:
     (folder,) = make("a/2025-01-01")
     (folder / left).parent.mkdir(exist_ok=True)
@@ -112,10 +112,20 @@ def test_a_folder_that_the_user_named_stays(tmp_path: Path) -> None:
     assert (tmp_path / "mine").is_dir()
 
 
-def test_other_runs_of_the_name_stay() -> None:
-    kept, failed = make("a/2025-01-01", "a/2025-01-02")
+def test_other_runs_of_the_name_stay_and_the_newest_is_the_latest_again() -> None:
+    older, kept, failed = make("a/2025-01-01", "a/2025-01-02", "a/2025-01-03")
+    link_latest(failed)
     remove_unused(failed.absolute())
-    assert kept.is_dir()
+    assert older.is_dir()
+    assert (RUNS / "a" / "latest").resolve() == kept.resolve()
+
+
+def test_the_only_run_takes_the_link_with_it() -> None:
+    (failed,) = make("a/2025-01-01")
+    (failed / "summary.json").touch()
+    link_latest(failed)
+    remove_unused(failed.absolute())
+    assert not RUNS.exists()
 
 
 def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
