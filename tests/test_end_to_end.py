@@ -366,12 +366,18 @@ def test_serving_without_a_learner_answers_until_interrupted(start: Start) -> No
 
 
 def one_line(command: Command, code: int) -> str:
-    """The one line that a mistake leaves on standard error, and nowhere else; nor is there a run folder."""
+    """The one line that a mistake leaves on standard error, and nowhere else."""
     assert command.end() == code, command.output()
     assert "Traceback" not in command.output()
     (line,) = command.err.read_text().splitlines()
     assert line.startswith("parallm: ")
     assert line.removeprefix("parallm: ") not in command.out.read_text()
+    return line
+
+
+def failed_start(command: Command, code: int) -> str:
+    """The one line of a command that has left no folder."""
+    line = one_line(command, code)
     assert not (command.out.parent / "checkpoints").exists()
     return line
 
@@ -449,12 +455,12 @@ WITHOUT_DATA = ("environment=gsm8k", "environment.path=nobody/nothing", *TINY[2:
 def test_a_port_in_use_is_named_with_the_way_out_before_data_is_looked_for(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = one_line(start(*WITHOUT_DATA, "server.enabled=true", f"server.port={port}"), 1)
+        line = failed_start(start(*WITHOUT_DATA, "server.enabled=true", f"server.port={port}"), 1)
     assert f"127.0.0.1:{port} is in use by another process; choose another port with server.port=..." in line
 
 
 def test_a_missing_model_folder_is_named_before_data_is_looked_for(start: Start, tmp_path: Path) -> None:
-    line = one_line(start(*WITHOUT_DATA, f"model.path={tmp_path}/nowhere"), 1)
+    line = failed_start(start(*WITHOUT_DATA, f"model.path={tmp_path}/nowhere"), 1)
     assert f"model.path={tmp_path}/nowhere: no such folder" in line
 
 
@@ -462,14 +468,14 @@ def test_a_half_written_model_folder_is_named(start: Start, tmp_path: Path) -> N
     folder = shutil.copytree(ROOT / "parallm" / "model" / "nano", tmp_path / "half")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    assert f"model.path={folder}" in one_line(start(*TINY, f"model.path={folder}"), 1)
+    assert f"model.path={folder}" in failed_start(start(*TINY, f"model.path={folder}"), 1)
 
 
 def test_an_adapter_of_another_base_is_refused(start: Start, tmp_path: Path) -> None:
     site = "model.layers.0.self_attn.q_proj"
     arrays = {f"{site}.lora_a": mx.zeros((48, 4)), f"{site}.lora_b": mx.zeros((4, 48))}
     write_mlx(make_adapter(arrays, version=1, rank=4, alpha=8.0), tmp_path / "other", num_layers=1)
-    line = one_line(start(*TINY, f"model.adapter={tmp_path}/other", "model.lora.rank=4"), 1)
+    line = failed_start(start(*TINY, f"model.adapter={tmp_path}/other", "model.lora.rank=4"), 1)
     assert f"{tmp_path}/other" in line
     assert site in line
 
@@ -487,13 +493,13 @@ def test_a_broken_recipe_is_named(start: Start, tmp_path: Path) -> None:
 def test_a_recipe_with_a_wrong_key_is_explained(start: Start, tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text("# mine\nlearner: {learning_rat: 1e-3}\n")
-    assert "learner.learning_rat: unknown key, did you mean learning_rate?" in one_line(start("+recipe=mine"), 2)
+    assert "learner.learning_rat: unknown key, did you mean learning_rate?" in failed_start(start("+recipe=mine"), 2)
 
 
 def test_a_dataset_without_answers_is_named(start: Start, tmp_path: Path) -> None:
     write_rows(tmp_path / "data.jsonl", {"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?"})
     own = [argument for argument in TINY if not argument.startswith("environment")]
-    line = one_line(start(*own, "environment=gsm8k", f"environment.path={tmp_path}/data.jsonl"), 1)
+    line = failed_start(start(*own, "environment=gsm8k", f"environment.path={tmp_path}/data.jsonl"), 1)
     assert f"{tmp_path}/data.jsonl, line 2: no text under the key `answer`; its keys are ['question']" in line
 
 
@@ -501,7 +507,7 @@ def test_a_prompt_longer_than_the_context_names_its_problem(start: Start, tmp_pa
     write_rows(tmp_path / "data.jsonl", {"question": "How many? " * 40, "answer": "#### 2"})
     own = [argument for argument in TINY if not argument.startswith("environment")]
     data = ("environment=gsm8k", f"environment.path={tmp_path}/data.jsonl")
-    line = one_line(start(*own, *data, "engine.max_context=64"), 1)
+    line = failed_start(start(*own, *data, "engine.max_context=64"), 1)
     assert re.search(
         r"problem gsm8k/train/0: the prompt has \d+ tokens and max_tokens is 16; this model's maximum context length "
         "is 64",
