@@ -92,14 +92,14 @@ def _command_page(command: str) -> list[str]:
 
 
 def _page_about(command: str, topic: str) -> list[str]:
-    """Nothing where there is no such topic."""
+    """Nothing where there is no such topic. Raises ConfigError for a recipe that cannot be read."""
     recipes = _recipes(command)
     if topic in (RECIPES, "recipes"):
         return [line for recipe in recipes.values() for line in _recipe_lines(recipe)]
     if topic in _groups(command):
         return _group_page(command, topic)
     if topic in recipes:
-        return [f"# {recipes[topic].path}", *recipes[topic].path.read_text(errors="replace").splitlines()]
+        return _recipe_page(recipes[topic])
     return [line for key in _keys_about(command, topic) for line in _key_lines(key)]
 
 
@@ -125,6 +125,12 @@ def _group_lines(command: str, group: str) -> list[str]:
     choices = "|".join(_choices(command, group))
     named = f"  {group}={choices}" if choices else f"  {group}"
     return [named, *_wrapped(meaning_of(COMMANDS[command], group), INDENT)]
+
+
+def _recipe_page(recipe: Recipe) -> list[str]:
+    if recipe.fault:
+        raise ConfigError(recipe.fault)
+    return [f"# {recipe.path}", *recipe.path.read_text(errors="replace").splitlines()]
 
 
 def _recipe_lines(recipe: Recipe) -> list[str]:

@@ -214,6 +214,8 @@ def test_a_recipe_that_cannot_be_read_is_marked_and_costs_only_those_who_ask(
     assert str(raised.value).startswith("recipe recipes/bad.yaml ")
     assert fault in str(raised.value)
     assert f"  +recipe=bad\n      BROKEN: recipe recipes/bad.yaml {fault[:14]}" in help_page("train", [])
+    with pytest.raises(ConfigError, match=r"recipe recipes/bad\.yaml"):
+        help_page("train", ["bad"])
 
 
 def test_a_broken_recipe_hides_the_shipped_one_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +224,12 @@ def test_a_broken_recipe_hides_the_shipped_one_of_its_name(tmp_path: Path, monke
     (tmp_path / "recipes" / "gsm8k_grpo.yaml").write_text("- x\n")
     with pytest.raises(ConfigError, match=r"recipes/gsm8k_grpo\.yaml must be a mapping"):
         check_asked(["+recipe=gsm8k_grpo"], read_recipes())
+
+
+def test_a_folder_called_like_a_recipe_is_marked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipes" / "odd.yaml").mkdir(parents=True)
+    assert "BROKEN: recipe recipes/odd.yaml cannot be read: Is a directory" in help_page("train", [])
 
 
 def test_commands_run_beside_a_broken_recipe(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from parallm.metrics.time_left import Schedule, TimeLeft
 from parallm.reports import EvaluationReport, TrainingStatus
 
 NUM_KEPT = 40
-LINES_AROUND = 16
+LINES_AROUND = 14
 """Lines of the display that are not rows of the table, with some to spare for messages."""
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
 
