@@ -33,6 +33,8 @@ class SharedModel:
 
     name: str
     base: nn.Module
+    dtype: mx.Dtype
+    """The floating type of the base, in which it computes; see `precision.cast` for the few arrays of another one."""
     sha256: str
     """The base's fingerprint; see `fingerprint.py`."""
     binding: Binding
@@ -78,12 +80,6 @@ class SharedModel:
         """An empty cache for one row in mlx-lm's own classes; `PlainCache` where rows can be batched."""
         cache: list[Any] = make_prompt_cache(self.base)
         return [PlainCache() for _ in cache] if self.batches_exactly else cache
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The floating type of the base's unquantized arrays."""
-        dtypes = (array.dtype for _, array in tree_flatten(self.base.parameters()))
-        return next(dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating))
 
     @property
     def num_layers(self) -> int:
