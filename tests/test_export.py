@@ -216,7 +216,7 @@ def test_the_command_says_what_it_wrote(adapter: Adapter, nano: SharedModel, tmp
 
 def test_a_reward_model_is_exported_in_pefts_format_alone(nano: SharedModel, adapter: Adapter, tmp_path: Path) -> None:
     trained = with_reward_head(adapter, nano, 0)
-    write_peft(trained, tmp_path / "trained", nano.name, nano.sha256)
+    write_peft(trained, tmp_path / "trained", nano.name, nano.sha256, model_type="llama")
     values = {"model": {"adapter": str(tmp_path / "trained")}, "output": str(tmp_path / "out")}
     with pytest.raises(AdapterError, match=r"is a reward model: .* export it with formats=\[peft\] alone"):
         run_export(TypeAdapter(ExportConfig).validate_python(values), tmp_path / "run")

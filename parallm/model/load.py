@@ -59,7 +59,7 @@ def share_model(
     Raises AdapterError for targets that the model does not have, ModelError for a way to keep quantized weights of a
     model that has none, and for a model that cannot compute on this device.
     """
-    model_type = str(config.get("model_type", "unknown"))
+    model_type = _model_type(config)
     dtype = choose_dtype(settings.dtype, base)
     check_experts(base, settings.quantized, dtype, model_type)
     cast(base, dtype)
@@ -76,6 +76,7 @@ def share_model(
     text_config = config.get("text_config", config)
     model = SharedModel(
         name=settings.path,
+        model_type=model_type,
         base=base,
         dtype=dtype,
         sha256=sha256,
@@ -128,6 +129,13 @@ def load_base(folder: Path, path: str) -> tuple[nn.Module, dict[str, Any]]:
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError) as error:
         # mlx-lm reports unknown architectures, missing tensors and broken files through all of these
         raise ModelError(f"model.path={path}: {folder} cannot be loaded: {_reason(error)}") from error
+
+
+def read_model_type(path: str) -> str:
+    """The architecture of a model of mlx-lm, by its config.json alone. Raises ModelError."""
+    folder = find_folder(path)
+    _check_complete(folder, path)
+    return _model_type(json.loads((folder / "config.json").read_text()))
 
 
 def _check_complete(folder: Path, path: str) -> None:
@@ -194,6 +202,10 @@ def _splits_exactly(model: SharedModel, tokens_1T: mx.array, whole_TV: mx.array)
 def _max_context(config: dict[str, Any]) -> int:
     """Positions that the model has, under the name that its architecture uses."""
     return next((int(config[key]) for key in CONTEXT_KEYS if config.get(key)), LONGEST_DEFAULT_CONTEXT)
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    return str(config.get("model_type", "unknown"))
 
 
 def _as_list(tokens: int | list[int] | None) -> list[int] | None:

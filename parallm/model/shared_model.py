@@ -32,6 +32,8 @@ class SharedModel:
     """Frozen base arrays, tokenizer and LoRA sites. Built by `model.load`, changed by nobody."""
 
     name: str
+    model_type: str
+    """Of config.json: the architecture."""
     base: nn.Module
     dtype: mx.Dtype
     """The floating type of the base, in which it computes; see `precision.cast` for the few arrays of another one."""

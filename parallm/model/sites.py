@@ -11,7 +11,7 @@ from parallm.errors import AdapterError
 from parallm.model.lora import Binding, LoraLinear
 from parallm.model.settings import LoraSettings
 
-ROUTERS = {"gate", "router"}
+ROUTERS = frozenset({"gate", "router"})
 """How mlx-lm's models call what chooses experts; `gate_proj` and `shared_expert_gate` are other layers."""
 
 

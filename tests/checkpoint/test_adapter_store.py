@@ -45,7 +45,7 @@ def folder(device: DeviceThread, model: SharedModel, tmp_path_factory: pytest.Te
         arrays = initial_arrays(model.sites, 2, mx.random.key(1), ranks={})
         made = make_adapter({name: array + 0.25 for name, array in arrays.items()}, version=7, rank=2, alpha=4)
         write_mlx(made, root / "mlx", num_layers=model.num_layers)
-        write_peft(made, root / "peft", "tiny")
+        write_peft(made, root / "peft", "tiny", model_type="llama")
 
     device.call(write).result(60)
     return root
