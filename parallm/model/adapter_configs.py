@@ -49,7 +49,9 @@ def evened(adapter: Adapter, rank: int, scale: float) -> dict[str, mx.array]:
 def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) -> dict[str, Any]:
     """`modules` are the names of the sites in the file."""
     targets = list(modules.values())
-    found = None if outside_layers(targets) else layered_names(targets)
+    # beside a text model there may be others, whose layers have the same names
+    is_wrapped = any("language_model" in target.split(".") for target in targets)
+    found = None if is_wrapped or outside_layers(targets) else layered_names(targets)
     ranks = {modules[site]: rank for site, rank in adapter.ranks.items()}
     alphas = {modules[site]: _whole(alpha) for site, alpha in adapter.alphas.items()}
     is_reward_model = REWARD_HEAD in adapter.arrays

@@ -7,6 +7,7 @@ Not read, and refused by name: full fine-tunes, adapted embeddings or experts, a
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
@@ -17,10 +18,12 @@ from parallm.errors import AdapterError
 from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.adapter_arrays import REWARD_HEAD, arrays_digest
 from parallm.model.adapter_configs import evened, mlx_config, peft_config
-from parallm.model.peft_names import modules_of
+from parallm.model.peft_names import left_out_by_peft, modules_of
 from parallm.model.stored_adapter import StoredAdapter, from_mlx, from_peft
 from parallm.model.stored_configs import CONFIG, MlxConfig, parse_config
 from parallm.types import POLICY
+
+logger = logging.getLogger(__name__)
 
 MLX_WEIGHTS = "adapters.safetensors"
 PEFT_WEIGHTS = "adapter_model.safetensors"
@@ -52,7 +55,13 @@ def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str 
     fingerprint, which `base_of` tells whoever reads. Raises AdapterError where these names are not known, OSError if
     the disk does not take it.
     """
-    _write_peft(adapter, folder, base_name, base_sha256, modules_of(adapter.targets, model_type))
+    modules = modules_of(adapter.targets, model_type)
+    if lost := left_out_by_peft(adapter.targets, model_type):
+        logger.warning(
+            "PEFT 0.21 itself does not load %d layers of this adapter of %s, such as %s; other programs may",
+            *(len(lost), model_type, modules[lost[0]]),
+        )
+    _write_peft(adapter, folder, base_name, base_sha256, modules)
 
 
 def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name: str, base_sha256: str = "") -> None:

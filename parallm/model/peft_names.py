@@ -65,11 +65,6 @@ KNOWN: dict[str, PeftNames] = {
     "gpt_neox": PeftNames(heads=(("model.h", "gpt_neox.layers"),)),
     # a dense one has one input layer in place of gate and up
     "granitemoehybrid": PeftNames(lacking=ROUTERS | {"mlp"}),
-    "laguna": PeftNames(
-        tails=tuple(
-            (f".shared_expert.{name}", f".shared_experts.{name}") for name in ("gate_proj", "up_proj", "down_proj")
-        )
-    ),
     "lfm2_moe": PeftNames(
         tails=(
             (".feed_forward.gate_proj", ".feed_forward.w1"),
@@ -83,6 +78,27 @@ KNOWN: dict[str, PeftNames] = {
 
 RESCALED = {"falcon_h1": "mlx-lm folds this model's multipliers into its weights"}
 """Types whose layers have transformers' names and other numbers, and why."""
+
+
+_PROJECTIONS = frozenset({"gate_proj", "up_proj", "down_proj"})
+LEFT_OUT: dict[str, frozenset[str]] = {
+    # with transformers 5 PEFT takes these for the experts, also those of dense layers and shared experts
+    **dict.fromkeys(
+        (
+            *("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe"),
+            *("glm4_moe_lite", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"),
+        ),
+        _PROJECTIONS,
+    ),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "nemotron_h"), frozenset({"out_proj"})),
+}
+"""Last names of layers that PEFT 0.21 itself does not adapt, though transformers' class has them."""
+
+
+def left_out_by_peft(sites: Iterable[str], model_type: str) -> list[str]:
+    """The `sites` that other readers of the format find and PEFT itself does not."""
+    names = LEFT_OUT.get(model_type, frozenset())
+    return [site for site in sites if site.rpartition(".")[2] in names]
 
 
 def modules_of(sites: Iterable[str], model_type: str) -> dict[str, str]:

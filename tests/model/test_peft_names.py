@@ -116,6 +116,33 @@ def test_a_layer_that_transformers_lacks_is_refused(model_type: str, site: str) 
         modules_of([site], model_type)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "left_out"), [("deepseek_v3", "mlp.down_proj"), ("nemotron_h", "mixer.out_proj"), ("llama", None)]
+)
+def test_layers_that_peft_itself_leaves_out_are_said(
+    architecture: str,
+    left_out: str | None,
+    load_tiny: Callable[..., SharedModel],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write_peft(adapter_of(load_tiny(architecture)), tmp_path, "base", model_type=architecture)
+    said = [record.message for record in caplog.records if "PEFT 0.21 itself does not load" in record.message]
+    assert len(said) == (left_out is not None)
+    assert left_out is None or left_out in said[0]
+
+
+def test_layers_beside_those_of_an_image_model_are_named_one_by_one(tmp_path: Path) -> None:
+    sites = [f"language_model.model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    arrays = {f"{site}.lora_a": mx.ones((8, 2)) for site in sites} | {
+        f"{site}.lora_b": mx.ones((2, 8)) for site in sites
+    }
+    write_peft(make_adapter(arrays, version=1, rank=2, alpha=4), tmp_path, "base", model_type="gemma3")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["target_modules"] == [f"model.language_model.layers.{layer}.self_attn.q_proj" for layer in range(2)]
+    assert config["layers_to_transform"] is None
+
+
 def test_rescaled_adapters_of_others_are_refused_and_our_own_read(
     load_tiny: Callable[..., SharedModel], tmp_path: Path
 ) -> None:
