@@ -19,7 +19,6 @@ from parallm.errors import AdapterError
 from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.model.adapter_table import AdapterTable
-from parallm.model.peft_names import PeftNames, names_to_read
 from parallm.model.reward_head import refuse_reward_model
 from parallm.model.shared_model import SharedModel
 from parallm.model.stored_adapter import from_peft_names
@@ -124,8 +123,8 @@ class AdapterStore:
         served = self._table.resolve(name)
         if served is None:
             raise AdapterError(f"{name} is the base so far; load or upload a whole adapter first")
-        names = names_to_read(self._model.model_type)
-        return self._publish(_changed(served, weights, self._table.next_version(name), names), name)
+        version, model_type = self._table.next_version(name), self._model.model_type
+        return self._publish(_changed(served, weights, version, model_type), name)
 
     def _publish(self, adapter: Adapter, where: str) -> AdapterCard:
         refuse_reward_model(adapter, where, "set rollout.reward_model.adapter for training with it")
@@ -172,10 +171,10 @@ def _named(folder: Path, name: str) -> Iterator[None]:
         raise type(error)(message) from error
 
 
-def _changed(served: Adapter, weights: bytes, version: int, names: PeftNames) -> Adapter:
+def _changed(served: Adapter, weights: bytes, version: int, model_type: str) -> Adapter:
     loaded = mx.load(io.BytesIO(weights), format="safetensors")
     assert isinstance(loaded, dict), "safetensors are names and arrays"
-    arrays = from_peft_names(loaded, names)
+    arrays = from_peft_names(loaded, model_type)
     for name, array in arrays.items():
         shape = served.arrays[name].shape if name in served.arrays else None
         if array.shape != shape:

@@ -123,7 +123,7 @@ def modules_of(sites: Iterable[str], model_type: str) -> dict[str, str]:
     return modules
 
 
-def names_to_read(model_type: str, *, is_ours: bool = True) -> PeftNames:
+def names_to_read(model_type: str, *, is_ours: bool) -> PeftNames:
     """Names of unknown types must be those of mlx-lm. Raises AdapterError for numbers that are not: those of another
     program (not `is_ours`) for a type in `RESCALED`."""
     if model_type in RESCALED and not is_ours:

@@ -10,7 +10,7 @@ import mlx.core as mx
 from parallm.errors import AdapterError
 from parallm.model.adapter_arrays import REWARD_HEAD
 from parallm.model.name_patterns import values_by_name
-from parallm.model.peft_names import PeftNames, names_to_read
+from parallm.model.peft_names import names_to_read
 from parallm.model.sites import ROUTERS
 from parallm.model.stored_configs import CONFIG, MlxConfig, PeftConfig
 
@@ -97,15 +97,19 @@ def from_peft(config: PeftConfig, tensors: Arrays, metadata: Mapping[str, str], 
     )
 
 
-def from_peft_names(tensors: Arrays, names: PeftNames) -> dict[str, mx.array]:
-    """Tensors under PEFT's names as arrays of an adapter; other names stay as they are."""
+def from_peft_names(tensors: Arrays, model_type: str) -> dict[str, mx.array]:
+    """Tensors under PEFT's names as arrays of an adapter; other names stay as they are.
+
+    Raises AdapterError where PEFT's adapters of this type have other numbers.
+    """
     arrays: dict[str, mx.array] = {}
     for name, tensor in tensors.items():
         match = PEFT_TENSOR.fullmatch(name)
         if match is None:
             arrays[name] = tensor
         else:
-            arrays[_array_name(match, names.from_peft(match["site"]))] = mx.contiguous(tensor.T)
+            site = names_to_read(model_type, is_ours=False).from_peft(match["site"])
+            arrays[_array_name(match, site)] = mx.contiguous(tensor.T)
     return arrays
 
 
