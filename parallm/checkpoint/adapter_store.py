@@ -166,7 +166,7 @@ def _named(folder: Path, name: str) -> Iterator[None]:
         yield
     except AdapterError as error:
         message = str(error)
-        for path in (folder.resolve(), folder):
+        for path in {folder.resolve(), folder.absolute()} - {Path(folder.absolute().anchor)}:
             message = message.replace(f"{path}/", "").replace(str(path), name)
         raise type(error)(message) from error
 

@@ -5,6 +5,7 @@ Their numbers touch no other row: products and attention keep rows apart, and th
 among its log-probabilities, by which the learner knows what to leave out.
 """
 
+import logging
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
@@ -14,13 +15,25 @@ from parallm.errors import NotFinite
 from parallm.model_names import versioned
 from parallm.types import PromptLogprob
 
-
-def failures(rows: Iterable[Sequence]) -> dict[str, NotFinite]:
-    """The errors of clients' requests that have a broken row, by their ids."""
-    return {row.request.request_id: _error(row) for row in rows if row.is_broken and row.request.traffic == "serving"}
+logger = logging.getLogger(__name__)
 
 
-def hold_nan(scores: Ordered[PromptLogprob | None]) -> bool:
+class BrokenRows:
+    """Tells what becomes of them."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()  # of each model once
+
+    def failures(self, rows: Iterable[Sequence]) -> dict[str, NotFinite]:
+        """The errors of clients' requests that have a broken row, by their ids. Warns of broken rollouts."""
+        errors = [(row.request, _error(row)) for row in rows if row.is_broken]
+        for message in {str(error) for request, error in errors if request.traffic == "rollout"} - self._warned:
+            self._warned.add(message)
+            logger.warning("a rollout ends where it is: %s", message)
+        return {request.request_id: error for request, error in errors if request.traffic == "serving"}
+
+
+def has_nan(scores: Ordered[PromptLogprob | None]) -> bool:
     return any(score is not None and math.isnan(score.logprob) for score in scores)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
-from parallm.engine.broken_rows import failures, hold_nan
+from parallm.engine.broken_rows import BrokenRows, has_nan
 from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv_memory import KvMemory, max_rows
 from parallm.engine.out_of_memory import is_out_of_memory
@@ -60,6 +60,7 @@ class Engine:
         self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
         self.room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
         self.prefill = Prefill(model, lanes, self._views, self.memory, settings, adapters.holds, self.room.left)
+        self._broken = BrokenRows()
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # whose unit it is; None between units
 
@@ -223,8 +224,8 @@ class Engine:
         if prompt.scores is not None:
             told = prompt.scores.read()
             for member in prompt.waiting:
-                member.prompt_logprobs, member.is_broken = told, hold_nan(told)
-            self._give_up(failures(prompt.waiting))
+                member.prompt_logprobs, member.is_broken = told, has_nan(told)
+            self._give_up(self._broken.failures(prompt.waiting))
         if prompt.request.sampling.max_tokens == 0 and prompt in state.prompts:
             for member in prompt.waiting:
                 member.end_unsampled()
@@ -262,7 +263,7 @@ class Engine:
         mx.eval([step.arrays() for step in steps])
         rows = [row for step in steps for row in step.read(self.model.tokenizer, self.max_context)]
         state.num_tokens += sum(row.num_untold for row in rows)
-        failed = failures(rows)
+        failed = self._broken.failures(rows)
         whole = [row for row in rows if row.request.request_id not in failed]
         events = [event for row in whole if (event := row.event(self.model.tokenizer)) is not None]
         if events:

@@ -23,19 +23,15 @@ class ControlTokens:
     def __init__(self, tokenizer: Any, marks: tuple[str, ...]) -> None:
         """`tokenizer` is that of Hugging Face; `marks` begin and end reasoning and tool calls in the model's text.
 
-        Tokenizers do not call all of their control tokens special: those that the template writes, and those of the
+        Tokenizers do not call all of their control tokens special: signs that the template writes, and those of the
         form <|name|>, count as well.
         """
         self._tokenizer = tokenizer
         written = (*marks, str(getattr(tokenizer, "chat_template", None)))
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
-        self._texts = {
-            text
-            for text, is_special in added.items()
-            if len(text) > 1
-            and not text.isspace()
-            and (is_special or _is_tag(text) or any(text in one for one in written))
-        }
+        signs = {text for text in added if not text[:1].isalnum() and any(text in one for one in written)}
+        named = {text for text, is_special in added.items() if is_special or _is_tag(text)}
+        self._texts = {text for text in signs | named if len(text) > 1 and not text.isspace()}
         self._of_marks = {text for text in self._texts if any(text in mark for mark in marks)}
         starts = {text[:2] for text in self._texts}
         self._by_start = {start: tuple(text for text in self._texts if text.startswith(start)) for start in starts}

@@ -39,8 +39,8 @@ class PeftNames:
         return _with_tail(name, tuple((their, our) for our, their in self.tails))
 
 
-OWN = PeftNames()
-"""For files that only ParaLLM reads, such as those of checkpoints."""
+SAME = PeftNames()
+"""Of types whose layers have the same names in both libraries."""
 
 _WRAPPED = PeftNames(heads=(("language_model.model", "model.language_model"),))
 _QWEN3_5 = PeftNames(heads=(("language_model.model", "model"), ("language_model.model", "model.language_model")))
@@ -57,7 +57,7 @@ KNOWN: dict[str, PeftNames] = {
             *("olmo_hybrid", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
             *("qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2"),
         ),
-        OWN,
+        SAME,
     ),
     **dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _WRAPPED),
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN3_5),
@@ -78,7 +78,6 @@ KNOWN: dict[str, PeftNames] = {
 
 RESCALED = {"falcon_h1": "mlx-lm folds this model's multipliers into its weights"}
 """Types whose layers have transformers' names and other numbers, and why."""
-
 
 _PROJECTIONS = frozenset({"gate_proj", "up_proj", "down_proj"})
 LEFT_OUT: dict[str, frozenset[str]] = {
@@ -131,7 +130,7 @@ def names_to_read(model_type: str, *, is_ours: bool) -> PeftNames:
             f"PEFT's adapters of {model_type} have other numbers: {RESCALED[model_type]}; use an adapter in mlx-lm's "
             "format"
         )
-    return KNOWN.get(model_type, OWN)
+    return KNOWN.get(model_type, SAME)
 
 
 def _begins(name: str, head: str) -> bool:

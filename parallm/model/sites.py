@@ -22,8 +22,8 @@ ROUTERS = frozenset({"gate", "router"})
 def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> dict[str, tuple[int, int]]:
     """Wrap the linear layers of `base` that `settings` chooses. Returns site -> (inputs, outputs).
 
-    Warns where the experts of a mixture stay without LoRA. Raises AdapterError naming the targets that no
-    linear layer of the model has, or the layers that it does not have.
+    Warns where the experts of a mixture stay without LoRA. Raises AdapterError naming the targets that no linear layer
+    of the model has, or the layers that it does not have.
     """
     layer_of = {id(module): index for index, layer in enumerate(base.layers) for module in layer.modules()}
     linears = {

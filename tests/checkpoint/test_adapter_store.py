@@ -263,3 +263,16 @@ def test_aliases_are_set_and_removed(make_store: Make, table: AdapterTable) -> N
     store.remove_alias("good", "poet")
     with pytest.raises(AdapterError, match="cannot be an alias"):
         store.set_alias("a b", "poet", 1)
+
+
+def test_messages_stay_whole_where_the_root_is_the_present_folder(
+    make_store: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "broken").mkdir(exist_ok=True)
+    (folder / "broken" / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        AdapterError, match=r"the adapter in broken|adapter_config\.json lacks lora_parameters"
+    ) as caught:
+        run(make_store(root=".").load("poet", "broken"))
+    assert "server.adapters_root" not in str(caught.value)

@@ -163,13 +163,15 @@ def test_log_probs_of_a_prompt_fail_too(load_tiny: LoadTiny, make_engine: MakeEn
 
 
 def test_a_rollout_ends_where_it_is_with_the_nan_that_the_learner_looks_for(
-    load_tiny: LoadTiny, make_engine: MakeEngine, ask: Ask
+    load_tiny: LoadTiny, make_engine: MakeEngine, ask: Ask, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, table, events, failures = load_tiny("llama"), AdapterTable(), list[TokenEvent](), Failures()
     table.publish(hot_adapter(model))
     engine = make_engine(model, events=events, failures=failures, table=table)
-    engine.add(replace(ask("hot", (3, 4, 5), 6, model="hot"), traffic="rollout"), False)
+    for name in ("other", "hot"):
+        engine.add(replace(ask(name, (3, 4, 5), 6, model="hot"), traffic="rollout"), False)
     step(engine)
+    assert caplog.text.count("a rollout ends where it is: with hot@1 the model computes numbers") == 1
     made = completions(events)["hot"]
     assert (len(made.tokens), made.finish_reason, failures) == (1, "abort", [])
     assert math.isnan(made.logprobs[0])
