@@ -7,6 +7,7 @@ ParallmError
   UnknownTrajectory (KeyError)    a trajectory that was never there, or is not any more
   EngineFull                      the waiting queue is at its bound
   EngineStopped                   the device thread has ended
+  NotFinite                       the model computes NaN for a request
   ConfigError (ValueError)        a key, type or recipe that does not exist
   ModelError                      a model folder that cannot be loaded
   AdapterError                    an adapter that does not fit the base
@@ -56,6 +57,10 @@ class EngineFull(ParallmError):
 
 class EngineStopped(ParallmError):
     """The device thread has ended; nothing can be computed any more."""
+
+
+class NotFinite(ParallmError):
+    """The model computes NaN for a request, so nothing can be sampled."""
 
 
 class ConfigError(ParallmError, ValueError):

@@ -313,7 +313,7 @@ def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_pat
     for name, value in (("one", 0.3), ("two", -0.4)):
         arrays = initial_arrays(nano.sites, 4, mx.random.key(3))
         made = {key: array + value if key.endswith("lora_b") else array for key, array in arrays.items()}
-        write_peft(make_adapter(made, version=0, rank=4, alpha=4), root / name, "nano")
+        write_peft(make_adapter(made, version=0, rank=4, alpha=4), root / name, "nano", model_type="llama")
     packed = shutil.make_archive(str(tmp_path / "two"), "zip", root / "two")
     command = start("name=serve", "server.port=0", f"server.adapters_root={root}", command="serve")
     url = command.wait_for(r"server +(http://\S+)")

@@ -71,19 +71,13 @@ def read_checkpoint(folder: Path) -> TrainingState:
 
 def read_score(folder: Path) -> float | None:
     """The evaluation of a checkpoint without reading or verifying the rest; None if there is none or it is damaged."""
-    try:
-        score = json.loads((folder / STATE).read_text())["score"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    score = _state_value(folder, "score")
     return score if isinstance(score, float) else None
 
 
 def read_version(folder: Path) -> int | None:
     """The adapter version of a checkpoint without reading or verifying the rest; None if it is damaged."""
-    try:
-        version = json.loads((folder / STATE).read_text())["version"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    version = _state_value(folder, "version")
     return version if isinstance(version, int) else None
 
 
@@ -106,6 +100,15 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _state_value(folder: Path, key: str) -> object:
+    """None where the state is damaged, or no ordinary file: a pipe would be waited for."""
+    path = folder / STATE
+    try:
+        return json.loads(path.read_text())[key] if path.is_file() else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
 
 
 def _state_text(state: TrainingState) -> str:

@@ -61,7 +61,8 @@ class Versions:
         clipped_N = scaled_to_norm(gradient_N, norm, self._settings.max_gradient_norm)
         numbers_N, optimizer = self._optimizer.propose(self._numbers(), clipped_N, step)
         arrays = self.layout.split(numbers_N)
-        return Proposal(norm=norm, numbers_N=numbers_N, arrays=arrays, optimizer=optimizer, checksums=checksums(arrays))
+        sums = checksums(arrays, self.adapter.largest_scale)
+        return Proposal(norm=norm, numbers_N=numbers_N, arrays=arrays, optimizer=optimizer, checksums=sums)
 
     def advance(self, proposal: Proposal, step: int) -> None:
         """Make it the next version. Raises AdapterNotFinite, changing nothing, if its weights are not finite."""

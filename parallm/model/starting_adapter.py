@@ -22,7 +22,9 @@ from parallm.types import POLICY
 def starting_adapter(settings: ModelSettings, model: SharedModel, seed: int, name: str = POLICY) -> Adapter:
     """The given adapter, or version 0 of a new one. Raises AdapterError if the given one is not of the run's form."""
     if settings.adapter is not None:
-        found = read_adapter(Path(settings.adapter), model.sites, rank=settings.lora.rank, name=name)
+        found = read_adapter(
+            Path(settings.adapter), model.sites, model_type=model.model_type, rank=settings.lora.rank, name=name
+        )
         _check_form(found, settings, model)
         return found if found.version > 0 else dataclasses.replace(found, version=1)
     lora = settings.lora

@@ -11,6 +11,7 @@ from parallm.errors import (
     EngineFull,
     EngineStopped,
     InvalidRequest,
+    NotFinite,
     ParallmError,
     Unavailable,
     UnknownModel,
@@ -74,6 +75,9 @@ def failure_of(error: Exception) -> Failure:
         case EngineFull():
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)
+        case NotFinite():
+            # not 5xx: clients would send it again, and get the same
+            return failure(422, str(error), param="model", code="not_finite")
         case EngineStopped():
             return failure(503, str(error), kind="server_error", code="engine_stopped")
         case _:

@@ -73,6 +73,9 @@ class ServerSettings:
     """Most stop strings of a request."""
     default_max_tokens: int = Field(default=512, ge=1)
     """`max_tokens` of requests that name none; less where the context ends before."""
+    """For requests that name no `max_tokens`; less where the context ends before."""
+    parse_special: bool = True
+    """Whether texts of control tokens in raw prompts become the tokens. In the contents of chats they never do."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused before they are read as JSON."""
     max_grammar_bytes: int = Field(default=64 * 1024, ge=1)

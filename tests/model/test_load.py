@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
 from parallm.errors import AdapterError, ModelError
-from parallm.model.load import NANO, _reason, _stored_dtype, check_local, find_folder, load_shared_model
+from parallm.model.load import NANO, _reason, check_local, find_folder, load_shared_model
 from parallm.model.lora import Scaling, one_adapter
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -78,12 +78,6 @@ def test_the_dtype_can_be_chosen(folder: Path, dtype: str) -> None:
     assert model.dtype == getattr(mx, dtype)
     assert logits(model).dtype == getattr(mx, dtype)
     assert mx.allclose(logits(model).astype(mx.float32), logits(load(folder)), atol=0.5, rtol=0.1).item()
-
-
-def test_the_stored_dtype_is_that_of_the_floating_arrays(folder: Path) -> None:
-    base, _ = load_model(folder)
-    base.set_dtype(mx.bfloat16)
-    assert _stored_dtype(base) == mx.bfloat16
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -215,6 +209,22 @@ def test_a_config_that_transformers_refuses_is_an_error_of_the_model(
     change_config(broken, query_pre_attn_scalar=16.5)
     with pytest.raises(ModelError, match="query_pre_attn_scalar"):
         load(broken)
+
+
+def test_a_model_class_that_cannot_be_frozen_is_an_error_of_the_model(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match=r"model\.path=.*: mlx-lm's class of recurrent_gemma cannot be frozen"):
+        load(tiny_model("recurrent_gemma"))
+
+
+def test_a_model_that_cannot_compute_a_token_is_an_error_of_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: object, *_: object, **__: object) -> mx.array:
+        raise RuntimeError("[Primitive::eval] Not implemented here.")
+
+    monkeypatch.setattr("mlx_lm.models.llama.Model.__call__", broken)
+    with pytest.raises(ModelError, match=r"model\.path=.*: llama cannot compute a first token here: .*Not implemented"):
+        load(folder)
 
 
 def test_unknown_targets_are_refused_with_the_choices(folder: Path) -> None:

@@ -48,6 +48,23 @@ def test_a_router_is_adapted_where_it_is_named(tiny_model: Callable[[str], Path]
     assert set(load_shared_model(settings).sites.values()) == {(64, 4)}
 
 
+@pytest.mark.parametrize("targets", [("switch_mlp.gate_proj",), ("q_proj", "switch_mlp.down_proj"), ("up_proj",)])
+def test_targets_that_are_experts_alone_are_refused_as_experts(
+    targets: tuple[str, ...], tiny_model: Callable[[str], Path]
+) -> None:
+    settings = ModelSettings(path=str(tiny_model("qwen3_moe")), lora=LoraSettings(targets=targets))
+    with pytest.raises(AdapterError, match=r"model\.lora\.targets: .*_proj names experts of a mixture.*no LoRA here"):
+        load_shared_model(settings)
+
+
+@pytest.mark.parametrize(("architecture", "says"), [("mixtral", True), ("qwen3_5_moe", True), ("llama", False)])
+def test_experts_that_are_left_out_are_said(
+    architecture: str, says: bool, tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    load_shared_model(ModelSettings(path=str(tiny_model(architecture))))
+    assert ("without the experts of this mixture" in caplog.text) == says
+
+
 def test_targets_are_ends_of_paths(sites_of: Callable[..., dict[str, tuple[int, int]]]) -> None:
     assert sites_of(targets=("q_proj", "layers.1.mlp.up_proj")) == {
         "model.layers.0.self_attn.q_proj": (64, 64),

@@ -78,7 +78,7 @@ class CharacterTokenizer:
     output = PlainOutput()
     template_variables: frozenset[str] = frozenset()
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
 
     def encode_prompt(self, turns: Sequence[Mapping[str, object]], **asked: Any) -> ChatPrompt:

@@ -226,7 +226,7 @@ def test_a_full_disk_at_the_end_is_an_error_and_older_checkpoints_stay(
 def test_an_adapter_that_the_disk_does_not_take_is_an_error_in_one_line(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(*_: object) -> None:
+    def write(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("parallm.trainer.saving.write_peft", write)

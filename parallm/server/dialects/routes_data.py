@@ -110,8 +110,8 @@ def _tokenized(service: Service, body: TokenizeBody) -> TokensOfText:
     if body.messages is not None:
         tokens = chat_prompt(body.as_chat(), tokenizer).tokens
     else:
-        encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
-        tokens = encode(body.prompt or "")
+        parses = service.settings.parse_special if body.parse_special is None else body.parse_special
+        tokens = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens, parse_special=parses)
     return TokensOfText(
         count=len(tokens),
         max_model_len=service.engine.max_context,

@@ -17,7 +17,13 @@ def completion_requests(
 ) -> list[GenerationRequest]:
     """One request for each prompt. Raises InvalidRequest."""
     _check_limits(body, len(body.prompt), settings)
-    prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt]
+    parses = settings.parse_special if body.parse_special is None else body.parse_special
+    prompts = [
+        tokenizer.encode(prompt, add_special=body.add_special_tokens, parse_special=parses)
+        if isinstance(prompt, str)
+        else tuple(prompt)
+        for prompt in body.prompt
+    ]
     top_logprobs = _checked_top_logprobs("logprobs", body.logprobs or 0, settings)
     _check_whole(body)
     shown = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
