@@ -6,6 +6,7 @@ Knows nothing of other checkpoints, of temporary folders or of falling back: see
 import errno
 import hashlib
 import json
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -22,12 +23,14 @@ STATE = "state.json"
 TRAJECTORIES = "trajectories.jsonl"
 MANIFEST = "manifest.json"
 FORMAT = 1
+DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""What reading a damaged file may raise; Python's json gives up on deep nesting with RecursionError."""
 
 
 def write_checkpoint(state: TrainingState, folder: Path) -> None:
     """Write the files of `state` into `folder`, which exists and is empty, and wait until the disk has them.
 
-    Raises OSError if the disk does not take them, TypeError or ValueError if `state.counters` is not JSON.
+    Raises OSError if the disk does not take them, TypeError, ValueError or RuntimeError for what cannot be written.
     """
     made_of = state.fingerprint
     write_exactly(
@@ -65,7 +68,7 @@ def read_checkpoint(folder: Path) -> TrainingState:
             score=values["score"],
             fingerprint=Fingerprint(**(saved | {"targets": tuple(saved["targets"])})),
         )
-    except (AdapterError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (AdapterError, *DAMAGE, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -73,16 +76,16 @@ def read_score(folder: Path) -> float | None:
     """The evaluation of a checkpoint without reading or verifying the rest; None if there is none or it is damaged."""
     try:
         score = json.loads((folder / STATE).read_text())["score"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except DAMAGE:
         return None
-    return score if isinstance(score, float) else None
+    return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def read_version(folder: Path) -> int | None:
     """The adapter version of a checkpoint without reading or verifying the rest; None if it is damaged."""
     try:
         version = json.loads((folder / STATE).read_text())["version"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except DAMAGE:
         return None
     return version if isinstance(version, int) else None
 
@@ -119,9 +122,18 @@ def _state_text(state: TrainingState) -> str:
         "counters": dict(state.counters),
     }
     text = json.dumps(values, indent=2) + "\n"
-    if json.loads(text)["counters"] != values["counters"]:
-        raise ValueError("TrainingState.counters would not come back equal from JSON: it holds tuples, NaN or odd keys")
+    if not _is_same(json.loads(text)["counters"], values["counters"]):
+        raise ValueError("TrainingState.counters would not come back equal from JSON: it holds tuples or odd keys")
     return text
+
+
+def _is_same(read: Any, written: Any) -> bool:
+    """Whether both hold the same values, NaN at the same places."""
+    if isinstance(read, dict) and isinstance(written, dict):
+        return read.keys() == written.keys() and all(_is_same(read[key], written[key]) for key in read)
+    if isinstance(read, list) and isinstance(written, list):
+        return len(read) == len(written) and all(map(_is_same, read, written))
+    return bool(read == written or (read != read and written != written))
 
 
 def _verify(folder: Path) -> None:

@@ -35,7 +35,7 @@ class CheckpointManager:
     def save(self, state: TrainingState) -> Path:
         """Save `state` as `step_{step}`, then delete the checkpoints that are neither among the newest nor the best.
 
-        Raises CheckpointError, leaving the older checkpoints and no leftovers, if the disk does not take it.
+        Raises CheckpointError, leaving the older checkpoints and no leftovers, if it cannot be written.
         """
         final = self._folder / f"step_{state.step:06d}"
         temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
@@ -49,6 +49,8 @@ class CheckpointManager:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._save_error(final, error, needed) from error
+        except (TypeError, ValueError, RuntimeError) as error:  # one statistic must not cost the run
+            raise CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         for path in self.checkpoints():

@@ -71,7 +71,8 @@ class TrainingState:
     """The optimizer's state by flattened name."""
     schedule_step: int
     counters: Mapping[str, Any]
-    """Data cursor, random states and counters; as JSON: no tuples, string keys only."""
+    """Data cursor, random states and counters; as JSON: no tuples, string keys only. Numbers that are not finite come
+    back as they were: state.json has `NaN`, `Infinity` and `-Infinity`, as Python's json writes and reads them."""
     groups: tuple[TrajectoryGroup, ...]
     """Sampled, not yet trained on."""
     score: float | None

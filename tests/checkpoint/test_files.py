@@ -1,4 +1,5 @@
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,7 +54,15 @@ def test_the_adapter_folder_can_be_loaded_by_itself(make_state: MakeState, tmp_p
     assert read_adapter(tmp_path / "adapter", rank=2).digest == state.adapter.digest
 
 
-@pytest.mark.parametrize("counters", [{"random": (1, 2)}, {"seeds": {1: 2}}, {"mean": float("nan")}])
+def test_counters_that_are_not_finite_come_back_equal(make_state: MakeState, tmp_path: Path) -> None:
+    counters = {"guard": {"entropies": [math.nan, 0.5, math.inf]}, "best": -math.inf, "mean": math.nan}
+    read = round_trip(dataclasses.replace(make_state(1, score=math.nan), counters=counters), tmp_path)
+    assert repr(read.counters) == repr(counters)
+    assert read.score is not None
+    assert math.isnan(read.score)
+
+
+@pytest.mark.parametrize("counters", [{"random": (1, 2)}, {"seeds": {1: 2}}, {"guard": {"rates": [(0.5,)]}}])
 def test_counters_that_json_would_change_are_refused(
     make_state: MakeState, counters: dict[str, object], tmp_path: Path
 ) -> None:

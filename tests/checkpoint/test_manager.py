@@ -276,6 +276,29 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_the_reason(
     tmp_path.unlink()
 
 
+@pytest.mark.parametrize("counters", [{"seeds": {1: 2}}, {"random": object()}], ids=["odd keys", "no JSON"])
+def test_a_statistic_that_cannot_be_written_costs_nothing_but_that_save(
+    make_state: MakeState, counters: dict[str, object], tmp_path: Path
+) -> None:
+    checkpoints = manager(tmp_path)
+    checkpoints.save(make_state(1))
+    with pytest.raises(CheckpointError, match=r"step_000002 could not be saved: .*; older checkpoints are unchanged"):
+        checkpoints.save(dataclasses.replace(make_state(2), counters=counters))
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_arrays_that_cannot_be_computed_cost_nothing_but_that_save(
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 9 bytes")
+
+    monkeypatch.setattr(files, "write_arrays", fail)
+    with pytest.raises(CheckpointError, match=r"could not be saved: .malloc. Unable to allocate 9 bytes; older"):
+        manager(tmp_path).save(make_state(1))
+    assert names(tmp_path) == []
+
+
 SAVE_FOREVER = """
 import sys
 from dataclasses import replace

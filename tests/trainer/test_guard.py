@@ -168,6 +168,14 @@ def test_an_entropy_out_of_bounds_stops_a_run_whose_reward_has_fallen_too(entrop
     assert says in stopped.reason
 
 
+def test_an_entropy_that_is_not_finite_is_nothing_to_compare_with() -> None:
+    guard = make_guard()
+    assert set(actions(guard, [step(entropy=math.nan)] * 3 + [step(entropy=math.inf)])) == {"go_on"}
+    judged(guard, [step(entropy=0.5, reward=0.6)] * 10)
+    assert "stop" in actions(guard, [step(entropy=2.0, reward=0.1)] * 7)
+    assert guard.counters()["divergence"]["start_entropies"] == [0.5] * 5
+
+
 def test_a_reward_that_falls_by_no_more_than_noise_is_no_divergence() -> None:
     guard = make_guard()
     judged(guard, [step(reward=0.6)] * 10)

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from parallm.checkpoint.files import write_checkpoint
@@ -21,6 +22,7 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError, ProblemError, TrainingStopped
 from parallm.model.adapter_files import read_adapter
+from parallm.model.logprobs import Softmax
 from parallm.reports import EvaluationReport
 from parallm.rollout.evaluation import Evaluator
 
@@ -114,6 +116,16 @@ def test_a_reward_that_is_not_finite_costs_one_completion(
     assert all(math.isfinite(row["reward/mean"]) for row in rows)
     assert [row["update/skipped"] for row in rows] == [None, None, None]
     assert f"step 2, score_not_finite: the part 'even' is {reward}; problem arithmetic-train-" in caplog.text
+
+
+def test_a_statistic_that_is_not_finite_costs_no_checkpoint(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Softmax, "entropies", lambda softmax: mx.full(softmax.sums_N.shape, math.nan))
+    assert train(trainer={"steps": 1}) == 0
+    assert train(trainer={"steps": 3}, checkpoint={"resume": "auto"}) == 0
+    assert saved_steps(tmp_path / "run") == [1, 2, 3]
+    assert [row["update/entropy"] for row in rows_of(tmp_path / "run")] == [None] * 3
 
 
 def raising(error: BaseException) -> Callable[[], float]:
