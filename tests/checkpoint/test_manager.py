@@ -75,7 +75,11 @@ def test_a_named_checkpoint_of_another_run_is_loaded(make_state: MakeState, tmp_
     assert loaded.step == 7
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_byte, Path.unlink])
+def nest_deeply(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_byte, nest_deeply, Path.unlink])
 @pytest.mark.parametrize("file", MANIFESTED)
 def test_a_damaged_newest_checkpoint_costs_one_checkpoint(
     make_state: MakeState, damage: Callable[[Path], None], file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
