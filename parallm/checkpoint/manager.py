@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 
 from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
@@ -86,6 +87,8 @@ class CheckpointManager:
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         replaced = self._folder / f"{REPLACED}{final.name}"
+        if replaced.exists():  # an earlier save could not remove it
+            self._delete(replaced)
         if final.exists():
             final.rename(replaced)
         try:
@@ -124,9 +127,8 @@ class CheckpointManager:
         )
 
     def _set_aside(self, path: Path, reason: str) -> None:
-        aside = next(
-            name for number in range(10**6) if not (name := path.with_name(f"{ASIDE}{path.name}.{number}")).exists()
-        )
+        names = (path.with_name(f"{ASIDE}{path.name}.{number}") for number in count())
+        aside = next(name for name in names if not name.exists())
         try:
             path.rename(aside)
         except OSError as error:
@@ -141,7 +143,8 @@ class CheckpointManager:
 
     def _delete(self, path: Path) -> None:
         # renamed first: half a checkpoint must never bear the name of one
-        doomed = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+        names = (path.with_name(f"{TEMPORARY}{path.name}.{number}-{os.getpid()}") for number in count())
+        doomed = next(name for name in names if not name.exists())
         try:
             path.rename(doomed)
             shutil.rmtree(doomed)

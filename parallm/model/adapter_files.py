@@ -144,10 +144,11 @@ def from_peft_names(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, evaluating the arrays. Raises OSError if the disk does not take it."""
+    """Write a safetensors file, evaluating the arrays: equal ones make equal bytes. Raises OSError if the disk does not
+    take it."""
     # a file object rather than a path: MLX's own writer loses the reason for a failure
     with path.open("wb") as file:
-        mx.save_safetensors(file, dict(arrays), dict(metadata))
+        mx.save_safetensors(file, dict(sorted(arrays.items())), dict(metadata))
 
 
 def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

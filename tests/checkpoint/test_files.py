@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from parallm.checkpoint.files import needed_bytes, read_checkpoint, write_checkpoint
+from parallm.checkpoint.files import OPTIMIZER, needed_bytes, read_checkpoint, write_checkpoint
 from parallm.checkpoint.state import TrainingState
 from parallm.model.adapter_files import read_adapter
 
@@ -41,6 +41,15 @@ def test_optimizer_arrays_come_back_bit_for_bit_with_their_types(make_state: Mak
     assert {name: bits(array) for name, array in read.items()} == {
         name: bits(array) for name, array in state.optimizer.items()
     }
+
+
+def test_equal_arrays_make_equal_files_in_whatever_order_they_come(make_state: MakeState, tmp_path: Path) -> None:
+    state = make_state(12)
+    turned = dataclasses.replace(state, optimizer=dict(reversed(state.optimizer.items())))
+    for name, one in (("one", state), ("other", turned)):
+        (tmp_path / name).mkdir()
+        write_checkpoint(one, tmp_path / name)
+    assert (tmp_path / "one" / OPTIMIZER).read_bytes() == (tmp_path / "other" / OPTIMIZER).read_bytes()
 
 
 def test_a_state_before_the_first_update_comes_back(make_state: MakeState, tmp_path: Path) -> None:

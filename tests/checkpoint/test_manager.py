@@ -152,6 +152,22 @@ def test_saving_a_step_again_replaces_it(make_state: MakeState, tmp_path: Path) 
     assert (files.read_checkpoint(path).score, names(tmp_path)) == (0.5, ["step_000001"])
 
 
+def test_what_could_not_be_removed_of_a_step_does_not_keep_it_from_being_saved_again(
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoints = manager(tmp_path)
+    with monkeypatch.context() as patch:  # as where another process holds a file of it open on a network disk
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        for score in (0.1, 0.2, 0.3):
+            path = checkpoints.save(make_state(1, score=score))
+    assert ".old-step_000001" in names(tmp_path)
+    assert files.read_checkpoint(path).score == 0.3
+    path = checkpoints.save(make_state(1, score=0.4))
+    assert files.read_checkpoint(path).score == 0.4
+    manager(tmp_path)
+    assert names(tmp_path) == ["step_000001"]
+
+
 def test_the_newest_and_the_best_are_kept(make_state: MakeState, tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep=2)
     for step, score in ((1, 0.5), (2, 0.8), (3, None), (4, 0.7), (5, 0.6)):
