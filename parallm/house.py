@@ -84,7 +84,7 @@ async def with_house(
     try:
         resources.enter_context(writing_request_log(config.server.request_log))
         traces = resources.enter_context(exporting_traces(config.server.otlp_endpoint))
-        house = await _build_house(config, blas, device)
+        house = await _build_house(config, blas, device, is_trained=bool(trained))
         if bound is not None:
             app = create_app(
                 engine=house.engine,
@@ -127,13 +127,14 @@ def _adapter_store(config: RunConfig, house: House, *, trained: tuple[str, ...])
     )
 
 
-async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread) -> House:
+async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread, *, is_trained: bool) -> House:
     engine = AsyncEngine(device, asyncio.get_running_loop())
     await on_device(device, wire_memory)
     model = await on_device(device, partial(load_shared_model, config.model))
     lanes = await on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
     adapters = AdapterTable(policies=tuple(config.policies) or (POLICY,))
-    start = await on_device(device, partial(starting_adapter, config.model, model, config.seed))
+    begin = partial(starting_adapter, config.model, model, config.seed, is_trained=is_trained)
+    start = await on_device(device, begin)
     if any(one.learner.trains == "policy" for one in policy_configs(config).values()):
         way_out = "name it as rollout.reward_model.adapter, or train it further with learner=reward_model"
         refuse_reward_model(start, f"model.adapter={config.model.adapter}", way_out)

@@ -87,20 +87,15 @@ def read_adapter(
     folder: Path,
     sites: Mapping[str, tuple[int, int]] | None = None,
     *,
-    rank: int | None = None,
     name: str | None = None,
     version: int | None = None,
 ) -> Adapter:
     """Read an adapter of either format. It may cover fewer sites than the base has.
 
-    `sites` (site -> inputs, outputs of the base) and `rank` are what it has to fit. `name` and `version` replace those
-    in the file; a file from elsewhere has none and becomes version 0 of `policy`. Raises AdapterError.
+    `sites` (site -> inputs, outputs of the base) are what it has to fit. `name` and `version` replace those in the
+    file; a file from elsewhere has none and becomes version 0 of `policy`. Raises AdapterError.
     """
     stored = _read_stored(folder)
-    if rank is not None and stored.rank != rank:
-        raise AdapterError(
-            f"the adapter in {folder} has rank {stored.rank}, the run {rank}; set model.lora.rank={stored.rank}"
-        )
     if sites is not None:
         _check_sites(folder, stored, sites)
     known = stored.metadata

@@ -19,7 +19,8 @@ def restore(parts: Parts, state: TrainingState, *, serve: bool) -> None:
 
     Without `serve` the trainer says what clients get. Runs on the device thread.
     """
-    newest = dataclasses.replace(state.adapter, name=parts.policy)  # a named checkpoint may be of another policy
+    # a named checkpoint may be of another policy; how much is dropped is the run's to say
+    newest = dataclasses.replace(state.adapter, name=parts.policy, dropout=parts.learner.adapter.dropout)
     parts.learner.restore(newest, dict(state.optimizer))
     versions = {state.version: newest}
     best = parts.checkpoints.best()
