@@ -25,7 +25,7 @@ LAYERS: tuple[set[str], ...] = (
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},
     {"trainer", "server"},
-    {"config_errors", "policies"},
+    {"config_errors", "policies", "run_kinds"},
     {"config"},
     {"policy_runs", "lessons", "house"},
     {"training_control", "companions"},

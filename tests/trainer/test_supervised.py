@@ -47,6 +47,13 @@ def test_a_supervised_run_learns_and_leaves_versions_metrics_and_evaluations(
     assert read_adapter(tmp_path / "run" / "adapter").version == 6
 
 
+def test_keys_that_change_nothing_in_a_supervised_run_are_named(
+    train: Train, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train(learner=learner(data), trainer={"steps": 1}, rollout={"temperature": 0.7}) == 0
+    assert "rollout.temperature=0.7 has no effect with learner=sft" in caplog.messages
+
+
 def test_a_resumed_run_is_the_same_run(train: Train, data: str, tmp_path: Path) -> None:
     settings = {"learner": learner(data), "rollout": {"problems_per_step": 5}}
     train(folder="whole", trainer={"steps": 4}, **settings)
