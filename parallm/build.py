@@ -1,6 +1,7 @@
 """RunConfig -> a run: with `house` and `policy_runs` the only place where parts are wired to each other."""
 
 import asyncio
+import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from parallm.checkpoint.manager import CheckpointManager
+from parallm.checkpoint.run_facts import RunFacts
 from parallm.companions import with_companions
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport
@@ -28,7 +30,8 @@ from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
-from parallm.rollout.problem_stream import make_stream
+from parallm.rollout.problem_stream import Stream, make_stream
+from parallm.run_kinds import CHOICES, RunParts, recorded_keys
 from parallm.server.operation.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
@@ -142,9 +145,11 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
         make = partial(make, model=house.model, lanes=house.lanes, seed=config.seed)
         parts = await on_device(house.device, make)
         given = paired(lessons.pairs.train, house.model, per_step=per_step, seed=config.seed)
+        parts = _drawing_from(parts, given.stream)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
     elif lessons.demonstrations is not None:
         given = tokenized(lessons.demonstrations, house.model, per_step=per_step, seed=config.seed)
+        parts = _drawing_from(parts, given.stream)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
     elif run.traffic is not None:
         run.traffic.connect(partial(house.model.tokenizer.decode, special=True))
@@ -152,14 +157,17 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
     elif run.atropos is not None:
         trainer = LiveTrainer(parts, run.atropos, config.trainer, config.rollout, save_every=save_every)
     else:
+        parts = _drawing_from(parts, parts.collector.stream)
         trainer = Trainer(parts, config.trainer, config.rollout, save_every=save_every)
     run.adapters = parts.adapters
-    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
+    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint, parts.facts)
     state = await on_device(house.device, load)
     if state is not None:
         await on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
         trainer.resume(state)
         parts.display.message(f"resumed after step {state.step}, version {state.version}")
+        if state.facts is not None and (changes := parts.facts.changes(state.facts)):
+            parts.display.message(f"other values than in the run that is gone on with: {', '.join(changes)}")
     if run.atropos is not None:
         _connect(run.atropos, config, house, parts.policy, version=parts.learner.adapter.version)
     return trainer
@@ -200,6 +208,13 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
         config.rollout.reward_model, config.learner, house.device, house.model, house.lanes
     )
     checkpoints = CheckpointManager(run.folder, config.checkpoint)
+    kind = RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
+    facts = RunFacts(
+        kind=CHOICES[kind.kind],
+        seed=config.seed,
+        start=house.start.digest if config.model.adapter is not None else "",
+        keys=recorded_keys(kind, config.environment, house.start.dropout),
+    )
     collector = Collector(
         house.engine.generate_all,
         house.model.tokenizer,
@@ -228,9 +243,14 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
         evaluator=evaluator if lessons.splits.test else None,
         checkpoints=checkpoints,
         fingerprint=fingerprint,
+        facts=facts,
         recorder=run.recorder,
         display=run.display,
     )
+
+
+def _drawing_from(parts: Parts, stream: Stream) -> Parts:
+    return dataclasses.replace(parts, facts=dataclasses.replace(parts.facts, problems=stream.digest))
 
 
 async def _leave_adapter(run: PolicyRun, house: House) -> None:

@@ -1,5 +1,7 @@
 """What kind of training a run is, and which of its keys change nothing in such a run."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -124,3 +126,25 @@ def flat_keys(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 def _is_below(name: str, key: str) -> bool:
     return name == key or name.startswith(f"{key}.")
+
+
+def recorded_keys(run: RunParts, environment: object, dropout: float) -> dict[str, Any]:
+    """The keys that training depends on, with values as JSON holds them; of an environment's options only digests,
+    since they may hold what is secret, and nothing of the programs that an Atropos run starts."""
+    parts = {"environment": environment, "learner": run.learner, "rollout": run.rollout, "trainer": run.trainer}
+    keys = {key: value for part, settings in parts.items() for key, value in flat_keys(_plain(settings), part).items()}
+    shown = {
+        key: _digest(value) if any(name.endswith("options") for name in key.split(".")) else value
+        for key, value in keys.items()
+        if not _is_below(key, "rollout.atropos")
+    }
+    return {"model.lora.dropout": dropout, **shown}
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
+    return plain
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from parallm.checkpoint.run_facts import RunFacts
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.checkpoint.trajectory_lines import groups_from_lines, groups_to_lines
 from parallm.errors import AdapterError, CheckpointError
@@ -67,6 +68,7 @@ def read_checkpoint(folder: Path) -> TrainingState:
             groups=groups_from_lines((folder / TRAJECTORIES).read_text()),
             score=values["score"],
             fingerprint=Fingerprint(**(saved | {"targets": tuple(saved["targets"])})),
+            facts=RunFacts(**values["facts"]) if values.get("facts") is not None else None,
         )
     except (AdapterError, *DAMAGE, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
@@ -119,6 +121,7 @@ def _state_text(state: TrainingState) -> str:
         "schedule_step": state.schedule_step,
         "score": None if state.score is None else float(state.score),
         "fingerprint": asdict(state.fingerprint),
+        "facts": None if state.facts is None else asdict(state.facts),
         "counters": dict(state.counters),
     }
     text = json.dumps(values, indent=2) + "\n"

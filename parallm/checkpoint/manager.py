@@ -10,6 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
+from parallm.checkpoint.run_facts import RunFacts
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.errors import CheckpointError
@@ -61,11 +62,13 @@ class CheckpointManager:
         logger.info("saved %s", final)
         return final
 
-    def load(self, resume: str, fingerprint: Fingerprint | None = None) -> TrainingState | None:
+    def load(
+        self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
+    ) -> TrainingState | None:
         """The state to go on from: None for `never`, and for `auto` without a good one; else `resume` is a folder.
 
         `auto` sets damaged checkpoints aside with a warning. Raises CheckpointError if the named folder cannot be read,
-        or if what was found does not fit `fingerprint`.
+        or if what was found does not fit `fingerprint` and `facts`.
         """
         if resume == "never":
             return None
@@ -74,6 +77,8 @@ class CheckpointManager:
             return None
         if fingerprint is not None:
             fingerprint.check_fits(state.fingerprint, str(path))
+        if facts is not None and state.facts is not None:
+            facts.check_fits(state.facts, str(path), is_same_run=resume == "auto")
         logger.info("resuming from %s", path)
         return state
 

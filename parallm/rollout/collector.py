@@ -75,6 +75,7 @@ class Collector:
             score_seconds=settings.score_seconds,
             reward_model=reward_model,
         )
+        self.stream = stream
         self.ledger = Ledger(stream)
         self.curriculum = Curriculum(self.ledger, settings.curriculum, seed)
         self._settings = settings

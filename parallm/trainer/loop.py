@@ -5,6 +5,7 @@ from.
 """
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from parallm.trainer.recovery import Recovery
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.types import BEST, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
 
 State = Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "paused", "finished", "failed"]
 
@@ -69,9 +72,16 @@ class Loop(ABC):
         """Go on after `state`; the adapter and the optimizer were restored on the device thread already."""
         self._step = self._saver.saved_step = state.step
         self._version = state.version
-        self._evaluations.resume(dict(state.counters))
-        self._publication.resume(state.counters["publication"], BEST)
-        self._guard.resume(state.counters["guard"])
+        counters = dict(state.counters)
+        if not self._parts.facts.draws_as(state.facts):
+            logger.warning("the problems or their order are not those of step %d: they begin anew", state.step)
+        if self._parts.facts.scores_as(state.facts):
+            self._evaluations.resume(counters)
+            self._guard.resume(counters["guard"])
+        else:
+            logger.warning("rewards of other problems are not compared: what is best begins anew")
+            counters["publication"] |= {"best": None}
+        self._publication.resume(counters["publication"], BEST)
 
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save, and leave."""
@@ -201,6 +211,7 @@ class Loop(ABC):
             groups=(),  # what was sampled ahead is sampled again: its problems are the first that are drawn
             score=self._evaluations.score(self._step),
             fingerprint=self._parts.fingerprint,
+            facts=self._parts.facts,
         )
 
     def _served(self) -> int:

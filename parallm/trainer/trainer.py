@@ -33,9 +33,11 @@ class Trainer(Loop):
 
     def resume(self, state: TrainingState) -> None:
         super().resume(state)
-        self._parts.collector.ledger.restore(state.counters)
-        self._parts.collector.curriculum.restore(state.counters)
-        self._idle_steps = int(state.counters["idle_steps"])
+        if self._parts.facts.draws_as(state.facts):
+            self._parts.collector.ledger.restore(state.counters)
+        if self._parts.facts.scores_as(state.facts):
+            self._parts.collector.curriculum.restore(state.counters)
+            self._idle_steps = int(state.counters["idle_steps"])
 
     async def _one_step(self) -> Verdict:
         began, served = time.perf_counter(), self._served()
