@@ -310,6 +310,13 @@ def test_a_finished_run_has_nothing_left_to_do(train: Train, tmp_path: Path) -> 
     assert rows_of(tmp_path / "run")[:2] == before
 
 
+def test_a_run_asks_for_more_at_a_moment_than_may_wait(train: Train, tmp_path: Path) -> None:
+    trainer = {"steps": 1, "evaluate_problems": 4, "evaluate_samples": 2}
+    rollout = {"problems_per_step": 6, "group_size": 2, "max_tokens": 8}
+    assert train(trainer=trainer, rollout=rollout, engine={"max_waiting": 2}) == 0
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0, 1]
+
+
 def test_problems_are_read_before_the_model_is_loaded(train: Train, parity: Any) -> None:
     environment = parity()
     environment.problems = lambda _: []
