@@ -189,8 +189,21 @@ def _connect(source: AtroposSource, config: RunConfig, house: House, policy: str
     )
 
 
+def _check_context(config: RunConfig, house: House) -> None:
+    """Raise ConfigError for completions that leave no room for a prompt."""
+    longest = config.rollout.max_tokens
+    if longest >= house.engine.max_context:
+        raise ConfigError(
+            f"rollout.max_tokens={longest}: prompt and completion together have {house.engine.max_context} tokens "
+            f"(engine.max_context), and the model knows {house.model.max_context} positions; lower it"
+        )
+
+
 async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
     config = run.config
+    kind = RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
+    if kind.kind == "rollouts" or (kind.kind != "reward_model" and lessons.splits.test):
+        _check_context(config, house)
     learner = await on_device(
         house.device,
         partial(
@@ -208,7 +221,6 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
         config.rollout.reward_model, config.learner, house.device, house.model, house.lanes
     )
     checkpoints = CheckpointManager(run.folder, config.checkpoint)
-    kind = RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
     facts = RunFacts(
         kind=CHOICES[kind.kind],
         seed=config.seed,

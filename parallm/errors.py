@@ -32,7 +32,11 @@ class InvalidRequest(ParallmError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested tokens do not fit the context."""
+    """Prompt and requested tokens do not fit the context, of `limit` tokens where that is what they exceed."""
+
+    def __init__(self, message: str, parameter: str | None = None, *, limit: int | None = None) -> None:
+        super().__init__(message, parameter)
+        self.limit = limit
 
 
 class UnknownModel(ParallmError, KeyError):

@@ -250,6 +250,7 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
             f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}; this model's maximum context "
             f"length is {engine.max_context}; shorten them or raise engine.max_context",
             "max_tokens",
+            limit=engine.max_context,
         )
     engine.memory.check(request)
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from parallm.device.lanes import Lanes
 from parallm.engine.decoder import Decoder, Step
-from parallm.engine.kv_memory import KvMemory, max_rows
+from parallm.engine.kv_memory import KvMemory, max_context, max_rows
 from parallm.engine.out_of_memory import is_out_of_memory
 from parallm.engine.prefill import Prefill
 from parallm.engine.room import Room
@@ -46,7 +46,7 @@ class Engine:
         """`runs_ahead`: launch each decode step before the one before is read, as pays where a GPU waits for Python."""
         self.model = model
         self.settings = settings
-        self.max_context = settings.max_context or min(model.max_context, 8192)
+        self.max_context = max_context(settings, model)
         self._adapters = adapters
         self._lanes = lanes
         self._views = AdapterViews(model)

@@ -207,5 +207,13 @@ async def generate_for(
     try:
         return await generate_all(requests)
     except ContextTooLong as error:
-        longest = max(range(len(requests)), key=lambda place: len(requests[place].prompt_tokens))
-        raise ContextTooLong(f"problem {problems[longest].problem_id}: {error}", error.parameter) from error
+        problem, request = max(zip(problems, requests, strict=True), key=lambda pair: len(pair[1].prompt_tokens))
+        if error.limit is None:
+            raise ContextTooLong(f"problem {problem.problem_id}: {error}", error.parameter) from error
+        raise ContextTooLong(
+            f"problem {problem.problem_id}: its prompt has {len(request.prompt_tokens)} tokens, and with "
+            f"rollout.max_tokens={request.sampling.max_tokens} it does not fit the context of {error.limit} tokens; "
+            "lower rollout.max_tokens, leave the problem out, or raise engine.max_context if the model knows more",
+            error.parameter,
+            limit=error.limit,
+        ) from error

@@ -80,8 +80,10 @@ def test_each_policy_waits_for_its_own_evaluations_before_it_is_served(
 def test_a_policy_that_fails_does_not_stop_the_others(
     train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policies = {"broken": {"rollout": {"max_tokens": 5000}}, "poet": {}}
-    with pytest.raises(TrainingStopped, match=r"^broken: .*maximum context length is"):
+    policies = {"broken": {"rollout": {"max_tokens": 1000}}, "poet": {}}
+    with pytest.raises(
+        TrainingStopped, match=r"^broken: .* with rollout\.max_tokens=1000 it does not fit the context of"
+    ):
         train(trainer={"steps": 2}, policies=policies)
     assert newest_state(tmp_path / "run" / "poet").step == 2
     assert read_adapter(tmp_path / "run" / "poet" / "adapter").version == 2

@@ -317,6 +317,15 @@ def test_a_run_asks_for_more_at_a_moment_than_may_wait(train: Train, tmp_path: P
     assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0, 1]
 
 
+def test_completions_that_leave_no_room_for_a_prompt_are_refused_before_the_first(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.max_tokens=64: prompt and completion together have 64 tokens \(engi"
+    ):
+        train(rollout={"max_tokens": 64}, engine={"max_context": 64})
+    with pytest.raises(ConfigError, match=r"engine\.max_context=1025: the model knows 1024 positions"):
+        train(engine={"max_context": 1025})
+
+
 def test_problems_are_read_before_the_model_is_loaded(train: Train, parity: Any) -> None:
     environment = parity()
     environment.problems = lambda _: []
