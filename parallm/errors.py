@@ -14,6 +14,7 @@ ParallmError
     AdapterNotFinite              an adapter that holds NaN or infinity
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
+  EnvironmentFailed               an environment that has scored nothing at all
   Unavailable                     what this process does not do, or not at this time
   TrainingStopped                 training cannot go on: the message says why
 """
@@ -87,6 +88,10 @@ class CheckpointError(ParallmError):
 
 class ProblemError(ParallmError):
     """An environment whose problems cannot be read or have no answers."""
+
+
+class EnvironmentFailed(ParallmError):
+    """An environment that has failed at every completion; the message has its traceback."""
 
 
 class Unavailable(ParallmError):

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from typing import Any
 
-from parallm.errors import ConfigError, UnknownModel
+from parallm.errors import ConfigError, EnvironmentFailed, UnknownModel
 from parallm.interrupts import unless
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_table import AdapterTable
@@ -51,13 +51,20 @@ class Evaluations:
     async def evaluate(self, step: int, stopped: asyncio.Event) -> EvaluationReport | None:
         """Evaluate the newest version, report it, and let the alias `best` mean it if it is better than all before.
 
-        Without an evaluator, or when `stopped` is set before the end, there is no report.
+        Without an evaluator, or when `stopped` is set before the end, there is no report. Raises EnvironmentFailed for
+        one that can score nothing before the first step; later it may be able to again.
         """
         if self._parts.evaluator is None:
             return None
         version = self._parts.learner.adapter.version
         model = of_alias(LATEST, self._parts.policy)
-        report = await unless(stopped, self._parts.evaluator.evaluate(step, version, model))
+        try:
+            report = await unless(stopped, self._parts.evaluator.evaluate(step, version, model))
+        except EnvironmentFailed as error:
+            if step == 0:
+                raise
+            logger.error("after step %d there is no evaluation, and training goes on: %s", step, error)
+            return None
         if report is None:
             logger.warning("the evaluation after step %d was dropped, since the run is to stop", step)
             return None

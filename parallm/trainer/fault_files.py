@@ -8,6 +8,7 @@ from typing import Any
 
 from parallm.metrics.json_lines import to_json, write_whole
 from parallm.reports import Culprit, UpdateReport
+from parallm.rollout.scoring import error_place
 from parallm.types import FaultyEpisode, Problem, Trajectory, TrajectoryGroup
 
 MAX_FAULTY = 16
@@ -29,7 +30,8 @@ def write_faults(
     Returns the file, None if there is nothing to keep. A disk that refuses costs the file and not the run.
     """
     rows = [] if update is None else [_culprit(step, update, one, trained[one.group]) for one in update.culprits]
-    rows += [_faulty(step, problem, one) for problem, one in _first_of_each_kind(sampled)]
+    places: set[str] = set()
+    rows += [_faulty(step, problem, one, places) for problem, one in _first_of_each_kind(sampled)]
     if not rows:
         return None
     file = folder / "faults" / f"step_{step}.jsonl"
@@ -76,12 +78,17 @@ def _culprit(step: int, update: UpdateReport, culprit: Culprit, group: Trajector
     }
 
 
-def _faulty(step: int, problem: Problem, episode: FaultyEpisode) -> dict[str, Any]:
-    """All that is needed to score it again."""
+def _faulty(step: int, problem: Problem, episode: FaultyEpisode, known: set[str]) -> dict[str, Any]:
+    """All that is needed to score it again. Of completions that failed at the same place the first has the traceback;
+    `known` are the places so far."""
+    place = error_place(episode)
+    is_new = bool(place) and place not in known
+    known.add(place)
     return {
         "step": step,
         "fault": episode.kind,
         "reason": episode.detail,
+        **({"traceback": episode.traceback} if is_new else {}),
         **_problem(problem),
         "text": episode.text,
         "tokens": episode.tokens,

@@ -7,6 +7,7 @@ from typing import Any
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import TrainingStopped
 from parallm.rollout.collector import Collection
+from parallm.rollout.scoring import refuse_without_scores
 from parallm.rollout.settings import RolloutSettings
 from parallm.trainer.guard import Verdict
 from parallm.trainer.loop import Loop
@@ -30,6 +31,7 @@ class Trainer(Loop):
             num_steps=settings.steps,
         )
         self._idle_steps = 0  # in a row without a group with signal
+        self._has_scored = False  # whether this process has seen the environment score anything
 
     def resume(self, state: TrainingState) -> None:
         super().resume(state)
@@ -69,13 +71,16 @@ class Trainer(Loop):
         self._idle_steps = 0 if collection.with_signal else self._idle_steps + 1
 
     def _check_signal(self, collection: Collection) -> None:
+        """Raise EnvironmentFailed if nothing was ever scored, TrainingStopped after many steps without a lesson."""
+        num_scored = sum(len(group.trajectories) for group in collection.sampled)
+        self._has_scored |= num_scored > 0
+        if not self._has_scored:
+            faults = [one for group in collection.sampled for one in group.faulty]
+            refuse_without_scores(f"step {self._step}", faults, num_scored)
         if self._idle_steps >= self._rollout.max_idle_steps:
-            rewards = sorted({reward for group in collection.sampled for reward in group.rewards})
             raise TrainingStopped(
-                f"in {self._idle_steps} steps every completion of a problem got the same reward (the last ones: "
-                f"{rewards[:5]}; faults: {dict(collection.faults)}), so there is nothing to learn from; choose "
-                "problems that the model solves sometimes, raise rollout.group_size or rollout.temperature, or check "
-                "the environment's score"
+                f"in {self._idle_steps} steps there was nothing to learn from (rollout.max_idle_steps). In the last "
+                f"one {_why_idle(collection, num_scored)}"
             )
 
     async def _give_up_work_ahead(self) -> None:
@@ -84,3 +89,15 @@ class Trainer(Loop):
     def _counters(self) -> Mapping[str, Any]:
         ledger, curriculum = self._parts.collector.ledger, self._parts.collector.curriculum
         return {"idle_steps": self._idle_steps, **ledger.state(), **curriculum.state()}
+
+
+def _why_idle(collection: Collection, num_scored: int) -> str:
+    failed = f"{sum(collection.faults.values())} completions could not be scored ({dict(collection.faults)})"
+    if not num_scored:
+        return f"{failed}, and there were no others; correct the environment: its tracebacks are in the log"
+    rewards = sorted({reward for group in collection.sampled for reward in group.rewards})
+    return (
+        f"every completion of a problem got the same reward ({rewards[:5]})"
+        f"{f', and {failed}' if collection.faults else ''}; choose problems that the model solves sometimes, raise "
+        "rollout.group_size or rollout.temperature, or check the environment's score"
+    )

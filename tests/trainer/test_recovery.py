@@ -116,6 +116,8 @@ def test_completions_that_could_not_be_scored_are_kept_too(
         ("score_raised", "ValueError('no number')")
     }
     (first,) = rows[0]
+    assert f'File "{__file__}", line ' in first["traceback"]
+    assert ["traceback" in row for row in rows[1]] == [True] + [False] * 7
     assert first["prompt"][0]["role"] == "user"
     assert first["problem_id"].startswith("arithmetic-train-")
     assert len(first["tokens"]) > 0

@@ -20,7 +20,7 @@ from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import TrainingState
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
-from parallm.errors import AdapterError, CheckpointError, ConfigError, ProblemError, TrainingStopped
+from parallm.errors import AdapterError, CheckpointError, ConfigError, EnvironmentFailed, ProblemError, TrainingStopped
 from parallm.model.adapter_files import read_adapter
 from parallm.model.logprobs import Softmax
 from parallm.reports import EvaluationReport
@@ -146,6 +146,55 @@ def test_a_score_that_raises_costs_one_completion(
     assert len(rows_of(tmp_path / "run", "samples.jsonl")) == 7
 
 
+def test_an_environment_that_can_score_nothing_ends_the_run_after_one_step(
+    train: Train, calling: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(EnvironmentFailed) as failed:
+        train(
+            calling(raising(ValueError("no number")), *range(1, 99)), rollout={"refill_rounds": 3}, trainer={"steps": 9}
+        )
+    first, *_, last = str(failed.value).splitlines()
+    assert first.startswith(
+        "step 1: not one of 8 completions could be scored ({'score_raised': 8}); correct the environ"
+    )
+    assert f'File "{__file__}"' in str(failed.value)
+    assert last == "ValueError: no number"
+    assert [row["faults/total"] for row in rows_of(tmp_path / "run")] == [8]
+
+
+def test_an_environment_that_can_score_nothing_is_known_before_the_first_step(
+    train: Train, calling: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(EnvironmentFailed, match="evaluation: not one of 4 completions could be scored"):
+        train(calling(raising(ValueError("no number")), *range(1, 99)), trainer={"evaluate_problems": 4})
+    assert rows_of(tmp_path / "run") == []
+
+
+def test_an_environment_that_fails_for_a_while_costs_steps_and_not_the_run(
+    train: Train, calling: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its judge is out of reach for step 2 and the evaluations before and after it: completions 13 to 28."""
+    environment = calling(raising(OSError("no judge")), *range(13, 29))
+    trainer = {"steps": 4, "evaluate_problems": 4, "evaluate_every": 1}
+    assert train(environment, rollout={"refill_rounds": 0}, trainer=trainer) == 0
+    assert [row["faults/total"] for row in rows_of(tmp_path / "run")] == [0, 8, 0, 0]
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0, 3, 4]
+    assert (
+        "after step 1 there is no evaluation, and training goes on: evaluation: not one of 4 completions" in caplog.text
+    )
+
+
+def test_a_run_that_can_score_nothing_any_more_says_so(train: Train, calling: Any) -> None:
+    idle = {"max_idle_steps": 2, "refill_rounds": 0}
+    with pytest.raises(TrainingStopped) as stopped:
+        train(calling(raising(ValueError("no number")), *range(9, 99)), rollout=idle, trainer={"steps": 9})
+    assert str(stopped.value) == (
+        "in 2 steps there was nothing to learn from (rollout.max_idle_steps). In the last one 8 completions could not "
+        "be scored ({'score_raised': 8}), and there were no others; correct the environment: its tracebacks are in the "
+        "log"
+    )
+
+
 def test_a_score_that_hangs_costs_one_completion(train: Train, calling: Any, tmp_path: Path) -> None:
     def hang() -> float:
         while True:
@@ -158,17 +207,8 @@ def test_a_score_that_hangs_costs_one_completion(train: Train, calling: Any, tmp
     assert second["faults/total"] == 0
 
 
-def test_when_no_completion_can_be_scored_training_stops_and_names_the_faults(
-    train: Train, calling: Any, tmp_path: Path
-) -> None:
-    rollout = {"max_idle_steps": 2, "refill_rounds": 0}
-    with pytest.raises(TrainingStopped, match=r"faults: \{'score_raised': 8\}"):
-        train(calling(raising(ValueError("broken")), *range(1, 99)), rollout=rollout)
-    assert [row["reward/mean"] for row in rows_of(tmp_path / "run")] == [None, None]
-
-
 def test_when_nothing_teaches_anything_training_stops_and_says_so(train: Train, constant: Any, tmp_path: Path) -> None:
-    with pytest.raises(TrainingStopped, match=r"in 2 steps every completion .*the last ones: \[0\.5\].*group_size"):
+    with pytest.raises(TrainingStopped, match=r"in 2 steps there was .* the same reward \(\[0\.5\]\).*group_size"):
         train(constant(), rollout={"max_idle_steps": 2}, trainer={"steps": 9})
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
