@@ -77,8 +77,8 @@ class RunSummary:
 
     @property
     def best(self) -> Row | None:
-        """The evaluation with the highest accuracy, the earliest of equal ones."""
-        known = [row for row in self.evaluations if row.get("heldout/accuracy") is not None]
+        """The evaluation with the highest accuracy, the newest of equals."""
+        known = [row for row in reversed(self.evaluations) if row.get("heldout/accuracy") is not None]
         return max(known, key=lambda row: float(row["heldout/accuracy"]), default=None)
 
     @property

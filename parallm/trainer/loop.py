@@ -133,7 +133,8 @@ class Loop(ABC):
             raise TrainingStopped(verdict.reason)
         if self._evaluations.is_due(self._step):
             await self._evaluate()
-        if self._saver.is_due(self._step) and not self._is_over():
+        is_kept = self._settings.keep_best and self._evaluations.is_best(self._step)
+        if (self._saver.is_due(self._step) or is_kept) and not self._is_over():
             self._set("saving")
             await self._saver.try_save()
 

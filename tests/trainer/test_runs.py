@@ -22,6 +22,7 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError, EnvironmentFailed, ProblemError, TrainingStopped
 from parallm.model.adapter_files import read_adapter
+from parallm.model.adapter_table import AdapterTable
 from parallm.model.logprobs import Softmax
 from parallm.reports import EvaluationReport
 from parallm.rollout.evaluation import Evaluator
@@ -507,8 +508,40 @@ def test_the_best_version_is_left_behind_if_asked_for(
 ) -> None:
     accuracies(monkeypatch, 0.9, 0.1, 0.3, 0.3, 0.2)
     assert train(trainer=EVALUATED | {"steps": 4, "keep_best": True}) == 0
-    assert read_adapter(tmp_path / "run" / "adapter").version == 2
+    assert read_adapter(tmp_path / "run" / "adapter").version == 3  # the newest of equals
     assert newest_state(tmp_path / "run").version == 4
+
+
+@pytest.mark.parametrize(("keeps", "left", "saved"), [(False, 3, [2, 4]), (True, 1, [1, 2, 4])])
+def test_the_best_version_is_kept_over_a_resume_or_said_to_be_gone(
+    keeps: bool,
+    left: int,
+    saved: list[int],
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    accuracies(monkeypatch, 0.9, 0.8, 0.3, 0.5, 0.4)
+    never = {"every": 100, "keep": 9, "resume": "auto"}
+    train(trainer=EVALUATED | {"steps": 2, "keep_best": keeps}, checkpoint=never)
+    train(trainer=EVALUATED | {"steps": 4, "keep_best": True}, checkpoint=never)
+    assert read_adapter(tmp_path / "run" / "adapter").version == left
+    assert saved_steps(tmp_path / "run") == sorted({*saved, *([] if keeps else [3])})
+    gone = "version 1, the best so far with 80.0%, was not saved; the best is version 2 now"
+    assert (gone in caplog.messages) != keeps
+    assert newest_state(tmp_path / "run").counters["best_version"] == left
+
+
+def test_a_name_that_cannot_be_given_to_the_best_version_does_not_end_the_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AdapterError("'best' cannot be a name here")
+
+    monkeypatch.setattr(AdapterTable, "set_alias", refuse)
+    assert train(trainer=EVALUATED | {"steps": 1}) == 0
+    assert "version 1 is the best so far and cannot be called so: 'best' cannot be a name here" in caplog.messages
 
 
 @pytest.mark.parametrize(
