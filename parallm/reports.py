@@ -96,6 +96,8 @@ class UpdateReport:
     """What was not finite; None where nothing was changed because there was nothing to learn."""
     culprits: tuple[Culprit, ...] = ()
     """The trajectories to blame for the fault, as far as they are known."""
+    left_out: tuple[Culprit, ...] = ()
+    """Trajectories whose reward float32 cannot hold; the update was made without them."""
     kl_to_base: float | None = None
     """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
     pairs: PairsReport | None = None

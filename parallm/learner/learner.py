@@ -119,15 +119,16 @@ class Learner:
         """One optimizer step over `groups`. Yields after each round of micro-batches, the report last.
 
         A step in which something is not finite changes nothing, neither weights nor moments, and says in `skipped`,
-        `fault` and `culprits` what it was. `max_tokens` is the limit of a completion, which Dr. GRPO divides by.
+        `fault` and `culprits` what it was; completions with rewards that cannot be are `left_out`. `max_tokens` is the
+        limit of a completion, which Dr. GRPO divides by.
         """
         totals, faults = Totals(), Faults(groups)
         factors = Factors(self.adapter, self._model)
         prepared = Prepared(batches=[])
         if faults.kind is None:
             prepared = yield from prepare(
-                self._micro_batches(groups, max_tokens),
-                groups,
+                self._micro_batches(faults.groups, max_tokens),
+                faults.groups,
                 self._objective,
                 self._gradient.score,
                 policy=factors.view,
@@ -253,6 +254,7 @@ class Learner:
             skipped=skipped,
             fault=faults.kind,
             culprits=faults.culprits,
+            left_out=faults.left_out,
         )
 
 

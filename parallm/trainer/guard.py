@@ -26,7 +26,8 @@ class Verdict:
 
 
 class Guard:
-    """Counts faults over a run and decides. A fault is a step in which something was not finite.
+    """Counts faults over a run and decides. A fault is a step in which something was not finite; rewards that are not
+    skip a step in which there are no others, and say nothing about the policy.
 
     `trainer.guard.max_skips` faults without a good update between them call for a roll-back. After
     `trainer.guard.max_rollbacks` roll-backs of a run the next one is refused and training stops: what comes back
@@ -93,8 +94,10 @@ class Guard:
                 self._skipped_in_row = 0
             return "go_on", ""
         self._skipped[update.fault] += 1
-        self._skipped_in_row += 1
         reason = f"nothing was changed: {update.skipped}"
+        if update.fault == "reward":
+            return "skip", reason
+        self._skipped_in_row += 1
         if self._skipped_in_row < self._settings.max_skips:
             return "skip", reason
         in_row = f"{self._skipped_in_row} steps in a row changed nothing, the last one because {update.skipped}"

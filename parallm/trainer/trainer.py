@@ -6,6 +6,7 @@ from typing import Any
 
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import TrainingStopped
+from parallm.reports import UpdateReport
 from parallm.rollout.collector import Collection
 from parallm.rollout.scoring import refuse_without_scores
 from parallm.rollout.settings import RolloutSettings
@@ -30,7 +31,7 @@ class Trainer(Loop):
             limit=settings.max_off_policy_steps,
             num_steps=settings.steps,
         )
-        self._idle_steps = 0  # in a row without a group with signal
+        self._idle_steps = 0  # in a row that have changed nothing
         self._has_scored = False  # whether this process has seen the environment score anything
 
     def resume(self, state: TrainingState) -> None:
@@ -59,18 +60,18 @@ class Trainer(Loop):
             served_tokens=self._served() - served,
         )
         verdict = await self._judge(metrics, trained=groups, sampled=collection.sampled)
-        self._account_for(collection)
+        self._account_for(collection, update)
         self._finish(metrics, collection.sampled)
-        self._check_signal(collection)
+        self._check_signal(collection, update)
         return verdict
 
-    def _account_for(self, collection: Collection) -> None:
+    def _account_for(self, collection: Collection, update: UpdateReport | None) -> None:
         """What the present step leaves to later ones, besides a version."""
         self._parts.collector.ledger.settle(self._step)
         self._parts.collector.curriculum.learn(collection.sampled)
-        self._idle_steps = 0 if collection.with_signal else self._idle_steps + 1
+        self._idle_steps = 0 if update is not None and update.skipped is None else self._idle_steps + 1
 
-    def _check_signal(self, collection: Collection) -> None:
+    def _check_signal(self, collection: Collection, update: UpdateReport | None) -> None:
         """Raise EnvironmentFailed if nothing was ever scored, TrainingStopped after many steps without a lesson."""
         num_scored = sum(len(group.trajectories) for group in collection.sampled)
         self._has_scored |= num_scored > 0
@@ -78,9 +79,10 @@ class Trainer(Loop):
             faults = [one for group in collection.sampled for one in group.faulty]
             refuse_without_scores(f"step {self._step}", faults, num_scored)
         if self._idle_steps >= self._rollout.max_idle_steps:
+            why = _why_idle(collection, num_scored) if update is None else f"nothing was changed: {update.skipped}"
             raise TrainingStopped(
                 f"in {self._idle_steps} steps there was nothing to learn from (rollout.max_idle_steps). In the last "
-                f"one {_why_idle(collection, num_scored)}"
+                f"one {why}"
             )
 
     async def _give_up_work_ahead(self) -> None:

@@ -69,11 +69,18 @@ def make_guard(*, compares: bool = True, **values: Any) -> Guard:
 
 def test_three_faults_in_a_row_roll_back_and_after_two_roll_backs_training_stops() -> None:
     guard = make_guard()
-    verdicts = judged(guard, [faulty("reward")] * 9)
+    verdicts = judged(guard, [faulty("behaviour")] * 9)
     assert [verdict.action for verdict in verdicts] == ["skip", "skip", "roll_back"] * 2 + ["skip", "skip", "stop"]
-    assert verdicts[0].reason == "nothing was changed: a reward is not finite"
-    assert verdicts[8].reason.startswith("3 steps in a row changed nothing, the last one because a reward is not fin")
+    assert verdicts[0].reason == "nothing was changed: a behaviour is not finite"
+    assert verdicts[8].reason.startswith("3 steps in a row changed nothing, the last one because a behaviour is not")
     assert "2 roll-backs have not helped" in verdicts[8].reason
+
+
+def test_rewards_that_cannot_be_learned_from_never_roll_back_and_never_stop() -> None:
+    guard = make_guard()
+    assert actions(guard, [faulty("reward")] * 20) == ["skip"] * 20
+    assert actions(guard, [faulty("loss"), faulty("reward"), faulty("loss"), faulty("loss")])[-1] == "roll_back"
+    assert guard.row()["guard/skipped_reward"] == 21
 
 
 def test_a_good_update_between_faults_starts_the_count_anew() -> None:
@@ -96,14 +103,14 @@ def test_roll_backs_are_counted_over_the_whole_run() -> None:
 
 def test_the_counts_are_metrics_by_kind() -> None:
     guard = make_guard()
-    judged(guard, [faulty("reward"), faulty("logprob"), faulty("reward"), replace(STEP, update=None)])
+    judged(guard, [faulty("loss"), faulty("logprob"), faulty("loss"), replace(STEP, update=None)])
     assert guard.row() == {
         "guard/skipped": 3,
         "guard/rollbacks": 1,
         "guard/idle": 1,
         "guard/empty_completions": 0,
         "guard/skipped_logprob": 1,
-        "guard/skipped_reward": 2,
+        "guard/skipped_loss": 2,
     }
 
 
