@@ -268,7 +268,9 @@ def _drawing_from(parts: Parts, stream: Stream) -> Parts:
 async def _leave_adapter(run: PolicyRun, house: House) -> None:
     assert run.adapters is not None, "its trainer has run"
     kept = adapter_to_keep(run.adapters, run.name, run.config.trainer.keep_best)
-    if kept is not None:
+    if kept is None:
+        run.display.message("no update has moved the adapter, so the run leaves none")
+    else:
         await on_device(house.device, partial(write_adapter, kept, run.folder, house.model))
 
 

@@ -1,5 +1,6 @@
 """What parts report of their work, for logs, pictures and status pages: frozen, without arrays."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -100,8 +101,19 @@ class UpdateReport:
     """Trajectories whose reward float32 cannot hold; the update was made without them."""
     kl_to_base: float | None = None
     """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
+    adapter_norm: float = math.nan
+    """Of all arrays of the adapter, before the update."""
+    adapter_delta_norm: float = math.nan
+    """Of what the update has added to them."""
+    has_moved: bool = True
+    """False if an update that went well left every weight what it was to the last bit: there is no new version."""
     pairs: PairsReport | None = None
     """Of a reward model, to which clipping, KL, entropy, parity and ratios do not apply: they are NaN."""
+
+    @property
+    def adapter_delta_relative(self) -> float:
+        """By which share of its norm the adapter was moved."""
+        return self.adapter_delta_norm / self.adapter_norm if self.adapter_norm else math.nan
 
 
 @dataclass(frozen=True, slots=True)

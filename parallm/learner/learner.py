@@ -24,7 +24,7 @@ from parallm.learner.policy_gradient import PassResult, PolicyGradient, TokenSta
 from parallm.learner.preparation import Prepared, prepare
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
-from parallm.learner.versions import Proposal, Versions
+from parallm.learner.versions import Proposal, Versions, with_change
 from parallm.model.adapter import Adapter
 from parallm.model.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
@@ -156,7 +156,8 @@ class Learner:
         skipped = faults.message or _nothing_to_learn(totals, norm)
         if skipped is None and proposal is not None:
             skipped = self._step(proposal, step, faults)
-        yield self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
+        report = self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
+        yield with_change(report, proposal)
 
     def optimizer_state(self) -> Arrays:
         return self._versions.optimizer_state()

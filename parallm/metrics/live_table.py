@@ -31,6 +31,7 @@ COLUMNS = (
     Column("KL", "update/kl_to_behaviour"),
     Column("entropy", "update/entropy", width=7),
     Column("gradient", "update/gradient_norm"),
+    Column("moved", "update/adapter_delta_relative"),
     Column("length", "completion/length_mean", width=6),
     Column("cut", "completion/truncated_fraction", percent, width=6),
     Column("rollout tok/s", "rollout/tokens_per_second", width=13),
@@ -50,6 +51,7 @@ KEPT_FIRST = (
     "time",
     "length",
     "gradient",
+    "moved",
     "cut",
 )
 

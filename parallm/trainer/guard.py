@@ -43,12 +43,13 @@ class Guard:
         self._idle = 0  # steps that had nothing to learn from
         self._idle_in_row = 0
         self._empty = 0  # completions without a token
+        self._unmoved_in_row = 0  # updates that have moved no weight
 
     def judge(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> Verdict:
         """Take in one step with all of its sampled groups. Call it once a step, in order."""
         # the rules of divergence are about samples and their rewards
         signs = [] if metrics.is_supervised else self._divergence.look(metrics)
-        warnings = [*self._empty_completions(groups), *self._idle_step(metrics.update)]
+        warnings = [*self._empty_completions(groups), *self._idle_step(metrics.update), *self._unmoved(metrics.update)]
         warnings += [sign.text for sign in signs if not sign.stops]
         fatal = next((sign.text for sign in signs if sign.stops), None)
         action, reason = self._after(metrics.update)
@@ -76,6 +77,7 @@ class Guard:
             "idle": self._idle,
             "idle_in_row": self._idle_in_row,
             "empty": self._empty,
+            "unmoved_in_row": self._unmoved_in_row,
             "divergence": self._divergence.counters(),
         }
 
@@ -86,6 +88,7 @@ class Guard:
         self._idle = counters["idle"]
         self._idle_in_row = counters["idle_in_row"]
         self._empty = counters["empty"]
+        self._unmoved_in_row = counters.get("unmoved_in_row", 0)
         self._divergence.resume(counters["divergence"])
 
     def _after(self, update: UpdateReport | None) -> tuple[Action, str]:
@@ -126,3 +129,14 @@ class Guard:
             return []  # the step's line says so every time
         why = "every completion of a problem got the same reward" if update is None else update.skipped
         return [f"nothing was trained: {why}"]
+
+    def _unmoved(self, update: UpdateReport | None) -> list[str]:
+        if update is None or update.skipped is not None:
+            return []
+        self._unmoved_in_row = 0 if update.has_moved else self._unmoved_in_row + 1
+        if self._unmoved_in_row != 1:
+            return []  # the step's line says so every time
+        why = "" if update.learning_rate == 0 else ", since its step is too small for float32 beside the weights"
+        return [
+            f"the update has moved no weight at learner.learning_rate={update.learning_rate:g}{why}: no new version"
+        ]

@@ -51,6 +51,7 @@ class Loop(ABC):
         self.pacing = Pacing(self._save_now)
         self._step = 0  # finished steps
         self._version = parts.learner.adapter.version  # that the last finished step has left
+        self._has_updated = False  # in the step that has not finished; its version may be the same
         self.status = TrainingStatus(state="starting", total_steps=settings.steps)
 
     @abstractmethod
@@ -142,13 +143,14 @@ class Loop(ABC):
         return self.was_stopped or self._step >= self._settings.steps or self._evaluations.is_hopeless
 
     async def _update(self, groups: Sequence[TrajectoryGroup], *, max_tokens: int) -> UpdateReport:
-        """Train on `groups` and publish the new version, if there is one."""
+        """Train on `groups` and publish the new version, if there is one: none where no weight has moved."""
         units: Iterator[UpdateReport | None] = self._parts.learner.update(
             groups, step=self._step, max_tokens=max_tokens
         )
         report = await asyncio.wrap_future(self._parts.device.iterate(units))
         assert report is not None, "an update ends with its report"
-        if report.skipped is None:
+        self._has_updated = report.skipped is None
+        if report.skipped is None and report.has_moved:
             self._publication.publish(self._parts.learner.adapter)
         return report
 
@@ -164,7 +166,7 @@ class Loop(ABC):
     def _finish(self, metrics: StepMetrics, sampled: Sequence[TrajectoryGroup] = ()) -> None:
         """Count a step that was judged as finished, and report it."""
         self._step += 1
-        self._version = self._parts.learner.adapter.version
+        self._version, self._has_updated = self._parts.learner.adapter.version, False
         metrics = replace(metrics, guard=self._guard.row())
         self._parts.recorder.step(metrics, sampled)
         self._parts.display.step(metrics)
@@ -191,7 +193,8 @@ class Loop(ABC):
 
     async def _rescue(self) -> None:
         """Save the finished steps, unless the error left a step half done."""
-        if self._saver.saved_step < self._step and self._parts.learner.adapter.version == self._version:
+        is_between = self._parts.learner.adapter.version == self._version and not self._has_updated
+        if self._saver.saved_step < self._step and is_between:
             self._set("saving")
             await self._saver.rescue()
 

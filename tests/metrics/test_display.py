@@ -3,11 +3,12 @@
 import io
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from parallm.metrics.display import NoDisplay, make_display
-from parallm.metrics.lines import LinesDisplay
+from parallm.metrics.lines import LinesDisplay, step_line
 from parallm.metrics.live import LiveDisplay
 from parallm.metrics.live_table import fitting_columns
 from parallm.metrics.run_header import RunHeader
@@ -134,7 +135,7 @@ def test_closing_live_gives_the_cursor_back_and_may_happen_twice(terminal: Termi
 def test_narrow_terminals_keep_the_most_wanted_columns() -> None:
     assert [column.title for column in fitting_columns(20)] == ["step", "reward"]
     assert [column.title for column in fitting_columns(1)] == ["step"]
-    assert len(fitting_columns(200)) == 12
+    assert len(fitting_columns(200)) == 13
 
 
 def test_an_evaluation_with_samples_says_pass_at_k(evaluation: Callable[..., EvaluationReport]) -> None:
@@ -142,3 +143,13 @@ def test_an_evaluation_with_samples_says_pass_at_k(evaluation: Callable[..., Eva
     pass_at = {4: Estimate(0.8, 0.7, 0.9)}
     make_display("lines", stream).evaluation(evaluation(3, pass_at=pass_at, num_samples=4))
     assert "version 3, pass@4 80.0% (70.0% to 90.0%), reward 0.500, correct 31.0%" in stream.getvalue()
+
+
+def test_a_step_says_how_far_the_adapter_moved(step: Callable[..., StepMetrics]) -> None:
+    update = step(1).update
+    assert update is not None
+    moved = replace(update, adapter_norm=5.0, adapter_delta_norm=0.01)
+    assert "  moved 0.0020  " in step_line(step(1, update=moved), 9, None)
+    still = replace(moved, adapter_delta_norm=0.0, has_moved=False)
+    assert "  moved nothing  version 1  " in step_line(step(1, update=still), 9, None)
+    assert "moved" not in step_line(step(1, update=replace(update, skipped="the gradient is zero")), 9, None)

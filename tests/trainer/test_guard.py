@@ -127,6 +127,26 @@ def test_equal_rewards_and_a_zero_gradient_are_named_once_and_counted_each_time(
     assert guard.row()["guard/idle"] == 4
 
 
+def test_updates_that_move_nothing_are_named_once_in_a_row_with_their_learning_rate() -> None:
+    off, fine = step(has_moved=False, learning_rate=0.0), step(has_moved=False, learning_rate=1e-12)
+    guard = make_guard()
+    verdicts = judged(guard, [off, off, STEP])
+    resumed = make_guard()
+    resumed.resume(json.loads(json.dumps(guard.counters())))
+    verdicts += judged(resumed, [fine, faulty("loss"), fine])
+    assert [verdict.warnings for verdict in verdicts] == [
+        ("the update has moved no weight at learner.learning_rate=0: no new version",),
+        (),
+        (),
+        (
+            "the update has moved no weight at learner.learning_rate=1e-12, since its step is too small for float32 "
+            "beside the weights: no new version",
+        ),
+        (),
+        (),
+    ]
+
+
 def test_completions_without_a_token_are_named_and_counted() -> None:
     empty = Trajectory(
         problem_id="p7",

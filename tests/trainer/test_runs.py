@@ -21,11 +21,14 @@ from parallm.checkpoint.state import TrainingState
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError, EnvironmentFailed, ProblemError, TrainingStopped
+from parallm.metrics.step import StepMetrics
 from parallm.model.adapter_files import read_adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.logprobs import Softmax
 from parallm.reports import EvaluationReport
 from parallm.rollout.evaluation import Evaluator
+from parallm.trainer.guard import Verdict
+from parallm.trainer.recovery import Recovery
 
 Train = Callable[..., int]
 
@@ -98,12 +101,40 @@ def test_the_same_seed_makes_the_same_run_and_another_seed_another(train: Train,
     assert rows_of(tmp_path / "run") != rows_of(tmp_path / "other")
 
 
-def test_without_a_learning_rate_nothing_changes(train: Train, tmp_path: Path) -> None:
-    train(learner={"learning_rate": 0.0}, trainer={"steps": 2, "evaluate_problems": 4})
-    before, after = rows_of(tmp_path / "run", "evaluations.jsonl")
+def test_without_a_learning_rate_nothing_changes_and_nothing_is_published(
+    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"trainer": {"steps": 3, "evaluate_problems": 4}, "learner": {"learning_rate": 0.0}}
+    train(**settings, metrics={"display": "lines"})
+    folder = tmp_path / "run"
+    before, after = rows_of(folder, "evaluations.jsonl")
     assert before["heldout_part/even"] == after["heldout_part/even"]
-    arrays = newest_state(tmp_path / "run").adapter.arrays
-    assert all(float(abs(array).max()) == 0 for name, array in arrays.items() if name.endswith("lora_b"))
+    for row in rows_of(folder):
+        assert (row["update/skipped"], row["update/version"], row["update/adapter_delta_norm"]) == (None, 0, 0.0)
+        assert (row["parity/tokens"] > 0, row["offpolicy/lag_max"], row["guard/idle"]) == (True, 0, 0)
+    assert {row["version"] for row in rows_of(folder, "samples.jsonl")} == {0}
+    state = newest_state(folder)
+    assert (state.step, state.version, state.optimizer["b.step"].item()) == (3, 0, 3)
+    assert all(float(abs(array).max()) == 0 for name, array in state.adapter.arrays.items() if name.endswith("lora_b"))
+    assert [text for text in caplog.messages if "moved no weight" in text] == [
+        "step 1: the update has moved no weight at learner.learning_rate=0: no new version"
+    ]
+    assert "no update has moved the adapter, so the run leaves none" in capsys.readouterr().out
+    assert not (folder / "adapter").exists()
+
+
+def test_a_run_in_which_nothing_moves_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Path) -> None:
+    off = {"learner": {"learning_rate": 0.0}, "checkpoint": {"resume": "auto", "every": 1}}
+    ahead = {"max_off_policy_steps": 2}
+    train(trainer={"steps": 1} | ahead, **off)
+    train(trainer={"steps": 4} | ahead, **off)
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert {(row["offpolicy/lag_max"], row["offpolicy/dropped"], row["update/version"]) for row in rows} == {(0, 0, 0)}
+    # and learns from where it stands
+    train(trainer={"steps": 5}, checkpoint=off["checkpoint"])
+    assert rows_of(tmp_path / "run")[4]["update/version"] == 1
+    assert newest_state(tmp_path / "run").version == 1
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
@@ -244,6 +275,24 @@ def test_steps_before_an_error_are_saved_and_the_run_goes_on_from_there(
     assert train(folder="whole", trainer={"steps": 4}) == 0
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert rows_of(tmp_path / "run", name) == rows_of(tmp_path / "whole", name)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3])
+def test_a_step_that_is_half_done_is_not_saved(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """Its moments are those of the next step already, also where no weight has moved."""
+    judge = Recovery.after
+
+    async def fail_at_two(recovery: Recovery, metrics: StepMetrics, **groups: Any) -> Verdict:
+        if metrics.step == 2:
+            raise ProblemError("cannot be judged")
+        return await judge(recovery, metrics, **groups)
+
+    monkeypatch.setattr(Recovery, "after", fail_at_two)
+    with pytest.raises(ProblemError):
+        train(learner={"learning_rate": rate}, checkpoint={"every": 100})
+    assert saved_steps(tmp_path / "run") == []
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
