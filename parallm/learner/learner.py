@@ -115,6 +115,11 @@ class Learner:
         """The newest version."""
         return self._versions.adapter
 
+    @property
+    def needs_all_groups(self) -> bool:
+        """Whether it learns from groups whose rewards are all equal, too."""
+        return self._objective.needs_all_groups
+
     def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
         """One optimizer step over `groups`. Yields after each round of micro-batches, the report last.
 

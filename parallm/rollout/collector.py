@@ -38,6 +38,10 @@ class Collection:
     def with_signal(self) -> tuple[TrajectoryGroup, ...]:
         return tuple(group for group in self.sampled if group.has_signal)
 
+    def to_train(self, *, needs_all: bool) -> tuple[TrajectoryGroup, ...]:
+        """The groups with signal, or with `needs_all` every group of which something was scored."""
+        return tuple(group for group in self.sampled if group.trajectories) if needs_all else self.with_signal
+
     @property
     def num_tokens(self) -> int:
         """Tokens of completions, those of replies and of faulty ones included."""

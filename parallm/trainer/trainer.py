@@ -6,6 +6,7 @@ from typing import Any
 
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import TrainingStopped
+from parallm.learner.learner import Learner
 from parallm.reports import UpdateReport
 from parallm.rollout.collector import Collection
 from parallm.rollout.scoring import refuse_without_scores
@@ -23,6 +24,7 @@ class Trainer(Loop):
 
     def __init__(self, parts: Parts, settings: TrainerSettings, rollout: RolloutSettings, *, save_every: int) -> None:
         super().__init__(parts, settings, compares=parts.learner.adapter.dropout == 0, save_every=save_every)
+        assert isinstance(parts.learner, Learner), "a reward model samples nothing"
         self._rollout = rollout
         self._pipeline = Pipeline(
             parts.collector,
@@ -30,6 +32,7 @@ class Trainer(Loop):
             policy=parts.policy,
             limit=settings.max_off_policy_steps,
             num_steps=settings.steps,
+            needs_all_groups=parts.learner.needs_all_groups,
         )
         self._idle_steps = 0  # in a row that have changed nothing
         self._has_scored = False  # whether this process has seen the environment score anything
@@ -46,7 +49,7 @@ class Trainer(Loop):
         began, served = time.perf_counter(), self._served()
         self._set("collecting")
         batch = await self._pipeline.take(self._step)
-        collection, groups = batch.collection, batch.collection.with_signal
+        collection, groups = batch.collection, batch.trained
         self._set("updating")
         update_began = time.perf_counter()
         update = await self._update(groups, max_tokens=self._rollout.max_tokens) if groups else None

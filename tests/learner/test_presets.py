@@ -76,3 +76,23 @@ def test_all_contradictions_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
         objective_of(LearnerSettings(dual_clip_ratio_max=1.1, kl_estimator="k1"))
     assert len(str(raised.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("choices", "needs_all"),
+    [
+        ({}, False),
+        ({"kl_coefficient": 0.01}, True),
+        ({"kl_coefficient": 0.01, "kl_to": "behaviour"}, False),
+        ({"preset": "dppo"}, False),
+        ({"entropy_coefficient": 0.01}, True),
+        ({"preset": "rloo", "kl_coefficient": 0.05}, True),
+        ({"preset": "grpo", "kl_coefficient": 0.05, "kl_placement": "reward"}, False),  # its std would blow KL up
+        ({"preset": "dr_grpo", "kl_coefficient": 0.05, "kl_placement": "reward"}, True),
+    ],
+    ids=str,
+)
+def test_groups_of_equal_rewards_are_needed_where_something_else_has_a_gradient(
+    choices: dict[str, object], needs_all: bool
+) -> None:
+    assert objective_of(LearnerSettings(**choices)).needs_all_groups == needs_all  # type: ignore[arg-type]
