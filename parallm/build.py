@@ -21,6 +21,7 @@ from parallm.learner.learner import Learner
 from parallm.lessons import Lessons, read_lessons
 from parallm.metrics.display import make_display
 from parallm.metrics.run_header import RunHeader
+from parallm.metrics.trend import no_rise
 from parallm.model_names import of_alias
 from parallm.policy_runs import PolicyRun, combined_status, make_policy_runs, raise_failures, stop_all, train_all
 from parallm.reports import TrainingStatus
@@ -89,6 +90,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         for run, summary in zip(runs, summaries, strict=True):
             if run.name not in failures:
                 await _leave_adapter(run, house)
+                if (text := no_rise(summary.steps)) is not None:
+                    run.display.message(text)
                 run.display.finish(summary.rows())
         raise_failures(failures, is_alone=len(runs) == 1)
         was_stopped = any(run.was_stopped for run in runs)

@@ -1,6 +1,7 @@
 """What a run leaves behind when all goes well, and when it does not."""
 
 import errno
+import itertools
 import json
 import logging
 import math
@@ -121,6 +122,14 @@ def test_without_a_learning_rate_nothing_changes_and_nothing_is_published(
     ]
     assert "no update has moved the adapter, so the run leaves none" in capsys.readouterr().out
     assert not (folder / "adapter").exists()
+
+
+def test_a_run_that_has_learned_nothing_says_so(
+    train: Train, calling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    halves = itertools.cycle([0.0, 1.0])
+    train(calling(lambda: next(halves), *range(1, 999)), trainer={"steps": 6}, metrics={"display": "lines"})
+    assert "the reward has not risen beyond its noise in 6 steps (0.500 in the first third" in capsys.readouterr().out
 
 
 def test_a_run_in_which_nothing_moves_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Path) -> None:
