@@ -257,7 +257,8 @@ def _check_sites(folder: Path, stored: _Stored, sites: Mapping[str, tuple[int, i
         if site not in sites:
             raise AdapterError(
                 f"the adapter in {folder} has {name} {shape}, but {site} is no LoRA site here; there are {len(sites)}, "
-                f"such as {min(sites, default='none')}; load the base it was trained on, or widen model.lora.targets"
+                f"such as {min(sites, default='none')}; load the base it was trained on, or leave "
+                "model.lora.targets and model.lora.layers out"
             )
         (inputs, outputs), rank = sites[site], stored.ranks.get(site, stored.rank)
         expected = {"lora_a": (inputs, rank), "lora_b": (rank, outputs), "m": (outputs,)}.get(part, shape)
