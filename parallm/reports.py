@@ -102,9 +102,9 @@ class UpdateReport:
     kl_to_base: float | None = None
     """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
     adapter_norm: float = math.nan
-    """Of all arrays of the adapter, before the update."""
+    """Norm of all arrays of the adapter, before the update."""
     adapter_delta_norm: float = math.nan
-    """Of what the update has added to them."""
+    """Norm of the change of these arrays."""
     has_moved: bool = True
     """False if an update that went well left every weight what it was to the last bit: there is no new version."""
     pairs: PairsReport | None = None
@@ -112,7 +112,7 @@ class UpdateReport:
 
     @property
     def adapter_delta_relative(self) -> float:
-        """By which share of its norm the adapter was moved."""
+        """The change of the adapter as a share of its norm."""
         return self.adapter_delta_norm / self.adapter_norm if self.adapter_norm else math.nan
 
 

@@ -1,4 +1,4 @@
-"""What kind of training a run is, and which of its keys change nothing in such a run."""
+"""The kinds of training, and the keys that change nothing in each."""
 
 import hashlib
 import json

@@ -236,7 +236,7 @@ class FaultyEpisode:
     """A completion that its environment has failed to score or to reply to; it is never trained on."""
 
     kind: str
-    """What failed and how, as `score_raised` or `reply_timed_out`; or `no_tokens`."""
+    """The call that failed and how, as `score_raised` or `reply_timed_out`; or `no_tokens`."""
     detail: str
     text: str
     tokens: tuple[int, ...]

@@ -25,7 +25,7 @@ TRAJECTORIES = "trajectories.jsonl"
 MANIFEST = "manifest.json"
 FORMAT = 1
 DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
-"""What reading a damaged file may raise; Python's json gives up on deep nesting with RecursionError."""
+"""Errors of reading a damaged file; Python's json gives up on deep nesting with RecursionError."""
 
 
 def write_checkpoint(state: TrainingState, folder: Path) -> None:

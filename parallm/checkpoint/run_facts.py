@@ -1,4 +1,4 @@
-"""What a run trains on and with which keys, so that a checkpoint is not gone on from as if it were another run's."""
+"""The identity of a run: kind, seed, problems and keys decide which run may go on from which checkpoint."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -34,10 +34,11 @@ class RunFacts:
 
         `is_same_run`: the checkpoint was found in the run's own folder. One that a user has named may be branched from.
         """
-        if found := [*self._contradictions(saved, where)]:
-            raise CheckpointError("\n".join(found))
-        if is_same_run and (found := [*self._of_another_run(saved, where)]):
-            raise CheckpointError("\n".join(found))
+        lines = [*self._contradictions(saved, where)]
+        if is_same_run and not lines:
+            lines = [*self._of_another_run(saved, where)]
+        if lines:
+            raise CheckpointError("\n".join(lines))
 
     def changes(self, saved: "RunFacts") -> list[str]:
         """Every key that is another one now, with both values."""

@@ -37,7 +37,7 @@ class Faults:
         self._completions: list[Culprit] = []
         left_out: list[Culprit] = []
         self.groups: list[TrajectoryGroup] = []
-        """What can be trained on."""
+        """The groups without the completions that are left out."""
         for place, group in enumerate(groups):
             named = [
                 Culprit(problem_id=one.problem_id, group=place, index=index, reason=_reason(one))

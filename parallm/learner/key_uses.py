@@ -1,4 +1,4 @@
-"""Which keys the chosen loss uses. A key that somebody gives and that changes nothing is refused by its name."""
+"""The keys that each loss uses. A key that is given and changes nothing in the chosen loss is refused by its name."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args

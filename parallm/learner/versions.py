@@ -25,9 +25,9 @@ class Change:
     """How far an adapter is moved. Not evaluated."""
 
     delta_norm: mx.array
-    """Of the new arrays less the old ones."""
+    """Norm of the new arrays less the old ones."""
     adapter_norm: mx.array
-    """Of the old arrays."""
+    """Norm of the old arrays."""
     has_moved: mx.array
     """False where every number is what it was."""
 
@@ -133,7 +133,7 @@ class Versions:
 
 
 def with_change(report: UpdateReport, proposal: Proposal | None) -> UpdateReport:
-    """What an update that was made has done to the adapter; of one that was skipped, nothing is known."""
+    """`report` with how far the update has moved the adapter; unchanged where it was skipped."""
     if proposal is None or report.skipped is not None:
         return report
     change = proposal.change

@@ -13,7 +13,7 @@ from parallm.types import BASE, BEST, LATEST, POLICY, AdapterCard
 Key = tuple[str, int]
 """Name and version."""
 RESERVED = {BASE, LATEST, BEST}
-"""What these mean is not an adapter's to change: trainers and rollouts ask for them."""
+"""Names that no adapter can have: trainers and rollouts ask for them."""
 
 
 class AdapterTable:

@@ -12,7 +12,7 @@ LayerRange = Annotated[str, Field(pattern=r"^(all|\d+-\d+)$")]
 
 @settings
 class LoraSettings:
-    """What is null is as `model.adapter` has it, and in a new adapter as said here."""
+    """A key that is null is as `model.adapter` has it, and in a new adapter as its docstring says."""
 
     rank: Rank | None = None
     """null: 16."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_LINES = 40
-"""Of a traceback: the last ones, where the error is."""
+"""Lines of a traceback that are kept: the last ones, where the error is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class EnvironmentFault:
     kind: str
     detail: str
     traceback: str = ""
-    """Of what it raised: the environment's own part of it."""
+    """The environment's own part of the traceback, if it raised."""
 
 
 @dataclass(frozen=True, slots=True)

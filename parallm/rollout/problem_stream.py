@@ -22,7 +22,7 @@ class Stream(Protocol):
 
     @property
     def digest(self) -> str:
-        """Of the problems and of what decides their order besides the seed: a cursor means the same in equal ones."""
+        """Digest of the problems and of their order but for the seed: a cursor means the same in equal streams."""
 
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems."""

@@ -24,7 +24,7 @@ which is in proportion to them: beyond it one completion could make that of a wh
 NO_TOKENS = "no_tokens"
 """The kind of fault of a completion that the engine has sampled nothing for."""
 MAX_TRACEBACKS = 20
-"""Of a run in its log: an environment may make up its code as it goes."""
+"""Tracebacks of a run in its log: an environment may make up its code as it goes."""
 NUM_SHOWN = 3
 MAX_LETTERS = 2000
 

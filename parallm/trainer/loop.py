@@ -81,7 +81,7 @@ class Loop(ABC):
             self._guard.resume(counters["guard"])
         else:
             logger.warning("rewards of other problems are not compared: what is best begins anew")
-            counters["publication"] |= {"best": None}
+            counters["publication"] = {**counters["publication"], "best": None}
         self._publication.resume(counters["publication"], BEST)
 
     def stop(self) -> None:

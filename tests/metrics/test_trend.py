@@ -1,4 +1,4 @@
-"""A run that has learned nothing is told so, and one that has learned is not."""
+"""A run that has learned nothing gets a word about it, and one that has learned does not."""
 
 import random
 from collections.abc import Sequence
