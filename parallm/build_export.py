@@ -27,7 +27,6 @@ def run_export(config: ExportConfig, folder: Path) -> int:
     """Write the folders and say where they are. Returns the exit code; raises ParallmError, leaving nothing behind."""
     output = _output(config, folder)
     check_local(config.model.path)
-    check_local(config.model.path)
     adapter = read_adapter(_named_adapter(config), model_type=read_model_type(config.model.path))
     temporary = output / f".tmp-export-{os.getpid()}"
     try:

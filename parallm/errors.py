@@ -16,6 +16,7 @@ ParallmError
   RunFolderError                  a run folder that cannot be written
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
+  EnvironmentFailed               an environment that has scored nothing at all
   Unavailable                     what this process does not do, or not at this time
   TrainingStopped                 training cannot go on: the message says why
 """
@@ -34,7 +35,11 @@ class InvalidRequest(ParallmError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested tokens do not fit the context."""
+    """Prompt and requested tokens do not fit the context, of `limit` tokens where that is what they exceed."""
+
+    def __init__(self, message: str, parameter: str | None = None, *, limit: int | None = None) -> None:
+        super().__init__(message, parameter)
+        self.limit = limit
 
 
 class UnknownModel(ParallmError, KeyError):
@@ -93,6 +98,10 @@ class CheckpointError(ParallmError):
 
 class ProblemError(ParallmError):
     """An environment whose problems cannot be read or have no answers."""
+
+
+class EnvironmentFailed(ParallmError):
+    """An environment that has failed at every completion; the message has its traceback."""
 
 
 class Unavailable(ParallmError):

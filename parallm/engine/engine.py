@@ -12,7 +12,7 @@ import mlx.core as mx
 from parallm.device.lanes import Lanes
 from parallm.engine.broken_rows import BrokenRows, has_nan
 from parallm.engine.decoder import Decoder, Step
-from parallm.engine.kv_memory import KvMemory, max_rows
+from parallm.engine.kv_memory import KvMemory, max_context, max_rows
 from parallm.engine.out_of_memory import is_out_of_memory
 from parallm.engine.prefill import Prefill
 from parallm.engine.room import Room
@@ -22,8 +22,8 @@ from parallm.engine.speculation_choice import make_speculation
 from parallm.engine.traffic import Traffic
 from parallm.engine.version_switch import switch_versions
 from parallm.engine.views import AdapterViews
-from parallm.engine.waiting import begin_completions, insert
-from parallm.errors import EngineFull, EngineStopped, InvalidRequest, ParallmError
+from parallm.engine.waiting import NamesInUse, begin_completions, insert
+from parallm.errors import EngineFull, EngineStopped, ParallmError
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest, TokenEvent, TrafficClass
@@ -48,7 +48,7 @@ class Engine:
         """`runs_ahead`: launch each decode step before the one before is read, as pays where a GPU waits for Python."""
         self.model = model
         self.settings = settings
-        self.max_context = settings.max_context or min(model.max_context, 8192)
+        self.max_context = max_context(settings, model)
         self._adapters = adapters
         self._lanes = lanes
         self._views = AdapterViews(model)
@@ -61,22 +61,21 @@ class Engine:
         self.room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
         self.prefill = Prefill(model, lanes, self._views, self.memory, settings, adapters.holds, self.room.left)
         self._broken = BrokenRows()
+        self._names = NamesInUse()
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # whose unit it is; None between units
 
     def add(self, request: GenerationRequest, streams: bool) -> None:
-        """Queue a validated request. Raises UnknownModel, EngineFull, or InvalidRequest for a name in use."""
+        """Queue a validated request. Raises UnknownModel, EngineFull (not for rollouts), InvalidRequest."""
         traffic = self._traffic[request.traffic]
-        if len(traffic.prompts) >= self.settings.max_waiting:
+        if request.traffic == "serving" and len(traffic.prompts) >= self.settings.max_waiting:
             raise EngineFull(f"{len(traffic.prompts)} requests wait already; try later or raise engine.max_waiting")
-        if any(one.request.request_id == request.request_id for one in traffic.sequences()):
-            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._num_requests += 1
         adapter = self._adapters.resolve(request.model)
         members = begin_completions(request, adapter, streams=streams, arrival=self._num_requests)
-        if adapter is not None:
-            for _ in members:
-                self._adapters.acquire(adapter)
+        self._names.begin(members)
+        for _ in members:
+            self._adapters.acquire(adapter)
         insert(traffic.prompts, Prompt.of(members))
         traffic.is_stuck = False
 
@@ -291,5 +290,5 @@ class Engine:
 
     def _end(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            if sequence.adapter is not None:
-                self._adapters.release(sequence.adapter)
+            self._names.end(sequence)
+            self._adapters.release(sequence.adapter)

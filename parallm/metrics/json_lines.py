@@ -52,14 +52,15 @@ class JsonLines:
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """Return the readable rows that hold a number `step`; half-written lines are left out."""
+    """Return the readable rows that hold a number `step`; half-written and damaged lines are left out."""
     if not file.is_file():
         return []
     rows = []
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+            to_json(row)  # it may be written again, which deep nesting prevents even where it could be read
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)

@@ -96,21 +96,16 @@ def read_adapter(
     sites: Mapping[str, tuple[int, int]] | None = None,
     *,
     model_type: str = "",
-    rank: int | None = None,
     name: str | None = None,
     version: int | None = None,
 ) -> Adapter:
     """Read an adapter of either format. It may cover fewer sites than the base has.
 
-    `sites` (site -> inputs, outputs of the base) and `rank` are what it has to fit. `model_type` is that of the base:
-    files of PEFT may call its layers as transformers does. `name` and `version` replace those in the file; a file from
+    `sites` (site -> inputs, outputs of the base) are what it has to fit. `model_type` is that of the base: files of
+    PEFT may call its layers as transformers does. `name` and `version` replace those in the file; a file from
     elsewhere has none and becomes version 0 of `policy`. Raises AdapterError.
     """
     stored = _read_stored(folder, model_type)
-    if rank is not None and stored.rank != rank:
-        raise AdapterError(
-            f"the adapter in {folder} has rank {stored.rank}, the run {rank}; set model.lora.rank={stored.rank}"
-        )
     known = stored.metadata
     try:
         if sites is not None:
@@ -144,10 +139,11 @@ def base_of(folder: Path) -> str:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, evaluating the arrays. Raises OSError if the disk does not take it."""
+    """Write a safetensors file, evaluating the arrays: equal ones make equal bytes. Raises OSError if the disk does not
+    take it."""
     # a file object rather than a path: MLX's own writer loses the reason for a failure
     with path.open("wb") as file:
-        mx.save_safetensors(file, dict(arrays), dict(metadata))
+        mx.save_safetensors(file, dict(sorted(arrays.items())), dict(metadata))
 
 
 def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

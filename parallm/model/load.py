@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -40,7 +41,10 @@ logger = logging.getLogger(__name__)
 NANO = Path(__file__).parent / "nano"
 LONGEST_REASON = 500  # characters of an error of the libraries, which may list every tensor
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
-LONGEST_DEFAULT_CONTEXT = 8192  # models claim up to a million tokens; more than this is asked for by engine.max_context
+UNBOUNDED = sys.maxsize
+"""Positions of a model whose config.json names no limit, such as a recurrent one."""
+ROPE_WITHIN = ("default", "su", "longrope", "llama3")
+"""Ways to scale rotary positions that max_position_embeddings already counts in."""
 
 
 def load_shared_model(settings: ModelSettings) -> SharedModel:
@@ -86,7 +90,7 @@ def share_model(
         sites=sites,
         tokenizer=tokenizer,
         vocabulary_size=int(text_config.get("vocab_size") or base.args.vocab_size),
-        max_context=_max_context(text_config),
+        max_context=max_positions(text_config),
         trunk_owner=owner,
         trunk_name=name,
         joined=(),
@@ -216,9 +220,15 @@ def _splits_exactly(model: SharedModel, tokens_1T: mx.array, whole_TV: mx.array)
     return bool(mx.array_equal(whole_TV, split_TV))
 
 
-def _max_context(config: dict[str, Any]) -> int:
-    """Positions that the model has, under the name that its architecture uses."""
-    return next((int(config[key]) for key in CONTEXT_KEYS if config.get(key)), LONGEST_DEFAULT_CONTEXT)
+def max_positions(config: Mapping[str, Any]) -> int:
+    """Positions that the model knows: those it was trained for, times what its rotary scaling stretches them by."""
+    known = next((int(config[key]) for key in CONTEXT_KEYS if config.get(key)), UNBOUNDED)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if known == UNBOUNDED or kind in ROPE_WITHIN:
+        return known
+    trained = int(scaling.get("original_max_position_embeddings") or known)
+    return max(known, int(trained * float(scaling.get("factor") or 1)))
 
 
 def _model_type(config: Mapping[str, Any]) -> str:

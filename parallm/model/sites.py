@@ -31,8 +31,8 @@ def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> 
         for name, module in base.named_modules()
         if isinstance(module, nn.Linear | nn.QuantizedLinear) and id(module) in layer_of  # neither embedding nor head
     }
-    layers = _layers(settings.layers, len(base.layers))
-    if settings.targets == "all-linear":
+    layers = _layers("all" if settings.layers is None else settings.layers, len(base.layers))
+    if settings.targets in (None, "all-linear"):
         # as PEFT's all-linear with transformers 5; beside frozen experts an adapted router could only reshuffle them
         targeted = sorted(linears.keys() - _routers(base, linears))
     else:
@@ -40,8 +40,8 @@ def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> 
     chosen = [name for name in targeted if layer_of[id(linears[name])] in layers]
     if not chosen:
         raise AdapterError(
-            f"model.lora.targets={settings.targets} and model.lora.layers={settings.layers} have no layer in common; "
-            f"targets are, for example, {targeted[0]}"
+            f"model.lora.targets={settings.targets or 'all-linear'} and model.lora.layers={settings.layers} have no "
+            f"layer in common; targets are, for example, {targeted[0]}"
         )
     wrapped = [(name, LoraLinear(linears[name], name, binding)) for name in chosen]
     base.update_modules(tree_unflatten(wrapped))
@@ -53,15 +53,15 @@ def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> 
     return {name: _linear_shape(linears[name]) for name in chosen}
 
 
-def site_ranks(sites: Iterable[str], settings: LoraSettings) -> dict[str, int]:
-    """The sites whose rank is not `settings.rank`. Raises AdapterError for a name in `ranks` that fits no site."""
-    fitting = {site: [name for name in settings.ranks if _is_end(name, site)] for site in sites}
+def site_ranks(sites: Iterable[str], ranks: Mapping[str, int], rank: int) -> dict[str, int]:
+    """The sites for which `ranks` has another rank than `rank`. Raises AdapterError for a name that fits no site."""
+    fitting = {site: [name for name in ranks if _is_end(name, site)] for site in sites}
     used = {name for names in fitting.values() for name in names}
-    if unused := sorted(settings.ranks.keys() - used):
+    if unused := sorted(ranks.keys() - used):
         known = sorted({site.rsplit(".", 1)[-1] for site in fitting})
         raise AdapterError(f"model.lora.ranks: {unused} are no targets of this run; choices: {known}")
-    ranks = {site: settings.ranks[max(names, key=len)] for site, names in fitting.items() if names}
-    return {site: rank for site, rank in ranks.items() if rank != settings.rank}
+    of_sites = {site: ranks[max(names, key=len)] for site, names in fitting.items() if names}
+    return {site: own for site, own in of_sites.items() if own != rank}
 
 
 class InputRecorder:

@@ -144,6 +144,6 @@ def _way_out(site: str, sites: Mapping[str, tuple[int, int]]) -> str:
     if ROUTERS & set(site.split(".")):
         return "it is a router, which all-linear leaves out: name it in model.lora.targets beside all other layers"
     return (
-        f"there are {len(sites)}, such as {min(sites, default='none')}; load the base it was trained on, or widen "
-        "model.lora.targets"
+        f"there are {len(sites)}, such as {min(sites, default='none')}; load the base it was trained on, or leave "
+        "model.lora.targets and model.lora.layers out"
     )

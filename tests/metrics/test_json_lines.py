@@ -36,6 +36,15 @@ def test_a_half_written_line_costs_only_itself(tmp_path: Path) -> None:
     assert [row["step"] for row in read_rows(file)] == [1, 3]
 
 
+@pytest.mark.parametrize("damage", ["[" * 100_000, '{"step": 2, "a": ' + "[" * 900 + "]" * 900 + "}", "1" * 9999])
+def test_a_damaged_line_costs_only_itself(tmp_path: Path, damage: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f'{{"step": 1}}\n{damage}\n{{"step": 3}}\n', encoding="utf-8")
+    assert [row["step"] for row in read_rows(file)] == [1, 3]
+    JsonLines(file).drop_from(3)
+    assert file.read_text(encoding="utf-8") == '{"step": 1}\n'
+
+
 def test_rows_from_a_step_on_can_be_dropped(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     lines = JsonLines(file)

@@ -148,6 +148,14 @@ def test_an_aliased_version_stays_until_the_alias_moves() -> None:
     assert [(card.version, card.aliases) for card in table.cards()] == [(3, ("latest", "best"))]
 
 
+@pytest.mark.parametrize("name", ["base", "latest", "best"])
+def test_what_trainers_and_rollouts_ask_for_is_no_name_of_an_adapter(name: str) -> None:
+    with pytest.raises(AdapterError, match=f"'{name}' cannot be a name here"):
+        table_of(1).publish(adapter(1, name))
+    with pytest.raises(AdapterError, match=f"'{name}' cannot be a name here"):
+        AdapterTable(policies=(name,))
+
+
 @pytest.mark.parametrize("alias", ["", "base", "policy", "latest", "a@1", "12"])
 def test_an_alias_cannot_hide_another_name(alias: str) -> None:
     with pytest.raises(AdapterError, match="cannot be a name here"):

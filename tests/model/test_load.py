@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
 from parallm.errors import AdapterError, ModelError
-from parallm.model.load import NANO, _reason, check_local, find_folder, load_shared_model
+from parallm.model.load import NANO, UNBOUNDED, _reason, check_local, find_folder, load_shared_model, max_positions
 from parallm.model.lora import Scaling, one_adapter
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -241,3 +241,33 @@ def test_the_fingerprint_tells_bases_apart(folder: Path, tiny_model: Callable[[s
 
 def test_the_fingerprint_is_the_bases_whatever_is_adapted(folder: Path) -> None:
     assert load(folder, lora=LoraSettings(targets=("q_proj",))).sha256 == load(folder).sha256
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"n_ctx": 512, "rope_scaling": None}, 512),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}}, 8192),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        ({"state_size": 8}, UNBOUNDED),
+    ],
+    ids=["plain", "old name", "linear", "yarn", "llama3", "recurrent"],
+)
+def test_a_model_knows_the_positions_that_it_was_trained_for_and_stretched_to(
+    config: dict[str, object], positions: int
+) -> None:
+    assert max_positions(config) == positions

@@ -98,8 +98,7 @@ def test_targets_outside_the_chosen_layers_are_refused(sites_of: Callable[..., d
 
 def test_the_longest_name_that_fits_decides_the_rank_of_a_site(load_tiny: Callable[..., SharedModel]) -> None:
     sites = load_tiny("llama").sites
-    lora = LoraSettings(rank=4, ranks={"q_proj": 8, "layers.1.self_attn.q_proj": 2, "v_proj": 4})
-    ranks = site_ranks(sites, lora)
+    ranks = site_ranks(sites, {"q_proj": 8, "layers.1.self_attn.q_proj": 2, "v_proj": 4}, 4)
     assert ranks == {"model.layers.0.self_attn.q_proj": 8, "model.layers.1.self_attn.q_proj": 2}
     arrays = initial_arrays(sites, 4, mx.random.key(0), ranks=ranks)
     assert arrays["model.layers.0.self_attn.q_proj.lora_a"].shape == (64, 8)
@@ -109,4 +108,4 @@ def test_the_longest_name_that_fits_decides_the_rank_of_a_site(load_tiny: Callab
 
 def test_a_rank_for_what_is_no_target_is_refused(load_tiny: Callable[..., SharedModel]) -> None:
     with pytest.raises(AdapterError, match=r"model\.lora\.ranks: \['qproj'\] are no targets of this run; choices: "):
-        site_ranks(load_tiny("llama").sites, LoraSettings(ranks={"qproj": 8}))
+        site_ranks(load_tiny("llama").sites, {"qproj": 8}, 16)
