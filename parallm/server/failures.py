@@ -37,6 +37,10 @@ class ForeignOrigin(NotAllowed):
     """A browser sent this for a page of another origin."""
 
 
+class ForeignHost(NotAllowed):
+    """The request calls this server by a name that is not one of its own."""
+
+
 class Draining(ParallmError):
     """The server ends and takes no new requests; another one may be there after `seconds`."""
 

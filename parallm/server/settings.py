@@ -43,6 +43,12 @@ class ServerSettings:
     """None: every route is open, and the server listens on this machine only unless `control_routes` is false."""
     control_routes: bool = True
     """False refuses every route of the roles training and admin."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names such as `llm.example.org` by which proxies and other machines call this server; `*` is every name.
+
+    Addresses, `localhost`, `host` and the name of this machine are always its own. Where there are keys and `host` is
+    an address that other machines reach, every name is, as long as none is given here.
+    """
     cors_origins: tuple[str, ...] = ()
     """Origins such as `https://example.org` whose pages may read answers in a browser; `*` is every one."""
     drain_seconds: float = Field(default=20.0, ge=0)

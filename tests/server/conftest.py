@@ -349,7 +349,7 @@ def call(app: FastAPI) -> Callable[..., httpx.Response]:
 def send_to(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, timeout=10, **options)
 
     return asyncio.run(send())

@@ -19,7 +19,7 @@ async def health(app: FastAPI, settings: ServerSettings, **client_options: objec
     server = HttpServer(app, bind(settings), settings)
     await server.start()
     try:
-        base = "http://local" if settings.uds else server.url
+        base = "http://localhost" if settings.uds else server.url
         async with httpx.AsyncClient(base_url=base, **client_options) as client:  # type: ignore[arg-type]
             return (await client.get("/health")).status_code
     finally:

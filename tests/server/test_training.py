@@ -54,7 +54,8 @@ def client(engine: Any, tokenizer: Any, training: FakeTraining) -> TestClient:
             settings=ServerSettings(),
             base_name="nano",
             training=training,
-        )
+        ),
+        base_url="http://localhost",
     )
 
 

@@ -43,7 +43,8 @@ def make_client(engine: Any, tokenizer: Any, **trajectories: LiveTraffic) -> Tes
             settings=ServerSettings(),
             base_name="nano",
             trajectories=trajectories,
-        )
+        ),
+        base_url="http://localhost",
     )
 
 

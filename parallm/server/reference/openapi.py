@@ -35,7 +35,7 @@ JSON = "application/json"
 ERRORS: Mapping[int, str] = {
     400: "A field is wrong, unknown or not supported; `param` names it.",
     401: "No API key or a wrong one.",
-    403: "The key's role does not allow this route, or the route is switched off.",
+    403: "The key's role does not allow this route, the route is switched off, or a page of another origin asks.",
     404: "No such model, version or alias.",
     409: "This process does not do that, or not any more: it trains nothing, or takes no such weights. "
     "In vLLM's dialect of `/generate`: somebody has aborted the request.",
@@ -109,9 +109,9 @@ def _examples(document: Document) -> dict[str, Any]:
 
 
 def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, Any]:
-    statuses = {503}
+    statuses = {403, 503}
     if role != "public":
-        statuses |= {401, 403} if has_keys else {403}
+        statuses |= {401} if has_keys else set()
     if role in ("training", "admin"):
         statuses |= {400, 404, 409, 413}
     elif document.bodies:
