@@ -1,6 +1,5 @@
 """What all commands share: compose, check, load the BLAS, run, and turn errors into one line and an exit code."""
 
-import importlib
 import logging
 import os
 import sys
@@ -30,6 +29,7 @@ from parallm.config import (
 )
 from parallm.config_errors import explain_composition, repeated_keys
 from parallm.device.blas import BlasReport, load_blas
+from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import DeviceSettings
 from parallm.errors import ConfigError, ParallmError
 
@@ -110,7 +110,7 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config]) -> int:
         with _logging_to(folder / "run.log"):
             blas = load_blas(config.device)
             logger.info(blas.message)
-            _require_mlx()
+            load_mlx()
             (folder / "config.yaml").write_text(OmegaConf.to_yaml(composed, resolve=True))
             return run(config, folder, blas)
     except ConfigError as error:
@@ -119,17 +119,6 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config]) -> int:
         return _complain(str(error), FAILED)
     finally:
         _remove_if_empty(folder)
-
-
-def _require_mlx() -> None:
-    """Raises ConfigError where MLX is installed without a backend."""
-    try:
-        importlib.import_module("mlx.core")  # by name and not at the top: the BLAS had to come first
-    except ImportError as error:
-        raise ConfigError(
-            f"MLX cannot start ({error}). On Linux an extra chooses its build: pip install 'parallm[cpu]', "
-            "or 'parallm[cuda12]' or 'parallm[cuda13]' for an NVIDIA GPU"
-        ) from error
 
 
 def _complain(message: str, code: int) -> int:
