@@ -10,26 +10,41 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from parallm.server.failures import BodyTooLarge, DeadlineExceeded, Draining, Failure
+from parallm.server.failures import BodyTooLarge, BodyTooSlow, DeadlineExceeded, Draining, Failure
 from parallm.server.operation.request_context import RequestContext, current_request
 from parallm.server.parse import parse_body
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
+
+BODY_SECONDS = 20.0
+LEAST_BYTES_A_SECOND = 4096
+"""A connection is held for a slow client, and not for one that stands still."""
 
 Result = TypeVar("Result")
 Body = TypeVar("Body", bound=Wire)
 
 
 async def read_body(http: Request, max_bytes: int, setting: str = "max_body_bytes") -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says."""
+    """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says.
+
+    Raises BodyTooSlow for a client that sends less than `LEAST_BYTES_A_SECOND` after the first `BODY_SECONDS`.
+    """
     body = bytearray()
     too_large = BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
     if max_bytes < announced_bytes(http.headers) < math.inf:
         raise too_large
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
+    ends = asyncio.get_running_loop().time() + BODY_SECONDS
+    try:
+        async with asyncio.timeout_at(ends) as limit:
+            async for chunk in http.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large
+                limit.reschedule(ends + len(body) / LEAST_BYTES_A_SECOND)
+    except TimeoutError as error:
+        raise BodyTooSlow(
+            f"{len(body)} bytes of the request body came in time; send at least {LEAST_BYTES_A_SECOND} a second"
+        ) from error
     return bytes(body)
 
 

@@ -53,6 +53,8 @@ class ServerSettings:
     """Origins such as `https://example.org` whose pages may read answers in a browser; `*` is every one."""
     drain_seconds: float = Field(default=20.0, ge=0)
     """How long answers may go on after the signal to end; new requests get 503 meanwhile."""
+    max_connections: int | None = Field(default=None, ge=1)
+    """Open at once. Beyond it those whose clients stand still are closed; null: 1,000, or half of the open files."""
     request_seconds: float | None = Field(default=None, gt=0)
     """By when an answer must be complete; null: no limit but what a client asks for with `x-request-timeout`."""
     stall_seconds: float = Field(default=60.0, gt=0)

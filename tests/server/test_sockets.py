@@ -71,6 +71,28 @@ def test_https_with_a_certificate_and_clients_that_show_theirs(app: FastAPI, cer
     assert asyncio.run(health(app, settings, verify=trusting, trust_env=False)) == 200
 
 
+def test_connections_that_never_begin_with_tls_make_room_for_clients(app: FastAPI, certificate: str) -> None:
+    settings = ServerSettings(
+        port=0, drain_seconds=0, ssl_certfile=certificate, ssl_keyfile=certificate + ".key", max_connections=4
+    )
+
+    async def run() -> list[int]:
+        server = HttpServer(app, bind(settings), settings)
+        await server.start()
+        port = httpx.URL(server.url).port
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        trusting = ssl.create_default_context(cafile=certificate)
+        async with httpx.AsyncClient(base_url=server.url, verify=trusting, trust_env=False) as client:
+            statuses = [(await client.get("/health")).status_code for _ in range(3)]
+        ended = await asyncio.gather(*(reader.read() for reader, _ in silent[:16]), return_exceptions=True)
+        for _, writer in silent:
+            writer.close()
+        await server.stop()
+        return statuses if len(ended) == 16 else []
+
+    assert asyncio.run(run()) == [200, 200, 200]
+
+
 def test_a_wrong_certificate_stops_the_start_before_the_port_is_taken(tmp_path: Path) -> None:
     (tmp_path / "wrong.pem").write_text("not a certificate")
     with socket.socket() as free:
