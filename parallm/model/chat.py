@@ -1,6 +1,7 @@
 """Text to tokens and back: the chat template, and text that grows token by token."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -25,6 +26,7 @@ class ChatTokenizer:
         self.template = ChatTemplate(self._tokenizer)
         self.output = OutputFormat(wrapper)
         self._hidden = self._hidden_tokens()
+        self._texts: dict[int, str] = {}  # of single tokens: an answer with log-probs asks for the same ones again
         self._grammars = GrammarCompiler(
             self._tokenizer,
             self.eos_token_ids,
@@ -36,6 +38,11 @@ class ChatTokenizer:
     def template_variables(self) -> frozenset[str]:
         """Names that the chat template reads and a client may set."""
         return self.template.variables if self.has_chat_template else frozenset()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more characters. As bytes of a byte-level vocabulary count, it may be fewer."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, with the special tokens that the tokenizer adds by itself."""
@@ -115,7 +122,10 @@ class ChatTokenizer:
 
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens shown."""
-        return str(self._tokenizer.decode([token]))
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = str(self._tokenizer.decode([token]))
+        return text
 
     def _hidden_tokens(self) -> frozenset[int] | None:
         """Tokens without text, for a model some of whose marks are special tokens; None where all of these are hidden.

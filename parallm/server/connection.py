@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -15,6 +16,7 @@ from parallm.server.operation.request_context import RequestContext, current_req
 from parallm.server.parse import parse_body
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
+from parallm.server.worker_pool import SECONDS_A_BYTE, SECONDS_ON_LOOP
 
 BODY_SECONDS = 20.0
 LEAST_BYTES_A_SECOND = 4096
@@ -48,9 +50,21 @@ async def read_body(http: Request, max_bytes: int, setting: str = "max_body_byte
     return bytes(body)
 
 
+async def received(service: Service, http: Request, read: Callable[[bytes], Result]) -> Result:
+    """What `read` makes of the body: on a thread if it is long, as long as the client waits.
+
+    Raises BodyTooLarge, BodyTooSlow, and what `read` raises.
+    """
+    body = await read_body(http, service.settings.max_body_bytes)
+    seconds = len(body) * SECONDS_A_BYTE
+    if seconds <= SECONDS_ON_LOOP:
+        return read(body)
+    return await while_connected(http.receive, service.workers.run(partial(read, body)))
+
+
 async def body_of(service: Service, http: Request, schema: type[Body]) -> Body:
-    """The body as `schema`; no body is an empty object. Raises BodyTooLarge, InvalidRequest."""
-    return parse_body(await read_body(http, service.settings.max_body_bytes) or b"{}", schema)
+    """The body as `schema`; no body is an empty object. Raises as `received`, and InvalidRequest."""
+    return await received(service, http, lambda body: parse_body(body or b"{}", schema))
 
 
 def json_response(wire: BaseModel, status: int = 200) -> Response:

@@ -13,6 +13,10 @@ from parallm.server.schemas import Wire
 
 Body = TypeVar("Body", bound=Wire)
 
+MANY_CONTAINERS = 50_000
+LEAST_BYTES = 8
+"""Of a body for each list and object in it, once there are many: lists of token ids and messages have more."""
+
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
@@ -64,6 +68,7 @@ def parse_body(body: bytes, schema: type[Body]) -> Body:
 
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises InvalidRequest."""
+    _check_density(body)
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -71,6 +76,16 @@ def read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest("the request body should be a JSON object")
     return value
+
+
+def _check_density(body: bytes) -> None:
+    """Raises InvalidRequest for a body that is mostly brackets: an object is made of each, and nothing runs beside."""
+    num_opened = body.count(b"[") + body.count(b"{")
+    if num_opened > MANY_CONTAINERS and num_opened * LEAST_BYTES > len(body):
+        raise InvalidRequest(
+            f"the request body opens {num_opened} lists and objects in {len(body)} bytes, the limit is one in "
+            f"{LEAST_BYTES} bytes; send several requests"
+        )
 
 
 def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]] = NEUTRAL) -> Body:

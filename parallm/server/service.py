@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.server.settings import ServerSettings
+from parallm.server.worker_pool import WorkerPool
 from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent, TrafficClass
 
 
@@ -116,6 +117,11 @@ class Tokenizer(TokenTexts, Protocol):
     @property
     def template_variables(self) -> frozenset[str]:
         """What a client may set in the chat template."""
+        ...
+
+    @property
+    def longest_token(self) -> int:
+        """No token stands for more characters."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]: ...
@@ -232,5 +238,6 @@ class Service:
     """Told of each trajectory's id."""
     swaps: Callable[[], Mapping[str, int]] = dict
     """How often the bare name of each adapter has come to mean another version."""
+    workers: WorkerPool = field(default_factory=WorkerPool)
     routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list
     """The requests of one answer, to the models that a split of their name chooses."""

@@ -43,7 +43,8 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        context = RequestContext(request_id=_request_id(headers), headers=headers)
+        address = scope["client"][0] if scope.get("client") else ""
+        context = RequestContext(request_id=_request_id(headers), headers=headers, address=address)
         began, status = time.perf_counter(), CLIENT_CLOSED_REQUEST  # unless a response begins, the client has gone
         is_read = announced_bytes(headers) <= MOST_UNREAD
 

@@ -1,0 +1,58 @@
+"""How much text a request may hold: what cannot fit into the context is refused before it is encoded whole.
+
+To encode 4 MB takes a tokenizer seconds and a gigabyte, only to learn that they are too many tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+from parallm.errors import ContextTooLong
+from parallm.server.service import Tokenizer
+
+USUAL_CHARACTERS = 8
+"""A token of a usual text has fewer. Texts with more for each token of the context are looked at in pieces first."""
+PIECE = 4096
+CERTAIN = 2
+"""A text is cut between pieces, where it may have some tokens more: refused is what has that many times the context."""
+
+
+def check_text(text: str, name: str, tokenizer: Tokenizer, max_context: int) -> None:
+    """Raises ContextTooLong for a text that has more tokens than the context, at no cost for one of usual length."""
+    check_texts([text], name, tokenizer, max_context)
+
+
+def check_texts(texts: Sequence[str], name: str, tokenizer: Tokenizer, max_context: int) -> None:
+    """As `check_text`, for texts that will be one prompt."""
+    number = sum(map(len, texts))
+    if number <= USUAL_CHARACTERS * max_context:
+        return
+    longest = tokenizer.longest_token
+    if number > longest * max_context:
+        raise ContextTooLong(
+            f"{name} has {number} characters and this model's maximum context length is {max_context} tokens, which "
+            f"have at most {longest * max_context}; shorten it or raise engine.max_context",
+            name,
+        )
+    _check_pieces(texts, name, tokenizer.encode_more, max_context)
+
+
+def check_number(number: int, what: str, name: str, max_context: int) -> None:
+    """Raises ContextTooLong for more token ids, or more messages, than the context has tokens."""
+    if number > max_context:
+        raise ContextTooLong(
+            f"{name} has {number} {what} and this model's maximum context length is {max_context} tokens; shorten it "
+            "or raise engine.max_context",
+            name,
+        )
+
+
+def _check_pieces(texts: Sequence[str], name: str, encode: Callable[[str], Sequence[int]], max_context: int) -> None:
+    num_tokens = 0
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            num_tokens += len(encode(text[start : start + PIECE]))
+            if num_tokens > CERTAIN * max_context:
+                raise ContextTooLong(
+                    f"{name} has more than {num_tokens} tokens and this model's maximum context length is "
+                    f"{max_context}; shorten it or raise engine.max_context",
+                    name,
+                )
