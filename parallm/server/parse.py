@@ -13,9 +13,9 @@ from parallm.server.schemas import Wire
 
 Body = TypeVar("Body", bound=Wire)
 
-MANY_CONTAINERS = 50_000
-LEAST_BYTES = 8
-"""Of a body for each list and object in it, once there are many: lists of token ids and messages have more."""
+MANY = 50_000
+LEAST_BYTES = 16
+"""Of a body for each list in it, and for each object and field, once there are many: prompts and messages have more."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
@@ -79,13 +79,14 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_density(body: bytes) -> None:
-    """Raises InvalidRequest for a body that is mostly brackets: an object is made of each, and nothing runs beside."""
-    num_opened = body.count(b"[") + body.count(b"{")
-    if num_opened > MANY_CONTAINERS and num_opened * LEAST_BYTES > len(body):
-        raise InvalidRequest(
-            f"the request body opens {num_opened} lists and objects in {len(body)} bytes, the limit is one in "
-            f"{LEAST_BYTES} bytes; send several requests"
-        )
+    """Raises InvalidRequest for a body that is mostly brackets or names: nothing runs while objects are made of it."""
+    for mark in (b"[", b"{", b":"):
+        number = body.count(mark)
+        if number > MANY and number * LEAST_BYTES > len(body):
+            raise InvalidRequest(
+                f"the request body has {number} times {mark.decode()!r} in {len(body)} bytes, the limit is once in "
+                f"{LEAST_BYTES}; send several requests"
+            )
 
 
 def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]] = NEUTRAL) -> Body:

@@ -35,9 +35,9 @@ def check_texts(texts: Sequence[str], name: str, tokenizer: Tokenizer, max_conte
     _check_pieces(texts, name, tokenizer.encode_more, max_context)
 
 
-def check_number(number: int, what: str, name: str, max_context: int) -> None:
-    """Raises ContextTooLong for more token ids, or more messages, than the context has tokens."""
-    if number > max_context:
+def check_items(items: object, what: str, name: str, max_context: int) -> None:
+    """Raises ContextTooLong for a list of more token ids, or more messages, than the context has tokens."""
+    if isinstance(items, list) and (number := len(items)) > max_context:
         raise ContextTooLong(
             f"{name} has {number} {what} and this model's maximum context length is {max_context} tokens; shorten it "
             "or raise engine.max_context",

@@ -24,9 +24,9 @@ from parallm.server.generation import on_a_side, respond_stream, respond_whole
 from parallm.server.openai.chat_prompt import chat_prompt
 from parallm.server.openai.grammars import body_grammar, constrained
 from parallm.server.openai.routes_generation import head_of, requests_of
-from parallm.server.parse import parse_body, read_object
+from parallm.server.parse import checked, parse_body, read_object
 from parallm.server.service import Service
-from parallm.server.text_bounds import check_number, check_text
+from parallm.server.text_bounds import check_items, check_text
 from parallm.types import POLICY, GenerationRequest
 
 
@@ -134,7 +134,9 @@ def _usual_model(service: Service) -> str:
 
 def _tokenized(service: Service, text: bytes) -> TokensOfText:
     tokenizer, max_context = service.tokenizer, service.engine.max_context
-    body = parse_body(text, TokenizeBody)
+    value = read_object(text)
+    check_items(value.get("messages"), "messages", "messages", max_context)
+    body = checked(value, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
     if body.messages is not None:
@@ -153,5 +155,5 @@ def _tokenized(service: Service, text: bytes) -> TokensOfText:
 
 def _detokenized(service: Service, text: bytes) -> TextOfTokens:
     body = parse_body(text, DetokenizeBody)
-    check_number(len(body.tokens), "tokens", "tokens", service.engine.max_context)
+    check_items(body.tokens, "tokens", "tokens", service.engine.max_context)
     return TextOfTokens(prompt=service.tokenizer.decode(body.tokens, special=True))

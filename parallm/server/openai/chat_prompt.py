@@ -15,12 +15,11 @@ from parallm.server.openai.chat_schemas import (
     ToolMessage,
 )
 from parallm.server.service import Tokenizer
-from parallm.server.text_bounds import check_number, check_texts
+from parallm.server.text_bounds import check_texts
 
 
 def chat_prompt(body: ChatBody, tokenizer: Tokenizer, max_context: int) -> ChatPrompt:
     """Raises InvalidRequest, also where the chat template refuses the messages."""
-    check_number(len(body.messages), "messages", "messages", max_context)
     check_texts(list(_texts(body)), "messages", tokenizer, max_context)
     _check_call_ids(body.messages)
     return tokenizer.encode_prompt(

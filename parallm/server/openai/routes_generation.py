@@ -22,9 +22,10 @@ from parallm.server.openai.grammars import body_grammar, chat_grammar, constrain
 from parallm.server.openai.message_reader import Reading
 from parallm.server.openai.token_numbers import TokenNumbers
 from parallm.server.openai.translate import chat_request, completion_requests
-from parallm.server.parse import parse_body
+from parallm.server.parse import checked, parse_body, read_object
 from parallm.server.schemas import CompletionBody, GenerationBody, StreamOptions
 from parallm.server.service import Service
+from parallm.server.text_bounds import check_items
 from parallm.types import GenerationRequest
 
 Requests = Sequence[GenerationRequest]
@@ -93,7 +94,9 @@ def _asked_completions(service: Service, text: bytes) -> AskedCompletions:
 
 def _asked_chat(service: Service, text: bytes) -> AskedChat:
     """Raises InvalidRequest."""
-    body = parse_body(text, ChatBody)
+    value = read_object(text)
+    check_items(value.get("messages"), "messages", "messages", service.engine.max_context)
+    body = checked(value, ChatBody)
     answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     request, reading = chat_request_of(service, body, answer_id)
     return AskedChat(body=body, answer_id=answer_id, request=request, reading=reading, grammar=chat_grammar(body))

@@ -23,9 +23,10 @@ from parallm.server.openai.response_chat import named_as_sent, to_chat
 from parallm.server.openai.response_events import ResponseEvents
 from parallm.server.openai.response_schemas import ResponseBody
 from parallm.server.openai.routes_generation import chat_request_of
-from parallm.server.parse import parse_body
+from parallm.server.parse import checked, read_object
 from parallm.server.service import Service
 from parallm.server.sse import EventStream
+from parallm.server.text_bounds import check_items
 from parallm.types import GenerationRequest
 
 
@@ -94,7 +95,9 @@ def _head(service: Service, answer_id: str, routed: Sequence[GenerationRequest])
 
 def _asked(service: Service, text: bytes) -> AskedResponse:
     """Raises InvalidRequest."""
-    body = parse_body(text, ResponseBody)
+    value = read_object(text)
+    check_items(value.get("input"), "items", "input", service.engine.max_context)
+    body = checked(value, ResponseBody)
     answer_id = f"resp_{uuid.uuid4().hex}"
     with _named_as_sent():
         chat = to_chat(body)

@@ -9,7 +9,7 @@ from parallm.server.openai.message_reader import Reading
 from parallm.server.schemas import CompletionBody, GenerationBody
 from parallm.server.service import Tokenizer
 from parallm.server.settings import ServerSettings
-from parallm.server.text_bounds import check_number, check_text
+from parallm.server.text_bounds import check_items, check_text
 from parallm.types import GenerationRequest, SamplingParams
 
 
@@ -69,7 +69,7 @@ def _prompt_tokens(prompt: str | list[int], tokenizer: Tokenizer, max_context: i
     if isinstance(prompt, str):
         check_text(prompt, "prompt", tokenizer, max_context)
         return tokenizer.encode(prompt)
-    check_number(len(prompt), "tokens", "prompt", max_context)
+    check_items(prompt, "tokens", "prompt", max_context)
     return tuple(prompt)
 
 
