@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
+from parallm.server.body_budget import BodyBudget
 from parallm.server.connection import error_response
 from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
 from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
@@ -90,6 +91,7 @@ def create_app(
         base_name=base_name,
         policies=policies,
         started=int(time.time()),
+        bodies=BodyBudget(settings.max_body_bytes),
         trajectories=trajectories or {},
         routed=splits.routed,
         device_seconds=device_seconds,

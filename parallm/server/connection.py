@@ -26,10 +26,17 @@ Result = TypeVar("Result")
 Body = TypeVar("Body", bound=Wire)
 
 
-async def read_body(http: Request, max_bytes: int, setting: str = "max_body_bytes") -> bytes:
+async def read_body(
+    http: Request,
+    max_bytes: int,
+    setting: str = "max_body_bytes",
+    *,
+    grow: Callable[[int], None] = lambda _: None,
+) -> bytes:
     """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says.
 
-    Raises BodyTooSlow for a client that sends less than `LEAST_BYTES_A_SECOND` after the first `BODY_SECONDS`.
+    Raises BodyTooSlow for a client that sends less than `LEAST_BYTES_A_SECOND` after the first `BODY_SECONDS`. `grow`
+    gets the number of bytes that are there.
     """
     body = bytearray()
     too_large = BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
@@ -42,6 +49,7 @@ async def read_body(http: Request, max_bytes: int, setting: str = "max_body_byte
                 body += chunk
                 if len(body) > max_bytes:
                     raise too_large
+                grow(len(body))
                 limit.reschedule(ends + len(body) / LEAST_BYTES_A_SECOND)
     except TimeoutError as error:
         raise BodyTooSlow(
@@ -53,13 +61,13 @@ async def read_body(http: Request, max_bytes: int, setting: str = "max_body_byte
 async def received(service: Service, http: Request, read: Callable[[bytes], Result]) -> Result:
     """What `read` makes of the body: on a thread if it is long, as long as the client waits.
 
-    Raises BodyTooLarge, BodyTooSlow, and what `read` raises.
+    Raises BodyTooLarge, BodyTooSlow, EngineFull, and what `read` raises.
     """
-    body = await read_body(http, service.settings.max_body_bytes)
-    seconds = len(body) * SECONDS_A_BYTE
-    if seconds <= SECONDS_ON_LOOP:
-        return read(body)
-    return await while_connected(http.receive, service.workers.run(partial(read, body)))
+    with service.bodies.reading() as grow:
+        body = await read_body(http, service.settings.max_body_bytes, grow=grow)
+        if len(body) * SECONDS_A_BYTE <= SECONDS_ON_LOOP:
+            return read(body)
+        return await while_connected(http.receive, service.workers.run(partial(read, body)))
 
 
 async def body_of(service: Service, http: Request, schema: type[Body]) -> Body:

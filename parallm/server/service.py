@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.server.body_budget import BodyBudget
 from parallm.server.settings import ServerSettings
 from parallm.server.worker_pool import WorkerPool
 from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent, TrafficClass
@@ -232,6 +233,7 @@ class Service:
     """Unix seconds."""
     device_seconds: Callable[[], Mapping[str, float]]
     """By kind of work, since the start."""
+    bodies: BodyBudget
     trajectories: Mapping[str, Trajectories] = field(default_factory=dict)
     """By policy, of those that learn from what clients ask for."""
     note_trajectory: Callable[[str, GenerationRequest, Completion], None] = lambda *_: None
