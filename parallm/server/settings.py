@@ -1,8 +1,8 @@
 """Settings of the HTTP server."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from parallm.settings import settings
 
@@ -10,11 +10,18 @@ KeyRole = Literal["inference", "training", "admin"]
 """What a key is good for; each includes those before it. `roles.py` says which route needs which."""
 
 
+def _refuse_number(value: object) -> object:
+    """Names such as `inf` and `12` reach us as numbers, unless they stand in quotes."""
+    if isinstance(value, bool | int | float):
+        raise ValueError("should stand in quotes, since it reads as a number")
+    return value
+
+
 @settings
 class ApiKey:
     """One key. Exactly one of `env`, `file` and `sha256` says where it is: no key stands in a printed config."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    name: Annotated[str, BeforeValidator(_refuse_number)] = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """For the log; clients never see it."""
     role: KeyRole
     env: str | None = None
