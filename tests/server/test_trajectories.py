@@ -103,6 +103,15 @@ def test_prompts_of_one_request_are_numbered_through(client: TestClient, traffic
     assert sorted(group.rewards for group in taken(traffic)) == [(0.0, 1.0), (2.0, 3.0)]
 
 
+def test_metadata_of_many_prompts_are_checked_once(
+    client: TestClient, traffic: LiveTraffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    monkeypatch.setattr(traffic, "check", lambda *asked: checked.append(asked[2]))
+    assert complete(client, prompt=["a"] * 100, metadata={"a": 1}).status_code == 200
+    assert checked == [{"a": 1}]
+
+
 @pytest.mark.parametrize("ask", [complete, chat])
 def test_a_stream_names_the_trajectory_when_it_can_be_rewarded(client: TestClient, ask: Post) -> None:
     lines = [line.removeprefix("data: ") for line in ask(client, stream=True, n=2).text.split("\n\n")]
