@@ -352,7 +352,7 @@ def show(day: Day, left: Folder, *, is_alive: bool) -> None:
     print(f"  {left}")
     print(f"  memory grown by {day.growth_mb:.0f} MB, open files by {day.files_growth:.0f}")
     print(f"  the process {'lives' if is_alive else 'DOES NOT LIVE'}; {len(day.failures)} attacks were not refused")
-    for line in (*day.failures, *day.day.wrong[:5], *day.day.lost[:5]):
+    for line in (*day.day.wrong[:5], *day.day.lost[:5]):
         print(f"  {line[:300]}", file=sys.stderr)
 
 

@@ -27,6 +27,8 @@ SECONDS_TO_REFUSE = 15.0
 SECONDS_CLOSED = 10.0
 SECONDS_TO_SCORE = 10.0
 BLOCKED = 20
+SHOWN = 5
+"""Of what one attack has found."""
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 HALVES = (
     b"",
@@ -126,7 +128,7 @@ async def scales(field: Field) -> None:
 
 
 async def patterns(field: Field) -> None:
-    for pattern in ("(x?)" * 50 + "x" * 50, "(a+)+b", "(?:a|aa)+$" * 5):
+    for pattern in ("(a+)+b", "(?:a|aa)+$" * 5, "(x?)?" * 50):
         await _upload(field, f"pattern {pattern[:20]}", changed(field.archive, {"rank_pattern": {pattern: 16}}))
 
 
@@ -253,8 +255,13 @@ async def main(port: int, archive: Path, sockets: int, skipped: list[str]) -> No
                 before, began = len(field.failures), time.perf_counter()
                 await attack(field)
                 seconds, found = time.perf_counter() - began, len(field.failures) - before
-                print(f"  {name}: {seconds:.1f} s, {found} otherwise than expected", file=sys.stderr, flush=True)
-                for line in field.failures[before:][:5]:
+                print(
+                    time.strftime("%H:%M:%S"),
+                    f"  {name}: {seconds:.1f} s, {found} otherwise than expected",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                for line in field.failures[before : before + SHOWN]:
                     print(f"    {line}", file=sys.stderr, flush=True)
         is_over.set()
         num_closed = await holding
