@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,27 +35,36 @@ async def read_body(
 ) -> bytes:
     """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says.
 
-    Raises BodyTooSlow for a client that sends less than `LEAST_BYTES_A_SECOND` after the first `BODY_SECONDS`. `grow`
-    gets the number of bytes that are there.
+    Raises BodyTooSlow. `grow` gets the number of bytes that are there.
     """
     body = bytearray()
     too_large = BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
     if max_bytes < announced_bytes(http.headers) < math.inf:
         raise too_large
-    ends = asyncio.get_running_loop().time() + BODY_SECONDS
-    try:
-        async with asyncio.timeout_at(ends) as limit:
-            async for chunk in http.stream():
-                body += chunk
-                if len(body) > max_bytes:
-                    raise too_large
-                grow(len(body))
-                limit.reschedule(ends + len(body) / LEAST_BYTES_A_SECOND)
-    except TimeoutError as error:
-        raise BodyTooSlow(
-            f"{len(body)} bytes of the request body came in time; send at least {LEAST_BYTES_A_SECOND} a second"
-        ) from error
+    async for chunk in timely_chunks(http):
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+        grow(len(body))
     return bytes(body)
+
+
+async def timely_chunks(http: Request) -> AsyncGenerator[bytes, None]:
+    """The body as it comes. Raises BodyTooSlow for less than `LEAST_BYTES_A_SECOND` after the first `BODY_SECONDS`."""
+    stream, num_bytes = aiter(http.stream()), 0
+    ends = asyncio.get_running_loop().time() + BODY_SECONDS
+    while True:
+        try:
+            async with asyncio.timeout_at(ends + num_bytes / LEAST_BYTES_A_SECOND):
+                chunk = await anext(stream, None)
+        except TimeoutError as error:
+            raise BodyTooSlow(
+                f"{num_bytes} bytes of the request body came in time; send at least {LEAST_BYTES_A_SECOND} a second"
+            ) from error
+        if chunk is None:
+            return
+        num_bytes += len(chunk)
+        yield chunk
 
 
 async def received(service: Service, http: Request, read: Callable[[bytes], Result]) -> Result:
