@@ -1,8 +1,9 @@
 """Settings of the HTTP server."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from parallm.settings import settings
 
@@ -32,6 +33,12 @@ class ApiKey:
     """Digest of the key, as `printf %s KEY | sha256sum` prints it."""
 
 
+def _check_host(name: str) -> str:
+    if not re.fullmatch(r"\*|[A-Za-z0-9._-]+", name):
+        raise ValueError("should be a name without scheme and port, such as llm.example.org, or *")
+    return name
+
+
 @settings
 class ServerSettings:
     enabled: bool = True
@@ -50,7 +57,7 @@ class ServerSettings:
     """None: every route is open, and the server listens on this machine only unless `control_routes` is false."""
     control_routes: bool = True
     """False refuses every route of the roles training and admin."""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[Annotated[str, AfterValidator(_check_host)], ...] = ()
     """Names such as `llm.example.org` by which proxies and other machines call this server; `*` is every name.
 
     Addresses, `localhost`, `host` and the name of this machine are always its own. Where there are keys and `host` is

@@ -1,6 +1,6 @@
-"""How much text a request may hold: what cannot fit into the context is refused before it is encoded whole.
+"""Bounds of the texts of a request: a text that cannot fit into the context is refused before it is encoded whole.
 
-To encode 4 MB takes a tokenizer seconds and a gigabyte, only to learn that they are too many tokens.
+A tokenizer needs seconds and a gigabyte for 4 MB, only to find too many tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,10 +9,10 @@ from parallm.errors import ContextTooLong
 from parallm.server.service import Tokenizer
 
 USUAL_CHARACTERS = 8
-"""A token of a usual text has fewer. Texts with more for each token of the context are looked at in pieces first."""
+"""A token of a usual text has fewer. A text with more per token of the context is first encoded in pieces."""
 PIECE = 4096
 CERTAIN = 2
-"""A text is cut between pieces, where it may have some tokens more: refused is what has that many times the context."""
+"""Pieces may have a few tokens more than the whole text, so that it is refused from twice the context on."""
 
 
 def check_text(text: str, name: str, tokenizer: Tokenizer, max_context: int) -> None:

@@ -1,7 +1,7 @@
-"""Threads for what would hold the event loop up: large bodies, long texts, grammars, large answers.
+"""Threads for work that would block the event loop: large bodies, long texts, grammars, large answers.
 
-The event loop serves every stream, so nothing on it may take longer than `SECONDS_ON_LOOP`. What does is moved by an
-estimate of its seconds: a hop to a thread and back would cost a usual request more than its own work.
+The event loop serves every stream, so nothing on it may take longer than `SECONDS_ON_LOOP`. An estimate decides: a hop to
+a thread and back would cost a usual request more than its own work.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ SECONDS_A_BYTE = 1.5e-6
 """To read a body: its JSON, the checks of its fields, the chat template, the tokens of its texts."""
 SECONDS_A_LOGPROB = 5e-6
 """To write a token of an answer, or one of the likely ones beside it."""
-THREADS = 2  # a client has one of them at a time, so that the next client finds one
+THREADS = 2  # a client uses one at a time, so that another client finds one
 
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ class WorkerPool:
         return function() if seconds <= SECONDS_ON_LOOP else await self.run(function)
 
     async def run(self, function: Callable[[], Result], *, most_seconds: float | None = None) -> Result:
-        """`function()` on a thread, after what the same client has asked for before. Raises what it raises.
+        """`function()` on a thread, after the earlier calls of the same client. Raises what it raises.
 
         Raises TimeoutError if it takes more than `most_seconds` from its beginning.
         """
@@ -58,7 +58,7 @@ class WorkerPool:
             self._free.release()
             turn.release()
 
-        with suppress(RuntimeError):  # the event loop has ended, and with it whoever waits
+        with suppress(RuntimeError):  # the event loop has ended, and nothing waits
             loop.call_soon_threadsafe(release)
 
 

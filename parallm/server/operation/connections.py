@@ -1,6 +1,6 @@
 """The open connections of a server: accepted here, bounded in number, and closed when their clients stand still.
 
-uvicorn accepts as many as there are. Then no file is left for a checkpoint, and asyncio's accept loop spins.
+uvicorn accepts every connection. With enough of them no file is left for a checkpoint, and asyncio's accept loop spins.
 """
 
 import asyncio
@@ -18,17 +18,17 @@ from parallm.server.failures import failure
 from parallm.server.operation.http_connection import HttpConnection, Phase
 
 RESERVE = 16
-"""Connections beyond the limit, for probes alone."""
+"""Connections beyond the limit, which serve probes only."""
 PROBES = ("/health", "/ready", "/metrics")
 SECONDS: Mapping[Phase, float] = {"head": 20.0, "rest": 5.0}
 """How long a client may take. Bodies have a rate (`connection.py`), idle connections uvicorn's limit."""
 DROPPED_FIRST: Mapping[Phase, int] = {"head": 0, "body": 0, "rest": 0, "idle": 1, "unread": 2}
-"""To make room. Who waits for our answer is not among them."""
+"""To make room, from 0 on. A connection that waits for an answer is never dropped."""
 HANDSHAKE_SECONDS = 20.0
 SECONDS_BETWEEN_SWEEPS = 1.0
 SECONDS_BETWEEN_WARNINGS = 60.0
 ACCEPTED_AT_ONCE = 32  # before other work of the event loop gets its turn
-SHARE_DROPPED = 16  # at most this part of the limit, since looking for room is a look at every connection
+SHARE_DROPPED = 16  # up to a 16th of the limit at once, since each search for room looks at every connection
 REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Standing:
-    """How far a connection has come, and since when."""
+    """The progress of a connection, and since when it is the same."""
 
     progress: object
     since: float
@@ -116,7 +116,7 @@ class Connections:
         self._open.pop(connection, None)
 
     def _make_room(self) -> None:
-        """Drop clients that stand still, the longest first, and more than one, so that the next ones find room, too."""
+        """Drop several connections that wait for their clients, the longest first, to make room for the next few."""
         self._warn(
             f"{len(self._open)} connections are open, the limit: those that stand still are closed; "
             "raise server.max_connections if these are clients"
@@ -160,13 +160,13 @@ def _probes_only(app: ASGIApp) -> ASGIApp:
         if scope["path"] in PROBES:
             await app(scope, receive, send)
             return
-        told = failure(
+        refusal = failure(
             503,
             "all connections of this server wait for answers; ask again later, or raise server.max_connections",
             kind="server_error",
             code="too_many_connections",
             headers={"Retry-After": "1", "Connection": "close"},
         )
-        await error_response(told)(scope, receive, send)
+        await error_response(refusal)(scope, receive, send)
 
     return answer

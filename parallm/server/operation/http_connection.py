@@ -13,8 +13,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 Phase = Literal["head", "body", "answer", "unread", "rest", "idle"]
-"""What comes next: the head of a request or its body, our answer, that the client takes what was sent, the rest of a
-body that was answered early, another request or none."""
+"""The next event: the head of a request, its body, our answer, the client reads what was sent, the rest of a body that
+was answered early, another request."""
 
 TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -64,7 +64,7 @@ class HttpConnection(H11Protocol):
         return self.phase, id(self.cycle), num_unsent
 
     def time_out(self) -> None:
-        """Close it, and tell a client why that has begun to ask."""
+        """Close it, with a 408 if a request has begun."""
         if self._is_open and self.phase == "head":
             if self._has_begun:
                 self.transport.write(TIMED_OUT)
