@@ -1,7 +1,7 @@
 """Threads for work that would block the event loop: large bodies, long texts, grammars, large answers.
 
-The event loop serves every stream, so nothing on it may take longer than `SECONDS_ON_LOOP`. An estimate decides: a hop to
-a thread and back would cost a usual request more than its own work.
+The event loop serves every stream, so nothing on it may take longer than `SECONDS_ON_LOOP`. An estimate decides, as a
+hop to a thread and back would cost a usual request more than its own work.
 """
 
 import asyncio
