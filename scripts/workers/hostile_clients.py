@@ -255,12 +255,7 @@ async def main(port: int, archive: Path, sockets: int, skipped: list[str]) -> No
                 before, began = len(field.failures), time.perf_counter()
                 await attack(field)
                 seconds, found = time.perf_counter() - began, len(field.failures) - before
-                print(
-                    time.strftime("%H:%M:%S"),
-                    f"  {name}: {seconds:.1f} s, {found} otherwise than expected",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(f"  {name}: {seconds:.1f} s, {found} otherwise than expected", file=sys.stderr, flush=True)
                 for line in field.failures[before : before + SHOWN]:
                     print(f"    {line}", file=sys.stderr, flush=True)
         is_over.set()
