@@ -45,8 +45,6 @@ class JsonLines:
 
     def drop_from(self, step: int) -> None:
         """Remove rows of `step` and later, and unreadable lines, which an interrupted run has left."""
-        if self._unwritten and self._unwritten[0].step >= step:
-            self._num_written = 0  # what is in the file of it is an unreadable line
         self._unwritten = deque(line for line in self._unwritten if line.step < step)
         self._drop_from = step if self._drop_from is None else min(step, self._drop_from)
         self.flush()

@@ -137,5 +137,16 @@ def test_rows_that_wait_have_a_limit_in_memory(
     assert "the oldest rows are let go" in caplog.text
 
 
+def test_a_half_written_row_that_is_let_go_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = JsonLines(file)
+    with monkeypatch.context() as full:
+        full.setattr(json_lines, "MOST_BYTES", 30)
+        full.setattr(json_lines, "open_to_append", lambda path: FullDisk(path, num_bytes=16))
+        lines.append(*({"step": step} for step in (1, 2, 3, 4)))
+    lines.flush()
+    assert [row["step"] for row in read_rows(file)] == [1, 4]
+
+
 def test_a_file_that_is_not_there_has_no_rows(tmp_path: Path) -> None:
     assert read_rows(tmp_path / "nothing.jsonl") == []

@@ -18,3 +18,5 @@ def test_the_reward_counts_each_part_under_its_own_weight_whatever_its_column(ma
     for place in range(MOST_NAMES):
         traffic.reward("a", {f"part {place}": 1.0})
     assert traffic.reward("b", {"right": 1.0, "late": 0.5, "later": 0.25}) == 2.75
+    _, rewarded = traffic._buffer
+    assert rewarded.trajectory.reward_parts == {"right": 1.0, OTHER: 0.75}
