@@ -208,7 +208,10 @@ class AdapterTable:
         if key in view.unloaded:
             raise UnknownModel(f"{name}@{number} was unloaded; there are {self._names(view)}")
         if key in self._dropped:
-            raise UnknownModel(f"{name}@{number} was dropped to bound memory; there are {self._names(view)}")
+            raise UnknownModel(
+                f"{name}@{number} was dropped: the newest {self._keep} versions stay, and those that an alias, a split "
+                f"or a request uses; there are {self._names(view)}"
+            )
         if name in self.policies and int(number) == 0:
             return None
         raise UnknownModel(f"no version {name}@{number}; there are {self._names(view)}")

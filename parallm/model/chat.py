@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -32,6 +33,7 @@ class ChatTokenizer:
         self.output = OutputFormat(wrapper)
         self._hidden = self._hidden_tokens()
         self._controls = ControlTokens(self._tokenizer, self.output.marks)
+        self._texts: dict[int, str] = {}  # of single tokens: an answer with log-probs asks for the same ones again
         self._grammars = GrammarCompiler(
             self._tokenizer,
             self.eos_token_ids,
@@ -43,6 +45,11 @@ class ChatTokenizer:
     def template_variables(self) -> frozenset[str]:
         """Names that the chat template reads and a client may set."""
         return self.template.variables if self.has_chat_template else frozenset()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more characters. As bytes of a byte-level vocabulary count, it may be fewer."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
         """Token ids of plain text.
@@ -145,7 +152,10 @@ class ChatTokenizer:
 
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens shown."""
-        return str(self._tokenizer.decode([token]))
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = str(self._tokenizer.decode([token]))
+        return text
 
     def _hidden_tokens(self) -> frozenset[int] | None:
         """Tokens without text, for a model some of whose marks are special tokens; None where all of these are hidden.

@@ -26,6 +26,10 @@ class BodyTooLarge(InvalidRequest):
     """The request body is larger than `server.max_body_bytes`."""
 
 
+class BodyTooSlow(ParallmError):
+    """The client sends the request body more slowly than a connection is held for."""
+
+
 class WrongKey(ParallmError):
     """No API key, or one that this server does not know."""
 
@@ -36,6 +40,10 @@ class NotAllowed(ParallmError):
 
 class ForeignOrigin(NotAllowed):
     """A browser sent this for a page of another origin."""
+
+
+class ForeignHost(NotAllowed):
+    """The request calls this server by a name that is not one of its own."""
 
 
 class Draining(ParallmError):
@@ -68,6 +76,8 @@ def failure_of(error: Exception) -> Failure:
             return failure(400, str(error), param=error.parameter, code="context_length_exceeded")
         case InvalidRequest():
             return failure(400, str(error), param=error.parameter, code="invalid_value")
+        case BodyTooSlow():
+            return failure(408, str(error), code="request_timeout", headers={"Connection": "close"})
         case UnknownModel():
             return failure(404, str(error), param="model", code="model_not_found")
         case UnknownTrajectory():

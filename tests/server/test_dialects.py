@@ -65,7 +65,7 @@ def test_atropos_gets_one_object_in_a_list_for_each_token_the_sampled_one_first(
 
 def test_atropos_without_logprobs_and_without_max_tokens_gets_vllms_sixteen_tokens(call: Call) -> None:
     body = {"prompt": {"prompt_token_ids": [97] * 30}, "timeout": 20}
-    answer = call("POST", "http://test//generate", json=body).json()
+    answer = call("POST", "http://localhost//generate", json=body).json()
     assert answer["logprobs"] is None
     assert (len(answer["token_ids"][0]), answer["finish_reasons"]) == (16, ["length"])
 
