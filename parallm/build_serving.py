@@ -1,12 +1,13 @@
 """ServeConfig -> a server: the wiring of `parallm.serve`."""
 
 import asyncio
+import dataclasses
 import sys
 
 from parallm.config import ServeConfig
 from parallm.device.blas import BlasReport
 from parallm.given_model import find_given
-from parallm.house import House, HouseSettings, header_of, listening, with_house
+from parallm.house import House, HouseSettings, Listening, Work, header_of, listening, with_house
 from parallm.interrupts import until_signal
 from parallm.metrics.display import make_display
 from parallm.reports import TrainingStatus
@@ -20,17 +21,23 @@ def run_serving(config: ServeConfig, blas: BlasReport) -> int:
 
 
 async def _serve(config: ServeConfig, blas: BlasReport) -> None:
+    config = dataclasses.replace(config, model=find_given(config.model))
     display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
-    settings = HouseSettings(model=find_given(config.model), engine=config.engine, server=config.server)
 
-    async def work(_: House, server: HttpServer | None) -> None:
+    async def work(house: House, server: HttpServer | None) -> None:
         if server is not None:
             await server.start()
-        display.start(header_of(config.name, settings.model, blas, server))
+        display.start(header_of(config.name, config.model, blas, server))
         await until_signal()
 
     with listening(config.server) as listens:
         try:
-            await with_house(settings, blas, listens, lambda: TrainingStatus(state="serving"), work)
+            await serve(config, blas, listens, work)
         finally:
             display.close()
+
+
+async def serve(config: ServeConfig, blas: BlasReport, listens: Listening | None, work: Work) -> None:
+    """Load the model that `find_given` has found, run `work` with it, and take everything down. Raises ParallmError."""
+    settings = HouseSettings(model=config.model, engine=config.engine, server=config.server)
+    await with_house(settings, blas, listens, lambda: TrainingStatus(state="serving"), work)

@@ -52,8 +52,6 @@ Run = Callable[[Config, Path, BlasReport], int]
 """Runs to the end in the given folder and returns an exit code."""
 
 SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
-TRAIN = "train"
-"""The command that takes recipes and keeps a log in its folder."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,22 +74,10 @@ def run_command(name: str, kind: type[Config], run: Run[Config]) -> int:
         if topics is not None:
             sys.stdout.write(help_page(name, topics))
             return SUCCESS
-        _register(name, kind, arguments)
+        register(name, kind, arguments)
         return _compose_and_run(name, kind, run)
     except ConfigError as error:
         return _complain(str(error), WRONG_CONFIG)
-
-
-def _register(name: str, kind: type, arguments: list[str]) -> None:
-    """Tell Hydra what there is. Raises ConfigError for a command line that cannot be meant."""
-    recipes = read_recipes() if name == TRAIN else None
-    check_words(arguments, known_keys(kind), recipes)
-    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
-    OmegaConf.register_new_resolver("export_folder", export_folder, replace=True)
-    register_defaults(kind)
-    if recipes is not None:
-        check_asked(arguments, recipes)
-        register_recipes(recipes.values())
 
 
 def _compose_and_run(name: str, kind: type[Config], run: Run[Config]) -> int:

@@ -10,9 +10,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
+from fastapi import FastAPI
 
 from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.device.blas import BlasReport, set_blas_threads
@@ -71,7 +72,8 @@ class HouseSettings:
 class Listening:
     """An address that clients can connect to, though nothing answers yet."""
 
-    bound: socket.socket
+    bound: socket.socket | None
+    """None: nothing listens; keys count for a server that starts later."""
     keys: tuple[StoredKey, ...]
 
 
@@ -86,10 +88,16 @@ class House:
     engine: AsyncEngine
     start: Adapter
     """The version to go on from: the given adapter, or one whose product is zero."""
+    app: FastAPI | None = None
+    """What answers HTTP, and requests that this process makes itself; None for work that answers nothing."""
 
     def of(self, name: str) -> "House":
         """The same, for training the policy `name`."""
         return dataclasses.replace(self, start=dataclasses.replace(self.start, name=name))
+
+
+Work: TypeAlias = Callable[[House, HttpServer | None], Awaitable[None]]
+"""What is done with a house, and with its server where there is one."""
 
 
 @contextmanager
@@ -108,7 +116,7 @@ async def with_house(
     blas: BlasReport,
     listens: Listening | None,
     status: Callable[[], TrainingStatus],
-    work: Callable[[House, HttpServer | None], Awaitable[None]],
+    work: Work,
     *,
     trained: tuple[str, ...] = (),
     training: Training | None = None,
@@ -146,7 +154,9 @@ async def with_house(
                 witnesses=witnesses,
                 swaps=house.adapters.num_swaps,
             )
-            server = HttpServer(app, listens.bound, settings.server)
+            house = dataclasses.replace(house, app=app)
+            if listens.bound is not None:
+                server = HttpServer(app, listens.bound, settings.server)
         resources.enter_context(_frozen_heap())
         await work(house, server)
     finally:

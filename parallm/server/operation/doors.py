@@ -14,16 +14,22 @@ class Doors:
         self._empty = asyncio.Event()
         self._empty.set()
 
+    def open(self) -> None:
+        """Let new requests in again."""
+        self.is_closed = False
+
     def close(self) -> None:
         """From now on new requests for completions are refused; those inside go on."""
         self.is_closed = True
 
     def enter(self, context: RequestContext) -> None:
+        if context.is_local:
+            return
         self._inside.add(context)
         self._empty.clear()
 
     def leave(self, context: RequestContext) -> None:
-        self._inside.remove(context)
+        self._inside.discard(context)
         if not self._inside:
             self._empty.set()
 

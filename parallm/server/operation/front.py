@@ -18,7 +18,7 @@ from parallm.server.failures import failure_of
 from parallm.server.operation.doors import Doors
 from parallm.server.operation.meters import Meters
 from parallm.server.operation.origins import Origins
-from parallm.server.operation.request_context import RequestContext, current_request
+from parallm.server.operation.request_context import LOCAL, RequestContext, current_request
 from parallm.server.operation.request_log import request_log
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,9 @@ class Front:
             return
         headers = Headers(scope=scope)
         address = scope["client"][0] if scope.get("client") else ""
-        context = RequestContext(request_id=_request_id(headers), headers=headers, address=address)
+        context = RequestContext(
+            request_id=_request_id(headers), headers=headers, address=address, is_local=LOCAL in scope
+        )
         began, status = time.perf_counter(), CLIENT_CLOSED_REQUEST  # unless a response begins, the client has gone
         is_read = announced_bytes(headers) <= MOST_UNREAD
 

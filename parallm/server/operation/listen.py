@@ -56,6 +56,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Returns when requests are answered."""
+        self._doors.open()  # an earlier server of the same application has closed them
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait((self._task, ready), return_when=asyncio.FIRST_COMPLETED)

@@ -4,6 +4,9 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+LOCAL = "parallm.local"
+"""Key in the ASGI scope of a request that this process makes itself. No server sets it."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
@@ -13,6 +16,8 @@ class RequestContext:
     headers: Mapping[str, str] = field(default_factory=dict)
     address: str = ""
     """Of the other end of the connection."""
+    is_local: bool = False
+    """Asked by this process itself, which needs no key and goes on while the server drains."""
     deadline: float | None = None
     """Time of the event loop at which the answer is given up."""
     give_up: Callable[[], object] | None = None

@@ -1,0 +1,97 @@
+"""Overrides -> the configuration of a command, for the command line and for Python. Imports no MLX."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from parallm.command_line import check_words
+from parallm.config import known_keys, keys_elsewhere, register_defaults, shipped, to_config
+from parallm.config_errors import explain_composition
+from parallm.errors import ConfigError
+from parallm.recipe_files import check_asked, read_recipes, register_recipes
+from parallm.run_folder import export_folder, run_folder
+
+Config = TypeVar("Config")
+
+TRAIN = "train"
+"""The command that takes recipes and keeps a log in its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Composed(Generic[Config]):
+    config: Config
+    values: DictConfig
+    """The same before it was checked, as a run folder keeps it."""
+    folder: Path
+    """Where a run with this configuration writes."""
+
+
+def register(name: str, kind: type, arguments: Sequence[str]) -> None:
+    """Tell Hydra what there is for the command `name`. Raises ConfigError for arguments that cannot be meant."""
+    recipes = read_recipes() if name == TRAIN else None
+    check_words(arguments, known_keys(kind), recipes)
+    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+    OmegaConf.register_new_resolver("export_folder", export_folder, replace=True)
+    register_defaults(kind)
+    if recipes is not None:
+        check_asked(arguments, recipes)
+        register_recipes(recipes.values())
+
+
+def compose(
+    name: str, kind: type[Config], overrides: Sequence[str], given: Mapping[str, object] | None = None
+) -> Composed[Config]:
+    """Compose conf/`name`.yaml with `overrides` as the command does, in a process that may use Hydra for itself.
+
+    `given` are values by dotted keys, which `overrides` must leave out. Raises ConfigError.
+    """
+    given = given or {}
+    _check_overrides(overrides, given)
+    register(name, kind, overrides)
+    try:
+        with _own_hydra(name):
+            whole = hydra.compose(config_name=name, overrides=list(overrides), return_hydra_config=True)
+            for key, value in given.items():
+                OmegaConf.update(whole, key, value)
+            HydraConfig.instance().set_config(whole)
+            folder = Path(whole.hydra.run.dir)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(
+            explain_composition(error, list(overrides), known_keys(kind), keys_elsewhere(kind))
+        ) from error
+    with open_dict(whole):
+        del whole["hydra"]
+    return Composed(config=to_config(whole, kind), values=whole, folder=folder)
+
+
+def _check_overrides(overrides: Sequence[str], given: Mapping[str, object]) -> None:
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides is the text {overrides!r} and must be a list of texts such as ['trainer.steps=20']")
+    for override in overrides:
+        if override.startswith("-"):
+            raise ConfigError(f"{override}: an option of the command line; overrides are keys with values")
+        key = override.partition("=")[0].lstrip("+~")
+        if key in given:
+            raise ConfigError(f"{key} is given twice, as an argument and in overrides; leave one of them out")
+
+
+@contextmanager
+def _own_hydra(name: str) -> Iterator[None]:
+    """Leave the Hydra of the program that we are in as it is: a program's own hydra.main, or a notebook's."""
+    present, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
+    GlobalHydra.instance().clear()
+    try:
+        with hydra.initialize_config_dir(str(shipped("conf").resolve()), job_name=f"parallm-{name}", version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = present
+        HydraConfig.instance().cfg = config

@@ -1,0 +1,1 @@
+"""Models, servers and training from Python: what `import parallm` shows."""

@@ -1,0 +1,85 @@
+"""One completion as Python gets it, and the bodies that ask for it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from parallm.errors import InvalidRequest
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""Turns of a chat, `{"role": "user", "content": "..."}`, in OpenAI's form."""
+Prompt: TypeAlias = str | Sequence[int] | Messages
+"""A text to continue, token ids to continue, or a chat to answer."""
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SET_HERE = {
+    "model": "it is an argument of its own",
+    "messages": "the first argument holds them",
+    "prompt": "the first argument holds it",
+    "logprobs": "each answer has the log-probs of its tokens; top_logprobs in a chat adds others",
+    "return_token_ids": "each answer has them",
+    "stream": "answers come whole; stream from `serve` with a client of OpenAI's",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One completion."""
+
+    text: str
+    """Without the end token; of a chat without reasoning and calls of tools."""
+    tokens: tuple[int, ...]
+    """Those that were sampled, the end token included."""
+    logprobs: tuple[float, ...]
+    """Natural logarithms, one for each of `tokens`, after temperature."""
+    prompt_tokens: tuple[int, ...]
+    finish_reason: str
+    """`stop`, `length`, `tool_calls` or `abort`."""
+    version: int
+    """The adapter version that sampled the last token; 0 is the base."""
+    model: str
+    """Name with the exact version, such as `policy@12`."""
+    trajectory_id: str | None
+    """Where its reward goes, if it was sampled with `collect_trajectory=True`."""
+    choice: Mapping[str, Any]
+    """All that the route of HTTP says of it: `message` with reasoning and tool calls, `weight_versions` and more."""
+
+
+def request_of(prompt: Prompt, model: str, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body that ask for completions of `prompt`. Raises InvalidRequest."""
+    for name in fields.keys() & SET_HERE.keys():
+        raise InvalidRequest(f"{name} cannot be given: {SET_HERE[name]}", name)
+    body = {**fields, "model": model, "return_token_ids": True}
+    if is_chat(prompt):
+        return CHAT, {**body, "messages": [dict(message) for message in prompt], "logprobs": True}
+    return TEXT, {**body, "prompt": prompt if isinstance(prompt, str) else list(prompt), "logprobs": 0}
+
+
+def is_chat(prompt: Prompt) -> bool:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def answers_of(path: str, response: Mapping[str, Any]) -> list[Answer]:
+    """Return the completions of one prompt in their order."""
+    return [_answer(path, response, choice) for choice in response["choices"]]
+
+
+def _answer(path: str, response: Mapping[str, Any], choice: Mapping[str, Any]) -> Answer:
+    if path == CHAT:
+        text = choice["message"].get("content") or ""
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        prompt_tokens = response["prompt_token_ids"]
+    else:
+        text, logprobs = choice["text"], choice["logprobs"]["token_logprobs"]
+        prompt_tokens = choice["prompt_token_ids"]
+    return Answer(
+        text=text,
+        tokens=tuple(choice["token_ids"]),
+        logprobs=tuple(logprobs),
+        prompt_tokens=tuple(prompt_tokens),
+        finish_reason=choice["finish_reason"],
+        version=choice["policy_version"],
+        model=response["model"],
+        trajectory_id=choice.get("trajectory_id"),
+        choice=choice,
+    )

@@ -1,0 +1,183 @@
+"""`load` and `Model`: chat, generate, adapters, versions and a server, all from Python."""
+
+import asyncio
+import dataclasses
+import weakref
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from parallm.client import AsyncClient
+from parallm.composition import compose
+from parallm.config import ServeConfig
+from parallm.device.blas import load_blas
+from parallm.device.load_mlx import load_mlx
+from parallm.errors import InvalidRequest, UnknownModel
+from parallm.library.answer import Answer, Messages, Prompt, answers_of, is_chat, request_of
+from parallm.library.runtime import Runtime
+from parallm.library.server import Server
+from parallm.library.session import Session
+from parallm.types import POLICY, AdapterCard
+
+Result = TypeVar("Result")
+Self = TypeVar("Self", bound="Model")
+
+MOST_AT_ONCE = 256
+"""Prompts of `generate` that are in the engine's queue; the others wait here."""
+
+
+def load(
+    model: str | Path | None = None, *, adapter: str | Path | None = None, overrides: Sequence[str] = ()
+) -> "Model":
+    """Load a model to chat with and generate from; use it in a `with`, or call its `close`.
+
+    `model` is a folder or an id of the Hugging Face hub; None is the small embedded model. `adapter` is an adapter, run
+    or checkpoint, which requests call `policy`. `overrides` are those of `parallm.serve`, such as
+    `["engine.max_context=4096"]`. Downloads what it has to. Raises ParallmError; ConfigError where another model is
+    open.
+    """
+    named = {"model.path": model, "model.adapter": adapter}
+    given = {key: str(value) for key, value in named.items() if value is not None}
+    config = compose("serve", ServeConfig, overrides, given).config
+    blas = load_blas(config.device)
+    load_mlx()
+    # not at the top: it loads MLX, which takes whatever BLAS the process has by then
+    from parallm.library.serving import serving  # noqa: PLC0415
+
+    return Model(Runtime(serving(config, blas), f"the model {config.model.path}"))
+
+
+class Model:
+    """A base model with adapters, in this process. Methods may be called from any thread, in notebooks, too.
+
+    Those that begin with `a` are awaited. `model=` in a request is `policy` (the adapter that was given, or the base
+    where there is none), `base`, the name of an adapter, or a version such as `policy@3`. Methods raise ParallmError:
+    InvalidRequest for what can never work, UnknownModel, AdapterError, Unavailable after `close`.
+    """
+
+    def __init__(self, runtime: Runtime[Session]) -> None:
+        self._runtime = runtime
+        weakref.finalize(self, runtime.request_end).atexit = False
+
+    def chat(self, messages: str | Messages, *, model: str = POLICY, **fields: Any) -> Answer:
+        """Answer a chat, or one message of a user.
+
+        `fields` are those of `/v1/chat/completions`, such as `max_tokens`, `temperature`, `seed`, `stop`, `tools` and
+        `response_format`.
+        """
+        return self._runtime.call(self._chat(messages, model, fields))
+
+    async def achat(self, messages: str | Messages, *, model: str = POLICY, **fields: Any) -> Answer:
+        return await self._runtime.await_(self._chat(messages, model, fields))
+
+    def generate(self, prompts: Sequence[Prompt], *, model: str = POLICY, **fields: Any) -> list[Answer]:
+        """Return `n` (1) completions of each prompt, prompt by prompt, computed in batches.
+
+        A prompt is a text or a list of token ids to continue, or a chat. `fields` are those of `/v1/completions`, or
+        of `/v1/chat/completions` for chats. With `seed`, completions of one prompt differ and those of equal prompts
+        do not.
+        """
+        return self._runtime.call(self._generate(prompts, model, fields))
+
+    async def agenerate(self, prompts: Sequence[Prompt], *, model: str = POLICY, **fields: Any) -> list[Answer]:
+        return await self._runtime.await_(self._generate(prompts, model, fields))
+
+    def load_adapter(self, name: str, path: str | Path) -> AdapterCard:
+        """Serve an adapter as the next version of `name`.
+
+        `path` is a folder in the format of mlx-lm or PEFT, a checkpoint, or a run: `RUN`, `RUN@12`, `RUN@newest`.
+        """
+        return self._runtime.call(self._runtime.session.give(name, str(path)))
+
+    def unload_adapter(self, model: str) -> None:
+        """Forget `poet`, or one version `poet@3`. Requests that run finish first."""
+        self._call(self._client.unload_adapter(model))
+
+    def adapters(self) -> tuple[AdapterCard, ...]:
+        """Return every version in memory."""
+        return self._call(self._client.adapters())
+
+    def versions(self, name: str = POLICY) -> list[int]:
+        """Return the versions of `name` in memory, the oldest first; none for a policy that is the base so far.
+
+        Raises UnknownModel.
+        """
+        cards = self.adapters()
+        if name != POLICY and name not in {card.name for card in cards}:
+            known = ", ".join(sorted({card.name for card in cards})) or "none"
+            raise UnknownModel(f"no adapter {name!r}; loaded are: {known}")
+        return sorted(card.version for card in cards if card.name == name)
+
+    def promote(self, version: int, name: str = POLICY) -> None:
+        """Let the bare name mean this version, from the next request on."""
+        self._call(self._client.promote(version, name))
+
+    def roll_back(self, name: str = POLICY) -> int:
+        """Let the bare name mean the version below, which is returned."""
+        return self._call(self._client.roll_back(name))
+
+    def set_alias(self, alias: str, version: int, name: str = POLICY) -> None:
+        """Let `name@alias` mean a version."""
+        self._call(self._client.set_alias(alias, version, name))
+
+    def serve(self, *, host: str | None = None, port: int | None = None) -> Server:
+        """Answer HTTP in the background, beside calls from Python; port 0 takes a free one.
+
+        What is not given is as `overrides` say, such as `server.port=8000` and `server.api_keys`. Raises ListenError,
+        and Unavailable where HTTP is answered already.
+        """
+        given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+        settings = dataclasses.replace(self._runtime.session.settings, **given)
+        return Server(self._runtime, self._runtime.call(self._runtime.session.listen(settings)))
+
+    def close(self) -> None:
+        """End the server, if there is one, and all requests, and free the memory. Does nothing the second time."""
+        self._runtime.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self._runtime.name}{'' if self._runtime.is_open else ', closed'}>"
+
+    @property
+    def _client(self) -> AsyncClient:
+        return self._runtime.session.local.client
+
+    def _call(self, asked: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of a method of `_client`."""
+        return self._runtime.call(self._runtime.session.local.ask(asked))
+
+    async def _chat(self, messages: str | Messages, model: str, fields: dict[str, Any]) -> Answer:
+        chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not is_chat(chat):
+            raise InvalidRequest("messages must be a text or a list of turns, {'role': ..., 'content': ...}", "messages")
+        if fields.get("n", 1) != 1:
+            raise InvalidRequest(f"n is {fields['n']}; several answers are for generate([messages], n=...)", "n")
+        return (await self._completions(chat, model, fields))[0]
+
+    async def _generate(self, prompts: Sequence[Prompt], model: str, fields: dict[str, Any]) -> list[Answer]:
+        if isinstance(prompts, str):
+            raise InvalidRequest("prompts is one text and must be a list of prompts", "prompts")
+        turns = asyncio.Semaphore(MOST_AT_ONCE)
+
+        async def one(prompt: Prompt) -> list[Answer]:
+            async with turns:
+                return await self._completions(prompt, model, fields)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(prompt)) for prompt in prompts]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [answer for task in tasks for answer in task.result()]
+
+    async def _completions(self, prompt: Prompt, model: str, fields: dict[str, Any]) -> list[Answer]:
+        path, body = request_of(prompt, model, fields)
+        return answers_of(path, await self._runtime.session.local.post(path, body))

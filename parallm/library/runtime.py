@@ -1,0 +1,160 @@
+"""A thread with an event loop of its own, on which a model lives from the call that loads it to `close`.
+
+So the methods of a model can be called where no event loop runs, and where one does, as in a notebook.
+"""
+
+import asyncio
+import atexit
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+from parallm.errors import ConfigError, Unavailable
+
+Session = TypeVar("Session")
+Result = TypeVar("Result")
+Main = Callable[[Callable[[Session], None], asyncio.Event], Coroutine[Any, Any, None]]
+"""Gets a function to call once the session is there, and an event after which it shall end."""
+
+
+class Runtime(Generic[Session]):
+    """Runs `main`; at most one in a process. Methods can be called from any thread."""
+
+    def __init__(self, main: Main[Session], name: str) -> None:
+        """Wait until the session is there. `name` is for messages.
+
+        Raises ConfigError where another one is open, and what `main` raises before it has a session.
+        """
+        self.name = name
+        self._main = main
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._started: Future[Session] = Future()
+        self._error: BaseException | None = None
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name="parallm", daemon=True)
+        _take_place(self)
+        self._thread.start()
+        atexit.register(self.close)  # MLX may abort a process that ends while its device is at work
+        try:
+            self.session = self._started.result()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        return self._thread.is_alive() and not self._is_ending
+
+    def call(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of `work`, which an exception such as KeyboardInterrupt cancels.
+
+        Raises Unavailable on the runtime's own event loop, which cannot wait for itself, and after its end.
+        """
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise Unavailable(f"{self.name} would wait for itself on its own event loop; await the method with an `a`")
+        future = self._submit(work)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise self._ended() from error
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def await_(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of `work` on the caller's event loop; cancelled with it. Raises Unavailable."""
+        future = self._submit(work)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError as error:
+            if future.cancelled() and not self.is_open:
+                raise self._ended() from error
+            raise
+
+    def wait(self) -> None:
+        """Wait until `main` has ended by itself or by `close`; raises what it has raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def request_end(self) -> None:
+        """Ask `main` to end and return at once."""
+        self._is_ending = True
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self._stop)
+
+    def close(self) -> None:
+        """End `main` and wait for that. Does nothing the second time."""
+        self.request_end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(self._begin())
+        except BaseException as error:  # noqa: BLE001  # belongs to the caller of `wait`, or of the constructor
+            self._error = error
+        finally:
+            if not self._started.done():
+                self._started.set_exception(self._error or self._ended())
+            _leave_place(self)
+
+    async def _begin(self) -> None:
+        self._task = asyncio.current_task()
+        await self._main(self._start, self._end)
+
+    def _start(self, session: Session) -> None:
+        if not self._started.done():
+            self._started.set_result(session)
+
+    def _stop(self) -> None:
+        self._end.set()
+        if not self._started.done() and self._task is not None:
+            self._task.cancel()
+
+    def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
+        if not self.is_open:
+            work.close()
+            raise self._ended()
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise self._ended() from error
+
+    def _ended(self) -> Unavailable:
+        reason = f" after an error: {self._error}" if isinstance(self._error, Exception) else ""
+        return Unavailable(f"{self.name} is closed{reason}; open it again")
+
+
+_lock = threading.Lock()
+_present: Runtime[Any] | None = None
+
+
+def _take_place(runtime: Runtime[Any]) -> None:
+    """Two device threads would share one BLAS and its number of threads. Raises ConfigError."""
+    global _present
+    with _lock:
+        before = _present
+        if before is not None and not before.is_open:
+            before.close()  # it is ending already
+            before = None
+        if before is not None:
+            raise ConfigError(
+                f"{before.name} is open in this process, which has room for one model; call its close() first, load "
+                "adapters into it in place of a second model, or open the other one in a process of its own"
+            )
+        _present = runtime
+
+
+def _leave_place(runtime: Runtime[Any]) -> None:
+    global _present
+    if _present is runtime:
+        _present = None

@@ -1,0 +1,39 @@
+"""A server that runs in the background."""
+
+from types import TracebackType
+from typing import TypeVar
+
+from parallm.library.runtime import Runtime
+from parallm.library.session import Session
+from parallm.server.operation.listen import HttpServer
+
+Self = TypeVar("Self", bound="Server")
+
+
+class Server:
+    """HTTP for the model that has made it, until `close` or the model's end. A context manager."""
+
+    def __init__(self, runtime: Runtime[Session], server: HttpServer) -> None:
+        self._runtime = runtime
+        self._server = server
+
+    @property
+    def url(self) -> str:
+        """Such as `http://127.0.0.1:8000`; clients of OpenAI take it with `/v1` behind it."""
+        return self._server.url
+
+    def close(self) -> None:
+        """Let answers under way end for `server.drain_seconds` and free the port. The model goes on."""
+        if self._runtime.is_open:
+            self._runtime.call(self._runtime.session.stop_listening(self._server))
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<parallm server at {self.url}>"
