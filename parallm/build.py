@@ -2,24 +2,24 @@
 
 import asyncio
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from parallm.build_trainer import leave_adapter, make_trainer
 from parallm.companions import with_companions
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport
-from parallm.environment.environment import connect
+from parallm.environment.environment import AnyEnvironment, connect
 from parallm.given_model import find_given
 from parallm.house import House, HouseSettings, Listening, header_of, listening, with_house
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.lessons import Lessons, read_lessons
-from parallm.metrics.display import LoggedDisplay, make_display
+from parallm.metrics.display import Display, LoggedDisplay, make_display
 from parallm.metrics.time_left import Schedule
 from parallm.metrics.trend import no_rise
 from parallm.metrics.wording import short_path
-from parallm.model.settings import ModelSettings
 from parallm.policy_runs import (
     PolicyRun,
     combined_status,
@@ -37,6 +37,45 @@ from parallm.training_control import TrainingControl
 from parallm.types import POLICY
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A run that answers requests and is about to train."""
+
+    house: House
+    server: HttpServer | None
+    runs: tuple[PolicyRun, ...]
+    control: TrainingControl
+    display: Display
+
+
+class Caller(Protocol):
+    """The terminal or the program that a run belongs to."""
+
+    def begun(self, run: Begun) -> None:
+        """Called before the first step."""
+
+    async def ended(self, run: Begun) -> None:
+        """Called after training, unless it has failed. The model goes away when this returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminal:
+    """The caller of `parallm.train`. The first signal stops the run."""
+
+    config: RunConfig
+    folder: Path
+
+    def begun(self, run: Begun) -> None:
+        stop_on_signals(partial(_leave, run.runs, run.server), "finishing this step, then saving and leaving")
+
+    async def ended(self, run: Begun) -> None:
+        if any(one.was_stopped for one in run.runs):
+            run.display.message(how_to_go_on(self.config, self.folder, run.runs))
+        elif self.config.trainer.keep_serving and run.server is not None:
+            sys.stdout.write(f"training has ended; {run.server.url} answers until Ctrl-C\n")
+            await until_signal()
+
+
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     """Train, and answer HTTP meanwhile. Returns the exit code; raises ParallmError."""
     asyncio.run(_train(config, folder, blas))
@@ -44,21 +83,31 @@ def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
 
 async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> None:
-    model = find_given(config.model)
+    config = replace(config, model=find_given(config.model))
     with listening(config.server) as listens:
-        await _train_and_answer(config, model, folder, blas, listens)
+        await train(config, folder, blas, listens, Terminal(config=config, folder=folder))
 
 
-async def _train_and_answer(
-    config: RunConfig, model: ModelSettings, folder: Path, blas: BlasReport, listens: Listening | None
+async def train(
+    config: RunConfig,
+    folder: Path,
+    blas: BlasReport,
+    listens: Listening | None,
+    caller: Caller,
+    environment: AnyEnvironment | None = None,
 ) -> None:
-    lessons = {name: read_lessons(one) for name, one in policy_configs(config).items()}
+    """Train the model that `find_given` has found. `environment` takes the place of the configuration's.
+
+    Raises ParallmError.
+    """
+    lessons = {name: read_lessons(one, environment) for name, one in policy_configs(config).items()}
     schedules = {name: _schedule(one, lessons[name]) for name, one in policy_configs(config).items()}
     is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
     display = LoggedDisplay(make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout))
     runs = make_policy_runs(config, folder, display, schedules)
     live = {run.name: run.traffic for run in runs if run.traffic is not None}
     ledgers = {run.name: run.atropos.ledger for run in runs if run.atropos is not None}
+    control = TrainingControl(runs)
     sources = [source for run in runs for source in (run.traffic, run.atropos) if source is not None]
 
     def status() -> TrainingStatus:
@@ -66,7 +115,7 @@ async def _train_and_answer(
 
     async def work(house: House, server: HttpServer | None) -> None:
         schedule = None if config.policies else schedules[POLICY]
-        header = header_of(config.name, model, blas, server)
+        header = header_of(config.name, config.model, blas, server)
         display.start(replace(header, folder=short_path(folder), policies=tuple(config.policies), schedule=schedule))
         judge = Judge(house.engine.generate_all, house.model.tokenizer)  # one for all: it numbers its requests
         async with with_companions(runs, server):
@@ -78,7 +127,8 @@ async def _train_and_answer(
                 run.recorder.start()
             if server is not None:
                 await server.start()
-            stop_on_signals(partial(_leave, runs, server), "finishing this step, then saving and leaving")
+            begun = Begun(house=house, server=server, runs=runs, control=control, display=display)
+            caller.begun(begun)
             try:
                 failures = await train_all(runs)
             finally:
@@ -93,14 +143,10 @@ async def _train_and_answer(
                     run.display.message(text)
                 run.display.finish(summary.rows())
         raise_failures(failures, is_alone=len(runs) == 1)
-        if any(run.was_stopped for run in runs):
-            display.message(how_to_go_on(config, folder, runs))
-        elif config.trainer.keep_serving and server is not None:
-            sys.stdout.write(f"training has ended; {server.url} answers until Ctrl-C\n")
-            await until_signal()
+        await caller.ended(begun)
 
     settings = HouseSettings(
-        model=model,
+        model=config.model,
         engine=config.engine,
         server=config.server,
         policies=tuple(policy_configs(config)),
@@ -108,7 +154,6 @@ async def _train_and_answer(
         engine_share=config.learner.engine_share,
         can_start_from_reward_model=all(run.config.learner.trains == "reward_model" for run in runs),
     )
-    training = TrainingControl(runs)
     try:
         await with_house(
             settings,
@@ -117,7 +162,7 @@ async def _train_and_answer(
             status,
             work,
             trained=settings.policies,
-            training=training,
+            training=control,
             trajectories=live,
             witnesses=ledgers,
         )

@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallm import interrupts
-from parallm.command_line import asks_version, check_words, help_topics
-from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
+from parallm.command_line import asks_version, help_topics
+from parallm.composition import TRAIN, register
+from parallm.config import keys_elsewhere, known_keys, shipped, to_config
 from parallm.config_errors import explain_composition
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
@@ -26,16 +27,13 @@ from parallm.errors import ConfigError, ParallmError
 from parallm.help_pages import help_page
 from parallm.metrics.machine import describe_versions
 from parallm.metrics.sweep import Job, report_sweep
-from parallm.recipe_files import check_asked, read_recipes, register_recipes
 from parallm.run_folder import (
     CONFIG,
     LOG,
     RUNS_FOLDER,
     check_writable,
-    export_folder,
     folder_error,
     remove_unused,
-    run_folder,
 )
 
 

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from parallm.command_line import check_words
-from parallm.config import known_keys, keys_elsewhere, register_defaults, shipped, to_config
+from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
 from parallm.config_errors import explain_composition
 from parallm.errors import ConfigError
 from parallm.recipe_files import check_asked, read_recipes, register_recipes
@@ -75,7 +75,9 @@ def compose(
 
 def _check_overrides(overrides: Sequence[str], given: Mapping[str, object]) -> None:
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides is the text {overrides!r} and must be a list of texts such as ['trainer.steps=20']")
+        raise ConfigError(
+            f"overrides is the text {overrides!r} and must be a list of texts such as ['trainer.steps=20']"
+        )
     for override in overrides:
         if override.startswith("-"):
             raise ConfigError(f"{override}: an option of the command line; overrides are keys with values")
@@ -90,7 +92,9 @@ def _own_hydra(name: str) -> Iterator[None]:
     present, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(str(shipped("conf").resolve()), job_name=f"parallm-{name}", version_base="1.3"):
+        with hydra.initialize_config_dir(
+            str(shipped("conf").resolve()), job_name=f"parallm-{name}", version_base="1.3"
+        ):
             yield
     finally:
         GlobalHydra.instance().hydra = present

@@ -27,10 +27,13 @@ class Lessons:
         return bool(self.splits.test if self.pairs is None else self.pairs.held_out)
 
 
-def read_lessons(config: RunConfig) -> Lessons:
-    """Raises ConfigError, ProblemError, and AdapterError for a reward model that is not there."""
+def read_lessons(config: RunConfig, environment: AnyEnvironment | None = None) -> Lessons:
+    """`environment` takes the place of the one that `config` names.
+
+    Raises ConfigError, ProblemError, and AdapterError for a reward model that is not there.
+    """
     find_reward_model(config.rollout.reward_model)
     demonstrations, pairs = read_demonstrations(config.learner), read_pairs(config.learner)
-    environment = build_environment(config.environment)
+    environment = build_environment(config.environment) if environment is None else environment
     splits = read_splits(environment, config.trainer.evaluate_problems)  # may download, so it comes last
     return Lessons(environment=environment, splits=splits, demonstrations=demonstrations, pairs=pairs)

@@ -29,10 +29,10 @@ LAYERS: tuple[set[str], ...] = (
     {"config", "key_meanings"},
     {"recipe_files", "given_model", "command_line"},
     {"policy_runs", "lessons", "house", "help_pages"},
-    {"training_control", "companions", "build_trainer"},
+    {"training_control", "companions", "build_trainer", "composition"},
     {"build", "command"},
     {"build_evaluation", "build_export", "build_serving"},
-    {"train", "serve", "evaluate", "export", "__main__"},
+    {"train", "serve", "evaluate", "export", "library", "__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 

@@ -1,7 +1,8 @@
 """One completion as Python gets it, and the bodies that ask for it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from parallm.errors import InvalidRequest
@@ -12,6 +13,9 @@ Prompt: TypeAlias = str | Sequence[int] | Messages
 """A text to continue, token ids to continue, or a chat to answer."""
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+MOST_PROMPTS, MOST_COMPLETIONS = 8, 256
+MOST_CHARACTERS = 200_000
+"""Of one request; servers take 256 completions and 4 MiB of JSON."""
 SET_HERE = {
     "model": "it is an argument of its own",
     "messages": "the first argument holds them",
@@ -45,14 +49,22 @@ class Answer:
     """All that the route of HTTP says of it: `message` with reasoning and tool calls, `weight_versions` and more."""
 
 
-def request_of(prompt: Prompt, model: str, fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the path and the body that ask for completions of `prompt`. Raises InvalidRequest."""
+def requests_of(prompts: Sequence[Prompt], model: str, fields: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the path and the body of each request for completions of `prompts`, in their order.
+
+    A chat is a request of its own; texts and token ids share one. Raises InvalidRequest.
+    """
     for name in fields.keys() & SET_HERE.keys():
         raise InvalidRequest(f"{name} cannot be given: {SET_HERE[name]}", name)
     body = {**fields, "model": model, "return_token_ids": True}
-    if is_chat(prompt):
-        return CHAT, {**body, "messages": [dict(message) for message in prompt], "logprobs": True}
-    return TEXT, {**body, "prompt": prompt if isinstance(prompt, str) else list(prompt), "logprobs": 0}
+    requests: list[tuple[str, dict[str, Any]]] = []
+    for chats, several in groupby(prompts, is_chat):
+        if chats:
+            requests += [(CHAT, {**body, "messages": list(chat), "logprobs": True}) for chat in several]
+        else:
+            given = [prompt if isinstance(prompt, str) else list(prompt) for prompt in several]
+            requests += [(TEXT, {**body, "prompt": part, "logprobs": 0}) for part in _parts(given, body.get("n"))]
+    return requests
 
 
 def is_chat(prompt: Prompt) -> bool:
@@ -60,8 +72,23 @@ def is_chat(prompt: Prompt) -> bool:
 
 
 def answers_of(path: str, response: Mapping[str, Any]) -> list[Answer]:
-    """Return the completions of one prompt in their order."""
+    """Return the completions of one request, prompt by prompt."""
     return [_answer(path, response, choice) for choice in response["choices"]]
+
+
+def _parts(prompts: Sequence[Any], n: object) -> Iterator[list[Any]]:
+    """Yield parts of a size that one request may have; what is too large alone is for the server to refuse."""
+    most = min(MOST_PROMPTS, MOST_COMPLETIONS // n) if isinstance(n, int) and n > 0 else MOST_PROMPTS
+    part: list[Any] = []
+    size = 0
+    for prompt in prompts:
+        if part and (len(part) >= most or size + len(prompt) > MOST_CHARACTERS):
+            yield part
+            part, size = [], 0
+        part.append(prompt)
+        size += len(prompt)
+    if part:
+        yield part
 
 
 def _answer(path: str, response: Mapping[str, Any], choice: Mapping[str, Any]) -> Answer:

@@ -1,7 +1,6 @@
 """`load` and `Model`: chat, generate, adapters, versions and a server, all from Python."""
 
 import asyncio
-import dataclasses
 import weakref
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from parallm.config import ServeConfig
 from parallm.device.blas import load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.errors import InvalidRequest, UnknownModel
-from parallm.library.answer import Answer, Messages, Prompt, answers_of, is_chat, request_of
+from parallm.library.answer import Answer, Messages, Prompt, answers_of, is_chat, requests_of
 from parallm.library.runtime import Runtime
 from parallm.library.server import Server
 from parallm.library.session import Session
@@ -24,7 +23,7 @@ Result = TypeVar("Result")
 Self = TypeVar("Self", bound="Model")
 
 MOST_AT_ONCE = 256
-"""Prompts of `generate` that are in the engine's queue; the others wait here."""
+"""Requests of `generate` that are under way; the others wait here, so that the engine's queue has room."""
 
 
 def load(
@@ -124,12 +123,10 @@ class Model:
     def serve(self, *, host: str | None = None, port: int | None = None) -> Server:
         """Answer HTTP in the background, beside calls from Python; port 0 takes a free one.
 
-        What is not given is as `overrides` say, such as `server.port=8000` and `server.api_keys`. Raises ListenError,
-        and Unavailable where HTTP is answered already.
+        What is not given is as `overrides` say, such as `server.port=8000` and `server.api_keys`. Raises ConfigError,
+        ListenError, and Unavailable where HTTP is answered already.
         """
-        given = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-        settings = dataclasses.replace(self._runtime.session.settings, **given)
-        return Server(self._runtime, self._runtime.call(self._runtime.session.listen(settings)))
+        return Server(self._runtime, self._runtime.call(self._runtime.session.listen(host, port)))
 
     def close(self) -> None:
         """End the server, if there is one, and all requests, and free the memory. Does nothing the second time."""
@@ -157,27 +154,29 @@ class Model:
     async def _chat(self, messages: str | Messages, model: str, fields: dict[str, Any]) -> Answer:
         chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         if not is_chat(chat):
-            raise InvalidRequest("messages must be a text or a list of turns, {'role': ..., 'content': ...}", "messages")
+            raise InvalidRequest(
+                "messages must be a text or a list of turns, {'role': ..., 'content': ...}", "messages"
+            )
         if fields.get("n", 1) != 1:
             raise InvalidRequest(f"n is {fields['n']}; several answers are for generate([messages], n=...)", "n")
-        return (await self._completions(chat, model, fields))[0]
+        ((path, body),) = requests_of([chat], model, fields)
+        return (await self._completions(path, body))[0]
 
     async def _generate(self, prompts: Sequence[Prompt], model: str, fields: dict[str, Any]) -> list[Answer]:
         if isinstance(prompts, str):
             raise InvalidRequest("prompts is one text and must be a list of prompts", "prompts")
         turns = asyncio.Semaphore(MOST_AT_ONCE)
 
-        async def one(prompt: Prompt) -> list[Answer]:
+        async def one(path: str, body: dict[str, Any]) -> list[Answer]:
             async with turns:
-                return await self._completions(prompt, model, fields)
+                return await self._completions(path, body)
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(prompt)) for prompt in prompts]
+                tasks = [group.create_task(one(path, body)) for path, body in requests_of(prompts, model, fields)]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [answer for task in tasks for answer in task.result()]
 
-    async def _completions(self, prompt: Prompt, model: str, fields: dict[str, Any]) -> list[Answer]:
-        path, body = request_of(prompt, model, fields)
+    async def _completions(self, path: str, body: dict[str, Any]) -> list[Answer]:
         return answers_of(path, await self._runtime.session.local.post(path, body))

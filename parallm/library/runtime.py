@@ -5,6 +5,7 @@ So the methods of a model can be called where no event loop runs, and where one 
 
 import asyncio
 import atexit
+import gc
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
@@ -12,8 +13,9 @@ from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from parallm.errors import ConfigError, Unavailable
+from parallm.server.app import forget_applications
 
-Session = TypeVar("Session")
+Session = TypeVar("Session", covariant=True)
 Result = TypeVar("Result")
 Main = Callable[[Callable[[Session], None], asyncio.Event], Coroutine[Any, Any, None]]
 """Gets a function to call once the session is there, and an event after which it shall end."""
@@ -28,22 +30,29 @@ class Runtime(Generic[Session]):
         Raises ConfigError where another one is open, and what `main` raises before it has a session.
         """
         self.name = name
-        self._main = main
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._started: Future[Session] = Future()
+        self._session: Session | None = None
+        started: Future[None] = Future()
         self._error: BaseException | None = None
         self._is_ending = False
-        self._thread = threading.Thread(target=self._run, name="parallm", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(main, started), name="parallm", daemon=True)
         _take_place(self)
         self._thread.start()
         atexit.register(self.close)  # MLX may abort a process that ends while its device is at work
         try:
-            self.session = self._started.result()
+            started.result()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def session(self) -> Session:
+        """Raises Unavailable after the end."""
+        if self._session is None:
+            raise self._ended()
+        return self._session
 
     @property
     def is_open(self) -> bool:
@@ -93,30 +102,33 @@ class Runtime(Generic[Session]):
         self.request_end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            forget_applications()
+            gc.collect()  # the parts of a model know each other; its memory and the threads of its pools go with them
         atexit.unregister(self.close)
 
-    def _run(self) -> None:
+    def _run(self, main: Main[Session], started: Future[None]) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(self._begin())
+                runner.run(self._live(main, started))
         except BaseException as error:  # noqa: BLE001  # belongs to the caller of `wait`, or of the constructor
             self._error = error
         finally:
-            if not self._started.done():
-                self._started.set_exception(self._error or self._ended())
+            self._session = self._task = None
             _leave_place(self)
+            if not started.done():
+                started.set_exception(self._error or self._ended())
 
-    async def _begin(self) -> None:
+    async def _live(self, main: Main[Session], started: Future[None]) -> None:
+        def start(session: Session) -> None:
+            self._session = session
+            started.set_result(None)
+
         self._task = asyncio.current_task()
-        await self._main(self._start, self._end)
-
-    def _start(self, session: Session) -> None:
-        if not self._started.done():
-            self._started.set_result(session)
+        await main(start, self._end)
 
     def _stop(self) -> None:
         self._end.set()
-        if not self._started.done() and self._task is not None:
+        if self._session is None and self._task is not None:
             self._task.cancel()
 
     def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:

@@ -37,4 +37,9 @@ def serving(config: ServeConfig, blas: BlasReport) -> Main[Session]:
 
 def session_of(house: House, settings: ServerSettings) -> Session:
     assert house.app is not None, "it was built to answer"
-    return Session(app=house.app, local=LocalClient(house.app), settings=settings, give=house.store.give if hasattr(house, "store") else None)
+    return Session(
+        app=house.app,
+        local=LocalClient(house.app),
+        settings=settings,
+        give=house.store.give if hasattr(house, "store") else None,
+    )

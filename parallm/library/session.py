@@ -1,11 +1,13 @@
 """What the methods of a model share: the application, the server that is open on it, and how adapters come in."""
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
 
 from fastapi import FastAPI
+from pydantic import ValidationError
 
-from parallm.errors import Unavailable
+from parallm.errors import ConfigError, Unavailable
 from parallm.library.local import LocalClient
 from parallm.server.operation.listen import HttpServer
 from parallm.server.operation.sockets import bind
@@ -20,14 +22,18 @@ class Session:
     app: FastAPI
     local: LocalClient
     settings: ServerSettings
-    give: Callable[[str, str], Awaitable[AdapterCard]]
+    give: Callable[[str, str], Coroutine[Any, Any, AdapterCard]]
     """Serve the adapter, run or checkpoint at a path as the next version of a name."""
     server: HttpServer | None = None
 
-    async def listen(self, settings: ServerSettings) -> HttpServer:
-        """Answer HTTP from now on. Raises ListenError, and Unavailable where HTTP is answered already."""
+    async def listen(self, host: str | None, port: int | None) -> HttpServer:
+        """Answer HTTP from now on, at the address of the settings where none is given.
+
+        Raises ConfigError, ListenError, and Unavailable where HTTP is answered already.
+        """
         if self.server is not None:
             raise Unavailable(f"HTTP is answered at {self.server.url} already; close that server first")
+        settings = _at(self.settings, host, port)
         self.server = server = HttpServer(self.app, bind(settings), settings)
         await server.start()
         return server
@@ -41,3 +47,15 @@ class Session:
         if self.server is not None:
             await self.stop_listening(self.server)
         await self.local.close()
+
+
+def _at(settings: ServerSettings, host: str | None, port: int | None) -> ServerSettings:
+    if not settings.enabled:
+        raise ConfigError("server.enabled=false forbids to answer HTTP; leave it out to call serve()")
+    try:
+        return replace(
+            settings, host=settings.host if host is None else host, port=settings.port if port is None else port
+        )
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise ConfigError(f"{wrong['loc'][0]} is {wrong['input']!r}: {wrong['msg']}") from error

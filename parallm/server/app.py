@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import cache, partial
 
+import fastapi.dependencies.models
 from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -145,6 +146,13 @@ def create_app(
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     return app
+
+
+def forget_applications() -> None:
+    """Let FastAPI's caches forget the functions of routes, which hold an application and the model behind it."""
+    for value in vars(fastapi.dependencies.models).values():
+        if hasattr(value, "cache_clear"):
+            value.cache_clear()
 
 
 async def _docs(http: Request) -> Response:

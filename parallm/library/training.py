@@ -1,0 +1,207 @@
+"""`train`, `training` and `Training`: recipes and objects of a program, trained while the model is used."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from parallm.composition import compose
+from parallm.config import RunConfig
+from parallm.device.blas import load_blas
+from parallm.device.load_mlx import load_mlx
+from parallm.environment.environment import AnyEnvironment
+from parallm.errors import ConfigError
+from parallm.library.answer import Answer
+from parallm.library.model import Model
+from parallm.library.problems import GivenProblem, Reward, own_problems
+from parallm.library.runtime import Runtime
+from parallm.library.training_result import TrainingResult
+from parallm.library.training_session import TrainingSession
+from parallm.reports import TrainingStatus, TrajectoryReport
+
+Result = TypeVar("Result")
+Self = TypeVar("Self", bound="Training")
+
+
+def train(
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | Path | None = None,
+    adapter: str | Path | None = None,
+    environment: AnyEnvironment | None = None,
+    problems: Sequence[GivenProblem] | None = None,
+    held_out: Sequence[GivenProblem] = (),
+    reward: Reward | None = None,
+) -> TrainingResult:
+    """Train to the end and return what the run has left. Arguments and errors are those of `training`.
+
+    KeyboardInterrupt ends it after the present step, which is saved.
+    """
+    with training(
+        recipe,
+        overrides,
+        model=model,
+        adapter=adapter,
+        environment=environment,
+        problems=problems,
+        held_out=held_out,
+        reward=reward,
+    ) as run:
+        return run.wait()
+
+
+def training(
+    recipe: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    model: str | Path | None = None,
+    adapter: str | Path | None = None,
+    environment: AnyEnvironment | None = None,
+    problems: Sequence[GivenProblem] | None = None,
+    held_out: Sequence[GivenProblem] = (),
+    reward: Reward | None = None,
+) -> "Training":
+    """Begin to train, and return while it goes on; use it in a `with`, or call its `close`.
+
+    `recipe` and `overrides` are those of `python -m parallm.train`: a name and `["trainer.steps=20"]`. `model` is a
+    folder or an id of the hub, `adapter` what to go on from. `environment` is an object such as those of
+    parallm/environment/README.md; `problems` with `reward` are the short form of one, and `held_out` are for
+    evaluations. Without any of these the recipe says what to learn from. Nothing is shown unless `overrides` has
+    `metrics.display=lines`. Raises ParallmError.
+    """
+    own = _own_environment(environment, problems, held_out, reward)
+    named = {"model.path": model, "model.adapter": adapter}
+    given = {key: str(value) for key, value in named.items() if value is not None}
+    return start(recipe, overrides, given, own)
+
+
+def start(
+    recipe: str | None,
+    overrides: Sequence[str],
+    given: Mapping[str, object],
+    environment: AnyEnvironment | None,
+    *,
+    is_paused: bool = False,
+) -> "Training":
+    """As `training`; `given` are values by dotted keys. With `is_paused` the first step waits for `resume`."""
+    first = ["metrics.display=off"] + ([] if recipe is None else [f"+recipe={recipe}"])
+    if environment is not None:
+        kind = type(environment)
+        first.append("environment=custom")
+        given = {**given, "environment.target": f"{kind.__module__}:{kind.__qualname__}"}
+    composed = compose("train", RunConfig, [*first, *overrides], given)
+    if environment is not None and composed.config.policies:
+        raise ConfigError("policies: each has an environment of its own; leave environment and problems out")
+    blas = load_blas(composed.config.device)
+    load_mlx()
+    # not at the top: it loads MLX, which takes whatever BLAS the process has by then
+    from parallm.library.training_main import training_main  # noqa: PLC0415
+
+    main = training_main(composed, blas, environment, is_paused=is_paused)
+    return Training(Runtime(main, f"the run {composed.config.name}"))
+
+
+class Training:
+    """A run that goes on in the background. Methods may be called from any thread, in notebooks, too.
+
+    `policy` names one of several policies that are trained; None means all of them.
+    """
+
+    def __init__(self, runtime: Runtime[TrainingSession]) -> None:
+        self._runtime = runtime
+        self._result = runtime.session.result
+        self._is_told = False
+        self.folder = runtime.session.folder
+        """The folder of the run."""
+        self.model = Model(runtime)
+        """The model in training. `policy` means the newest version, unless `trainer.publish_if` says otherwise."""
+
+    def status(self) -> TrainingStatus:
+        """Return the state, the step, the newest version and the metrics of the last step."""
+        return self._call(self._runtime.session.local.client.training_status())
+
+    def pause(self, policy: str | None = None) -> None:
+        """Begin no further step; the present one ends first."""
+        self._call(self._runtime.session.local.client.pause_training(policy))
+
+    def resume(self, policy: str | None = None) -> None:
+        """Begin steps again."""
+        self._call(self._runtime.session.local.client.resume_training(policy))
+
+    def step(self, policy: str | None = None) -> TrainingStatus:
+        """Wait for one more step: a new one where training is paused, which it stays, else the one at work."""
+        return self._call(self._runtime.session.local.client.train_step(policy))
+
+    def checkpoint(self, policy: str | None = None) -> dict[str, Path]:
+        """Save after the present step; the folder of each policy's checkpoint."""
+        folders = self._call(self._runtime.session.local.client.checkpoint(policy))
+        return {name: Path(folder) for name, folder in folders.items()}
+
+    def reward(self, answer: Answer | str, value: float | Mapping[str, float]) -> float:
+        """Set the reward of an answer that was asked for with `collect_trajectory=True`, or of its `trajectory_id`.
+
+        Needs `rollout=live`, which the recipe live_traffic has. Returns the sum of the parts.
+        """
+        given = answer.trajectory_id if isinstance(answer, Answer) else answer
+        if given is None:
+            raise ConfigError("the answer is no trajectory; ask for it with collect_trajectory=True")
+        return self._call(self._runtime.session.local.client.reward(given, value))
+
+    def trajectories(self) -> dict[str, TrajectoryReport]:
+        """Return what became of the answers that were asked for with `collect_trajectory=True`, by policy."""
+        return self._call(self._runtime.session.local.client.trajectories())
+
+    def stop(self) -> None:
+        """Let training end after the present step, which is saved; return at once. The model goes on."""
+        self._runtime.session.stop()
+
+    def wait(self) -> TrainingResult:
+        """Wait for the end of training; raises what has ended it, such as TrainingStopped. The model goes on."""
+        self._is_told = True
+        return self._result.result()
+
+    async def await_end(self) -> TrainingResult:
+        """The same as `wait`, awaited."""
+        self._is_told = True
+        return await asyncio.shield(asyncio.wrap_future(self._result))
+
+    def close(self) -> None:
+        """End training after the present step, which is saved, then the model. Does nothing the second time."""
+        self._runtime.close()
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        failure = self._result.exception()
+        if failure is not None and kind is None and not self._is_told:
+            raise failure
+
+    def __repr__(self) -> str:
+        return f"<{self._runtime.name} in {self.folder}{'' if self._runtime.is_open else ', closed'}>"
+
+    def _call(self, asked: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result of a method of the local client."""
+        return self._runtime.call(self._runtime.session.local.ask(asked))
+
+
+def _own_environment(
+    environment: AnyEnvironment | None,
+    problems: Sequence[GivenProblem] | None,
+    held_out: Sequence[GivenProblem],
+    reward: Reward | None,
+) -> AnyEnvironment | None:
+    if (problems is None) != (reward is None):
+        raise ConfigError("problems and reward belong together; give both, or an environment")
+    if problems is None or reward is None:
+        if held_out:
+            raise ConfigError("held_out belongs to problems and reward; an environment has its own test split")
+        return environment
+    if environment is not None:
+        raise ConfigError("environment and problems are both given; leave one of them out")
+    return own_problems(problems, held_out, reward)
