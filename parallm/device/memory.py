@@ -57,3 +57,9 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def release_memory() -> None:
+    """Give back what MLX and the allocator keep for later arrays, after a model is gone."""
+    mx.clear_cache()
+    give_back_memory()

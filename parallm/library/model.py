@@ -42,9 +42,9 @@ def load(
     blas = load_blas(config.device)
     load_mlx()
     # not at the top: it loads MLX, which takes whatever BLAS the process has by then
-    from parallm.library.serving import serving  # noqa: PLC0415
+    from parallm.library.serving import release_memory, serving  # noqa: PLC0415
 
-    return Model(Runtime(serving(config, blas), f"the model {config.model.path}"))
+    return Model(Runtime(serving(config, blas), f"the model {config.model.path}", release_memory))
 
 
 class Model:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from parallm.environment.environment import AnyEnvironment
 from parallm.errors import ConfigError
 from parallm.types import Message, Problem, Split
 
@@ -36,6 +37,24 @@ class OwnProblems:
     def score(self, problem: Problem, text: str) -> Mapping[str, float] | Awaitable[Mapping[str, float]]:
         given = self.reward(problem, text)
         return _awaited(given) if inspect.isawaitable(given) else _parts(given)
+
+
+def own_environment(
+    environment: AnyEnvironment | None,
+    problems: Sequence[GivenProblem] | None,
+    held_out: Sequence[GivenProblem],
+    reward: Reward | None,
+) -> AnyEnvironment | None:
+    """The environment that a program has given in either form, if any. Raises ConfigError."""
+    if (problems is None) != (reward is None):
+        raise ConfigError("problems and reward belong together; give both, or an environment")
+    if problems is None or reward is None:
+        if held_out:
+            raise ConfigError("held_out belongs to problems and reward; an environment has its own test split")
+        return environment
+    if environment is not None:
+        raise ConfigError("environment and problems are both given; leave one of them out")
+    return own_problems(problems, held_out, reward)
 
 
 def own_problems(problems: Sequence[GivenProblem], held_out: Sequence[GivenProblem], reward: Reward) -> OwnProblems:

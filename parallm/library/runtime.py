@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from parallm.errors import ConfigError, Unavailable
@@ -24,8 +25,8 @@ Main = Callable[[Callable[[Session], None], asyncio.Event], Coroutine[Any, Any, 
 class Runtime(Generic[Session]):
     """Runs `main`; at most one in a process. Methods can be called from any thread."""
 
-    def __init__(self, main: Main[Session], name: str) -> None:
-        """Wait until the session is there. `name` is for messages.
+    def __init__(self, main: Main[Session], name: str, release: Callable[[], object]) -> None:
+        """Wait until the session is there. `name` is for messages, and `release` is called after `main`.
 
         Raises ConfigError where another one is open, and what `main` raises before it has a session.
         """
@@ -34,6 +35,9 @@ class Runtime(Generic[Session]):
         self._end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
+        self._release = release
+        self.ended: Future[None] = Future()
+        """Done when the thread is; with what `main` has raised."""
         started: Future[None] = Future()
         self._error: BaseException | None = None
         self._is_ending = False
@@ -85,12 +89,6 @@ class Runtime(Generic[Session]):
                 raise self._ended() from error
             raise
 
-    def wait(self) -> None:
-        """Wait until `main` has ended by itself or by `close`; raises what it has raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
     def request_end(self) -> None:
         """Ask `main` to end and return at once."""
         self._is_ending = True
@@ -104,6 +102,7 @@ class Runtime(Generic[Session]):
             self._thread.join()
             forget_applications()
             gc.collect()  # the parts of a model know each other; its memory and the threads of its pools go with them
+            self._release()
         atexit.unregister(self.close)
 
     def _run(self, main: Main[Session], started: Future[None]) -> None:
@@ -115,16 +114,17 @@ class Runtime(Generic[Session]):
         finally:
             self._session = self._task = None
             _leave_place(self)
+            _settle(self.ended, self._error)
             if not started.done():
                 started.set_exception(self._error or self._ended())
 
     async def _live(self, main: Main[Session], started: Future[None]) -> None:
-        def start(session: Session) -> None:
-            self._session = session
-            started.set_result(None)
-
         self._task = asyncio.current_task()
-        await main(start, self._end)
+        await main(partial(self._begin, started), self._end)
+
+    def _begin(self, started: Future[None], session: Any) -> None:
+        self._session = session
+        started.set_result(None)
 
     def _stop(self) -> None:
         self._end.set()
@@ -144,6 +144,13 @@ class Runtime(Generic[Session]):
     def _ended(self) -> Unavailable:
         reason = f" after an error: {self._error}" if isinstance(self._error, Exception) else ""
         return Unavailable(f"{self.name} is closed{reason}; open it again")
+
+
+def _settle(future: Future[None], error: BaseException | None) -> None:
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
 
 
 _lock = threading.Lock()

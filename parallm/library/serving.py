@@ -7,6 +7,7 @@ from collections.abc import Callable
 from parallm.build_serving import serve
 from parallm.config import ServeConfig
 from parallm.device.blas import BlasReport
+from parallm.device.memory import release_memory
 from parallm.given_model import find_given
 from parallm.house import House, Listening
 from parallm.library.local import LocalClient
@@ -15,6 +16,8 @@ from parallm.library.session import Session
 from parallm.server.operation.keys import read_keys
 from parallm.server.operation.listen import HttpServer
 from parallm.server.settings import ServerSettings
+
+__all__ = ["release_memory", "serving"]
 
 
 def serving(config: ServeConfig, blas: BlasReport) -> Main[Session]:

@@ -14,7 +14,7 @@ from parallm.environment.environment import AnyEnvironment
 from parallm.errors import ConfigError
 from parallm.library.answer import Answer
 from parallm.library.model import Model
-from parallm.library.problems import GivenProblem, Reward, own_problems
+from parallm.library.problems import GivenProblem, Reward, own_environment
 from parallm.library.runtime import Runtime
 from parallm.library.training_result import TrainingResult
 from parallm.library.training_session import TrainingSession
@@ -71,7 +71,7 @@ def training(
     evaluations. Without any of these the recipe says what to learn from. Nothing is shown unless `overrides` has
     `metrics.display=lines`. Raises ParallmError.
     """
-    own = _own_environment(environment, problems, held_out, reward)
+    own = own_environment(environment, problems, held_out, reward)
     named = {"model.path": model, "model.adapter": adapter}
     given = {key: str(value) for key, value in named.items() if value is not None}
     return start(recipe, overrides, given, own)
@@ -97,10 +97,10 @@ def start(
     blas = load_blas(composed.config.device)
     load_mlx()
     # not at the top: it loads MLX, which takes whatever BLAS the process has by then
-    from parallm.library.training_main import training_main  # noqa: PLC0415
+    from parallm.library.training_main import release_memory, training_main  # noqa: PLC0415
 
     main = training_main(composed, blas, environment, is_paused=is_paused)
-    return Training(Runtime(main, f"the run {composed.config.name}"))
+    return Training(Runtime(main, f"the run {composed.config.name}", release_memory))
 
 
 class Training:
@@ -162,6 +162,15 @@ class Training:
         self._is_told = True
         return self._result.result()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether training has ended, by its last step, by `stop` or by an error."""
+        return self._result.done()
+
+    async def await_close(self) -> None:
+        """Wait until the model is gone, by `close` or by an error, which is raised."""
+        await asyncio.shield(asyncio.wrap_future(self._runtime.ended))
+
     async def await_end(self) -> TrainingResult:
         """The same as `wait`, awaited."""
         self._is_told = True
@@ -188,20 +197,3 @@ class Training:
     def _call(self, asked: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of a method of the local client."""
         return self._runtime.call(self._runtime.session.local.ask(asked))
-
-
-def _own_environment(
-    environment: AnyEnvironment | None,
-    problems: Sequence[GivenProblem] | None,
-    held_out: Sequence[GivenProblem],
-    reward: Reward | None,
-) -> AnyEnvironment | None:
-    if (problems is None) != (reward is None):
-        raise ConfigError("problems and reward belong together; give both, or an environment")
-    if problems is None or reward is None:
-        if held_out:
-            raise ConfigError("held_out belongs to problems and reward; an environment has its own test split")
-        return environment
-    if environment is not None:
-        raise ConfigError("environment and problems are both given; leave one of them out")
-    return own_problems(problems, held_out, reward)

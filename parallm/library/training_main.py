@@ -14,6 +14,7 @@ from parallm.build import Begun, train
 from parallm.composition import Composed
 from parallm.config import RunConfig
 from parallm.device.blas import BlasReport
+from parallm.device.memory import release_memory
 from parallm.environment.environment import AnyEnvironment
 from parallm.errors import Unavailable
 from parallm.given_model import find_given
@@ -26,6 +27,8 @@ from parallm.policy_runs import PolicyRun, stop_all
 from parallm.run_folder import CONFIG, check_writable
 from parallm.server.operation.keys import read_keys
 from parallm.server.settings import ServerSettings
+
+__all__ = ["release_memory", "training_main"]
 
 
 def training_main(
