@@ -1,6 +1,7 @@
 """RunConfig -> a run: with `house` and `policy_runs` the only place where parts are wired to each other."""
 
 import asyncio
+import logging
 import sys
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
 from parallm.rollout.problem_stream import make_stream
 from parallm.server.operation.listen import HttpServer
+from parallm.trainer.client_trainer import ClientTrainer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.live_trainer import LiveTrainer
@@ -42,6 +44,8 @@ from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
 from parallm.training_control import TrainingControl
 from parallm.types import LATEST
+
+logger = logging.getLogger(__name__)
 
 
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
@@ -147,22 +151,35 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
         given = tokenized(lessons.demonstrations, house.model, per_step=per_step, seed=config.seed)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
     elif run.traffic is not None:
-        run.traffic.connect(partial(house.model.tokenizer.decode, special=True))
-        trainer = LiveTrainer(parts, run.traffic, config.trainer, config.rollout, save_every=save_every)
+        trainer = ClientTrainer(parts, run.traffic, config.trainer, config.rollout, save_every=save_every)
     elif run.atropos is not None:
         trainer = LiveTrainer(parts, run.atropos, config.trainer, config.rollout, save_every=save_every)
     else:
         trainer = Trainer(parts, config.trainer, config.rollout, save_every=save_every)
     run.adapters = parts.adapters
+    await _resume(run, house, parts, trainer)
+    if run.traffic is not None:
+        run.traffic.connect(partial(house.model.tokenizer.decode, special=True))
+    if run.atropos is not None:
+        _connect(run.atropos, config, house, parts.policy, version=parts.learner.adapter.version)
+    return trainer
+
+
+async def _resume(run: PolicyRun, house: House, parts: Parts, trainer: Loop) -> None:
+    """Go on after the newest checkpoint, if there is one, with what clients have sent, and say so."""
+    config, texts = run.config, []
     load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
     state = await on_device(house.device, load)
     if state is not None:
         await on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
         trainer.resume(state)
-        parts.display.message(f"resumed after step {state.step}, version {state.version}")
-    if run.atropos is not None:
-        _connect(run.atropos, config, house, parts.policy, version=parts.learner.adapter.version)
-    return trainer
+        texts.append(f"resumed after step {state.step}, version {state.version}")
+    if run.traffic is not None:
+        version = parts.learner.adapter.version
+        texts.append(run.traffic.resume(0 if state is None else state.step, version=version, now=version))
+    if text := "; ".join(filter(None, texts)):
+        logger.info(text)
+        parts.display.message(text)
 
 
 def _connect(source: AtroposSource, config: RunConfig, house: House, policy: str, *, version: int) -> None:

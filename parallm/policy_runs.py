@@ -17,6 +17,7 @@ from typing import Any
 from parallm.checkpoint.manager import step_folders
 from parallm.config import TRAJECTORIES, RunConfig, policy_configs
 from parallm.errors import ConfigError, ParallmError, TrainingStopped
+from parallm.learner.presets import objective_of
 from parallm.metrics.display import Display, NoDisplay
 from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.record import RunRecorder
@@ -26,6 +27,7 @@ from parallm.rollout.atropos.api import Registration
 from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.scoring import MAX_REWARD
 from parallm.trainer.loop import Loop
 
 ENDED = ("finished", "failed")
@@ -173,7 +175,10 @@ def _named_display(name: str, config: RunConfig) -> Display:
 
 
 def _traffic(config: RunConfig, folder: Path) -> LiveTraffic | None:
-    return LiveTraffic(config.rollout, folder / TRAJECTORIES) if config.rollout.source == "live" else None
+    if config.rollout.source != "live":
+        return None
+    min_reward = 0.0 if objective_of(config.learner).advantage == "max_rl" else -MAX_REWARD
+    return LiveTraffic(config.rollout, folder / TRAJECTORIES, min_reward=min_reward)
 
 
 def _with_port(config: RunConfig) -> RunConfig:

@@ -16,6 +16,9 @@ logger = logging.getLogger(__name__)
 CORRECT = "correct"
 REWARD_MODEL = "rollout/reward_model"
 """The part of a reward model, which says nothing about right and wrong."""
+MAX_REWARD = 1e9
+"""Of a reward or a part of one, either way. Advantages are float32, and so is the sum of the squares of a gradient,
+which is in proportion to them: beyond it one completion could make that of a whole step infinite."""
 NUM_SHOWN = 3
 MAX_LETTERS = 2000
 
@@ -55,8 +58,9 @@ def to_score(environment: AnyEnvironment, episode: Episode, outcome: Outcome) ->
     parts: dict[str, float] = {}
     fault = episode.fault or outcome.fault or read_parts(outcome.value, parts)
     reward = sum(own.weights.get(name, 0.0) * value for name, value in parts.items())
-    if fault is None and not math.isfinite(reward):
-        fault = EnvironmentFault("not_finite", f"the parts {parts} add up to {reward}")
+    if fault is None and not abs(reward) <= MAX_REWARD:
+        kind = "too_large" if math.isfinite(reward) else "not_finite"
+        fault = EnvironmentFault(kind, f"the parts {parts} add up to {reward}; the limit is {MAX_REWARD:g} either way")
     if fault is None:
         return Score(parts=parts, reward=reward)
     named = FaultyEpisode(
@@ -81,6 +85,10 @@ def read_parts(value: object, parts: dict[str, float]) -> EnvironmentFault | Non
             return EnvironmentFault("malformed", f"the part {name!r} is {part!r:.80}, not a number")
         if not math.isfinite(number):
             return EnvironmentFault("not_finite", f"the part {name!r} is {number}")
+        if abs(number) > MAX_REWARD:
+            return EnvironmentFault(
+                "too_large", f"the part {name!r} is {number}; the limit is {MAX_REWARD:g} either way"
+            )
         parts[str(name)] = number
     return None
 

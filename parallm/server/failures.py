@@ -11,6 +11,7 @@ from parallm.errors import (
     EngineFull,
     EngineStopped,
     InvalidRequest,
+    NotStored,
     ParallmError,
     Unavailable,
     UnknownModel,
@@ -102,6 +103,8 @@ def _failure_of_control(error: Exception) -> Failure | None:
     match error:
         case Unavailable():
             return failure(409, str(error), code="unavailable")
+        case NotStored():
+            return failure(507, str(error), kind="server_error", code="not_stored")
         case CheckpointError():
             return failure(500, str(error), kind="server_error", code="checkpoint_failed")
         case AdapterMissing():

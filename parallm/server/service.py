@@ -200,8 +200,16 @@ class Trajectories(Protocol):
         """Take in a completion of a request that `check` let pass; False for one that nothing can be learned from."""
         ...
 
+    def knows(self, trajectory_id: str) -> bool:
+        """Whether a trajectory has this id, or had it not long ago."""
+        ...
+
     def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:
         """Returns the sum. Raises UnknownTrajectory, Unavailable, InvalidRequest."""
+        ...
+
+    async def written(self) -> None:
+        """Wait until the end of the process would lose no completion and no reward so far. Raises NotStored."""
         ...
 
     def report(self) -> TrajectoryReport: ...

@@ -43,7 +43,7 @@ class Loop(ABC):
         self._publication = Publication(parts.adapters, parts.policy, settings)
         self._guard = Guard(settings.guard, compares=compares)
         self._recovery = Recovery(parts, self._guard, self._publication)
-        self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
+        self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every, on_save=self._on_save)
         self._stopping = asyncio.Event()
         self.pacing = Pacing(self._save_now)
         self._step = 0  # finished steps
@@ -61,6 +61,9 @@ class Loop(ABC):
     def _is_ready(self) -> bool:
         """Whether there is something to train on, for loops that wait for others to bring it."""
         return True
+
+    def _on_save(self, step: int) -> None:  # noqa: B027  # most loops need not know
+        """A checkpoint holds what the steps until `step` have learned."""
 
     async def _give_up_work_ahead(self) -> None:  # noqa: B027  # most loops have none
         """Drop what is under way for later steps: the run ends, or the version it was made with was undone."""

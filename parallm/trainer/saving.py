@@ -27,11 +27,14 @@ class Saver:
         make_state: Callable[[], TrainingState],
         *,
         every: int,
+        on_save: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`on_save` gets the step of each checkpoint when the disk has it."""
         self._device = device
         self._checkpoints = checkpoints
         self._make_state = make_state
         self._every = every
+        self._on_save = on_save
         self.saved_step = 0  # of the newest checkpoint; written by `save` and by whoever resumes a run
 
     def is_due(self, step: int) -> bool:
@@ -42,6 +45,7 @@ class Saver:
         state = self._make_state()
         folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
         self.saved_step = state.step
+        self._on_save(state.step)
         return folder
 
     async def try_save(self) -> None:

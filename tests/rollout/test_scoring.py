@@ -23,7 +23,7 @@ PROBLEMS = [
 class Scoring:
     """Scores a completion, whose text is its index, with what the given function says."""
 
-    weights: Mapping[str, float] = {"right": 2.0, "huge": 1e300}
+    weights: Mapping[str, float] = {"right": 2.0, "huge": 1e10}
 
     def __init__(self, answer: Callable[[int], object]) -> None:
         self._answer = answer
@@ -51,7 +51,8 @@ def collect(engine: Any, answer: Callable[[int], object], **values: Any) -> Coll
     [
         ({"right": math.nan}, "score_not_finite", "the part 'right' is nan"),
         ({"seen": -math.inf, "right": 1}, "score_not_finite", "the part 'seen' is -inf"),
-        ({"huge": 1e300}, "score_not_finite", "the parts {'huge': 1e+300} add up to inf"),
+        ({"huge": 1e300}, "score_too_large", "the part 'huge' is 1e+300; the limit is 1e+09 either way"),
+        ({"huge": -1e9}, "score_too_large", "the parts {'huge': -1000000000.0} add up to -1e+19; the limit"),
         ({"right": "1"}, "score_malformed", "the part 'right' is '1', not a number"),
         ({"right": np.ones(2)}, "score_malformed", "the part 'right' is array([1., 1.]), not a number"),
         ({"right": 10**400}, "score_malformed", "the part 'right' is 1000"),

@@ -171,6 +171,7 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
                 "policy": {
                     "num_waiting": 5,
                     "num_rewarded": 3,
+                    "num_reserved": 0,
                     "oldest_seconds": 41.5,
                     "num_collected": 200,
                     "num_trained": 176,
