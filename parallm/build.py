@@ -170,6 +170,8 @@ async def _resume(run: PolicyRun, house: House, parts: Parts, trainer: Loop) -> 
     config, texts = run.config, []
     load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
     state = await on_device(house.device, load)
+    if config.checkpoint.resume == "auto":
+        run.recorder.go_on_after(0 if state is None else state.step)
     if state is not None:
         await on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
         trainer.resume(state)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -153,6 +154,92 @@ def test_what_waits_for_a_reward_is_there_when_the_run_goes_on(run: Callable[...
     assert run(after, trainer={"steps": 1}) == 0
     (row,) = rows_of(tmp_path / "run")
     assert row["reward/mean"] == 1.5
+
+
+def rate_two_groups(client: httpx.Client) -> list[str]:
+    """Trajectories of one step, of which every second one is good."""
+    names = [name for number in range(2) for name in ask(client, f"{number} + 1")]
+    for place, name in enumerate(names):
+        send(client, name, place % 2)
+    return names
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < ends, "it never came true"
+        time.sleep(0.02)
+
+
+def step_of(client: httpx.Client) -> int:
+    return int(client.get("/v1/training/status").json()["step"])
+
+
+def counts(client: httpx.Client) -> dict[str, Any]:
+    return dict(client.get("/v1/trajectories").json()["data"]["policy"])
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_what_a_step_took_is_trained_on_once_whenever_the_process_is_killed(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int
+) -> None:
+    names: list[str] = []
+    checkpoint = {"resume": "auto", "every": every}
+
+    def before(client: httpx.Client) -> None:
+        names.extend(rate_two_groups(client))
+        until(lambda: counts(client)["num_trained"] == 4 if every == 1 else step_of(client) == 1)
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")  # what a process that is killed now would leave
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def after(client: httpx.Client) -> None:
+        until(lambda: step_of(client) == 1)
+        for place, name in enumerate(names):  # their answers were lost on the way
+            send(client, name, place % 2)
+        told = counts(client)
+        assert told["num_trained"] + told["num_reserved"] == told["num_collected"] == 4
+        assert (told["num_trained"], told["dropped"]) == (4 if every == 1 else 0, {})
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert run(before, trainer={"steps": 9}, checkpoint=checkpoint) == 0
+    capsys.readouterr()
+    display = {"metrics": {"display": "lines"}}
+    assert run(after, trainer={"steps": 9}, checkpoint=checkpoint, folder="killed", **display) == 0
+    said = capsys.readouterr().out
+    assert ("resumed after step 1, version 1" in said) == (every == 1)
+    assert ("4 trajectories wait, 4 with a reward, 4 of steps after the checkpoint" in said) == (every == 10)
+    (row,) = rows_of(tmp_path / "killed")
+    assert (row["step"], row["reward/mean"], row["groups/with_signal"]) == (1, 0.5, 2)
+
+
+def test_what_a_step_without_an_update_took_is_trained_on_by_the_next(
+    run: Callable[..., int], tmp_path: Path, break_gradient: Callable[[int], None]
+) -> None:
+    break_gradient(1)
+    assert run(lambda client: rate_two_groups(client) and None, trainer={"steps": 2}, checkpoint={"every": 1}) == 0
+    rows = rows_of(tmp_path / "run")
+    assert [(row["guard/skipped"], row["reward/mean"], row["update/version"]) for row in rows] == [
+        (1, 0.5, 0),
+        (1, 0.5, 1),
+    ]
+
+
+def test_a_step_that_is_undone_drops_what_it_learned_from_and_no_more(
+    run: Callable[..., int], tmp_path: Path, break_gradient: Callable[[int], None]
+) -> None:
+    def act(client: httpx.Client) -> None:
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 1)
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 3)
+        told = counts(client)
+        assert (told["num_trained"] + told["num_reserved"], told["dropped"]) == (4, {"undone": 4})
+        os.kill(os.getpid(), signal.SIGINT)
+
+    break_gradient(2)
+    trainer = {"steps": 9, "max_off_policy_steps": 4, "guard": {"max_skips": 1}}
+    assert run(act, trainer=trainer, checkpoint={"every": 1}) == 0
+    assert [row["update/version"] for row in rows_of(tmp_path / "run")] == [1, 1, 3]
 
 
 def test_versions_that_are_too_old_are_not_trained_on(run: Callable[..., int], tmp_path: Path) -> None:
