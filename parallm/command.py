@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO, TypeVar
@@ -18,6 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from parallm.checkpoint.folder_lock import folder_locked
 from parallm.config import (
     RUNS_FOLDER,
     known_keys,
@@ -31,7 +32,7 @@ from parallm.config import (
 from parallm.config_errors import explain_composition, repeated_keys
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.settings import DeviceSettings
-from parallm.errors import ConfigError, ParallmError
+from parallm.errors import ConfigError, FolderInUse, ParallmError
 
 
 class CommandConfig(Protocol):
@@ -107,7 +108,7 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config]) -> int:
             _try_to_write(folder)
         except OSError as error:
             return _complain(_folder_trouble(folder, error), FAILED)
-        with _logging_to(folder / "run.log"):
+        with _alone_in(folder), _logging_to(folder / "run.log"):
             blas = load_blas(config.device)
             logger.info(blas.message)
             _require_mlx()
@@ -119,6 +120,20 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config]) -> int:
         return _complain(str(error), FAILED)
     finally:
         _remove_if_empty(folder)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Nothing of a run is written, nor a model loaded, while another process has its folder. Raises FolderInUse."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(folder_locked(folder))
+        except FolderInUse as error:
+            raise FolderInUse(
+                f"the run folder {error}; wait until that has ended, or choose another folder with name=NAME or "
+                "hydra.run.dir=FOLDER"
+            ) from error
+        yield
 
 
 def _require_mlx() -> None:

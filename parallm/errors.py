@@ -14,6 +14,7 @@ ParallmError
     AdapterNotFinite              an adapter that holds NaN or infinity
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
+  FolderInUse                     a folder that another process has
   NotStored                       what a client gave, and the disk does not take
   Unavailable                     what this process does not do, or not at this time
   TrainingStopped                 training cannot go on: the message says why
@@ -84,6 +85,10 @@ class CheckpointError(ParallmError):
 
 class ProblemError(ParallmError):
     """An environment whose problems cannot be read or have no answers."""
+
+
+class FolderInUse(ParallmError):
+    """A folder that another process has; the message names the process."""
 
 
 class NotStored(ParallmError):

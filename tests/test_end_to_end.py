@@ -315,6 +315,24 @@ def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_pat
     assert command.end(signal.SIGINT) == 0
 
 
+def test_a_second_process_in_a_run_folder_is_refused_until_the_first_has_ended(start: Start, tmp_path: Path) -> None:
+    long = (*TINY, "checkpoint.resume=auto", "checkpoint.every=1", "metrics.display=lines")
+    first = start(*long, "trainer.steps=1000")
+    first.wait_for(r"step 2/1000")
+    second = start(*long, "trainer.steps=1000", "model.path=/nowhere")  # it does not come as far as the model
+    folder = run_folder(tmp_path, "run").relative_to(tmp_path)
+    before = (tmp_path / folder / "config.yaml").read_text()
+    assert one_line(second, 1) == (
+        f"parallm: the run folder {tmp_path / folder} is in use by process {first.process.pid}; wait until that has "
+        "ended, or choose another folder with name=NAME or hydra.run.dir=FOLDER"
+    )
+    assert (tmp_path / folder / "config.yaml").read_text() == before
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    third = start(*long, "trainer.steps=3")
+    assert third.end() == 0, third.output()
+    assert "resumed after step" in third.output()
+
+
 def test_serving_without_a_learner_answers_until_interrupted(start: Start) -> None:
     warm_up = ("engine.warmup=true", "engine.max_rows=4")
     command = start("name=serve", "server.port=0", *warm_up, command="serve")
@@ -350,7 +368,6 @@ def test_trajectories_of_a_killed_run_are_trained_on_by_the_next(start: Start, t
     body = {"model": "policy", "prompt": "1 + 1", "n": 2, "max_tokens": 4, "collect_trajectory": True}
     answer = httpx.post(f"{url}/v1/completions", json=body | {"request_id": "late"}, trust_env=False, timeout=SECONDS)
     assert answer.status_code == 200, answer.text
-    time.sleep(0.2)  # the file is written beside the answer
     assert killed.end(signal.SIGKILL) == -signal.SIGKILL
 
     resumed = start(*live, "trainer.steps=1", "trainer.keep_serving=false")
