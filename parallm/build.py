@@ -13,13 +13,14 @@ from parallm.companions import with_companions
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import connect
-from parallm.errors import ConfigError
+from parallm.errors import CheckpointError, ConfigError
 from parallm.house import House, on_device, with_house
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.learner import Learner
 from parallm.lessons import Lessons, read_lessons
 from parallm.metrics.display import make_display
 from parallm.metrics.run_header import RunHeader
+from parallm.model.adapter import Adapter
 from parallm.model_names import of_alias
 from parallm.policy_runs import PolicyRun, combined_status, make_policy_runs, raise_failures, stop_all, train_all
 from parallm.reports import TrainingStatus
@@ -88,9 +89,12 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
                 device = "" if blas.name == "reference" else blas.name
                 summaries = [run.recorder.finish(run.figures, device=device) for run in runs]
         for run, summary in zip(runs, summaries, strict=True):
-            if run.name not in failures:
+            failure = failures.get(run.name)
+            if failure is None:
                 await _leave_adapter(run, house)
                 run.display.finish(summary.rows())
+            elif isinstance(failure, CheckpointError):
+                await _rescue_adapter(run, house)
         raise_failures(failures, is_alone=len(runs) == 1)
         was_stopped = any(run.was_stopped for run in runs)
         if config.trainer.keep_serving and server is not None and not was_stopped:
@@ -253,10 +257,30 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
 
 
 async def _leave_adapter(run: PolicyRun, house: House) -> None:
+    try:
+        await _write_adapter(run, house)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; the same adapter is in the last checkpoint") from error
+
+
+async def _write_adapter(run: PolicyRun, house: House) -> Adapter | None:
+    """The adapter that the run leaves for use elsewhere, if there is one. Raises CheckpointError."""
     assert run.adapters is not None, "its trainer has run"
     kept = adapter_to_keep(run.adapters, run.name, run.config.trainer.keep_best)
     if kept is not None:
         await on_device(house.device, partial(write_adapter, kept, run.folder, house.model))
+    return kept
+
+
+async def _rescue_adapter(run: PolicyRun, house: House) -> None:
+    """Where the disk has no room for the last checkpoint it may have some for the adapter alone."""
+    try:
+        kept = await _write_adapter(run, house)
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return
+    if kept is not None:
+        logger.warning("version %d is in %s; the state of its training is lost", kept.version, run.folder / "adapter")
 
 
 def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServer | None) -> RunHeader:

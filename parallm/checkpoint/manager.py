@@ -45,7 +45,7 @@ class CheckpointManager:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             temporary.mkdir()
             write_checkpoint(state, temporary)
-            self._put_in_place(temporary, final)
+            put_in_place(temporary, final)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._save_error(final, error, needed) from error
@@ -81,19 +81,6 @@ class CheckpointManager:
     def best(self) -> Path | None:
         """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
         return best_of(self.checkpoints())
-
-    def _put_in_place(self, temporary: Path, final: Path) -> None:
-        replaced = self._folder / f"{REPLACED}{final.name}"
-        if final.exists():
-            final.rename(replaced)
-        try:
-            temporary.rename(final)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(final)
-            raise
-        sync(self._folder)
-        shutil.rmtree(replaced, ignore_errors=True)
 
     def _save_error(self, final: Path, error: OSError, needed: int) -> CheckpointError:
         if error.errno not in DISK_FULL:
@@ -158,6 +145,21 @@ class CheckpointManager:
             if not _is_running(path.name.rpartition("-")[2]):
                 shutil.rmtree(path, ignore_errors=True)
                 logger.info("removed %s, left by a process that ended while saving", path)
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Let the folder `temporary` be `final`, in place of another one of that name. Raises OSError, changing nothing."""
+    replaced = final.with_name(f"{REPLACED}{final.name}")
+    if final.exists():
+        final.rename(replaced)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def best_of(checkpoints: Iterable[Path]) -> Path | None:

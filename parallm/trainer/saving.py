@@ -2,10 +2,13 @@
 
 import asyncio
 import logging
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from parallm.checkpoint.manager import CheckpointManager
+from parallm.checkpoint.files import sync
+from parallm.checkpoint.manager import TEMPORARY, CheckpointManager, put_in_place
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.device.thread import DeviceThread
 from parallm.errors import CheckpointError, ParallmError
@@ -66,18 +69,25 @@ class Saver:
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
     """Write `adapter` in both formats, for use elsewhere; a reward model in the one that knows such.
 
-    Raises CheckpointError if the disk does not take it.
+    Each folder is whole or as it was before. Raises CheckpointError for the first that the disk does not take.
     """
+    if is_reward_model(adapter):
+        _put(folder / "adapter", lambda path: write_peft(adapter, path, model.name, model.sha256))
+    else:
+        _put(folder / "adapter", lambda path: write_mlx(adapter, path, num_layers=model.num_layers))
+        _put(folder / "adapter_peft", lambda path: write_peft(adapter, path, model.name))
+
+
+def _put(final: Path, write: Callable[[Path], None]) -> None:
+    temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}")
     try:
-        if is_reward_model(adapter):
-            write_peft(adapter, folder / "adapter", model.name, model.sha256)
-        else:
-            write_mlx(adapter, folder / "adapter", num_layers=model.num_layers)
-            write_peft(adapter, folder / "adapter_peft", model.name)
+        write(temporary)
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        put_in_place(temporary, final)
     except OSError as error:
-        raise CheckpointError(
-            f"{folder / 'adapter'} could not be written: {error}; the same adapter is in the last checkpoint"
-        ) from error
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{final} could not be written: {error}") from error
 
 
 def fingerprint_of(model: SharedModel, start: Adapter) -> Fingerprint:
