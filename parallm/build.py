@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import mlx.core as mx
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.companions import with_companions
-from parallm.config import RunConfig, policy_configs
+from parallm.config import RUNS_FOLDER, RunConfig, policy_configs
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import connect
 from parallm.errors import CheckpointError, ConfigError
@@ -22,8 +23,10 @@ from parallm.metrics.display import make_display
 from parallm.metrics.run_header import RunHeader
 from parallm.model.adapter import Adapter
 from parallm.model_names import of_alias
+from parallm.operators import check_given
 from parallm.policy_runs import PolicyRun, combined_status, make_policy_runs, raise_failures, stop_all, train_all
 from parallm.reports import TrainingStatus
+from parallm.resuming import resume
 from parallm.rollout.atropos.rescoring import Rescorer
 from parallm.rollout.atropos.scored_group import Limits
 from parallm.rollout.atropos.source import AtroposSource
@@ -38,13 +41,12 @@ from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.live_trainer import LiveTrainer
 from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
-from parallm.trainer.restoring import restore
 from parallm.trainer.reward_training import open_reward_model, paired, reward_parts
 from parallm.trainer.saving import fingerprint_of, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
 from parallm.training_control import TrainingControl
-from parallm.types import LATEST
+from parallm.types import LATEST, POLICY
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
     display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout)
     runs = make_policy_runs(config, folder, display)
+    check_given(config.server.adapters, {run.name: "trained by this run" for run in runs})
     live = {run.name: run.traffic for run in runs if run.traffic is not None}
     ledgers = {run.name: run.atropos.ledger for run in runs if run.atropos is not None}
     sources = [source for run in runs for source in (run.traffic, run.atropos) if source is not None]
@@ -78,6 +81,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
             for run in runs:
                 connect(lessons[run.name].environment, judge)
                 run.trainer = await _make_trainer(run, house.of(run.name), lessons[run.name])
+            versions = {run.name: run.resumed_version for run in runs}
+            _log(await house.restore(config.server.adapters, versions))
             if server is not None:
                 await server.start()
             stop_on_signals(partial(_leave, runs, server), "finishing this step, then saving and leaving")
@@ -108,6 +113,8 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
             blas,
             status,
             work,
+            folder=folder,
+            goes_on=config.checkpoint.resume == "auto",
             trained=trained,
             training=training,
             trajectories=live,
@@ -127,15 +134,20 @@ def _leave(runs: tuple[PolicyRun, ...], server: HttpServer | None) -> None:
 
 async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
+    given = {} if config.model.adapter is None else {POLICY: f"model.adapter={config.model.adapter}"}
+    check_given(config.server.adapters, given)
 
-    async def work(_: House, server: HttpServer | None) -> None:
+    async def work(house: House, server: HttpServer | None) -> None:
+        texts = await house.restore(config.server.adapters, {})
         if server is not None:
             await server.start()
         display.start(_header(config, folder, blas, server))
+        _log(texts)
         await until_signal()
 
+    status = TrainingStatus(state="serving")
     try:
-        return await with_house(config, blas, lambda: TrainingStatus(state="serving"), work)
+        return await with_house(config, blas, lambda: status, work, folder=RUNS_FOLDER / config.name, goes_on=True)
     finally:
         display.close()
 
@@ -161,31 +173,12 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
     else:
         trainer = Trainer(parts, config.trainer, config.rollout, save_every=save_every)
     run.adapters = parts.adapters
-    await _resume(run, house, parts, trainer)
+    await resume(run, house, parts, trainer)
     if run.traffic is not None:
         run.traffic.connect(partial(house.model.tokenizer.decode, special=True))
     if run.atropos is not None:
         _connect(run.atropos, config, house, parts.policy, version=parts.learner.adapter.version)
     return trainer
-
-
-async def _resume(run: PolicyRun, house: House, parts: Parts, trainer: Loop) -> None:
-    """Go on after the newest checkpoint, if there is one, with what clients have sent, and say so."""
-    config, texts = run.config, []
-    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
-    state = await on_device(house.device, load)
-    if config.checkpoint.resume == "auto":
-        run.recorder.go_on_after(0 if state is None else state.step)
-    if state is not None:
-        await on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
-        trainer.resume(state)
-        texts.append(f"resumed after step {state.step}, version {state.version}")
-    if run.traffic is not None:
-        version = parts.learner.adapter.version
-        texts.append(run.traffic.resume(0 if state is None else state.step, version=version, now=version))
-    if text := "; ".join(filter(None, texts)):
-        logger.info(text)
-        parts.display.message(text)
 
 
 def _connect(source: AtroposSource, config: RunConfig, house: House, policy: str, *, version: int) -> None:
@@ -254,6 +247,12 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
         recorder=run.recorder,
         display=run.display,
     )
+
+
+def _log(texts: Iterable[str]) -> None:
+    """Into the run's log and, as the display shows what is logged, on the screen."""
+    for text in texts:
+        logger.info("%s", text)
 
 
 async def _leave_adapter(run: PolicyRun, house: House) -> None:

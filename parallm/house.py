@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from parallm.checkpoint.adapter_store import AdapterStore
+from parallm.checkpoint.kept_table import KeptTable
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
@@ -27,6 +29,7 @@ from parallm.model.load import load_shared_model
 from parallm.model.reward_head import is_reward_model, refuse_reward_model
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
+from parallm.operators import open_table, restore
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.control.witnesses import Witness
@@ -53,6 +56,13 @@ class House:
     engine: AsyncEngine
     start: Adapter
     """The version to go on from: the given adapter, or one whose product is zero."""
+    kept: KeptTable
+    """`adapters`, with what operators have set."""
+    store: AdapterStore
+
+    async def restore(self, given: Mapping[str, str], versions: Mapping[str, int]) -> list[str]:
+        """Serve what operators have left, and the adapters `given`; see `operators.restore`."""
+        return await restore(self.kept, self.store, given, versions)
 
     def of(self, name: str) -> "House":
         """The same, for training the policy `name`."""
@@ -65,6 +75,8 @@ async def with_house(
     status: Callable[[], TrainingStatus],
     work: Callable[[House, HttpServer | None], Awaitable[None]],
     *,
+    folder: Path | None = None,
+    goes_on: bool = False,
     trained: tuple[str, ...] = (),
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
@@ -73,6 +85,7 @@ async def with_house(
     """Build what `work` needs, run it, and take everything down again. The port is bound before the model loads; `work`
     starts the server once what it serves is what it says, and clients that come before wait.
 
+    What operators set is kept below `folder`, if there is one; `goes_on`: with what is there.
     `trained` are the policies whose versions `work` makes, `training` is what clients may do to it, `trajectories`
     take what clients want to be learned from, by policy, and `witnesses` remember what a policy has answered.
     """
@@ -80,11 +93,12 @@ async def with_house(
     bound = bind(config.server) if config.server.enabled else None
     device = DeviceThread(Governor(serving_share=config.engine.serving_share, engine_share=config.learner.engine_share))
     server: HttpServer | None = None
+    house: House | None = None
     resources = ExitStack()
     try:
         resources.enter_context(writing_request_log(config.server.request_log))
         traces = resources.enter_context(exporting_traces(config.server.otlp_endpoint))
-        house = await _build_house(config, blas, device)
+        house = await _build_house(config, blas, device, folder, trained=trained, goes_on=goes_on)
         if bound is not None:
             app = create_app(
                 engine=house.engine,
@@ -97,7 +111,7 @@ async def with_house(
                 keys=keys,
                 traces=traces,
                 device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
-                adapters=_adapter_store(config, house, trained=trained),
+                adapters=house.store,
                 training=training,
                 trajectories=trajectories,
                 witnesses=witnesses,
@@ -110,24 +124,22 @@ async def with_house(
             await server.stop()
         elif bound is not None:
             bound.close()
+        if house is not None:
+            house.kept.close()
         device.stop()
         resources.close()
     return 0
 
 
-def _adapter_store(config: RunConfig, house: House, *, trained: tuple[str, ...]) -> AdapterStore:
-    return AdapterStore(
-        house.device,
-        house.model,
-        house.adapters,
-        root=config.server.adapters_root,
-        max_bytes=config.server.max_adapter_bytes,
-        max_names=config.server.max_adapters,
-        trained=trained,
-    )
-
-
-async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread) -> House:
+async def _build_house(
+    config: RunConfig,
+    blas: BlasReport,
+    device: DeviceThread,
+    folder: Path | None,
+    *,
+    trained: tuple[str, ...],
+    goes_on: bool,
+) -> House:
     engine = AsyncEngine(device, asyncio.get_running_loop())
     await on_device(device, wire_memory)
     model = await on_device(device, partial(load_shared_model, config.model))
@@ -146,7 +158,25 @@ async def _build_house(config: RunConfig, blas: BlasReport, device: DeviceThread
     if config.engine.warmup:
         adapted = [name for name in adapters.policies if adapters.resolve(name) is not None]
         await _warm_up(config, engine, model, [BASE, *adapted])
-    return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
+    kept = open_table(config.server, folder, device, model, adapters, trained=trained, goes_on=goes_on)
+    store = AdapterStore(
+        device,
+        model,
+        kept,
+        root=config.server.adapters_root,
+        max_bytes=config.server.max_adapter_bytes,
+        max_names=config.server.max_adapters,
+    )
+    return House(
+        device=device,
+        lanes=lanes,
+        model=model,
+        adapters=adapters,
+        engine=engine,
+        start=start,
+        kept=kept,
+        store=store,
+    )
 
 
 async def _warm_up(config: RunConfig, engine: AsyncEngine, model: SharedModel, names: Sequence[str]) -> None:

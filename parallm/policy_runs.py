@@ -47,6 +47,8 @@ class PolicyRun:
     """The folder of the run, or one below it where there are several policies."""
     figures: str
     """What the names of its figures begin with."""
+    label: str
+    """What texts about it begin with where there are several policies."""
     recorder: RunRecorder
     display: Display
     """That of the run, or lines that begin with the policy's name where there are several."""
@@ -56,6 +58,7 @@ class PolicyRun:
     """Where it learns from what the environments of an Atropos run post."""
     trainer: Loop | None = None  # set by build.py as soon as there is a model
     adapters: AdapterTable | None = None  # the trainer's versions; set with it
+    resumed_version: int = 0  # whose weights the trainer goes on with; set with it
 
     @property
     def status(self) -> TrainingStatus:
@@ -80,6 +83,7 @@ def make_policy_runs(config: RunConfig, folder: Path, display: Display) -> tuple
             config=own,
             folder=folders[name],
             figures=f"{figures}.{name}" if config.policies else figures,
+            label=f"{name}: " if config.policies else "",
             recorder=RunRecorder(folders[name], own.metrics, dataclasses.asdict(own)),
             traffic=_traffic(own, folders[name]),
             display=_named_display(name, own) if config.policies else display,

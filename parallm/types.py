@@ -236,8 +236,7 @@ class FaultyEpisode:
     """A completion that its environment has failed to score or to reply to; it is never trained on."""
 
     kind: str
-    """`score` or `reply`, and `raised`, `timed_out`, `not_finite`, `too_large` or `malformed`, as `score_raised`; or
-    `no_tokens`."""
+    """`score_` or `reply_` with `raised`, `timed_out`, `not_finite`, `too_large` or `malformed`; or `no_tokens`."""
     detail: str
     text: str
     tokens: tuple[int, ...]

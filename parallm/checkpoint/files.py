@@ -96,6 +96,19 @@ def needed_bytes(state: TrainingState) -> int:
     return sum(array.nbytes + 256 for array in arrays) + text + 65536
 
 
+def write_durably(file: Path, text: str) -> None:
+    """Replace `file`: whatever happens it holds the old text or the new one. Raises OSError, changing nothing."""
+    temporary = file.with_name(f"{file.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync(file.parent)
+
+
 def sync(path: Path) -> None:
     """Wait until the disk has a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -53,7 +53,7 @@ class CheckpointManager:
             shutil.rmtree(temporary, ignore_errors=True)
         for path in self.checkpoints():
             if _step(path) > state.step:
-                self._set_aside(path, f"it is newer than step {state.step}, from which this run went on")
+                set_aside(path, f"it is newer than step {state.step}, from which this run went on")
         self._prune()
         logger.info("saved %s", final)
         return final
@@ -96,7 +96,7 @@ class CheckpointManager:
             try:
                 return path, read_checkpoint(path)
             except CheckpointError as error:
-                self._set_aside(path, str(error))
+                set_aside(path, str(error))
         return self._folder, None
 
     def _named(self, path: Path) -> tuple[Path, TrainingState]:
@@ -107,16 +107,6 @@ class CheckpointManager:
             f"checkpoint.resume={path} is no checkpoint: it has no {MANIFEST}; "
             f"there are {', '.join(choices) or 'none in that folder or this run'}"
         )
-
-    def _set_aside(self, path: Path, reason: str) -> None:
-        aside = next(
-            name for number in range(10**6) if not (name := path.with_name(f"{ASIDE}{path.name}.{number}")).exists()
-        )
-        try:
-            path.rename(aside)
-        except OSError as error:
-            raise CheckpointError(f"{path} should be set aside, as {reason}; that failed: {error}") from error
-        logger.warning("checkpoint %s was set aside as %s: %s", path, aside.name, reason)
 
     def _prune(self) -> None:
         keep = {*self.checkpoints()[-self._settings.keep :], self.best()}
@@ -145,6 +135,18 @@ class CheckpointManager:
             if not _is_running(path.name.rpartition("-")[2]):
                 shutil.rmtree(path, ignore_errors=True)
                 logger.info("removed %s, left by a process that ended while saving", path)
+
+
+def set_aside(path: Path, reason: str) -> None:
+    """Let `path` have a name that nothing reads. Raises CheckpointError."""
+    aside = next(
+        name for number in range(10**6) if not (name := path.with_name(f"{ASIDE}{path.name}.{number}")).exists()
+    )
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise CheckpointError(f"{path} should be set aside, as {reason}; that failed: {error}") from error
+    logger.warning("%s was set aside as %s: %s", path, aside.name, reason)
 
 
 def put_in_place(temporary: Path, final: Path) -> None:

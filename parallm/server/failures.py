@@ -10,6 +10,7 @@ from parallm.errors import (
     ContextTooLong,
     EngineFull,
     EngineStopped,
+    FolderInUse,
     InvalidRequest,
     NotStored,
     ParallmError,
@@ -101,6 +102,8 @@ def _failure_of_access(error: Exception) -> Failure | None:
 
 def _failure_of_control(error: Exception) -> Failure | None:
     match error:
+        case FolderInUse():
+            return failure(409, str(error), code="folder_in_use")
         case Unavailable():
             return failure(409, str(error), code="unavailable")
         case NotStored():

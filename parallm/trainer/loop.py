@@ -14,6 +14,7 @@ from typing import Any, Literal
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import CheckpointError, TrainingStopped, Unavailable
 from parallm.metrics.step import StepMetrics
+from parallm.model.adapter import Adapter
 from parallm.reports import TrainingStatus, UpdateReport
 from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.guard import Guard, Verdict
@@ -75,6 +76,11 @@ class Loop(ABC):
         self._evaluations.resume(dict(state.counters))
         self._publication.resume(state.counters["publication"], BEST)
         self._guard.resume(state.counters["guard"])
+
+    def renumbered(self, adapter: Adapter) -> None:
+        """The learner has given its newest version this higher number."""
+        self._version = adapter.version
+        self._publication.renumbered(adapter)
 
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save, and leave."""
