@@ -120,6 +120,7 @@ class KeptTable:
                 await self._on_device(partial(folder.stage, adapter))
             await asyncio.to_thread(folder.commit, state)
         except OSError as error:
+            await asyncio.to_thread(folder.discard)  # it may be what has filled the disk
             raise NotStored(
                 f"nothing was changed: {folder.folder} does not take what operators set ({error.strerror or error}); "
                 "make room for it, or start with server.state=FOLDER or server.state=off"

@@ -99,6 +99,11 @@ class ServingFolder:
         self._stored = dict(state.digests)
         self._remove_others()
 
+    def discard(self) -> None:
+        """Remove what was staged and not committed."""
+        if self._lock is not None:
+            self._remove_others()
+
     def close(self) -> None:
         """Let other processes have it."""
         if self._lock is not None:
