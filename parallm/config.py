@@ -34,6 +34,8 @@ RUNS_FOLDER = Path("checkpoints")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 TRAJECTORIES = "trajectories.jsonl"
 """In the folder of a policy that learns from clients."""
+SERVING = "serving-"
+"""What the folder with what operators have set begins with; the beginning of the base's digest follows."""
 MANDATORY = "???"
 """How OmegaConf marks a key without a value."""
 
@@ -214,8 +216,8 @@ def recipe_files(*folders: Path) -> dict[str, Path]:
 def run_folder(name: str, resume: str, now: str) -> str:
     """Where a run writes: `checkpoints/NAME/NOW`.
 
-    With `resume=auto`, the newest run folder of that name that holds a checkpoint or trajectories of clients, if there
-    is one: the run goes on in it. A checkpoint named by its folder starts a new run, so that the run it came from stays
+    With `resume=auto`, the newest run folder of that name that holds a checkpoint, trajectories of clients or what
+    operators have set, if there is one: the run goes on in it. A checkpoint named by its folder starts a new run, so that the run it came from stays
     as it is.
     """
     # Hydra makes the folder before to_run_config refuses a wrong name
@@ -224,7 +226,8 @@ def run_folder(name: str, resume: str, now: str) -> str:
         begun = [
             folder
             for folder in runs.glob("*/")
-            if (has_checkpoint(folder) or has_trajectories(folder)) and not folder.name.startswith("sweep_")
+            if (has_checkpoint(folder) or has_trajectories(folder) or has_serving_state(folder))
+            and not folder.name.startswith("sweep_")
         ]
         if begun:
             return str(max(begun, key=lambda folder: folder.name))
@@ -239,6 +242,11 @@ def has_checkpoint(folder: Path) -> bool:
 def has_trajectories(folder: Path) -> bool:
     """Whether completions of clients were collected in this run folder or for one of its policies."""
     return any(True for pattern in (TRAJECTORIES, f"*/{TRAJECTORIES}") for _ in folder.glob(pattern))
+
+
+def has_serving_state(folder: Path) -> bool:
+    """Whether operators have set anything while a run in this folder was served."""
+    return any(True for _ in folder.glob(f"{SERVING}*/serving.json"))
 
 
 def _defaults(settings_class: type) -> dict[str, Any]:

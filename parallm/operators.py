@@ -9,6 +9,7 @@ from parallm.checkpoint.kept_table import KeptTable
 from parallm.checkpoint.manager import set_aside
 from parallm.checkpoint.serving_folder import ServingFolder
 from parallm.checkpoint.serving_state import ServingState
+from parallm.config import SERVING
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, ConfigError, FolderInUse
 from parallm.model.adapter_table import AdapterTable
@@ -58,7 +59,7 @@ def open_table(
             trained=trained,
         )
     # another base under the same name has a state of its own
-    place = folder / f"serving-{model.sha256[:12]}" if settings.state == AUTO else Path(settings.state).expanduser()
+    place = folder / f"{SERVING}{model.sha256[:12]}" if settings.state == AUTO else Path(settings.state).expanduser()
     if not goes_on and place.exists():
         set_aside(place, "this run begins anew (checkpoint.resume)")
     kept, state = ServingFolder(place, model), ServingState()

@@ -181,7 +181,7 @@ def counts(client: httpx.Client) -> dict[str, Any]:
 
 @pytest.mark.parametrize("every", [1, 10])
 def test_what_a_step_took_is_trained_on_once_whenever_the_process_is_killed(
-    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int
+    run: Callable[..., int], tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int
 ) -> None:
     names: list[str] = []
     checkpoint = {"resume": "auto", "every": every}
@@ -202,14 +202,49 @@ def test_what_a_step_took_is_trained_on_once_whenever_the_process_is_killed(
         os.kill(os.getpid(), signal.SIGINT)
 
     assert run(before, trainer={"steps": 9}, checkpoint=checkpoint) == 0
-    capsys.readouterr()
-    display = {"metrics": {"display": "lines"}}
-    assert run(after, trainer={"steps": 9}, checkpoint=checkpoint, folder="killed", **display) == 0
-    said = capsys.readouterr().out
-    assert ("resumed after step 1, version 1" in said) == (every == 1)
-    assert ("4 trajectories wait, 4 with a reward, 4 of steps after the checkpoint" in said) == (every == 10)
+    with caplog.at_level("INFO"):
+        assert run(after, trainer={"steps": 9}, checkpoint=checkpoint, folder="killed") == 0
+    assert ("resumed after step 1, version 1" in caplog.messages) == (every == 1)
+    waits = "4 trajectories wait, 4 with a reward, 4 of steps after the checkpoint"
+    assert (waits in caplog.messages) == (every == 10)
     (row,) = rows_of(tmp_path / "killed")
     assert (row["step"], row["reward/mean"], row["groups/with_signal"]) == (1, 0.5, 2)
+
+
+def test_a_version_that_an_operator_has_named_is_there_after_a_kill_though_no_checkpoint_holds_it(
+    run: Callable[..., int], tmp_path: Path
+) -> None:
+    checkpoint = {"resume": "auto", "every": 10}
+    digests: dict[str, str] = {}
+
+    def versions(client: httpx.Client) -> dict[str, str]:
+        return {one["id"]: one["digest"] for one in client.get("/v1/adapters").json()["data"]}
+
+    def before(client: httpx.Client) -> None:
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 1)
+        client.post("/v1/training/checkpoint").raise_for_status()
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 2)
+        digests.update(versions(client))
+        client.post("/v1/adapters/aliases", json={"alias": "stable", "version": 2}).raise_for_status()
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def after(client: httpx.Client) -> None:
+        until(lambda: step_of(client) == 2)
+        found = versions(client)
+        assert (found["policy@2"], found["policy@3"]) == (digests["policy@2"], digests["policy@1"])
+        answer = client.post("/v1/completions", json={"model": "stable", "prompt": "1", "max_tokens": 1}).json()
+        assert answer["model"] == "policy@2"
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = {"steps": 9, "max_off_policy_steps": 1}
+    assert run(before, trainer=trainer, checkpoint=checkpoint) == 0
+    assert run(after, trainer=trainer, checkpoint=checkpoint, folder="killed") == 0
+    row = rows_of(tmp_path / "killed")[-1]
+    assert (row["step"], row["update/version"], row["offpolicy/lag_max"]) == (2, 4, 0)
+    assert row["parity/mean_abs"] < 1e-5  # what version 1 said is on policy: version 3 has its weights
 
 
 def test_what_a_step_without_an_update_took_is_trained_on_by_the_next(
