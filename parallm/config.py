@@ -217,8 +217,8 @@ def run_folder(name: str, resume: str, now: str) -> str:
     """Where a run writes: `checkpoints/NAME/NOW`.
 
     With `resume=auto`, the newest run folder of that name that holds a checkpoint, trajectories of clients or what
-    operators have set, if there is one: the run goes on in it. A checkpoint named by its folder starts a new run, so that the run it came from stays
-    as it is.
+    operators have set, if there is one: the run goes on in it. A checkpoint named by its folder starts a new run, so
+    that the run it came from stays as it is.
     """
     # Hydra makes the folder before to_run_config refuses a wrong name
     runs = RUNS_FOLDER / (str(name) if re.match(NAME_PATTERN, str(name)) else "run")

@@ -30,6 +30,13 @@ class ClientTrainer(LiveTrainer):
     def _on_save(self, step: int) -> None:
         self._traffic.saved(step)
 
+    async def _one_step(self) -> Verdict:
+        try:
+            return await super()._one_step()
+        except Exception:  # it ends the run, which must not begin with the same for ever
+            self._traffic.failed(self._step + 1, ())
+            raise
+
     async def _judge(
         self, metrics: StepMetrics, *, trained: Sequence[TrajectoryGroup], sampled: Sequence[TrajectoryGroup] = ()
     ) -> Verdict:

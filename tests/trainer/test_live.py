@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from parallm.learner.learner import Learner
+
 Train = Callable[..., int]
 Act = Callable[[httpx.Client], None]
 LIVE = {"source": "live", "problems_per_step": 2, "group_size": 2, "max_tokens": 16}
@@ -257,6 +259,26 @@ def test_what_a_step_without_an_update_took_is_trained_on_by_the_next(
         (1, 0.5, 0),
         (1, 0.5, 1),
     ]
+
+
+def test_what_ends_the_run_each_time_it_is_trained_on_does_not_end_it_for_ever(
+    run: Callable[..., int], train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug of the learner")
+
+    monkeypatch.setattr(Learner, "update", fail)
+    with pytest.raises(ZeroDivisionError):
+        run(rate_two_groups, checkpoint={"resume": "auto"})
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            train(rollout=LIVE, server={"enabled": True, "port": 0}, checkpoint={"resume": "auto"})
+
+    def after(client: httpx.Client) -> None:
+        assert counts(client)["dropped"] == {"fault": 4}
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert run(after, checkpoint={"resume": "auto"}) == 0
 
 
 def test_a_step_that_is_undone_drops_what_it_learned_from_and_no_more(

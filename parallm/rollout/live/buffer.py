@@ -33,6 +33,8 @@ LINES_PER_TRAJECTORY = 4
 """The file is written anew when it has as many lines as this times `max_trajectories`."""
 MAX_FAILED = 3
 """Faulty steps after which a trajectory that was in all of them leaves, though none has named it."""
+MAX_ABANDONED = 20
+"""The same for ends of the process: far more than chance brings, in case that what they have in common is this one."""
 
 
 class Buffer:
@@ -119,9 +121,16 @@ class Buffer:
     def resume(self, step: int) -> int:
         """The run goes on after `step`: what later ones had reserved waits again. How many these are."""
         self.saved(step)
-        abandoned = list(self._contents.reserved)
-        self._give_back(abandoned, has_failed=False)
-        return len(abandoned)
+        abandoned = self._contents.reserved
+        often = [name for name, one in abandoned.items() if one.one.num_abandoned + 1 >= MAX_ABANDONED]
+        if often:
+            logger.warning(
+                "%d trajectories are dropped: %d processes have ended within a step on them", len(often), MAX_ABANDONED
+            )
+            self.remove(often, "fault")
+        num_back = len(abandoned)
+        self._give_back(list(abandoned), has_failed=False)
+        return num_back
 
     def branch(self, version: int, now: int) -> None:
         """The learner has gone back to the weights of `version`, which it calls `now`."""

@@ -96,7 +96,9 @@ class Contents:
     def _give_back(self, ids: Iterable[str], *, has_failed: bool) -> None:
         found = [self.reserved.pop(name).one for name in ids if name in self.reserved]
         for one in found:
-            self.waiting[one.trajectory_id] = replace(one, num_failed=one.num_failed + has_failed)
+            num_failed, num_abandoned = one.num_failed + has_failed, one.num_abandoned + (not has_failed)
+            again = replace(one, num_failed=num_failed, num_abandoned=num_abandoned)
+            self.waiting[one.trajectory_id] = again
         self.waiting = OrderedDict(sorted(self.waiting.items(), key=lambda item: item[1].created))
 
     def _let_go(self, ids: Iterable[str], reason: str) -> None:

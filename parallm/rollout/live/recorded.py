@@ -34,6 +34,8 @@ class Recorded:
     """When its first reward came, in the same seconds."""
     num_failed: int = 0
     """Steps that took it and changed nothing because of a fault."""
+    num_abandoned: int = 0
+    """Processes that ended between such a step's beginning and its checkpoint."""
 
     def with_reward(self, reward: float, parts: Mapping[str, float], now: float) -> "Recorded":
         trajectory = replace(self.trajectory, reward=reward, reward_parts=dict(parts))
@@ -95,6 +97,7 @@ def to_values(one: Recorded) -> dict[str, Any]:
         "created": one.created,
         "rewarded": one.rewarded,
         "num_failed": one.num_failed,
+        "num_abandoned": one.num_abandoned,
         "scoring_function": one.wish.scoring_function,
         "metadata": dict(one.wish.metadata),
     }
@@ -103,6 +106,6 @@ def to_values(one: Recorded) -> dict[str, Any]:
 def from_values(values: Mapping[str, Any]) -> Recorded:
     """Undo `to_values`. Raises KeyError or TypeError on anything else."""
     own = {name: values[name] for name in ("trajectory_id", "request_id", "num_asked", "created", "rewarded")}
-    own["num_failed"] = values.get("num_failed", 0)
+    own |= {name: values.get(name, 0) for name in ("num_failed", "num_abandoned")}
     wish = Wish(scoring_function=values["scoring_function"], metadata=values["metadata"])
     return Recorded(trajectory=trajectory_from_json(values["trajectory"]), wish=wish, **own)

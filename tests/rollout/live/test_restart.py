@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from parallm.errors import NotStored, Unavailable
+from parallm.rollout.live.buffer import MAX_ABANDONED
 from parallm.rollout.live.journal import read_journal
 from parallm.rollout.live.traffic import LiveTraffic
 
@@ -80,6 +81,23 @@ def test_a_step_number_that_comes_again_means_what_it_took_this_time(make: Make,
     third = make(group_by="request")
     third.resume(5, version=4, now=4)
     assert (third.report().num_trained, third.report().num_rewarded) == (0, 6)
+
+
+def test_what_one_process_after_the_other_has_ended_with_is_dropped_in_the_end(
+    make: Make, record: Record, clock: Any
+) -> None:
+    traffic = make(group_by="request")
+    three_requests(traffic, record)
+    clock.now += 1
+    record(traffic, "new", request="w", n=2, version=4, reward=1.0)
+    for number in range(MAX_ABANDONED):
+        assert traffic.report().num_rewarded == 7, number
+        traffic.take(1)
+        traffic.take(2)
+        close(traffic)
+        traffic = make(group_by="request")
+        traffic.resume(0, version=4, now=4)
+    assert (traffic.report().num_rewarded, traffic.report().dropped) == (1, {"fault": 6})
 
 
 def test_a_restart_says_how_many_wait(make: Make, record: Record) -> None:
