@@ -74,13 +74,16 @@ class Buffer:
         return self._contents.knows(trajectory_id)
 
     def add(self, one: Recorded) -> bool:
-        """Take one in, for which the oldest goes where there are too many; False if its id is known already."""
+        """Take one in, for which the oldest goes where there are too many, of those without a reward if there are some.
+
+        False if its id is known already.
+        """
         if self.knows(one.trajectory_id):
             self.refuse("id_in_use")
             return False
         self._change(Added(one))
-        too_many = len(self._contents.waiting) - self._settings.max_trajectories
-        self.remove(list(islice(self._contents.waiting, max(0, too_many))), "full")
+        surplus = len(self._contents.waiting) - self._settings.max_trajectories
+        self.remove(self._least_wanted(surplus) if surplus > 0 else (), "full")
         return True
 
     def reward(self, trajectory_id: str, reward: float, parts: Mapping[str, float]) -> None:
@@ -187,6 +190,12 @@ class Buffer:
     def close(self) -> None:
         """Wait until the file holds everything."""
         self._journal.close()
+
+    def _least_wanted(self, number: int) -> list[str]:
+        """Those that wait, but for the newest one."""
+        older = list(islice(self._contents.waiting.values(), len(self._contents.waiting) - 1))
+        older.sort(key=lambda one: one.rewarded is not None)  # keeps their order
+        return [one.trajectory_id for one in older[:number]]
 
     def _change(self, change: Change) -> None:
         self._contents.apply(change)

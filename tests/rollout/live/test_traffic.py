@@ -246,6 +246,18 @@ def test_the_oldest_goes_where_there_are_too_many(make: Make, record: Record) ->
     assert traffic.reward("b", 1.0) == 1.0
 
 
+def test_a_rewarded_one_goes_last_where_there_are_too_many(make: Make, record: Record) -> None:
+    traffic = make(max_trajectories=3)
+    record(traffic, "a", reward=1.0)
+    for name in "bcde":
+        record(traffic, name)
+    assert [one.trajectory_id for one in traffic._buffer] == ["a", "d", "e"]
+    for name in "de":
+        traffic.reward(name, 0.0)
+    record(traffic, "f")
+    assert [one.trajectory_id for one in traffic._buffer] == ["d", "e", "f"]
+
+
 def test_versions_beyond_the_limit_and_abandoned_ones_are_dropped(traffic: LiveTraffic, record: Record) -> None:
     for version in (2, 3, 4, 5):
         record(traffic, str(version), version=version, reward=1.0)
