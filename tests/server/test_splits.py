@@ -63,6 +63,14 @@ def test_rewards_go_to_the_version_that_gave_the_answer(complete: Call, call: Ca
     ]  # fmt: skip
 
 
+def test_no_reward_makes_the_mean_of_a_version_infinite(complete: Call, call: Call) -> None:
+    answer = complete(max_tokens=3).json()
+    for reward, status in ((1e308, 400), (-1e308, 400), (1e10, 400), (1.0, 200)):
+        assert call("POST", "/v1/rewards", json={"id": answer["id"], "reward": reward}).status_code == status
+    (split,) = call("GET", "/v1/splits").json()["data"]
+    assert [one["reward_mean"] for one in split["versions"].values()] == [1.0]
+
+
 def test_a_name_without_its_split_means_again_what_it_meant(complete: Call, call: Call) -> None:
     call("PUT", "/v1/splits/policy", json={"weights": {"policy@2": 1}})
     assert complete().json()["model"] == "policy@2"
