@@ -69,16 +69,21 @@ class Saver:
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
     """Write `adapter` in both formats, for use elsewhere; a reward model in the one that knows such.
 
-    Each folder is whole or as it was before. Raises CheckpointError for the first that the disk does not take.
+    Each folder is whole or as it was before. Raises CheckpointError for the first that the disk does not take, which
+    names the one before it.
     """
     if is_reward_model(adapter):
         _put(folder / "adapter", lambda path: write_peft(adapter, path, model.name, model.sha256))
-    else:
-        _put(folder / "adapter", lambda path: write_mlx(adapter, path, num_layers=model.num_layers))
+        return
+    _put(folder / "adapter", lambda path: write_mlx(adapter, path, num_layers=model.num_layers))
+    try:
         _put(folder / "adapter_peft", lambda path: write_peft(adapter, path, model.name))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; version {adapter.version} is in {folder / 'adapter'}") from error
 
 
 def _put(final: Path, write: Callable[[Path], None]) -> None:
+    """Raises CheckpointError."""
     temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}")
     try:
         write(temporary)
