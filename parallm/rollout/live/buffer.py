@@ -137,7 +137,8 @@ class Buffer:
 
     def branch(self, version: int, now: int) -> None:
         """The learner has gone back to the weights of `version`, which it calls `now`."""
-        self._change(Branched(version, now))
+        if self._contents.waiting or self._contents.reserved:
+            self._change(Branched(version, now))
 
     def remove(self, ids: Collection[str], reason: str) -> None:
         """Let these go."""

@@ -100,9 +100,12 @@ def test_what_one_process_after_the_other_has_ended_with_is_dropped_in_the_end(
     assert (traffic.report().num_rewarded, traffic.report().dropped) == (1, {"fault": 6})
 
 
-def test_a_restart_says_how_many_wait(make: Make, record: Record) -> None:
+def test_a_restart_says_how_many_wait(make: Make, record: Record, file: Path) -> None:
     before = make(group_by="request")
     assert before.resume(0, version=0, now=0) == ""
+    close(before)
+    assert not file.exists(), "nothing was collected"
+    before = make(group_by="request")
     three_requests(before, record)
     record(before, "w", version=4)
     before.take(5)
