@@ -49,19 +49,16 @@ def open_table(
 ) -> KeptTable:
     """`table`, with what operators have left in a folder below `folder`, as `server.state` says.
 
-    A state of another process that is still there is not gone on with, nor is one where not `goes_on`, which is set
+    The state of another process that is still there is not gone on with. Where not `goes_on` a state in `folder` is set
     aside. Raises CheckpointError for a state that cannot be read.
     """
     if settings.state == OFF or folder is None:
-        return KeptTable(
-            device,
-            table,
-            trained=trained,
-        )
-    # another base under the same name has a state of its own
-    place = folder / f"{SERVING}{model.sha256[:12]}" if settings.state == AUTO else Path(settings.state).expanduser()
-    if not goes_on and place.exists():
-        set_aside(place, "this run begins anew (checkpoint.resume)")
+        return KeptTable(device, table, trained=trained)
+    place = Path(settings.state).expanduser()
+    if settings.state == AUTO:
+        place = folder / f"{SERVING}{model.sha256[:12]}"  # another base under the same name has a state of its own
+        if not goes_on and place.exists():
+            set_aside(place, "this run begins anew (checkpoint.resume)")
     kept, state = ServingFolder(place, model), ServingState()
     try:
         state = kept.read()

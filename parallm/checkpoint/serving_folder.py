@@ -6,6 +6,7 @@ process.lock                while a process has it
 """
 
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter, write_exactly
 from parallm.model.adapter_view import Key
 from parallm.model.shared_model import SharedModel
+
+logger = logging.getLogger(__name__)
 
 STATE = "serving.json"
 ADAPTERS = "adapters"
@@ -39,7 +42,10 @@ class ServingFolder:
         """
         if not (self.folder / STATE).is_file():
             return ServingState()
-        self._take(may_hold_state=True)
+        try:
+            self._take(may_hold_state=True)
+        except OSError as error:
+            logger.warning("what operators have set is restored, and changes will be refused: %s", error)
         try:
             values = json.loads((self.folder / STATE).read_text())
             base, state = values["base_sha256"], from_json(values)

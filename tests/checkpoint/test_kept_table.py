@@ -339,6 +339,23 @@ def test_a_read_only_disk_serves_on_and_takes_no_change(start: Start, disk: Disk
     assert process.table.cards() == ()
 
 
+def test_a_disk_that_has_become_read_only_still_has_what_was_set(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = with_two_names(start).state()
+
+    def refuse(folder: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    start().kept.close()
+    monkeypatch.setattr(serving_folder, "FolderLock", refuse)
+    process = start()
+    assert process.state() == before
+    assert "restored, and changes will be refused: [Errno 30] Read-only file system" in caplog.text
+    with pytest.raises(NotStored, match="Read-only file system"):
+        run(process.store.promote("poet", 1))
+
+
 def test_a_second_process_is_refused_changes_and_goes_on_with_them_when_it_begins_after_the_first(
     device: DeviceThread, model: SharedModel, root: Path, tmp_path: Path
 ) -> None:

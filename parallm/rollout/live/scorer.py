@@ -55,7 +55,11 @@ class Scorer:
         await self._places.acquire()
         call = _Call(function, self._places.release)
         thread = threading.Thread(target=call.run, name="scoring", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            self._places.release()
+            return _behind(str(error))
         try:
             await asyncio.wait({call.ended}, timeout=self._seconds)
             return call.ended.result() if call.ended.done() else self._late()
