@@ -183,6 +183,28 @@ def test_the_weights_are_those_of_then_though_their_folder_has_changed(
     assert (card.digest, card.version) == (digest, 1)
 
 
+def test_a_version_that_only_a_split_keeps_in_memory_is_kept(start: Start) -> None:
+    process = start()
+    run(process.store.load("poet", "a"))
+    run(process.store.set_splits({"ab": {"poet@1": 1.0}}))
+    for _ in range(10):
+        run(process.store.load("poet", "b"))
+    before = process.state()
+    assert len(before["versions"]) == 9
+    assert start().state() == before
+
+
+def test_weights_that_are_not_those_that_were_stored_are_refused(start: Start, tmp_path: Path) -> None:
+    process = start()
+    for path in "ab":
+        run(process.store.load("poet", path))
+    first, second = sorted((tmp_path / "serving" / "adapters").iterdir())
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
+    with pytest.raises(CheckpointError, match="poet@1 is not what was stored"):
+        start()
+
+
 def test_weights_that_nothing_names_any_more_are_removed(start: Start, tmp_path: Path) -> None:
     process = start()
     for _ in range(12):
