@@ -16,8 +16,6 @@ from parallm.model_names import versioned
 
 Result = TypeVar("Result")
 Splits = Mapping[str, Mapping[str, float]]
-
-
 NOTHING = ServingState()
 
 
@@ -58,6 +56,9 @@ class KeptTable:
         if self._folder is None:
             return
         read, state = self._folder.read_adapter, self.state
+        # else a newer version was published after that
+        promoted = {name: one for name, one in state.promoted.items() if versions.get(name, 0) <= one.newest}
+        self.state = state = replace(state, promoted=promoted)
         self.table.restore(
             [await self._on_device(partial(read, key)) for key in state.digests],
             served=state.served,
@@ -65,9 +66,8 @@ class KeptTable:
             held=split_versions(state.splits),
             highest=state.highest,
         )
-        for name, one in state.promoted.items():
-            if versions.get(name, 0) <= one.newest:  # else a newer version was published after that
-                self.table.promote(one.version, name=name)
+        for name, one in promoted.items():
+            self.table.promote(one.version, name=name)
         self.table.hold(_models(state.splits))
 
     async def change(

@@ -462,7 +462,10 @@ def test_a_policy_that_was_rolled_back_to_the_base_means_the_base(start: Start) 
     process = start(policy=3)
     assert run(process.store.roll_back("policy")) == 0
     assert start(policy=3).table.resolve("policy") is None
-    assert start(policy=4).table.resolve("policy") is not None, "a newer version was published after that"
+    assert start(policy=3).kept.state.summary() == "policy@0"
+    later = start(policy=4)
+    assert later.table.resolve("policy") is not None, "a newer version was published after that"
+    assert later.kept.state.summary() == ""
 
 
 def test_a_change_that_a_trainer_makes_impossible_in_the_meantime_is_not_kept(
