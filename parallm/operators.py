@@ -9,11 +9,11 @@ from parallm.checkpoint.kept_table import KeptTable
 from parallm.checkpoint.manager import set_aside
 from parallm.checkpoint.serving_folder import ServingFolder
 from parallm.checkpoint.serving_state import ServingState
-from parallm.config import SERVING
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, ConfigError, FolderInUse
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.shared_model import SharedModel
+from parallm.run_folder import SERVING
 from parallm.server.settings import ServerSettings
 from parallm.types import BASE, BEST, LATEST
 

@@ -178,7 +178,7 @@ def our_steps(job: Job, folder: Path) -> tuple[list[float], list[float], list[fl
         *("server=off", "name=bench", "metrics.display=off", "checkpoint.every=1000"),
     ]
     run_program(command, clean_environment(), folder)
-    (metrics,) = folder.glob("checkpoints/bench/*/metrics.jsonl")
+    metrics = folder / "checkpoints" / "bench" / "latest" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()][1:]
     names = ("seconds/total", "rollout/tokens", "update/tokens")
     seconds, sampled, trained = ([float(row.get(name, 0)) for row in rows] for name in names)
