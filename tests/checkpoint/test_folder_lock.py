@@ -25,6 +25,15 @@ lock = FolderLock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
 """
+FORK = """
+begun, begins = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(begins, b"!")
+    time.sleep(60)
+os.read(begun, 1)
+Path(sys.argv[1], "child").write_text(str(child))
+"""
 
 
 @contextmanager
@@ -56,8 +65,7 @@ def test_the_lock_ends_with_a_process_that_is_killed_and_its_file_locks_nothing(
 
 
 def test_a_child_that_outlives_a_killed_process_does_not_keep_the_lock(tmp_path: Path) -> None:
-    then = "child = os.fork()\nif child == 0:\n    time.sleep(60)\nPath(sys.argv[1], 'child').write_text(str(child))"
-    with another_process(tmp_path, then) as process:
+    with another_process(tmp_path, FORK) as process:
         process.kill()
         process.wait()
         child = int((tmp_path / "child").read_text())
