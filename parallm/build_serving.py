@@ -1,7 +1,6 @@
 """ServeConfig -> a server: the wiring of `parallm.serve`."""
 
 import asyncio
-import logging
 import sys
 
 from parallm.config import ServeConfig
@@ -15,8 +14,6 @@ from parallm.reports import TrainingStatus
 from parallm.run_folder import RUNS_FOLDER
 from parallm.server.operation.listen import HttpServer
 from parallm.types import POLICY
-
-logger = logging.getLogger(__name__)
 
 
 def run_serving(config: ServeConfig, blas: BlasReport) -> int:
@@ -43,7 +40,7 @@ async def _serve(config: ServeConfig, blas: BlasReport) -> None:
             await server.start()
         display.start(header_of(config.name, settings.model, blas, server))
         for text in texts:
-            logger.info(text)
+            display.message(text)
         await until_signal()
 
     with listening(config.server) as listens:

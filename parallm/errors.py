@@ -7,6 +7,7 @@ ParallmError
   UnknownTrajectory (KeyError)    a trajectory that was never there, or is not any more
   EngineFull                      the waiting queue is at its bound
   EngineStopped                   the device thread has ended
+  NotFinite                       the model computes NaN for a request
   ConfigError (ValueError)        a key, type or recipe that does not exist
   ModelError                      a model folder that cannot be loaded
   AdapterError                    an adapter that does not fit the base
@@ -17,6 +18,7 @@ ParallmError
   ProblemError                    an environment whose problems cannot be read
   FolderInUse                     a folder that another process has
   NotStored                       what a client gave, and the disk does not take
+  EnvironmentFailed               an environment that has scored nothing at all
   Unavailable                     what this process does not do, or not at this time
   TrainingStopped                 training cannot go on: the message says why
 """
@@ -35,7 +37,11 @@ class InvalidRequest(ParallmError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested tokens do not fit the context."""
+    """Prompt and requested tokens do not fit the context, of `limit` tokens where that is what they exceed."""
+
+    def __init__(self, message: str, parameter: str | None = None, *, limit: int | None = None) -> None:
+        super().__init__(message, parameter)
+        self.limit = limit
 
 
 class UnknownModel(ParallmError, KeyError):
@@ -58,6 +64,10 @@ class EngineFull(ParallmError):
 
 class EngineStopped(ParallmError):
     """The device thread has ended; nothing can be computed any more."""
+
+
+class NotFinite(ParallmError):
+    """The model computes NaN for a request, so nothing can be sampled."""
 
 
 class ConfigError(ParallmError, ValueError):
@@ -98,6 +108,10 @@ class FolderInUse(ParallmError):
 
 class NotStored(ParallmError):
     """The disk does not take what a client gave; the message says what holds all the same."""
+
+
+class EnvironmentFailed(ParallmError):
+    """An environment that has failed at every completion; the message has its traceback."""
 
 
 class Unavailable(ParallmError):

@@ -31,6 +31,7 @@ from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
 from parallm.rollout.scoring import MAX_REWARD
 from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_serving_state, has_trajectories
+from parallm.run_kinds import RunParts, keys_without_effect
 from parallm.trainer.loop import Loop
 
 ENDED = ("finished", "failed")
@@ -52,8 +53,6 @@ class PolicyRun:
     """Its name for people."""
     figures: str
     """What the names of its figures begin with."""
-    label: str
-    """What texts about it begin with where there are several policies."""
     recorder: RunRecorder
     display: Display
     """That of the run, or lines that begin with the policy's name where there are several."""
@@ -83,6 +82,7 @@ def make_policy_runs(
     folders = {name: folder / name if config.policies else folder for name in configs}
     _check_resume(config, folder, set(folders.values()))
     _warn_of_twins(configs)
+    _warn_of_unused(configs, named=bool(config.policies))
     figures = config.metrics.figures or config.name
     runs = tuple(
         PolicyRun(
@@ -91,7 +91,6 @@ def make_policy_runs(
             folder=folders[name],
             title=f"{config.name}: {name}" if config.policies else config.name,
             figures=f"{figures}.{name}" if config.policies else figures,
-            label=f"{name}: " if config.policies else "",
             recorder=RunRecorder(folders[name], own.metrics, dataclasses.asdict(own)),
             traffic=_traffic(own, folders[name]),
             display=_named_display(name, own, schedules[name]) if config.policies else display,
@@ -235,6 +234,13 @@ def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
             f"checkpoint.resume=auto: {folder} holds checkpoints of {names}, which this run does not train; name the "
             "same policies, or begin anew with checkpoint.resume=never"
         )
+
+
+def _warn_of_unused(configs: Mapping[str, RunConfig], *, named: bool) -> None:
+    for name, config in configs.items():
+        parts = RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
+        for line in keys_without_effect(parts):
+            logger.warning("%s%s", f"policies.{name}." if named else "", line)
 
 
 def _warn_of_twins(configs: Mapping[str, RunConfig]) -> None:

@@ -1,6 +1,5 @@
 """A run that goes on: its checkpoint, what clients have sent, and numbers that its versions must not have again."""
 
-import logging
 from functools import partial
 
 from parallm.house import House, on_device
@@ -10,13 +9,11 @@ from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
 from parallm.trainer.restoring import restore
 
-logger = logging.getLogger(__name__)
-
 
 async def resume(run: PolicyRun, house: House, parts: Parts, trainer: Loop) -> None:
     """Go on after the newest checkpoint, if there is one, with what clients have sent, and say so."""
     config, texts = run.config, []
-    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
+    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint, parts.facts)
     state = await on_device(house.device, load)
     if config.checkpoint.resume == "auto":
         run.recorder.go_on_after(0 if state is None else state.step)
@@ -30,7 +27,9 @@ async def resume(run: PolicyRun, house: House, parts: Parts, trainer: Loop) -> N
         step, now = 0 if state is None else state.step, parts.learner.adapter.version
         texts.append(run.traffic.resume(step, version=run.resumed_version, now=now))
     if text := "; ".join(filter(None, texts)):
-        logger.info("%s%s", run.label, text)  # the display shows it
+        parts.display.message(text)
+    if state is not None and state.facts is not None and (changes := parts.facts.changes(state.facts)):
+        parts.display.message(f"other values than in the run that is gone on with: {', '.join(changes)}")
 
 
 async def _renumber(run: PolicyRun, house: House, parts: Parts, trainer: Loop) -> None:

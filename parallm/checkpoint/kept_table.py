@@ -56,8 +56,7 @@ class KeptTable:
         if self._folder is None:
             return
         read, state = self._folder.read_adapter, self.state
-        # else a newer version was published after that
-        promoted = {name: one for name, one in state.promoted.items() if versions.get(name, 0) <= one.newest}
+        promoted = {name: one for name, one in state.promoted.items() if one.holds_at(versions.get(name, 0))}
         self.state = state = replace(state, promoted=promoted)
         self.table.restore(
             [await self._on_device(partial(read, key)) for key in state.digests],

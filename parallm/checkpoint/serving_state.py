@@ -14,12 +14,17 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promotion:
-    """What a policy's bare name means by an operator's wish, until the trainer publishes a newer version."""
+    """What a policy's bare name means by an operator's wish: until another one, or, if it was the policy's newest
+    version, until the trainer publishes the next."""
 
     version: int
     """0: the base."""
     newest: int
     """The policy's newest version at that time."""
+
+    def holds_at(self, version: int) -> bool:
+        """Whether it holds where the policy's newest version is `version`."""
+        return self.version < self.newest or version <= self.newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ class ClientTrainer(LiveTrainer):
         verdict = await super()._judge(metrics, trained=trained, sampled=sampled)
         if update is not None and update.fault is not None:
             self._traffic.failed(metrics.step, [(one.group, one.index) for one in update.culprits])
-        elif update is not None and update.skipped is None:
+        elif update is not None and update.skipped is None and update.has_moved:
             self._traffic.learned()
         after = self._parts.learner.adapter
         if after is not before:

@@ -5,15 +5,16 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from parallm.checkpoint.files import sync
 from parallm.checkpoint.manager import TEMPORARY, CheckpointManager, put_in_place
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.device.thread import DeviceThread
-from parallm.errors import CheckpointError, ParallmError
+from parallm.errors import AdapterError, CheckpointError, ParallmError
 from parallm.model.adapter import Adapter
-from parallm.model.adapter_files import write_mlx, write_peft
+from parallm.model.adapter_files import write_exactly, write_mlx, write_peft
 from parallm.model.reward_head import is_reward_model
 from parallm.model.shared_model import SharedModel
 
@@ -69,21 +70,28 @@ class Saver:
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
     """Write `adapter` in both formats, for use elsewhere; a reward model in the one that knows such.
 
-    Each folder is whole or as it was before. Raises CheckpointError for the first that the disk does not take, which
-    names the one before it.
+    PEFT's is left out, with a warning, where transformers' names of the layers are not known. Each folder is whole or
+    as it was before. Raises CheckpointError for the first that the disk does not take, which names the one before it.
     """
+    depth = model.num_layers
     if is_reward_model(adapter):
-        _put(folder / "adapter", lambda path: write_peft(adapter, path, model.name, model.sha256))
+        write = partial(write_exactly, num_layers=depth, base_name=model.name, base_sha256=model.sha256)
+        _put(folder / "adapter", lambda path: write(adapter, path))
         return
-    _put(folder / "adapter", lambda path: write_mlx(adapter, path, num_layers=model.num_layers))
+    _put(folder / "adapter", lambda path: write_mlx(adapter, path, num_layers=depth))
     try:
-        _put(folder / "adapter_peft", lambda path: write_peft(adapter, path, model.name))
+        _put(
+            folder / "adapter_peft",
+            lambda path: write_peft(adapter, path, model.name, model_type=model.model_type),
+        )
+    except AdapterError as error:
+        logger.warning("adapter_peft is left out: %s", error)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; version {adapter.version} is in {folder / 'adapter'}") from error
 
 
 def _put(final: Path, write: Callable[[Path], None]) -> None:
-    """Raises CheckpointError."""
+    """Raises CheckpointError where the disk does not take it."""
     temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}")
     try:
         write(temporary)

@@ -12,6 +12,7 @@ from parallm.errors import InvalidRequest, Unavailable
 from parallm.reports import TrajectoryReport
 from parallm.rollout.environment_calls import EnvironmentFault
 from parallm.rollout.live.buffer import Buffer
+from parallm.rollout.live.part_names import PartNames
 from parallm.rollout.live.piles import Pile, Piling, has_signal
 from parallm.rollout.live.recorded import Recorded, Wish, recorded_of
 from parallm.rollout.live.scoring import ONLY, Scoring
@@ -46,6 +47,9 @@ class LiveTraffic:
             settings.live.scoring_functions, settings.score_seconds, on_parts=self._scored, on_fault=self._not_scored
         )
         self._buffer = Buffer(settings.live, file, clock)
+        self._names = PartNames(settings.live.weights)
+        for one in self._buffer:
+            self._names.bounded(one.trajectory.reward_parts)
         self._piling = Piling(settings=settings)
         self._on_reward: Callable[[str, float], None] = lambda *_: None
         self._batch: tuple[tuple[str, ...], ...] = ()  # the ids of the groups with signal that the last step took
@@ -203,7 +207,7 @@ class LiveTraffic:
         return tuple(group for pile in piles for group in self._piling.groups(pile))
 
     def _set_reward(self, trajectory_id: str, parts: Mapping[str, float], total: float) -> None:
-        self._buffer.reward(trajectory_id, total, parts)
+        self._buffer.reward(trajectory_id, total, self._names.bounded(parts))
         self._on_reward(trajectory_id, total)
 
     def _scored(self, one: Recorded, parts: Mapping[str, float]) -> EnvironmentFault | None:
