@@ -102,7 +102,8 @@ async def rate_and_kill(kills: int, seed: int, change: Change) -> Outcome:
                 await process.answers()
                 await asyncio.sleep(source.uniform(0, LONGEST))
             process.kill()
-            (run,) = (Path(name) / "checkpoints" / "live_traffic").iterdir()
+            runs = (Path(name) / "checkpoints" / "live_traffic").iterdir()
+            run = max(path for path in runs if not path.is_symlink())  # `latest` is one
             change(run / "trajectories.jsonl")
             process.spawn()
         await process.answers()

@@ -9,12 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import pytest
 
+from parallm.learner import versions
 from parallm.learner.learner import Learner
 
 Train = Callable[..., int]
@@ -92,8 +95,8 @@ def ask_until_the_end(client: httpx.Client) -> None:
                 client.post(f"/v1/trajectories/{choice['trajectory_id']}/reward", json={"reward": place})
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 def test_steps_are_made_of_what_clients_have_rewarded(run: Callable[..., int], tmp_path: Path) -> None:
@@ -297,6 +300,36 @@ def test_a_step_that_is_undone_drops_what_it_learned_from_and_no_more(
     trainer = {"steps": 9, "max_off_policy_steps": 4, "guard": {"max_skips": 1}}
     assert run(act, trainer=trainer, checkpoint={"every": 1}) == 0
     assert [row["update/version"] for row in rows_of(tmp_path / "run")] == [1, 1, 3]
+
+
+def test_a_step_that_has_moved_nothing_has_made_no_version_that_could_be_undone(
+    run: Callable[..., int],
+    tmp_path: Path,
+    break_gradient: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str] = []
+    measure, numbers = versions._change, itertools.count(1)
+
+    def change(*arrays: mx.array) -> versions.Change:
+        found = measure(*arrays)
+        return found if next(numbers) != 2 else replace(found, has_moved=mx.array(False))
+
+    def act(client: httpx.Client) -> None:
+        for step in (1, 2):
+            names.extend(rate_two_groups(client))
+            until(lambda step=step: step_of(client) == step)  # type: ignore[misc]
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 4)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(versions, "_change", change)
+    break_gradient(3)
+    trainer = {"steps": 9, "max_off_policy_steps": 4, "guard": {"max_skips": 1}}
+    assert run(act, trainer=trainer, checkpoint={"every": 10}) == 0
+    assert [row["update/version"] for row in rows_of(tmp_path / "run")] == [1, 1, 1, 3]
+    gone = [line for line in rows_of(tmp_path / "run", "trajectories.jsonl") if line.get("reason") == "undone"]
+    assert [name for line in gone for name in line["gone"]] == names[:4]
 
 
 def test_versions_that_are_too_old_are_not_trained_on(run: Callable[..., int], tmp_path: Path) -> None:
