@@ -45,3 +45,6 @@ class GrammarSource:
     text: str
     parameter: str
     """The field that it comes from."""
+    whitespace: str | None = None
+    """A regular expression for what may stand once between two tokens of JSON, "" for nothing; None: a space or a line
+    end."""

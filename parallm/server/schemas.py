@@ -65,12 +65,22 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 
 
 class StructuredOutputs(Wire):
-    """vLLM's ways to say what the text must look like: exactly one of them."""
+    """vLLM's ways to say what the text must look like, at most one of them, and options of JSON in any field."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Choices | None = None
     json_object: Literal[True] | None = None
+    disable_any_whitespace: bool = False
+    """JSON without a character that it does not need; else one space or line end at most between two of its tokens."""
+    whitespace_pattern: str | None = None
+    """A regular expression for what may stand between two tokens of JSON."""
+    disable_fallback: bool = False
+    """Nothing here ever falls back to another backend."""
+    disable_additional_properties: Literal[False] = False
+    grammar: None = None
+    structural_tag: None = None
+    """These three are not supported."""
 
 
 class GenerationBody(Wire):
@@ -123,6 +133,7 @@ class GenerationBody(Wire):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
+    guided_whitespace_pattern: str | None = None
     """The older names of what is in `structured_outputs`."""
     collect_trajectory: bool = False
     """Let the policy learn from these completions, by rewards that come later or from `scoring_function`."""
