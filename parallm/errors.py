@@ -33,7 +33,14 @@ class InvalidRequest(ParallmError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested tokens do not fit the context."""
+    """Prompt and requested tokens do not fit the context.
+
+    `setting` is the key that raises the limit: `for_clients`, who have no hand on it, does not name it.
+    """
+
+    def __init__(self, message: str, parameter: str | None = None, *, setting: str | None = None) -> None:
+        super().__init__(message if setting is None else f"{message} or raise {setting}", parameter)
+        self.for_clients = message
 
 
 class UnknownModel(ParallmError, KeyError):

@@ -62,8 +62,13 @@ class PolicyRun:
 
     @property
     def status(self) -> TrainingStatus:
-        fresh = TrainingStatus(state="starting", total_steps=self.config.trainer.steps)
-        return fresh if self.trainer is None else self.trainer.status
+        if self.trainer is None:
+            return TrainingStatus(state="starting", total_steps=self.config.trainer.steps)
+        status, pacing = self.trainer.status, self.trainer.pacing
+        if pacing.is_pausing:
+            return dataclasses.replace(status, state="pausing")
+        is_paused = pacing.is_paused and status.state == "collecting"  # the loop has not looked yet
+        return dataclasses.replace(status, state="paused") if is_paused else status
 
     @property
     def was_stopped(self) -> bool:

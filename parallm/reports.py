@@ -8,6 +8,21 @@ FaultKind = Literal["reward", "behaviour", "advantage", "logprob", "loss", "grad
 """What was not finite in an update; `behaviour` are the log-probs that the engine sampled with."""
 
 
+State = Literal[
+    "serving",
+    "starting",
+    "collecting",
+    "updating",
+    "evaluating",
+    "saving",
+    "pausing",
+    "paused",
+    "finished",
+    "failed",
+]
+"""What a trainer does. `pausing`: a pause waits for the end of the step at work."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityReport:
     """How far the learner's log-probs are from those that the engine sampled with, before the update.
@@ -140,9 +155,7 @@ class EvaluationReport:
 class TrainingStatus:
     """A snapshot of the trainer for `GET /v1/training/status` and the progress display."""
 
-    state: Literal[
-        "serving", "starting", "collecting", "updating", "evaluating", "saving", "paused", "finished", "failed"
-    ]
+    state: State
     step: int = 0
     total_steps: int = 0
     version: int = 0

@@ -247,8 +247,9 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
     if num_prompt + sampling.max_tokens > engine.max_context:
         raise ContextTooLong(
             f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}; this model's maximum context "
-            f"length is {engine.max_context}; shorten them or raise engine.max_context",
+            f"length is {engine.max_context}; shorten them",
             "max_tokens",
+            setting="engine.max_context",
         )
     engine.memory.check(request)
 

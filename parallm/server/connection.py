@@ -73,7 +73,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         if working.done():
             return working.result()
         if watching.cancelled():
-            raise Draining("the server has ended before the answer was complete; ask again, another one or later", 1)
+            raise Draining("the server shut down before the answer was complete; send the request again", 1)
         if watching.done():
             raise ClientDisconnect
         raise DeadlineExceeded(

@@ -64,7 +64,7 @@ def failure_of(error: Exception) -> Failure:
         case BodyTooLarge():
             return failure(413, str(error), code="request_too_large")
         case ContextTooLong():
-            return failure(400, str(error), param=error.parameter, code="context_length_exceeded")
+            return failure(400, error.for_clients, param=error.parameter, code="context_length_exceeded")
         case InvalidRequest():
             return failure(400, str(error), param=error.parameter, code="invalid_value")
         case UnknownModel():

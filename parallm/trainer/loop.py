@@ -9,12 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import CheckpointError, TrainingStopped, Unavailable
 from parallm.metrics.step import StepMetrics
-from parallm.reports import TrainingStatus, UpdateReport
+from parallm.reports import State, TrainingStatus, UpdateReport
 from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.guard import Guard, Verdict
 from parallm.trainer.pacing import Pacing
@@ -24,8 +24,6 @@ from parallm.trainer.recovery import Recovery
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.types import BEST, TrajectoryGroup
-
-State = Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "paused", "finished", "failed"]
 
 
 class Loop(ABC):

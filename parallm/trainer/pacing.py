@@ -27,10 +27,16 @@ class Pacing:
         self._saves: list[asyncio.Future[Path]] = []
         self._steps: list[tuple[int, asyncio.Future[None]]] = []  # how many are finished then
         self._has_ended = False
+        self._is_waiting = False  # between two steps
 
     @property
     def is_paused(self) -> bool:
         return self._allowed is not None
+
+    @property
+    def is_pausing(self) -> bool:
+        """Whether a step is still at work that a pause waits for."""
+        return self.is_paused and not self._is_waiting and not self._has_ended
 
     def pause(self) -> None:
         """Begin no further step; the present one ends first. Raises Unavailable if training has ended."""
@@ -74,6 +80,7 @@ class Pacing:
         `is_ready`: whether there is something to train on; it is asked again and again.
         """
         self._num_finished = self._num_begun
+        self._is_waiting = True
         self._tell_steps()
         await self._save_for_all()
         while not is_over() and (self._allowed == 0 or not is_ready()):
@@ -82,6 +89,7 @@ class Pacing:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), None if self._allowed == 0 else SECONDS_BETWEEN_LOOKS)
             await self._save_for_all()
+        self._is_waiting = False
         self._num_begun += 1
         if self._allowed:
             self._allowed -= 1

@@ -189,7 +189,7 @@ class EchoEngine:
         if any(token >= VOCABULARY_SIZE for token in request.prompt_tokens):
             raise InvalidRequest("token ids must be from 0 to 999", "prompt")
         if len(request.prompt_tokens) + request.sampling.max_tokens > self.max_context:
-            raise ContextTooLong(f"the limit is {self.max_context}; raise engine.max_context", "max_tokens")
+            raise ContextTooLong(f"the limit is {self.max_context}", "max_tokens", setting="engine.max_context")
 
     def _events(self, request: GenerationRequest, index: int) -> list[TokenEvent]:
         completion = self._completion(request, index)

@@ -68,6 +68,20 @@ def test_a_paused_loop_waits_takes_single_steps_and_goes_on() -> None:
     run(work, Loop(8), is_paused=True)
 
 
+def test_a_pause_is_under_way_until_the_step_at_work_has_ended() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        await loop.pacing.step()  # the next one has begun by now
+        found = [loop.pacing.is_pausing]
+        loop.pacing.pause()
+        found.append(loop.pacing.is_pausing)
+        while not loop.num_waits:
+            await asyncio.sleep(0)
+        assert [*found, loop.pacing.is_pausing] == [False, True, False]
+        loop.pacing.resume()
+
+    run(work, Loop(4))
+
+
 def test_a_step_that_is_asked_for_while_one_ends_is_a_step_of_its_own() -> None:
     async def work(loop: Loop, task: asyncio.Task[None]) -> None:
         await loop.pacing.step()

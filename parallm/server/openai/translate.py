@@ -90,8 +90,9 @@ def _room(prompt: Sequence[int], settings: ServerSettings, max_context: int, nam
     if len(prompt) >= max_context:
         raise ContextTooLong(
             f"{name} has {len(prompt)} tokens and this model's maximum context length is {max_context}, with the "
-            "answer; shorten it or raise engine.max_context",
+            "answer; shorten it",
             name,
+            setting="engine.max_context",
         )
     return min(settings.default_max_tokens, max_context - len(prompt))
 
@@ -119,7 +120,9 @@ def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int, prompt_l
 
 def _checked_top_logprobs(name: str, value: int, settings: ServerSettings) -> int:
     if value > settings.max_top_logprobs:
-        raise InvalidRequest(f"{name} is {value}, the limit is {settings.max_top_logprobs}", name)
+        raise InvalidRequest(
+            f"{name} is {value}, the limit is {settings.max_top_logprobs}; raise server.max_top_logprobs", name
+        )
     return value
 
 
@@ -142,7 +145,9 @@ def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettin
     num_stop = max(len(body.stop), len(body.stop_token_ids))
     if num_stop > settings.max_stop:
         name = "stop" if len(body.stop) == num_stop else "stop_token_ids"
-        raise InvalidRequest(f"{name} has {num_stop} items, the limit is {settings.max_stop}", name)
+        raise InvalidRequest(
+            f"{name} has {num_stop} items, the limit is {settings.max_stop}; raise server.max_stop", name
+        )
     if body.best_of is not None and body.best_of != body.n:
         raise InvalidRequest(f"best_of is {body.best_of} and n is {body.n}; leave best_of out", "best_of")
     if body.prompt_logprobs is not None and body.stream:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from parallm.server.failures import ForeignOrigin, NotAllowed, WrongKey
 from parallm.server.operation.keys import StoredKey, find_key, presented_key
+from parallm.server.operation.request_context import current_request
 from parallm.server.settings import KeyRole, ServerSettings
 
 Role = Literal["public"] | KeyRole
@@ -102,17 +103,17 @@ def role_of(http: Request) -> Role:
     return ROLES[f"{http.method} {http.scope['route'].path_format}"]
 
 
-def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> StoredKey | None:
-    """The key that the request came with, if the route needs one. Raises WrongKey, NotAllowed, ForeignOrigin."""
+def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
+    """Let the request pass, and note whose key it came with. Raises WrongKey, NotAllowed, ForeignOrigin."""
     role = role_of(http)
     if role == "public":
-        return None
+        return
+    if keys:
+        _check_key(http, role, keys)
     if RANK[role] > RANK["inference"] and not settings.control_routes:
         raise NotAllowed("this route is off; the server runs with server.control_routes=false")
-    if keys:
-        return _checked_key(http, role, keys)
-    _check_origin(http, settings)
-    return None
+    if not keys:
+        _check_origin(http, settings)
 
 
 def check_roles(routers: Iterable[APIRouter]) -> None:
@@ -128,16 +129,17 @@ def rows_of(route: APIRoute) -> list[str]:
     return [f"{method} {route.path_format}" for method in sorted(route.methods or ())]
 
 
-def _checked_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> StoredKey:
+def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
     presented = presented_key(http.headers)
     if presented is None:
         raise WrongKey("this server needs an API key; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`")
     key = find_key(presented, keys)
     if key is None:
         raise WrongKey("the API key is not one of this server's")
+    if context := current_request.get():
+        context.api_key = key.name  # before it may be refused: the log says whose key that was
     if RANK[key.role] < RANK[role]:
         raise NotAllowed(f"this route needs a key with the role {role}; yours has the role {key.role}")
-    return key
 
 
 def _check_origin(http: Request, settings: ServerSettings) -> None:
