@@ -115,7 +115,7 @@ def create_app(
         generation_routes(service),
         response_routes(service),
         status_routes(service),
-        operation_routes(service, doors, meters.registry),
+        operation_routes(service, doors, meters.registry, steering),
         data_routes(service),
         identity_routes(service),
         absent_routes(),

@@ -16,6 +16,7 @@ def status_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
+    @router.get("/models")
     async def models() -> Response:
         """Every name that `model` may be: the base, adapters, their versions and aliases."""
         return json_response(model_list(service))

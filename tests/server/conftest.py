@@ -103,6 +103,7 @@ class Load:
     num_running: int = 0
     num_waiting: int = 0
     tokens_total: Mapping[TrafficClass, int] = field(default_factory=lambda: {"serving": 7, "rollout": 11})
+    max_rows: int = 128
     kv_bytes: int = 30
     kv_bytes_limit: int = 120
     num_preemptions: int = 2

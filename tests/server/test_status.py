@@ -12,7 +12,7 @@ Call = Callable[..., httpx.Response]
 
 
 def test_health_says_what_runs_and_waits(call: Call) -> None:
-    assert call("GET", "/health").json() == {"status": "ok", "num_running": 0, "num_waiting": 0}
+    assert call("GET", "/health").json() == {"status": "ok", "model_loaded": True, "num_running": 0, "num_waiting": 0}
 
 
 def test_models_are_the_base_names_aliases_and_versions(call: Call) -> None:

@@ -103,6 +103,7 @@ def queue_routes(steering: SteeredEngine) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/queue")
+    @router.get("/v1/queue/stats")
     async def queue() -> Response:
         """What runs and what waits."""
         load = steering.stats()

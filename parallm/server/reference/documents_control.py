@@ -88,6 +88,10 @@ _checkpoint = Document(
     answers=(CheckpointAnswer,),
     answer={"folders": {"policy": "checkpoints/run/2026-11-21_10-00-00/step_000004"}},
 )
+_queue = Document(
+    answers=(QueueAnswer,),
+    answer={"num_running": 8, "num_waiting": 2, "num_in_flight": 9, "num_held": 0, "is_paused": False},
+)
 _absent = Document(answer={})
 
 CONTROL_DOCUMENTS: Mapping[str, Document] = {
@@ -114,10 +118,8 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
         answers=(WarmUpAnswer,),
         answer={"seconds": {"1": 0.21, "2": 0.05, "4": 0.06}},
     ),
-    "GET /v1/queue": Document(
-        answers=(QueueAnswer,),
-        answer={"num_running": 8, "num_waiting": 2, "num_in_flight": 9, "num_held": 0, "is_paused": False},
-    ),
+    "GET /v1/queue": _queue,
+    "GET /v1/queue/stats": _queue,
     "GET /v1/adapters": Document(answers=(AdapterList,), answer={"data": [ADAPTER]}),
     "POST /v1/adapters/load": _load,
     "POST /load_adapter": _load,
