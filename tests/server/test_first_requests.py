@@ -1,10 +1,74 @@
 """Requests of the first users' programs, sent as these programs send them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import httpx
+import pytest
 
 Call = Callable[..., httpx.Response]
+
+
+GENERATE = {
+    "prompt": "hello",
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "max_tokens": 128,
+    "logprobs": 1,
+    "policy_version": 42,
+    "step_id": 1000,
+    "request_id": "unique-request-id",
+}
+
+
+def test_generate_echoes_the_version_that_its_trainer_believes_in_beside_the_one_that_sampled(call: Call) -> None:
+    answer = call("POST", "/generate", json=GENERATE).json()
+    metadata = answer.pop("metadata")
+    tokens = [*map(ord, "hello 0"), 0]
+    assert answer == {
+        "request_id": "unique-request-id",
+        "policy_version": 42,
+        "step_id": 1000,
+        "prompt_ids": [*map(ord, "hello")],
+        "completion_ids": tokens,
+        "text": "hello 0",
+        "logprobs": [-0.25] * len(tokens),
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
+        "model": "policy@3",
+    }
+    assert (metadata["batch_size"], metadata["current_policy_version"]) == (1, 3)
+    assert metadata["latency_ms"] > 0
+    assert call("POST", "/generate", json=GENERATE | {"policy_version": None}).json()["policy_version"] == 3
+    alone = call("POST", "/generate", json={"prompt": "hello", "logprobs": 1}).json()
+    assert alone["policy_version"] == 3
+
+
+def test_generate_answers_several_prompts_with_a_list(call: Call) -> None:
+    for prompts in (["hello", "hi"], [[104, 101], [104]]):
+        answers = call("POST", "/generate", json=GENERATE | {"prompt": prompts}).json()
+        assert [len(one["prompt_ids"]) for one in answers] == [len(prompt) for prompt in prompts]
+        assert {one["policy_version"] for one in answers} == {42}
+        assert {one["metadata"]["batch_size"] for one in answers} == {2}
+    assert len(call("POST", "/generate", json=GENERATE | {"prompt": ["hello"]}).json()) == 1
+    assert len(call("POST", "/generate", json=GENERATE | {"n": 3}).json()) == 3
+    assert isinstance(call("POST", "/generate", json=GENERATE | {"prompt": [104, 101]}).json(), dict)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"),
+    [
+        ({"policy_version": -1}, "policy_version"),
+        ({"policy_version": "42"}, "policy_version"),
+        ({"logprobs": 2}, "logprobs"),
+        ({"stream": True}, "stream"),
+        ({"prompt": []}, "prompt"),
+        ({"unheard_of": 1}, "unheard_of"),
+    ],
+)
+def test_generate_refuses_by_name_what_has_no_place(call: Call, fields: dict[str, Any], parameter: str) -> None:
+    answer = call("POST", "/generate", json=GENERATE | fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, parameter)
 
 
 def test_health_says_that_the_model_is_loaded(call: Call) -> None:

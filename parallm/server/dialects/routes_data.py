@@ -1,8 +1,9 @@
-"""What rollout workers call: `/generate` in four dialects, `/inference/v1/generate`, text to tokens and back."""
+"""What rollout workers call: `/generate` in five dialects, `/inference/v1/generate`, text to tokens and back."""
 
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -34,7 +35,7 @@ def data_routes(service: Service) -> APIRouter:
     @router.post("/generate/")
     @router.post("//generate")  # Atropos makes it of a base URL that ends with a slash
     async def generate(http: Request) -> Response:
-        """Completions in the dialect that the keys of the body tell: native, SGLang, vLLM's first server, TRL."""
+        """Completions in the dialect that the keys of the body tell: ours, SGLang's, TRL's and others'."""
         return await _answer(service, http, NATIVE, dialect_of)
 
     @router.post("/inference/v1/generate")
@@ -88,9 +89,10 @@ async def _respond(service: Service, http: Request, asked: Asked) -> Response:
     requests = await constrained(requests, body_grammar(body), service, reasoning=None)
     # these answers say the ids and the mode themselves, at the places of their dialects
     plain = body.model_copy(update={"request_id": None, "step_id": None})
+    num_running = service.engine.stats().num_running
 
     async def answer(routed: Sequence[GenerationRequest]) -> Response:
-        head = head_of(service, answer_id, plain, routed, logprobs=False)
+        head = replace(head_of(service, answer_id, plain, routed, logprobs=False), num_running=num_running)
         if body.stream and asked.stream is not None:
             return await respond_stream(service, http, asked.stream(head))
         return await respond_whole(service, http, asked.whole(head))
