@@ -175,6 +175,7 @@ def _adapter_store(settings: ServerSettings, house: House, *, trained: tuple[str
         max_bytes=settings.max_adapter_bytes,
         max_names=settings.max_adapters,
         trained=trained,
+        start=house.start,
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import io
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,7 +45,9 @@ class AdapterStore:
         max_bytes: int,
         max_names: int,
         trained: Iterable[str],
+        start: Adapter,
     ) -> None:
+        """`start` is what tensors alone complete where their name has no version yet."""
         self._device = device
         self._model = model
         self._table = table
@@ -52,6 +55,7 @@ class AdapterStore:
         self._max_bytes = max_bytes
         self._max_names = max_names
         self._trained = frozenset(trained)
+        self._start = start
         self._lock = asyncio.Lock()  # a name's next version must not be given out twice
 
     async def load(self, name: str, path: str) -> AdapterCard:
@@ -76,6 +80,8 @@ class AdapterStore:
 
     async def update(self, name: str, weights: bytes) -> AdapterCard:
         """The served version of `name` with these tensors in place of its own, as the next version.
+
+        Where `name` is the base so far, they are those of an adapter of `model.lora`'s form.
 
         `weights` is a safetensors file with names of PEFT or of mlx-lm; tensors that it lacks stay as they are. Raises
         AdapterError, UnknownModel.
@@ -117,9 +123,7 @@ class AdapterStore:
         )
 
     def _publish_tensors(self, name: str, weights: bytes) -> AdapterCard:
-        served = self._table.resolve(name)
-        if served is None:
-            raise AdapterError(f"{name} is the base so far; load or upload a whole adapter first")
+        served = self._table.resolve(name) or replace(self._start, name=name)
         return self._publish(_changed(served, weights, self._table.next_version(name)), name)
 
     def _publish(self, adapter: Adapter, where: str) -> AdapterCard:
@@ -134,7 +138,10 @@ class AdapterStore:
         if not NAME.fullmatch(name):
             raise AdapterError(f"{name[:100]!r} cannot be a name: letters, digits and _ . : - make one")
         if name in self._trained:
-            raise AdapterError(f"{name} is trained by this run, which makes its versions; choose another name")
+            raise AdapterError(
+                f"{name} is trained by this run, which makes its versions; give the adapter another name, or start a "
+                "run that trains it further with model.adapter=FOLDER"
+            )
         if name not in names and len(names) >= self._max_names:
             raise AdapterError(f"{len(names)} adapters are loaded, the limit; unload one or raise server.max_adapters")
 
@@ -162,7 +169,10 @@ def _changed(served: Adapter, weights: bytes, version: int) -> Adapter:
     for name, array in arrays.items():
         shape = served.arrays[name].shape if name in served.arrays else None
         if array.shape != shape:
-            raise AdapterError(f"{name} has shape {array.shape}; in {served.name}@{served.version} it has {shape}")
+            raise AdapterError(
+                f"{name} has shape {array.shape}; in {served.name}@{served.version} it has {shape}; upload an adapter "
+                "of another form as a zip archive with its adapter_config.json"
+            )
     return make_adapter(
         {**served.arrays, **arrays},
         name=served.name,

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -23,14 +23,22 @@ Body = TypeVar("Body", bound=Wire)
 async def read_body(http: Request, max_bytes: int, setting: str = "max_body_bytes") -> bytes:
     """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says."""
     body = bytearray()
+    async for chunk in bounded_chunks(http, max_bytes, setting):
+        body += chunk
+    return bytes(body)
+
+
+async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGenerator[bytes, None]:
+    """The body as it comes in. Raises BodyTooLarge as `read_body` does."""
+    num_bytes = 0
     too_large = BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
     if max_bytes < announced_bytes(http.headers) < math.inf:
         raise too_large
     async for chunk in http.stream():
-        body += chunk
-        if len(body) > max_bytes:
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
             raise too_large
-    return bytes(body)
+        yield chunk
 
 
 async def body_of(service: Service, http: Request, schema: type[Body]) -> Body:

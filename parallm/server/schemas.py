@@ -87,6 +87,9 @@ class GenerationBody(Wire):
     """What both kinds of request share."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
+    lora_adapter: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """What answers, beside a `model` that means the base: an adapter, `checkpoint-12` (version 12 of the policy),
+    `best-performance` or `latest`."""
     n: Annotated[int, Field(ge=1, le=LARGEST_INT)] = 1
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0

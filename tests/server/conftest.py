@@ -31,7 +31,7 @@ from parallm.types import (
     WeightSpan,
 )
 
-VERSIONS = {"base": 0, "policy": 3, "policy@2": 2, "policy@3": 3, "best": 2}
+VERSIONS = {"base": 0, "policy": 3, "policy@2": 2, "policy@3": 3, "best": 2, "latest": 3}
 END = 0
 VOCABULARY_SIZE = 1000
 STATUS = TrainingStatus(state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")})

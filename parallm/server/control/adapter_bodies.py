@@ -35,6 +35,25 @@ class LoadBody(Wire):
     """Below `server.adapters_root`: of an adapter, a checkpoint or a run, `RUN@VERSION` too."""
 
 
+class LoadPolicyBody(Wire):
+    """Without a name: the policy that is served moves to this adapter."""
+
+    path: Path
+
+
+class UploadFields(Wire):
+    """What a form says beside its file."""
+
+    name: Name | None = None
+    """Without it the policy moves to the adapter."""
+
+
+class PolicyMoved(Wire):
+    status: Literal["success"]
+    policy_version: int
+    message: str
+
+
 class UnloadBody(Wire):
     name: Name
 
@@ -57,8 +76,10 @@ class AliasBody(Wire):
 class SwitchBody(Wire):
     """Either a version to promote or a folder to load."""
 
-    name: Name = POLICY
-    version: Version | None = None
+    name: Name | None = None
+    """Without it the policy."""
+    version: Version | Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """A number, or `checkpoint-12`, `best-performance`, `latest` or an alias."""
     path: Path | None = None
 
 

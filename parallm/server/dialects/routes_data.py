@@ -19,13 +19,14 @@ from parallm.server.dialects.token_bodies import DetokenizeBody, TextOfTokens, T
 from parallm.server.dialects.token_in_token_out import TOKEN_IN_TOKEN_OUT
 from parallm.server.failures import DeadlineExceeded, failure_of
 from parallm.server.generation import on_a_side, respond_stream, respond_whole
+from parallm.server.lora_adapter import with_lora_adapter
 from parallm.server.openai.chat_prompt import chat_prompt
 from parallm.server.openai.grammars import body_grammar, constrained
 from parallm.server.openai.routes_generation import head_of
 from parallm.server.openai.translate import completion_requests
 from parallm.server.parse import parse_body, read_object
 from parallm.server.service import Service
-from parallm.types import POLICY, GenerationRequest
+from parallm.types import BASE, POLICY, GenerationRequest
 
 
 def data_routes(service: Service) -> APIRouter:
@@ -66,7 +67,7 @@ async def _answer(
     try:
         value = read_object(await read_body(http, service.settings.max_body_bytes))
         dialect = choose(value)
-        asked = dialect.read(value if value.get("model") is not None else value | {"model": _usual_model(service)})
+        asked = dialect.read(value if value.get("model") is not None else value | _usual_model(service, value))
         async with asyncio.timeout(asked.timeout_seconds):
             return await _respond(service, http, asked)
     except TimeoutError:
@@ -77,7 +78,7 @@ async def _answer(
 
 
 async def _respond(service: Service, http: Request, asked: Asked) -> Response:
-    body = asked.body
+    body = with_lora_adapter(service, asked.body)
     answer_id = body.request_id or f"gen-{uuid.uuid4().hex}"
     requests = completion_requests(
         body,
@@ -100,9 +101,11 @@ async def _respond(service: Service, http: Request, asked: Asked) -> Response:
     return await on_a_side(service, requests, answer)
 
 
-def _usual_model(service: Service) -> str:
-    """For dialects whose bodies name none. Of several policies none is meant."""
-    return service.policies[0] if len(service.policies) == 1 else POLICY
+def _usual_model(service: Service, value: Mapping[str, Any]) -> dict[str, str]:
+    """For bodies that name no `model`. Of several policies none is meant."""
+    if value.get("lora_adapter") is not None:
+        return {"model": BASE}
+    return {"model": service.policies[0] if len(service.policies) == 1 else POLICY}
 
 
 def _tokenized(service: Service, body: TokenizeBody) -> TokensOfText:

@@ -12,6 +12,7 @@ from parallm.server.answers import Answers, Head
 from parallm.server.connection import read_body
 from parallm.server.control.recording import recorder_of
 from parallm.server.generation import on_a_side, respond_stream, respond_whole
+from parallm.server.lora_adapter import with_lora_adapter
 from parallm.server.openai.chat_answers import ChatAnswers
 from parallm.server.openai.chat_schemas import ChatBody
 from parallm.server.openai.completion_answers import CompletionAnswers
@@ -33,6 +34,7 @@ def generation_routes(service: Service) -> APIRouter:
     async def completions(http: Request) -> Response:
         """Complete one or more prompts, given as text or as token ids."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), CompletionBody)
+        body = with_lora_adapter(service, body)
         answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         requests = completion_requests(
             body,
@@ -53,6 +55,7 @@ def generation_routes(service: Service) -> APIRouter:
     async def chat_completions(http: Request) -> Response:
         """Answer the last message of a chat, in the format of the model's chat template."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), ChatBody)
+        body = with_lora_adapter(service, body)
         answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         request, reading = chat_request(
             body,

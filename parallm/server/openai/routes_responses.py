@@ -12,6 +12,7 @@ from parallm.errors import InvalidRequest
 from parallm.server.answers import Head
 from parallm.server.connection import read_body
 from parallm.server.generation import begin_stream, on_a_side, respond_whole
+from parallm.server.lora_adapter import with_lora_adapter
 from parallm.server.openai.grammars import chat_grammar, constrained
 from parallm.server.openai.message_reader import Reading
 from parallm.server.openai.response_answers import ResponseAnswers
@@ -71,7 +72,7 @@ def _head(service: Service, answer_id: str, routed: Sequence[GenerationRequest])
 
 
 async def _requests(service: Service, body: ResponseBody, answer_id: str) -> tuple[list[GenerationRequest], Reading]:
-    chat = to_chat(body)
+    chat = with_lora_adapter(service, to_chat(body))
     request, reading = chat_request(
         chat,
         answer_id,

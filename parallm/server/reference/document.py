@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 Example = Mapping[str, Any]
+FORM = "multipart/form-data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class Document:
     bodies: tuple[type[BaseModel], ...] = ()
     """What it reads, one of them; none: no body."""
     body_type: str = "application/json"
-    """Of a body; what is not JSON has no `bodies`."""
+    """Of a body; what is not JSON has no `bodies`, and is a file or a form (`FORM`) with one."""
     example: Example | None = None
     """A body that works."""
     answers: tuple[type[BaseModel], ...] = ()

@@ -59,6 +59,7 @@ DOCUMENTS: Mapping[str, Document] = {
                 "stream": True,
                 "stream_options": {"include_usage": True},
             },
+            "a version by a word": {"model": "base", "lora_adapter": "latest", "prompt": "2 + 3 ="},
             "one of several words": {"model": "policy", "prompt": "2 + 3 =", "guided_choice": ["5", "6"]},
         },
         answers=(CompletionAnswer,),

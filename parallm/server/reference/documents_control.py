@@ -10,7 +10,9 @@ from parallm.server.control.adapter_bodies import (
     Done,
     LoadBody,
     LoadedAdapters,
+    LoadPolicyBody,
     NameMeans,
+    PolicyMoved,
     PromoteBody,
     RollBackBody,
     SwitchBody,
@@ -35,7 +37,7 @@ from parallm.server.control.control_bodies import (
 from parallm.server.control.routes_training import CheckpointAnswer, TrainingBody
 from parallm.server.control.trajectory_bodies import TrajectoryList, TrajectoryRewardAnswer, TrajectoryRewardBody
 from parallm.server.control.warm_up import WarmUpAnswer, WarmUpBody
-from parallm.server.reference.document import Document, Parameter
+from parallm.server.reference.document import FORM, Document, Parameter
 
 ADAPTER = {
     "id": "poet@3",
@@ -122,9 +124,20 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "GET /v1/queue/stats": _queue,
     "GET /v1/adapters": Document(answers=(AdapterList,), answer={"data": [ADAPTER]}),
     "POST /v1/adapters/load": _load,
-    "POST /load_adapter": _load,
+    "POST /load_adapter": Document(
+        bodies=(LoadBody, LoadPolicyBody),
+        example=FOLDER,
+        others={"the policy that is served moves": {"adapter_path": "poet/adapter"}},
+        answers=(AdapterEntry, PolicyMoved),
+        answer=ADAPTER,
+    ),
     "PUT /v1/adapters/{name}": _upload,
-    "POST /upload_adapter": replace(_upload, query=(NAME,)),
+    "POST /upload_adapter": Document(
+        query=(replace(NAME, is_required=False),),
+        body_type=FORM,
+        answers=(PolicyMoved, AdapterEntry),
+        answer={"status": "success", "policy_version": 13, "message": "Loaded adapter from poet.zip"},
+    ),
     "POST /update_adapter_weights": Document(
         query=(NAME,), body_type="application/octet-stream", answers=(AdapterEntry,), answer=ADAPTER
     ),
@@ -154,7 +167,13 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "POST /unload_lora_adapter": Document(
         bodies=(UnloadBody,), example={"name": "poet"}, answers=(LoadedAdapters,), answer=TOLD
     ),
-    "POST /model/switch-lora": Document(bodies=(SwitchBody,), example=MEANS, answers=(NameMeans,), answer=MEANS),
+    "POST /model/switch-lora": Document(
+        bodies=(SwitchBody,),
+        example=MEANS,
+        others={"the policy, by a word": {"version": "checkpoint-3"}},
+        answers=(NameMeans,),
+        answer=MEANS,
+    ),
     "PUT /v1/splits/{name}": Document(
         bodies=(SplitBody,),
         example={"weights": {"policy@11": 9, "policy@12": 1}},

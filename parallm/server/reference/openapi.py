@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from parallm import __version__
 from parallm.server.answer_schemas import ErrorAnswer
 from parallm.server.operation.roles import ROLES, Role
-from parallm.server.reference.document import Document
+from parallm.server.reference.document import FORM, Document
 from parallm.server.reference.documents import DOCUMENTS
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
@@ -93,8 +93,10 @@ def _describe(operation: dict[str, Any], document: Document, role: Role, *, has_
         content = {"schema": _any_of(document.bodies), **_examples(document)}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
     elif document.body_type != JSON:
-        binary = {"schema": {"type": "string", "format": "binary"}}
-        operation["requestBody"] = {"required": True, "content": {document.body_type: binary}}
+        file = {"type": "string", "format": "binary"}
+        form = {"type": "object", "required": ["file"], "properties": {"file": file, "name": {"type": "string"}}}
+        content = {"schema": form if document.body_type == FORM else file}
+        operation["requestBody"] = {"required": True, "content": {document.body_type: content}}
     operation["responses"] = _responses(document, role, has_keys=has_keys)
     if has_keys and role != "public":
         operation["security"] = [{"bearer": []}, {"x-api-key": []}]
