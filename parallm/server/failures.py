@@ -37,6 +37,10 @@ class ForeignOrigin(NotAllowed):
     """A browser sent this for a page of another origin."""
 
 
+class UnknownRequest(ParallmError):
+    """No request of that id is under way, or none that this key may see."""
+
+
 class Draining(ParallmError):
     """The server ends and takes no new requests; another one may be there after `seconds`."""
 
@@ -71,6 +75,8 @@ def failure_of(error: Exception) -> Failure:
             return failure(404, str(error), param="model", code="model_not_found")
         case UnknownTrajectory():
             return failure(404, str(error), param="id", code="trajectory_not_found")
+        case UnknownRequest():
+            return failure(404, str(error), param="request_id", code="request_not_found")
         case EngineFull():
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)

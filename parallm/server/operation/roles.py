@@ -43,6 +43,7 @@ ROLES: Mapping[str, Role] = {
     "POST /generate/": "inference",
     "POST /inference/v1/generate": "inference",
     "POST /tokenize": "inference",
+    "POST /v1/requests/{request_id}/cancel": "inference",
     "POST /v1/rewards": "inference",
     "POST /v1/chat/completions": "inference",
     "POST /v1/completions": "inference",
@@ -92,7 +93,6 @@ ROLES: Mapping[str, Role] = {
     "POST /v1/adapters/promote": "admin",
     "POST /v1/adapters/rollback": "admin",
     "POST /v1/load_lora_adapter": "admin",
-    "POST /v1/requests/{request_id}/cancel": "admin",
     "POST /v1/unload_lora_adapter": "admin",
     "POST /v1/warmup": "admin",
     "PUT /v1/adapters/{name}": "admin",
@@ -140,7 +140,8 @@ def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
     if key is None:
         raise WrongKey("the API key is not one of this server's")
     if context := current_request.get():
-        context.api_key = key.name  # before it may be refused: the log says whose key that was
+        # before it may be refused: the log says whose key that was
+        context.api_key, context.api_role = key.name, key.role
     if RANK[key.role] < RANK[role]:
         raise NotAllowed(f"this route needs a key with the role {role}; yours has the role {key.role}")
 

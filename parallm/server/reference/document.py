@@ -53,6 +53,8 @@ class Document:
     answer: Example = field(default_factory=dict)
     """An example of an answer."""
     media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    """Beside those that follow from its role and its bodies."""
     events: str = "events `data: JSON`, the last one `data: [DONE]`"
     """What a stream is, for a body that can ask for one."""
 

@@ -107,7 +107,7 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "POST /abort_requests": Document(
         bodies=(AbortManyBody,), example={"request_ids": ["job-7"]}, answers=(AbortAnswer,), answer=_aborted
     ),
-    "POST /v1/requests/{request_id}/cancel": Document(answers=(AbortAnswer,), answer=_aborted),
+    "POST /v1/requests/{request_id}/cancel": Document(answers=(AbortAnswer,), answer=_aborted, errors=(404,)),
     "POST /abort_request": Document(
         bodies=(AbortOneBody,), example={"rid": "job-7"}, answers=(AbortAnswer,), answer=_aborted
     ),

@@ -36,7 +36,7 @@ ERRORS: Mapping[int, str] = {
     400: "A field is wrong, unknown or not supported; `param` names it.",
     401: "No API key or a wrong one.",
     403: "The key's role does not allow this route, or the route is switched off.",
-    404: "No such model, version or alias.",
+    404: "No such model, version, alias or request.",
     409: "This process does not do that, or not any more: it trains nothing, or takes no such weights. "
     "In vLLM's dialect of `/generate`: somebody has aborted the request.",
     413: "The body is larger than `server.max_body_bytes`.",
@@ -111,7 +111,7 @@ def _examples(document: Document) -> dict[str, Any]:
 
 
 def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, Any]:
-    statuses = {503}
+    statuses = {503, *document.errors}
     if role != "public":
         statuses |= {401, 403} if has_keys else {403}
     if role in ("training", "admin"):
