@@ -15,10 +15,12 @@ import mlx.core as mx
 
 from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.device.blas import BlasReport, set_blas_threads
+from parallm.device.device_report import DeviceReport
 from parallm.device.governor import Governor
 from parallm.device.lanes import Lanes
 from parallm.device.memory import wire_memory
 from parallm.device.thread import DeviceThread
+from parallm.device.usage import UsageMonitor
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.engine.kv_memory import max_rows
@@ -122,10 +124,13 @@ async def with_house(
     """
     device = DeviceThread(Governor(serving_share=settings.engine.serving_share, engine_share=settings.engine_share))
     server: HttpServer | None = None
+    monitor = UsageMonitor()
     resources = ExitStack()
     try:
         resources.enter_context(writing_request_log(settings.server.request_log))
         traces = resources.enter_context(exporting_traces(settings.server.otlp_endpoint))
+        monitor.start()
+        resources.callback(monitor.stop)
         house = await _build_house(settings, blas, device)
         if listens is not None:
             app = create_app(
@@ -138,7 +143,7 @@ async def with_house(
                 policies=house.adapters.policies,
                 keys=listens.keys,
                 traces=traces,
-                device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
+                device=DeviceReport(device.governor, monitor),
                 adapters=_adapter_store(settings.server, house, trained=trained),
                 training=training,
                 trajectories=trajectories,

@@ -64,7 +64,8 @@ class PolicyRun:
     def status(self) -> TrainingStatus:
         if self.trainer is None:
             return TrainingStatus(state="starting", total_steps=self.config.trainer.steps)
-        status, pacing = self.trainer.status, self.trainer.pacing
+        pacing = self.trainer.pacing
+        status = dataclasses.replace(self.trainer.status, checkpoint_saves=self.trainer.num_saves)
         if pacing.is_pausing:
             return dataclasses.replace(status, state="pausing")
         is_paused = pacing.is_paused and status.state == "collecting"  # the loop has not looked yet

@@ -162,6 +162,22 @@ class TrainingStatus:
     seconds_left: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     message: str = ""
+    last_update: str | None = None
+    """When the policy was last changed by an update, as ISO 8601."""
+    trajectories_collected: int = 0
+    """That steps have taken since the process began; of clients' traffic, that they have asked to be learned from."""
+    checkpoint_saves: int = 0
+    """Since the process began."""
+    training_enabled: bool = False
+    """Whether there are steps to come. This and what follows is for the status page to say."""
+    current_lora: str | None = None
+    """The version that is served, as `checkpoint-12`; None: the base."""
+    loss: float | None = None
+    """Of the last update."""
+    available_checkpoints: tuple[str, ...] = ()
+    """The versions in memory, as `checkpoint-12`."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """`serving_share` and `engine_share` of the device."""
     policies: Mapping[str, "TrainingStatus"] = field(default_factory=dict)
     """Of each, by name, where several are trained; the fields above are then about the one with the most to do."""
 

@@ -165,7 +165,8 @@ def _split(values: Mapping[str, Any]) -> SplitReport:
 
 def _status(values: Mapping[str, Any]) -> TrainingStatus:
     policies = {name: _status(one) for name, one in values["policies"].items()}
-    return _record(TrainingStatus, {**values, "policies": policies})
+    checkpoints = tuple(values.get("available_checkpoints", ()))
+    return _record(TrainingStatus, {**values, "policies": policies, "available_checkpoints": checkpoints})
 
 
 def _record(kind: type[Record], values: Mapping[str, Any]) -> Record:

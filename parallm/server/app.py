@@ -20,6 +20,7 @@ from parallm.server.connection import error_response
 from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
 from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
 from parallm.server.control.routes_engine import engine_routes, queue_routes
+from parallm.server.control.routes_shares import share_routes
 from parallm.server.control.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
@@ -47,7 +48,7 @@ from parallm.server.operation.traces import Traces
 from parallm.server.reference.openapi import openapi_document
 from parallm.server.reference.page import docs_page
 from parallm.server.routes_status import status_routes
-from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training, Trajectories
+from parallm.server.service import Adapters, Device, Service, SteerableEngine, Tokenizer, Training, Trajectories
 from parallm.server.settings import ServerSettings
 from parallm.types import POLICY, AdapterCard
 
@@ -62,7 +63,7 @@ def create_app(
     base_name: str,
     policies: tuple[str, ...] = (POLICY,),
     keys: tuple[StoredKey, ...] = (),
-    device_seconds: Callable[[], Mapping[str, float]] = dict,
+    device: Device | None = None,
     traces: Traces | None = None,
     adapters: Adapters | None = None,
     training: Training | None = None,
@@ -91,7 +92,7 @@ def create_app(
         started=int(time.time()),
         trajectories=trajectories or {},
         routed=splits.routed,
-        device_seconds=device_seconds,
+        device=device,
         note_trajectory=statistics.note_trajectory,
         swaps=swaps,
     )
@@ -129,6 +130,7 @@ def create_app(
         warm_up_routes(service),
         split_routes(service, splits, statistics),
         statistics_routes(splits, statistics),
+        share_routes(service),
         reward_routes(service, statistics),
     )
     check_roles(routers)

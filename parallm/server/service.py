@@ -166,6 +166,30 @@ class Adapters(Protocol):
         ...
 
 
+class Device(Protocol):
+    """The face of `device.device_report.DeviceReport` that the server uses."""
+
+    def seconds(self) -> Mapping[str, float]:
+        """By kind of work, since the start."""
+        ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of arrays: `active`, `peak`, `cache`."""
+        ...
+
+    def usage(self) -> Mapping[str, float]:
+        """Shares of the last second in which `process`, `machine` and `accelerator` were busy, where they are known."""
+        ...
+
+    def shares(self) -> Mapping[str, float]:
+        """`serving_share` and `engine_share`."""
+        ...
+
+    def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:
+        """None leaves a share as it is."""
+        ...
+
+
 class Training(Protocol):
     """The face of `training_control.TrainingControl`: one policy, or all. Raises UnknownModel, Unavailable."""
 
@@ -226,8 +250,7 @@ class Service:
     """Names that are the base until their first version is published."""
     started: int
     """Unix seconds."""
-    device_seconds: Callable[[], Mapping[str, float]]
-    """By kind of work, since the start."""
+    device: Device | None = None
     trajectories: Mapping[str, Trajectories] = field(default_factory=dict)
     """By policy, of those that learn from what clients ask for."""
     note_trajectory: Callable[[str, GenerationRequest, Completion], None] = lambda *_: None

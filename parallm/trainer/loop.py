@@ -8,6 +8,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,11 @@ class Loop(ABC):
     def was_stopped(self) -> bool:
         return self._stopping.is_set()
 
+    @property
+    def num_saves(self) -> int:
+        """Checkpoints that this process has written."""
+        return self._saver.num_saves
+
     async def run(self) -> None:
         """Raises TrainingStopped when going on makes no sense, and whatever a part raises.
 
@@ -137,6 +143,7 @@ class Loop(ABC):
         assert report is not None, "an update ends with its report"
         if report.skipped is None:
             self._publication.publish(self._parts.learner.adapter)
+            self.status = replace(self.status, last_update=datetime.now(UTC).isoformat(timespec="milliseconds"))
         return report
 
     async def _judge(
@@ -155,7 +162,8 @@ class Loop(ABC):
         metrics = replace(metrics, guard=self._guard.row())
         self._parts.recorder.step(metrics, sampled)
         self._parts.display.step(metrics)
-        self.status = replace(self.status, metrics=metrics.to_flat())
+        collected = self.status.trajectories_collected + sum(len(group.trajectories) for group in sampled)
+        self.status = replace(self.status, metrics=metrics.to_flat(), trajectories_collected=collected)
 
     async def _save_now(self) -> Path:
         """Save because somebody asks for it, between two steps. Raises CheckpointError."""

@@ -32,6 +32,7 @@ class Saver:
         self._checkpoints = checkpoints
         self._make_state = make_state
         self._every = every
+        self.num_saves = 0
         self.saved_step = 0  # of the newest checkpoint; written by `save` and by whoever resumes a run
 
     def is_due(self, step: int) -> bool:
@@ -41,6 +42,7 @@ class Saver:
         """Save the state after the last finished step; the checkpoint's folder. Raises CheckpointError."""
         state = self._make_state()
         folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
+        self.num_saves += 1
         self.saved_step = state.step
         return folder
 

@@ -41,6 +41,11 @@ def test_policy_and_latest_are_the_newest_version_and_base_stays_the_base() -> N
     assert [version_of(table, model) for model in ("policy", "latest", "policy@1", "base")] == [2, 2, 1, 0]
 
 
+def test_a_card_knows_the_bytes_of_its_adapter() -> None:
+    (card,) = table_of(1).cards()
+    assert card.num_bytes == 4 * (6 * 2 + 2 * 4)
+
+
 def test_published_arrays_are_the_same_objects() -> None:
     published = adapter(1)
     table = AdapterTable()

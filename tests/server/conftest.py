@@ -263,6 +263,7 @@ def card(version: int, *aliases: str) -> AdapterCard:
         digest="00",
         num_running=0,
         is_served="best" not in aliases,
+        num_bytes=1000,
     )
 
 

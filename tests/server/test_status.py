@@ -83,5 +83,13 @@ def test_training_status_is_json_even_where_a_metric_is_not_a_number(call: Call)
         "seconds_left": None,
         "metrics": {"loss": None},
         "message": "",
+        "last_update": None,
+        "trajectories_collected": 0,
+        "checkpoint_saves": 0,
+        "training_enabled": True,
+        "current_lora": "checkpoint-3",
+        "loss": None,
+        "available_checkpoints": ["checkpoint-2", "checkpoint-3"],
+        "shares": {},
         "policies": {},
     }

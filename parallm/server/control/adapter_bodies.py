@@ -97,6 +97,7 @@ class AdapterEntry(Wire):
     digest: str
     num_running: int
     is_served: bool
+    num_bytes: int
 
 
 class AdapterList(Wire):
@@ -138,6 +139,7 @@ def entry(card: AdapterCard) -> AdapterEntry:
         digest=card.digest,
         num_running=card.num_running,
         is_served=card.is_served,
+        num_bytes=card.num_bytes,
     )
 
 

@@ -34,6 +34,7 @@ ROLES: Mapping[str, Role] = {
     "GET /v1/adapters": "inference",
     "GET /v1/queue": "inference",
     "GET /v1/queue/stats": "inference",
+    "GET /v1/shares": "inference",
     "GET /v1/splits": "inference",
     "GET /v1/trajectories": "inference",
     "GET /weight_info": "inference",
@@ -96,6 +97,7 @@ ROLES: Mapping[str, Role] = {
     "POST /v1/unload_lora_adapter": "admin",
     "POST /v1/warmup": "admin",
     "PUT /v1/adapters/{name}": "admin",
+    "PUT /v1/shares": "admin",
     "PUT /v1/splits/{name}": "admin",
 }
 """Every route has one row; `create_app` refuses routes without."""

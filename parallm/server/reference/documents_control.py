@@ -34,6 +34,7 @@ from parallm.server.control.control_bodies import (
     SplitBody,
     SplitList,
 )
+from parallm.server.control.routes_shares import SharesAnswer, SharesBody
 from parallm.server.control.routes_training import CheckpointAnswer, TrainingBody
 from parallm.server.control.trajectory_bodies import TrajectoryList, TrajectoryRewardAnswer, TrajectoryRewardBody
 from parallm.server.control.warm_up import WarmUpAnswer, WarmUpBody
@@ -53,6 +54,7 @@ ADAPTER = {
     "digest": "9f",
     "num_running": 0,
     "is_served": True,
+    "num_bytes": 2_490_368,
 }
 VERSION = {"num_requests": 20, "num_completions": 40, "num_tokens": 1800, "num_rewards": 5, "reward_mean": 0.6}
 SPLIT = {"name": "policy", "shares": {"policy@11": 0.9, "policy@12": 0.1}, "versions": {"policy@11": VERSION}}
@@ -94,6 +96,7 @@ _queue = Document(
     answers=(QueueAnswer,),
     answer={"num_running": 8, "num_waiting": 2, "num_in_flight": 9, "num_held": 0, "is_paused": False},
 )
+_shares = Document(answers=(SharesAnswer,), answer={"serving_share": 0.9, "engine_share": 0.5}, errors=(409,))
 _absent = Document(answer={})
 
 CONTROL_DOCUMENTS: Mapping[str, Document] = {
@@ -182,6 +185,8 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     ),
     "DELETE /v1/splits/{name}": Document(answers=(SplitAnswer,), answer=SPLIT | {"shares": {}}),
     "GET /v1/splits": Document(answers=(SplitList,), answer={"data": [SPLIT]}),
+    "GET /v1/shares": _shares,
+    "PUT /v1/shares": replace(_shares, bodies=(SharesBody,), example={"serving_share": 0.9}),
     "POST /v1/rewards": Document(
         bodies=(RewardBody,), example={"id": "cmpl-1f", "reward": 1.0}, answers=(RewardAnswer,), answer={"status": "ok"}
     ),
