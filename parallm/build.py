@@ -16,6 +16,7 @@ from parallm.given_model import find_given
 from parallm.house import House, HouseSettings, Listening, header_of, listening, on_device, with_house
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.learner import Learner
+from parallm.learner.presets import objective_of
 from parallm.lessons import Lessons, read_lessons
 from parallm.metrics.display import LoggedDisplay, make_display
 from parallm.metrics.time_left import Schedule
@@ -43,6 +44,7 @@ from parallm.run_folder import link_latest
 from parallm.server.operation.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
+from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.live_trainer import LiveTrainer
 from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
@@ -171,6 +173,15 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
     else:
         trainer = Trainer(parts, config.trainer, config.rollout, save_every=save_every)
     run.adapters = parts.adapters
+    if lessons.pairs is None and lessons.demonstrations is None:
+        run.given_updates = GivenUpdates(
+            trainer,
+            parts,
+            advantage=objective_of(config.learner).advantage,
+            max_off_policy_steps=config.trainer.max_off_policy_steps,
+            max_tokens=config.rollout.max_tokens,
+            num_token_ids=house.model.vocabulary_size,
+        )
     load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint)
     state = await on_device(house.device, load)
     if state is not None:

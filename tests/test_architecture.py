@@ -20,7 +20,7 @@ MAX_LINES = 300
 LAYERS: tuple[set[str], ...] = (
     {"conversation"},
     {"types", "reports", "errors", "settings", "seeds", "interrupts"},
-    {"metrics", "device", "model_names", "client"},
+    {"metrics", "device", "model_names", "client", "updates"},
     {"model"},
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},

@@ -11,11 +11,13 @@ from pathlib import Path
 from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, TrainingState
-from parallm.errors import CheckpointError
+from parallm.errors import CheckpointError, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
+NAMED = "named"
+CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 TEMPORARY = ".tmp-"
 REPLACED = ".old-"
 ASIDE = "aside_"
@@ -38,25 +40,33 @@ class CheckpointManager:
         Raises CheckpointError, leaving the older checkpoints and no leftovers, if the disk does not take it.
         """
         final = self._folder / f"step_{state.step:06d}"
-        temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
-        needed = needed_bytes(state)
-        try:
-            if shutil.disk_usage(self._folder).free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            temporary.mkdir()
-            write_checkpoint(state, temporary)
-            self._put_in_place(temporary, final)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise self._save_error(final, error, needed) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        self._write(state, final)
         for path in self.checkpoints():
             if _step(path) > state.step:
                 self._set_aside(path, f"it is newer than step {state.step}, from which this run went on")
         self._prune()
         logger.info("saved %s", final)
         return final
+
+    def save_as(self, state: TrainingState, name: str) -> Path:
+        """Save `state` as `named/NAME`, which nothing here ever deletes. Raises CheckpointError, InvalidRequest."""
+        self.check_name(name)
+        final = self._folder / NAMED / name
+        self._write(state, final)
+        logger.info("saved %s", final)
+        return final
+
+    def check_name(self, name: str) -> None:
+        """Raise InvalidRequest if there is a checkpoint of this name, or can be none."""
+        if not CHECKPOINT_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"{name[:100]!r} cannot be the name of a checkpoint: letters, digits and _ . - make one",
+                "checkpoint_name",
+            )
+        if (self._folder / NAMED / name).exists():
+            raise InvalidRequest(
+                f"there is a checkpoint called {name} already, which stays; choose another name", "checkpoint_name"
+            )
 
     def load(self, resume: str, fingerprint: Fingerprint | None = None) -> TrainingState | None:
         """The state to go on from: None for `never`, and for `auto` without a good one; else `resume` is a folder.
@@ -82,6 +92,22 @@ class CheckpointManager:
         """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
         return best_of(self.checkpoints())
 
+    def _write(self, state: TrainingState, final: Path) -> None:
+        temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
+        needed = needed_bytes(state)
+        try:
+            if shutil.disk_usage(self._folder).free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            temporary.mkdir()
+            write_checkpoint(state, temporary)
+            final.parent.mkdir(exist_ok=True)
+            self._put_in_place(temporary, final)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self._save_error(final, error, needed) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         replaced = self._folder / f"{REPLACED}{final.name}"
         if final.exists():
@@ -92,7 +118,8 @@ class CheckpointManager:
             if replaced.exists():
                 replaced.rename(final)
             raise
-        sync(self._folder)
+        for changed in {final.parent, self._folder}:
+            sync(changed)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _save_error(self, final: Path, error: OSError, needed: int) -> CheckpointError:

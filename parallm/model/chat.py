@@ -40,6 +40,12 @@ class ChatTokenizer:
         """Names that the chat template reads and a client may set."""
         return self.template.variables if self.has_chat_template else frozenset()
 
+    @property
+    def end_token(self) -> int:
+        """That ends a plain text; a chat template may end an answer with another one."""
+        own = self._tokenizer.eos_token_id
+        return int(own) if own in self.eos_token_ids else min(self.eos_token_ids)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of plain text, with the special tokens that the tokenizer adds by itself."""
         return tuple(self._tokenizer.encode(text))

@@ -39,8 +39,9 @@ def status_routes(service: Service) -> APIRouter:
     return router
 
 
-def status_answer(service: Service) -> Response:
-    return _json(_plain(told_status(service)))
+def status_answer(service: Service, **more: object) -> Response:
+    """The status, and what else a route has to say."""
+    return _json(_plain(told_status(service)) | more)
 
 
 def told_status(service: Service) -> TrainingStatus:

@@ -8,6 +8,7 @@ from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, 
 from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent, TrafficClass
+from parallm.updates import GivenTrajectory, GivenUpdate
 
 
 class EngineLoad(Protocol):
@@ -120,6 +121,11 @@ class Tokenizer(TokenTexts, Protocol):
         """What a client may set in the chat template."""
         ...
 
+    @property
+    def end_token(self) -> int:
+        """That ends a plain text."""
+        ...
+
     def encode(self, text: str) -> tuple[int, ...]: ...
     def encode_more(self, text: str) -> tuple[int, ...]:
         """Of text that follows other text."""
@@ -199,8 +205,17 @@ class Training(Protocol):
 
     def resume(self, policy: str | None) -> None: ...
 
-    async def step(self, policy: str | None) -> None:
-        """Wait for one more step: a new one where paused, which stays so, else the one at work."""
+    async def step(self, policy: str | None, checkpoint_name: str | None = None) -> Mapping[str, str]:
+        """Wait for one more step: a new one where paused, which stays so, else the one at work.
+
+        Then save under a name, if one is given; the folders by policy. Raises InvalidRequest, CheckpointError.
+        """
+        ...
+
+    async def train_on(
+        self, policy: str | None, given: Sequence[GivenTrajectory], *, serve: bool | None, checkpoint_name: str | None
+    ) -> GivenUpdate:
+        """One update on these after the present step. Raises InvalidRequest, CheckpointError."""
         ...
 
     async def checkpoint(self, policy: str | None) -> Mapping[str, str]:

@@ -134,15 +134,37 @@ class Loop(ABC):
     def _is_over(self) -> bool:
         return self.was_stopped or self._step >= self._settings.steps or self._evaluations.is_hopeless
 
-    async def _update(self, groups: Sequence[TrajectoryGroup], *, max_tokens: int) -> UpdateReport:
-        """Train on `groups` and publish the new version, if there is one."""
+    async def update_between_steps(
+        self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None
+    ) -> UpdateReport:
+        """Train on `groups`, which is no step of its own; for `Pacing.between_steps`."""
+        self._set("updating")
+        report = await self._update(groups, max_tokens=max_tokens, serve=serve)
+        self._version = self._parts.learner.adapter.version
+        if report.skipped is None:
+            self._saver.forget()
+        return report
+
+    def check_name(self, name: str) -> None:
+        """Raise InvalidRequest if no checkpoint can be saved under this name."""
+        self._parts.checkpoints.check_name(name)
+
+    async def save_as(self, name: str) -> Path:
+        """Save under a name, in a checkpoint that stays; for `Pacing.between_steps`. Raises CheckpointError."""
+        self._set("saving")
+        return await self._saver.save_as(name)
+
+    async def _update(
+        self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None = None
+    ) -> UpdateReport:
+        """Train on `groups` and publish the new version, if there is one, to be served or not."""
         units: Iterator[UpdateReport | None] = self._parts.learner.update(
             groups, step=self._step, max_tokens=max_tokens
         )
         report = await asyncio.wrap_future(self._parts.device.iterate(units))
         assert report is not None, "an update ends with its report"
         if report.skipped is None:
-            self._publication.publish(self._parts.learner.adapter)
+            self._publication.publish(self._parts.learner.adapter, serve=serve)
             self.status = replace(self.status, last_update=datetime.now(UTC).isoformat(timespec="milliseconds"))
         return report
 
@@ -167,7 +189,7 @@ class Loop(ABC):
 
     async def _save_now(self) -> Path:
         """Save because somebody asks for it, between two steps. Raises CheckpointError."""
-        if self._step == 0:
+        if self._saver.saved_step == self._step == 0:
             raise Unavailable("no step has finished yet, so there is nothing to save; ask again later")
         self._set("saving")
         return await self._saver.save()

@@ -31,9 +31,9 @@ class Publication:
         started = adapters.resolve(policy)
         self._served = 0 if started is None else started.version  # what clients get; 0 is the base
 
-    def publish(self, adapter: Adapter) -> None:
-        """Give out a version that an update has made."""
-        self._give_out(adapter, serve=not self._waits)
+    def publish(self, adapter: Adapter, *, serve: bool | None = None) -> None:
+        """Give out a version that an update has made. `serve`: let clients get it, whatever the settings say."""
+        self._give_out(adapter, serve=not self._waits if serve is None else serve)
 
     def evaluated(self, report: EvaluationReport) -> None:
         """Serve the evaluated version if it is good enough, and say so if it is not."""

@@ -46,6 +46,17 @@ class Saver:
         self.saved_step = state.step
         return folder
 
+    async def save_as(self, name: str) -> Path:
+        """The same as a checkpoint of this name, which stays. Raises CheckpointError."""
+        state = self._make_state()
+        folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save_as(state, name)))
+        self.num_saves += 1
+        return folder
+
+    def forget(self) -> None:
+        """The newest checkpoint lacks what has been learned since."""
+        self.saved_step = -1
+
     async def try_save(self) -> None:
         """`save` while there are steps to come, which a full disk must not prevent."""
         try:

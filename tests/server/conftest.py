@@ -77,6 +77,7 @@ class CharacterTokenizer:
 
     output = PlainOutput()
     template_variables: frozenset[str] = frozenset()
+    end_token = END
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)

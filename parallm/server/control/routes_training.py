@@ -1,27 +1,21 @@
-"""A hand on training: pause, resume, one step, a checkpoint."""
+"""A hand on training: pause, resume, one step, an update on given trajectories, a checkpoint."""
 
-from typing import Annotated
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
 
 from fastapi import APIRouter
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.errors import Unavailable
+from parallm.errors import InvalidRequest, Unavailable
 from parallm.server.connection import body_of, json_response
+from parallm.server.control.given_trajectories import given_trajectory
+from parallm.server.control.training_bodies import CheckpointAnswer, TrainingBody, TrajectoryBody, UpdateBody
 from parallm.server.routes_status import status_answer
-from parallm.server.schemas import Wire
-from parallm.server.service import Service, Training
-
-
-class TrainingBody(Wire):
-    policy: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """One of several policies; without it all of them."""
-
-
-class CheckpointAnswer(Wire):
-    folders: dict[str, str]
-    """Of each policy's checkpoint, on the server's disk."""
+from parallm.server.service import Service, Tokenizer, Training
+from parallm.updates import GivenTrajectory
 
 
 def training_routes(service: Service, given: Training | None) -> APIRouter:
@@ -43,10 +37,11 @@ def training_routes(service: Service, given: Training | None) -> APIRouter:
 
     @router.post("/v1/training/update")
     async def update(http: Request) -> Response:
-        """Wait for one more step: a new one where training is paused, which it stays, else the one at work."""
-        body = await body_of(service, http, TrainingBody)
-        await training(given).step(body.policy)
-        return status_answer(service)
+        """Train on these trajectories after the present step; without any, wait for one more step."""
+        body = await body_of(service, http, UpdateBody)
+        if body.trajectories is None:
+            return await _step(service, training(given), body)
+        return await _train_on(service, training(given), body, body.trajectories)
 
     @router.post("/v1/training/checkpoint")
     @router.post("/training/checkpoint")
@@ -56,6 +51,34 @@ def training_routes(service: Service, given: Training | None) -> APIRouter:
         return json_response(CheckpointAnswer(folders=dict(await training(given).checkpoint(body.policy))))
 
     return router
+
+
+async def _step(service: Service, trainers: Training, body: UpdateBody) -> Response:
+    """A new step where training is paused, which it stays, else the one at work."""
+    if body.update_inference is not None:
+        raise InvalidRequest(
+            "update_inference is about given trajectories; which versions of steps are served says trainer.publish_if",
+            "update_inference",
+        )
+    folders = await trainers.step(body.policy, body.checkpoint_name)
+    return status_answer(service, **({"folders": dict(folders)} if folders else {}))
+
+
+async def _train_on(
+    service: Service, trainers: Training, body: UpdateBody, trajectories: Sequence[TrajectoryBody]
+) -> Response:
+    read = partial(_given, trajectories, service.tokenizer, service.engine.max_context)
+    made = await trainers.train_on(
+        body.policy,
+        await asyncio.to_thread(read),
+        serve=body.update_inference,
+        checkpoint_name=body.checkpoint_name,
+    )
+    return status_answer(service, update=dataclasses.asdict(made))
+
+
+def _given(trajectories: Sequence[TrajectoryBody], tokenizer: Tokenizer, max_context: int) -> list[GivenTrajectory]:
+    return [given_trajectory(one, place, tokenizer, max_context) for place, one in enumerate(trajectories)]
 
 
 def training(given: Training | None) -> Training:

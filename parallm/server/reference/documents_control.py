@@ -35,7 +35,7 @@ from parallm.server.control.control_bodies import (
     SplitList,
 )
 from parallm.server.control.routes_shares import SharesAnswer, SharesBody
-from parallm.server.control.routes_training import CheckpointAnswer, TrainingBody
+from parallm.server.control.training_bodies import CheckpointAnswer, TrainingBody, UpdateBody
 from parallm.server.control.trajectory_bodies import TrajectoryList, TrajectoryRewardAnswer, TrajectoryRewardBody
 from parallm.server.control.warm_up import WarmUpAnswer, WarmUpBody
 from parallm.server.reference.document import FORM, Document, Parameter
@@ -59,6 +59,18 @@ ADAPTER = {
 VERSION = {"num_requests": 20, "num_completions": 40, "num_tokens": 1800, "num_rewards": 5, "reward_mean": 0.6}
 SPLIT = {"name": "policy", "shares": {"policy@11": 0.9, "policy@12": 0.1}, "versions": {"policy@11": VERSION}}
 STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
+UPDATE = {
+    "version": 5,
+    "is_served": True,
+    "num_trajectories": 2,
+    "num_trained": 2,
+    "num_recomputed": 2,
+    "num_tokens": 4,
+    "loss": -0.01,
+    "gradient_norm": 0.7,
+    "skipped": None,
+    "checkpoint": "checkpoints/run/2026-11-21_10-00-00/named/manual-update-1",
+}
 MEANS = {"name": "poet", "version": 3}
 FOLDER = {"name": "poet", "path": "poet/adapter"}
 TOLD = {"status": "ok", "success": True, "error_message": None, "loaded_adapters": {"poet": "poet/adapter"}}
@@ -214,7 +226,21 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "GET /debug/training": Document(answer=STATUS),
     "POST /v1/training/pause": _training,
     "POST /v1/training/resume": _training,
-    "POST /v1/training/update": _training,
+    "POST /v1/training/update": Document(
+        bodies=(UpdateBody,),
+        example={},
+        others={
+            "on given trajectories": {
+                "trajectories": [
+                    {"prompt": "2 + 3 =", "completion": " 5", "reward": 1.0},
+                    {"prompt": "2 + 3 =", "completion": " 6", "reward": 0.0},
+                ],
+                "update_inference": True,
+                "checkpoint_name": "manual-update-1",
+            },
+        },
+        answer=STATUS | {"update": UPDATE},
+    ),
     "POST /v1/training/checkpoint": _checkpoint,
     "POST /training/checkpoint": _checkpoint,
     "POST /init_communicator/": _absent,

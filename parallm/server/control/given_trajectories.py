@@ -1,0 +1,92 @@
+"""Trajectories of a body as the trainer takes them: tokens, whatever they were sent as."""
+
+from parallm.errors import ContextTooLong, InvalidRequest
+from parallm.server.control.training_bodies import TrajectoryBody
+from parallm.server.service import Tokenizer
+from parallm.types import WeightSpan
+from parallm.updates import GivenTrajectory
+
+
+def given_trajectory(body: TrajectoryBody, place: int, tokenizer: Tokenizer, max_context: int) -> GivenTrajectory:
+    """Raises InvalidRequest that names the trajectory by its `place`."""
+    name = f"trajectories.{place}"
+    prompt = _tokens(body, name, tokenizer)
+    tokens, text = _completion(body, name, tokenizer)
+    if len(prompt) + len(tokens) > max_context:
+        raise ContextTooLong(
+            f"{name} has {len(prompt) + len(tokens)} tokens, this model's maximum context length is {max_context}", name
+        )
+    for field in ("logprobs", "loss_mask"):
+        values = getattr(body, field)
+        if values is not None and len(values) != len(tokens):
+            raise InvalidRequest(
+                f"{name}.{field} has {len(values)} items for {len(tokens)} tokens of the completion", f"{name}.{field}"
+            )
+    return GivenTrajectory(
+        prompt_tokens=prompt,
+        tokens=tokens,
+        reward=body.reward,
+        group=None if body.group is None else str(body.group),
+        logprobs=None if body.logprobs is None else tuple(body.logprobs),
+        weight_versions=_spans(body, name, len(tokens)),
+        loss_mask=(True,) * len(tokens) if body.loss_mask is None else tuple(body.loss_mask),
+        temperature=body.temperature,
+        text=text,
+        finish_reason=body.finish_reason,
+    )
+
+
+def _tokens(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if (body.prompt is None) == (body.prompt_ids is None):
+        raise InvalidRequest(f"{name} needs either prompt or prompt_ids", f"{name}.prompt")
+    given = body.prompt if body.prompt_ids is None else body.prompt_ids
+    assert given is not None, "one of the two is there"
+    return tokenizer.encode(given) if isinstance(given, str) else tuple(given)
+
+
+def _completion(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], str]:
+    """Tokens and text."""
+    given = body.completion if body.completion_ids is None else body.completion_ids
+    if body.completion is not None and body.completion_ids is not None:
+        raise InvalidRequest(f"{name} needs either completion or completion_ids", f"{name}.completion")
+    if isinstance(given, list):
+        return tuple(given), tokenizer.decode(given) if body.text is None else body.text
+    if given is not None and body.text is not None and given != body.text:
+        raise InvalidRequest(f"completion and text of {name} differ; leave one of them out", f"{name}.text")
+    text = body.text if given is None else given
+    if not text:
+        raise InvalidRequest(f"{name} needs a completion: completion, completion_ids or text", f"{name}.completion")
+    if body.logprobs is not None or body.loss_mask is not None:
+        field = "logprobs" if body.logprobs is not None else "loss_mask"
+        raise InvalidRequest(f"{name}.{field} is about tokens; send completion_ids with it", f"{name}.{field}")
+    end = () if body.finish_reason == "length" else (tokenizer.end_token,)
+    return (*tokenizer.encode_more(text), *end), text
+
+
+def _spans(body: TrajectoryBody, name: str, num_tokens: int) -> tuple[WeightSpan, ...]:
+    """Which versions sampled which tokens; empty where that is not known."""
+    if body.weight_versions:
+        return tuple(_checked_spans(body, name, num_tokens))
+    if body.policy_version is not None:
+        return (WeightSpan(version=body.policy_version, start=0, end=num_tokens),)
+    if body.logprobs is not None:
+        raise InvalidRequest(
+            f"{name}.logprobs are those of a version of the policy; send its policy_version, or leave them out",
+            f"{name}.policy_version",
+        )
+    return ()
+
+
+def _checked_spans(body: TrajectoryBody, name: str, num_tokens: int) -> list[WeightSpan]:
+    spans: list[WeightSpan] = []
+    for one in body.weight_versions or ():
+        begins = spans[-1].end if spans else 0
+        if not one.version.isdecimal() or len(one.version) > 9 or one.start != begins or one.end <= one.start:
+            break
+        spans.append(WeightSpan(version=int(one.version), start=one.start, end=one.end))
+    if len(spans) != len(body.weight_versions or ()) or spans[-1].end != num_tokens:
+        raise InvalidRequest(
+            f"{name}.weight_versions should cover its {num_tokens} tokens without gaps, each with a version's number",
+            f"{name}.weight_versions",
+        )
+    return spans
