@@ -123,7 +123,7 @@ async def _train_and_answer(
         server=config.server,
         policies=tuple(policy_configs(config)),
         seed=config.seed,
-        engine_share=config.learner.engine_share,
+        learner=config.learner,
         can_start_from_reward_model=all(run.config.learner.trains == "reward_model" for run in runs),
     )
     training = TrainingControl(runs)
@@ -138,6 +138,7 @@ async def _train_and_answer(
             training=training,
             trajectories=live,
             witnesses=ledgers,
+            reward_models=lambda: {run.name: run.reward_model for run in runs if run.reward_model is not None},
         )
     finally:
         display.close()
@@ -224,7 +225,7 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
         ),
     )
     fingerprint = await on_device(house.device, partial(fingerprint_of, house.model, house.start))
-    reward_model = await open_reward_model(
+    reward_model = run.reward_model = await open_reward_model(
         config.rollout.reward_model, config.learner, house.device, house.model, house.lanes
     )
     checkpoints = CheckpointManager(run.folder, config.checkpoint)

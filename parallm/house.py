@@ -26,6 +26,7 @@ from parallm.engine.engine import Engine
 from parallm.engine.kv_memory import max_rows
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
+from parallm.learner.settings import LearnerSettings
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.wording import short_path
 from parallm.model.adapter import Adapter
@@ -37,6 +38,8 @@ from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
+from parallm.rollout.reward_model import Rate, RewardModel
+from parallm.rollout.settings import RewardModelSettings
 from parallm.server.app import create_app
 from parallm.server.control.witnesses import Witness
 from parallm.server.operation.keys import StoredKey, read_keys
@@ -46,10 +49,12 @@ from parallm.server.operation.sockets import bind
 from parallm.server.operation.traces import exporting_traces
 from parallm.server.service import Training, Trajectories
 from parallm.server.settings import ServerSettings
+from parallm.trainer.reward_training import open_reward_model
 from parallm.types import BASE, POLICY
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+REWARD = "reward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +68,8 @@ class HouseSettings:
     """Names under which clients find what is trained, or the given adapter."""
     seed: int = 0
     """For a new adapter."""
-    engine_share: float = 0.5
-    """Share of device seconds that a learner leaves to serving."""
+    learner: LearnerSettings = LearnerSettings()
+    """The device's share for the engine beside a learner, and how a reward model computes."""
     can_start_from_reward_model: bool = False
 
 
@@ -87,6 +92,8 @@ class House:
     engine: AsyncEngine
     start: Adapter
     """The version to go on from: the given adapter, or one whose product is zero."""
+    reward_model: RewardModel | None
+    """That of `server.reward_model`."""
 
     def of(self, name: str) -> "House":
         """The same, for training the policy `name`."""
@@ -115,14 +122,16 @@ async def with_house(
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
     witnesses: Mapping[str, Witness] | None = None,
+    reward_models: Callable[[], Mapping[str, RewardModel]] = dict,
 ) -> None:
     """Build what `work` needs, run it, and take everything down again. `work` starts the server once what it serves is
     what it says; clients that come before wait.
 
     `trained` are the policies whose versions `work` makes, `training` is what clients may do to it, `trajectories`
-    take what clients want to be learned from, by policy, and `witnesses` remember what a policy has answered.
+    take what clients want to be learned from, by policy, `witnesses` remember what a policy has answered, and
+    `reward_models` pay policies, by their names.
     """
-    device = DeviceThread(Governor(serving_share=settings.engine.serving_share, engine_share=settings.engine_share))
+    device = DeviceThread(Governor(serving_share=settings.engine.serving_share, engine_share=settings.learner.engine_share))
     server: HttpServer | None = None
     monitor = UsageMonitor()
     resources = ExitStack()
@@ -149,6 +158,7 @@ async def with_house(
                 trajectories=trajectories,
                 witnesses=witnesses,
                 swaps=house.adapters.num_swaps,
+                reward_models=lambda: _rates(house.reward_model, reward_models()),
             )
             server = HttpServer(app, listens.bound, settings.server)
         await work(house, server)
@@ -203,7 +213,25 @@ async def _build_house(settings: HouseSettings, blas: BlasReport, device: Device
     if settings.engine.warmup:
         adapted = [name for name in adapters.policies if adapters.resolve(name) is not None]
         await _warm_up(settings.engine, engine, model, [BASE, *adapted])
-    return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
+    wanted = RewardModelSettings(adapter=settings.server.reward_model)
+    reward_model = await open_reward_model(wanted, settings.learner, device, model, lanes)
+    return House(
+        device=device,
+        lanes=lanes,
+        model=model,
+        adapters=adapters,
+        engine=engine,
+        start=start,
+        reward_model=reward_model,
+    )
+
+
+def _rates(own: RewardModel | None, of_policies: Mapping[str, RewardModel]) -> dict[str, Rate]:
+    """By the names that clients use: `reward`, and `POLICY@reward` where there are several."""
+    named = {f"{policy}@{REWARD}": model.rate for policy, model in of_policies.items()}
+    if own is not None:
+        return {REWARD: own.rate, **named}
+    return dict(zip((REWARD,), named.values(), strict=True)) if len(named) == 1 else named
 
 
 async def _warm_up(settings: EngineSettings, engine: AsyncEngine, model: SharedModel, names: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from parallm.rollout.atropos.api import Registration
 from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.reward_model import RewardModel
 from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_trajectories
 from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.loop import Loop
@@ -60,6 +61,7 @@ class PolicyRun:
     """Where it learns from what the environments of an Atropos run post."""
     trainer: Loop | None = None  # set by build.py as soon as there is a model
     adapters: AdapterTable | None = None  # the trainer's versions; set with it
+    reward_model: RewardModel | None = None  # that pays it; set with it
     given_updates: GivenUpdates | None = None  # where the trainer learns from completions; set with it
 
     @property

@@ -20,6 +20,7 @@ from parallm.server.connection import error_response
 from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
 from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
 from parallm.server.control.routes_engine import engine_routes, queue_routes
+from parallm.server.control.routes_scores import score_routes
 from parallm.server.control.routes_shares import share_routes
 from parallm.server.control.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.control.routes_training import training_routes
@@ -48,7 +49,16 @@ from parallm.server.operation.traces import Traces
 from parallm.server.reference.openapi import openapi_document
 from parallm.server.reference.page import docs_page
 from parallm.server.routes_status import status_routes
-from parallm.server.service import Adapters, Device, Service, SteerableEngine, Tokenizer, Training, Trajectories
+from parallm.server.service import (
+    Adapters,
+    Device,
+    RewardModels,
+    Service,
+    SteerableEngine,
+    Tokenizer,
+    Training,
+    Trajectories,
+)
 from parallm.server.settings import ServerSettings
 from parallm.types import POLICY, AdapterCard
 
@@ -70,6 +80,7 @@ def create_app(
     trajectories: Mapping[str, Trajectories] | None = None,
     witnesses: Mapping[str, Witness] | None = None,
     swaps: Callable[[], Mapping[str, int]] = dict,
+    reward_models: Callable[[], RewardModels] = dict,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
@@ -95,6 +106,7 @@ def create_app(
         device=device,
         note_trajectory=statistics.note_trajectory,
         swaps=swaps,
+        reward_models=reward_models,
     )
     for taker in service.trajectories.values():
         taker.listen(statistics.reward_trajectory)
@@ -131,6 +143,7 @@ def create_app(
         split_routes(service, splits, statistics),
         statistics_routes(splits, statistics),
         share_routes(service),
+        score_routes(service),
         reward_routes(service, statistics),
     )
     check_roles(routers)

@@ -1,13 +1,22 @@
 """What the routes need from the rest of the program, as narrow faces: no import of MLX, none of the trainer."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.server.settings import ServerSettings
-from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent, TrafficClass
+from parallm.types import (
+    AdapterCard,
+    Completion,
+    GenerationRequest,
+    Grammar,
+    Message,
+    Prompted,
+    TokenEvent,
+    TrafficClass,
+)
 from parallm.updates import GivenTrajectory, GivenUpdate
 
 
@@ -131,6 +140,14 @@ class Tokenizer(TokenTexts, Protocol):
         """Of text that follows other text."""
         ...
 
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Plain messages with the beginning of an answer. Raises InvalidRequest."""
+        ...
+
+    def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
+        """What follows that, with the token that ends it. Raises InvalidRequest."""
+        ...
+
     def encode_prompt(
         self,
         turns: Sequence[Mapping[str, object]],
@@ -170,6 +187,11 @@ class Adapters(Protocol):
     def hold(self, models: Iterable[str]) -> None:
         """Keep what these names mean in memory, and nothing of an earlier call."""
         ...
+
+
+Rate: TypeAlias = Callable[[Sequence[Prompted]], Awaitable[list[float]]]
+"""Scores of all completions, in the order of the prompts and of each prompt's completions."""
+RewardModels: TypeAlias = Mapping[str, Rate]
 
 
 class Device(Protocol):
@@ -270,6 +292,8 @@ class Service:
     """By policy, of those that learn from what clients ask for."""
     note_trajectory: Callable[[str, GenerationRequest, Completion], None] = lambda *_: None
     """Told of each trajectory's id."""
+    reward_models: Callable[[], RewardModels] = dict
+    """Those that are loaded, by name."""
     swaps: Callable[[], Mapping[str, int]] = dict
     """How often the bare name of each adapter has come to mean another version."""
     routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list

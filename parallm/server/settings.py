@@ -79,6 +79,9 @@ class ServerSettings:
     """Bytes of a schema, a regular expression, choices, or the schemas of all tools that a model is made to call."""
     max_grammar_seconds: float = Field(default=10.0, gt=0)
     """Seconds to prepare a grammar. It is done beside the event loop, so other requests go on."""
+    reward_model: str | None = None
+    """A reward model for `POST /v1/rewards/score`, under the name `reward`: the folder of a run, of which the best
+    version counts, RUN@VERSION, a checkpoint or an adapter; null: those of rollouts alone."""
     adapters_root: str | None = None
     """The only folder that clients may load adapters from by path; null: none."""
     max_adapter_bytes: int = Field(default=512 * 1024 * 1024, ge=1024)

@@ -24,6 +24,7 @@ from parallm.types import (
     AdapterCard,
     Completion,
     GenerationRequest,
+    Message,
     PromptLogprob,
     TokenEvent,
     TopLogprob,
@@ -81,6 +82,12 @@ class CharacterTokenizer:
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self.encode("".join(f"<{message.role}>{message.content}" for message in messages))
+
+    def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
+        return (*self.encode(answer), END)
 
     def encode_prompt(self, turns: Sequence[Mapping[str, object]], **asked: Any) -> ChatPrompt:
         for name in ("tools", "variables"):

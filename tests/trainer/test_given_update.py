@@ -1,68 +1,14 @@
 """Updates on trajectories that clients bring, in whole runs over HTTP."""
 
 import json
-import os
-import signal
-import socket
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-Act = Callable[[httpx.Client], None]
-SECONDS = 60.0
+Run = Callable[..., int]
 UPDATE = "/v1/training/update"
-
-
-@pytest.fixture
-def run(train: Callable[..., int]) -> Callable[..., int]:
-    """Trains while `act` is a client in another thread, whose failures are raised here; training is paused first."""
-
-    def whole(act: Act, **parts: Any) -> int:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
-        failures: list[BaseException] = []
-        ended = threading.Event()
-
-        def be_client() -> None:
-            try:
-                with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=SECONDS) as client:
-                    pause(client, ended)
-                    act(client)
-            except BaseException as error:  # noqa: BLE001  raised by the test's own thread
-                failures.append(error)
-            if not ended.is_set():
-                os.kill(os.getpid(), signal.SIGINT)
-
-        thread = threading.Thread(target=be_client)
-        thread.start()
-        try:
-            code = train(server={"enabled": True, "port": port}, **{"trainer": {"steps": 1000}, **parts})
-        finally:
-            ended.set()
-            thread.join()
-        if failures:
-            raise failures[0]
-        return code
-
-    return whole
-
-
-def pause(client: httpx.Client, ended: threading.Event) -> None:
-    while not ended.is_set():
-        try:
-            if client.post("/v1/training/pause").status_code == 200:
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.02)
-    while client.get("/v1/training/status").json()["state"] != "paused":
-        time.sleep(0.02)
 
 
 def pair(prompt: str = "2 + 3 =", **fields: Any) -> list[dict[str, Any]]:
@@ -76,7 +22,7 @@ def version_of(client: httpx.Client, model: str) -> int:
 
 
 def test_an_update_on_given_texts_makes_and_serves_a_version_between_two_steps(
-    run: Callable[..., int], tmp_path: Path
+    run_with_client: Run, tmp_path: Path
 ) -> None:
     def act(client: httpx.Client) -> None:
         before = client.get("/v1/training/status").json()
@@ -90,13 +36,13 @@ def test_an_update_on_given_texts_makes_and_serves_a_version_between_two_steps(
         assert client.post(UPDATE).json()["step"] == before["step"] + 1  # a step of training goes on from it
         assert version_of(client, "policy") == made["version"] + 1
 
-    assert run(act) == 0
+    assert run_with_client(act) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     assert rows[-1]["update/version"] == len(rows) + 1
 
 
-def test_what_was_recomputed_equals_what_was_sampled(run: Callable[..., int]) -> None:
+def test_what_was_recomputed_equals_what_was_sampled(run_with_client: Run) -> None:
     def act(client: httpx.Client) -> None:
         asked = {"prompt": "2 + 3 =", "policy_version": 0, "model": "latest", "n": 2, "max_tokens": 6, "temperature": 1}
         answers = client.post("/generate", json=asked | {"ignore_eos": True}).raise_for_status().json()
@@ -112,21 +58,23 @@ def test_what_was_recomputed_equals_what_was_sampled(run: Callable[..., int]) ->
         assert "trainer.max_off_policy_steps=0" in late.json()["error"]["message"]
         assert abs(known["update"]["gradient_norm"]) > 0
 
-    assert run(act) == 0
+    assert run_with_client(act) == 0
 
 
-def test_an_update_that_is_not_for_clients_is_the_newest_and_not_what_they_get(run: Callable[..., int]) -> None:
+def test_an_update_that_is_not_for_clients_is_the_newest_and_not_what_they_get(
+    run_with_client: Run,
+) -> None:
     def act(client: httpx.Client) -> None:
         served = version_of(client, "policy")
         made = client.post(UPDATE, json={"trajectories": pair(), "update_inference": False}).json()["update"]
         assert (made["version"], made["is_served"]) == (served + 1, False)
         assert (version_of(client, "policy"), version_of(client, "latest")) == (served, served + 1)
 
-    assert run(act) == 0
+    assert run_with_client(act) == 0
 
 
 def test_an_update_is_served_where_steps_wait_for_an_evaluation_only_if_that_is_asked_for(
-    run: Callable[..., int],
+    run_with_client: Run,
 ) -> None:
     def act(client: httpx.Client) -> None:
         assert client.post(UPDATE, json={"trajectories": pair()}).json()["update"]["is_served"] is False
@@ -134,11 +82,11 @@ def test_an_update_is_served_where_steps_wait_for_an_evaluation_only_if_that_is_
         assert made["is_served"] is True
 
     trainer = {"steps": 1000, "publish_if": "evaluation", "evaluate_problems": 4, "evaluate_every": 1000}
-    assert run(act, trainer=trainer) == 0
+    assert run_with_client(act, trainer=trainer) == 0
 
 
 def test_a_named_checkpoint_stays_and_training_goes_on_from_it(
-    run: Callable[..., int], train: Callable[..., int], tmp_path: Path
+    run_with_client: Run, train: Callable[..., int], tmp_path: Path
 ) -> None:
     def act(client: httpx.Client) -> None:
         body = {"trajectories": pair(), "checkpoint_name": "manual-update-1"}
@@ -151,7 +99,7 @@ def test_a_named_checkpoint_stays_and_training_goes_on_from_it(
         for _ in range(3):
             client.post(UPDATE).raise_for_status()
 
-    assert run(act, checkpoint={"every": 1, "keep": 1}) == 0
+    assert run_with_client(act, checkpoint={"every": 1, "keep": 1}) == 0
     named = tmp_path / "run" / "named" / "manual-update-1"
     values = json.loads((named / "state.json").read_text())
     step = values["step"] + 1
@@ -160,18 +108,18 @@ def test_a_named_checkpoint_stays_and_training_goes_on_from_it(
     assert (row["step"], row["update/version"]) == (step, values["version"] + 1)
 
 
-def test_an_update_before_the_first_step_is_saved_at_the_end(run: Callable[..., int], tmp_path: Path) -> None:
+def test_an_update_before_the_first_step_is_saved_at_the_end(run_with_client: Run, tmp_path: Path) -> None:
     def act(client: httpx.Client) -> None:
         assert client.get("/v1/training/status").json()["step"] == 0
         client.post(UPDATE, json={"trajectories": pair()}).raise_for_status()
 
     live = {"source": "live", "problems_per_step": 2, "group_size": 2, "max_tokens": 16}
-    assert run(act, rollout=live) == 0
+    assert run_with_client(act, rollout=live) == 0
     state = json.loads((tmp_path / "run" / "step_000000" / "state.json").read_text())
     assert state["version"] == 1
 
 
-def test_what_cannot_be_learned_from_changes_nothing(run: Callable[..., int]) -> None:
+def test_what_cannot_be_learned_from_changes_nothing(run_with_client: Run) -> None:
     def act(client: httpx.Client) -> None:
         before = version_of(client, "latest")
         for trajectories, message in (
@@ -185,10 +133,12 @@ def test_what_cannot_be_learned_from_changes_nothing(run: Callable[..., int]) ->
             assert message in answer.json()["error"]["message"]
         assert version_of(client, "latest") == before
 
-    assert run(act) == 0
+    assert run_with_client(act) == 0
 
 
-def test_updates_that_are_not_finite_are_skipped_and_never_undo_what_is_good(run: Callable[..., int]) -> None:
+def test_updates_that_are_not_finite_are_skipped_and_never_undo_what_is_good(
+    run_with_client: Run,
+) -> None:
     def act(client: httpx.Client) -> None:
         client.post(UPDATE).raise_for_status()
         before = version_of(client, "latest")
@@ -208,20 +158,22 @@ def test_updates_that_are_not_finite_are_skipped_and_never_undo_what_is_good(run
             assert made["version"] == before
         assert client.post(UPDATE, json={"trajectories": pair()}).json()["update"]["version"] == before + 1
 
-    assert run(act) == 0
+    assert run_with_client(act) == 0
 
 
-def test_a_reward_that_the_advantage_cannot_take_is_refused_and_ends_no_run(run: Callable[..., int]) -> None:
+def test_a_reward_that_the_advantage_cannot_take_is_refused_and_ends_no_run(
+    run_with_client: Run,
+) -> None:
     def act(client: httpx.Client) -> None:
         below = [one | {"reward": -place} for place, one in enumerate(pair())]
         answer = client.post(UPDATE, json={"trajectories": below})
         assert (answer.status_code, "max_rl" in answer.json()["error"]["message"]) == (400, True)
         assert client.post(UPDATE, json={"trajectories": pair()}).json()["update"]["skipped"] is None
 
-    assert run(act, learner={"warmup_steps": 0, "learning_rate": 1e-3, "advantage": "max_rl"}) == 0
+    assert run_with_client(act, learner={"warmup_steps": 0, "learning_rate": 1e-3, "advantage": "max_rl"}) == 0
 
 
-def test_a_run_that_learns_from_demonstrations_takes_no_rewards(run: Callable[..., int], tmp_path: Path) -> None:
+def test_a_run_that_learns_from_demonstrations_takes_no_rewards(run_with_client: Run, tmp_path: Path) -> None:
     lines = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(8)]
     (tmp_path / "demos.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
@@ -229,4 +181,4 @@ def test_a_run_that_learns_from_demonstrations_takes_no_rewards(run: Callable[..
         answer = client.post(UPDATE, json={"trajectories": pair()})
         assert (answer.status_code, "learner.data" in answer.json()["error"]["message"]) == (409, True)
 
-    assert run(act, learner={"preset": "sft", "data": str(tmp_path / "demos.jsonl")}) == 0
+    assert run_with_client(act, learner={"preset": "sft", "data": str(tmp_path / "demos.jsonl")}) == 0

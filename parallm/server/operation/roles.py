@@ -46,6 +46,7 @@ ROLES: Mapping[str, Role] = {
     "POST /tokenize": "inference",
     "POST /v1/requests/{request_id}/cancel": "inference",
     "POST /v1/rewards": "inference",
+    "POST /v1/rewards/score": "inference",
     "POST /v1/chat/completions": "inference",
     "POST /v1/completions": "inference",
     "POST /v1/responses": "inference",

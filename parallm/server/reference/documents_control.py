@@ -35,6 +35,7 @@ from parallm.server.control.control_bodies import (
     SplitList,
 )
 from parallm.server.control.routes_shares import SharesAnswer, SharesBody
+from parallm.server.control.score_bodies import ScoreAnswer, ScoreBody
 from parallm.server.control.training_bodies import CheckpointAnswer, TrainingBody, UpdateBody
 from parallm.server.control.trajectory_bodies import TrajectoryList, TrajectoryRewardAnswer, TrajectoryRewardBody
 from parallm.server.control.warm_up import WarmUpAnswer, WarmUpBody
@@ -201,6 +202,23 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "PUT /v1/shares": replace(_shares, bodies=(SharesBody,), example={"serving_share": 0.9}),
     "POST /v1/rewards": Document(
         bodies=(RewardBody,), example={"id": "cmpl-1f", "reward": 1.0}, answers=(RewardAnswer,), answer={"status": "ok"}
+    ),
+    "POST /v1/rewards/score": Document(
+        bodies=(ScoreBody,),
+        example={"model": "reward", "input": ["2 + 3 = 5", "2 + 3 = 6"]},
+        others={
+            "completions of a prompt": {"prompt": "2 + 3 =", "completions": [" 5", " 6"]},
+            "the end of a chat": {
+                "messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}],
+            },
+        },
+        answers=(ScoreAnswer,),
+        answer={
+            "object": "list",
+            "model": "reward",
+            "data": [{"index": 0, "object": "score", "score": 1.3}, {"index": 1, "object": "score", "score": -0.4}],
+            "usage": {"prompt_tokens": 16, "total_tokens": 16},
+        },
     ),
     "GET /v1/trajectories": Document(
         answers=(TrajectoryList,),

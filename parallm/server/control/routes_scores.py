@@ -1,0 +1,118 @@
+"""Scores of the reward models that are loaded, on the shared base."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallm.errors import ContextTooLong, InvalidRequest, Unavailable, UnknownModel
+from parallm.server.connection import body_of, json_response, while_connected
+from parallm.server.control.score_bodies import ScoreAnswer, ScoreBody, ScoreEntry, ScoreUsage
+from parallm.server.openai.chat_prompt import to_turn
+from parallm.server.openai.chat_schemas import ChatMessage
+from parallm.server.service import Rate, RewardModels, Service, Tokenizer
+from parallm.types import Message, Prompted
+
+
+def score_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/rewards/score")
+    async def score(http: Request) -> Response:
+        """How a reward model rates texts, or completions of a prompt or of a chat."""
+        body = await body_of(service, http, ScoreBody)
+        name, rate = _chosen(service.reward_models(), body.model)
+        items = await asyncio.to_thread(partial(_items, service, body))
+        scores = await while_connected(http.receive, _rated(rate, items))
+        num_tokens = sum(len(item.prompt_tokens) + len(tokens) for item in items for tokens in item.completions)
+        return json_response(
+            ScoreAnswer(
+                object="list",
+                model=name,
+                data=[ScoreEntry(index=place, object="score", score=one) for place, one in enumerate(scores)],
+                usage=ScoreUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+            )
+        )
+
+    return router
+
+
+def _chosen(models: RewardModels, name: str | None) -> tuple[str, Rate]:
+    if not models:
+        raise Unavailable(
+            "no reward model is loaded; name one with server.reward_model=FOLDER, or pay rollouts with one: "
+            "rollout.reward_model.adapter=FOLDER"
+        )
+    if name is None and len(models) == 1:
+        return next(iter(models.items()))
+    if name is None or name not in models:
+        raise UnknownModel(f"no reward model {(name or '')[:100]!r}; there are {', '.join(models)}")
+    return name, models[name]
+
+
+async def _rated(rate: Rate, items: Sequence[Prompted]) -> list[float]:
+    return await rate(items)
+
+
+def _items(service: Service, body: ScoreBody) -> list[Prompted]:
+    """Raises InvalidRequest."""
+    given = [field for field in ("input", "prompt", "messages") if getattr(body, field) is not None]
+    if len(given) != 1:
+        raise InvalidRequest("send one of input, prompt and messages", given[1] if given else "input")
+    tokenizer = service.tokenizer
+    if body.input is not None:
+        if body.completions is not None:
+            raise InvalidRequest("completions belong to a prompt or to messages; leave them out", "completions")
+        items = [
+            Prompted(prompt_tokens=tokenizer.encode(text), completions=((tokenizer.end_token,),)) for text in body.input
+        ]
+    elif body.prompt is not None:
+        if body.completions is None:
+            raise InvalidRequest("a prompt needs completions; a whole text is input", "completions")
+        ended = [(*tokenizer.encode_more(text), tokenizer.end_token) for text in body.completions]
+        items = [Prompted(prompt_tokens=tokenizer.encode(body.prompt), completions=tuple(ended))]
+    else:
+        items = [_of_chat(tokenizer, body.messages or [], body.completions)]
+    _check(service, items, given[0])
+    return items
+
+
+def _of_chat(tokenizer: Tokenizer, chat: Sequence[ChatMessage], completions: Sequence[str] | None) -> Prompted:
+    messages = [_plain(message, place) for place, message in enumerate(chat)]
+    if completions is None:
+        if messages[-1].role != "assistant" or len(messages) < 2:
+            raise InvalidRequest(
+                "without completions the last message should be the assistant's, which is scored", "messages"
+            )
+        completions = [messages.pop().content]
+    return Prompted(
+        prompt_tokens=tokenizer.encode_chat(messages),
+        completions=tuple(tokenizer.encode_answer(messages, text) for text in completions),
+    )
+
+
+def _plain(message: ChatMessage, place: int) -> Message:
+    turn = to_turn(message)
+    if turn.keys() - {"role", "content"}:
+        raise InvalidRequest("a reward model reads plain text: no tool calls and no reasoning", f"messages.{place}")
+    return Message(role=str(turn["role"]), content=str(turn["content"]))
+
+
+def _check(service: Service, items: Sequence[Prompted], name: str) -> None:
+    number = sum(len(item.completions) for item in items)
+    if number > service.settings.max_completions:
+        raise InvalidRequest(
+            f"{number} texts are more than {service.settings.max_completions}; send several requests or raise "
+            "server.max_completions",
+            name,
+        )
+    longest = max(len(item.prompt_tokens) + max(map(len, item.completions)) for item in items)
+    if longest > service.engine.max_context:
+        raise ContextTooLong(
+            f"{name} has {longest} tokens, this model's maximum context length is {service.engine.max_context}; "
+            "shorten it",
+            name,
+        )
