@@ -20,7 +20,8 @@ MAX_LINES = 300
 LAYERS: tuple[set[str], ...] = (
     {"conversation"},
     {"types", "reports", "errors", "settings", "seeds", "interrupts"},
-    {"metrics", "device", "model_names", "client", "updates"},
+    {"updates"},
+    {"metrics", "device", "model_names", "client"},
     {"model"},
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},

@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 
+from parallm.client import Client
+
 Run = Callable[..., int]
 UPDATE = "/v1/training/update"
 
@@ -57,6 +59,24 @@ def test_what_was_recomputed_equals_what_was_sampled(run_with_client: Run) -> No
         assert late.status_code == 400
         assert "trainer.max_off_policy_steps=0" in late.json()["error"]["message"]
         assert abs(known["update"]["gradient_norm"]) > 0
+
+    assert run_with_client(act) == 0
+
+
+def test_the_client_samples_pays_and_trains(run_with_client: Run) -> None:
+    def act(http: httpx.Client) -> None:
+        client = Client("", http=http)
+        version = client.training_status().version
+        for _ in range(20):  # until two completions differ
+            answers = client.generate_all(["2 + 3 ="], n=4, policy_version=version, max_tokens=4, temperature=1.5)
+            rewards = [float(sum(one.completion_ids) % 2) for one in answers]
+            if len(set(rewards)) > 1:
+                break
+        rewarded = [one.rewarded(reward) for one, reward in zip(answers, rewards, strict=True)]
+        made = client.train_on(rewarded, update_inference=True)
+        assert (made.num_recomputed, made.num_trained, made.version) == (0, 4, version + 1)
+        assert client.generate("2 + 3 =", max_tokens=4).current_policy_version == version + 1
+        assert client.training_status().current_lora == f"checkpoint-{version + 1}"
 
     assert run_with_client(act) == 0
 
