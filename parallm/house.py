@@ -32,7 +32,7 @@ from parallm.metrics.wording import short_path
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.cuda import on_cuda
-from parallm.model.load import load_shared_model
+from parallm.model.load import find_folder, load_shared_model
 from parallm.model.reward_head import is_reward_model, refuse_reward_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -40,6 +40,7 @@ from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
 from parallm.rollout.settings import RewardModelSettings
+from parallm.sampling_defaults import sampling_defaults, told_values
 from parallm.server.app import create_app
 from parallm.server.control.witnesses import Witness
 from parallm.server.operation.keys import StoredKey, read_keys
@@ -142,12 +143,15 @@ async def with_house(
         resources.callback(monitor.stop)
         house = await _build_house(settings, blas, device)
         if listens is not None:
+            defaults = told_values(sampling_defaults(settings.server, find_folder(settings.model.path)))
+            longest = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
             app = create_app(
                 engine=house.engine,
                 tokenizer=house.model.tokenizer,
                 catalog=house.adapters.cards,
                 status=status,
-                settings=settings.server,
+                settings=dataclasses.replace(settings.server, default_max_tokens=longest),
+                sampling_defaults=defaults,
                 base_name=settings.model.path,
                 policies=house.adapters.policies,
                 keys=listens.keys,

@@ -26,7 +26,7 @@ LAYERS: tuple[set[str], ...] = (
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},
     {"trainer", "server"},
-    {"config_errors", "policies", "run_folder"},
+    {"config_errors", "policies", "run_folder", "sampling_defaults"},
     {"config", "key_meanings"},
     {"recipe_files", "given_model", "command_line"},
     {"policy_runs", "lessons", "house", "help_pages"},

@@ -33,6 +33,7 @@ from parallm.server.control.warm_up import warm_up_routes
 from parallm.server.control.witnesses import Witness, told_to
 from parallm.server.dialects.routes_data import data_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
+from parallm.server.engine_face import SteerableEngine
 from parallm.server.failures import failure, failure_of
 from parallm.server.openai.routes_generation import generation_routes
 from parallm.server.openai.routes_responses import response_routes
@@ -54,7 +55,6 @@ from parallm.server.service import (
     Device,
     RewardModels,
     Service,
-    SteerableEngine,
     Tokenizer,
     Training,
     Trajectories,
@@ -81,6 +81,7 @@ def create_app(
     witnesses: Mapping[str, Witness] | None = None,
     swaps: Callable[[], Mapping[str, int]] = dict,
     reward_models: Callable[[], RewardModels] = dict,
+    sampling_defaults: Mapping[str, float] | None = None,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
@@ -107,6 +108,7 @@ def create_app(
         note_trajectory=statistics.note_trajectory,
         swaps=swaps,
         reward_models=reward_models,
+        sampling_defaults=sampling_defaults or {},
     )
     for taker in service.trajectories.values():
         taker.listen(statistics.reward_trajectory)

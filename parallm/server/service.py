@@ -1,11 +1,12 @@
 """What the routes need from the rest of the program, as narrow faces: no import of MLX, none of the trainer."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.server.engine_face import Engine
 from parallm.server.settings import ServerSettings
 from parallm.types import (
     AdapterCard,
@@ -14,80 +15,8 @@ from parallm.types import (
     Grammar,
     Message,
     Prompted,
-    TokenEvent,
-    TrafficClass,
 )
 from parallm.updates import GivenTrajectory, GivenUpdate
-
-
-class EngineLoad(Protocol):
-    """Completions that run and requests that wait."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def tokens_total(self) -> Mapping[TrafficClass, int]: ...
-    @property
-    def max_rows(self) -> int: ...
-    @property
-    def kv_bytes(self) -> int: ...
-    @property
-    def kv_bytes_limit(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def prompt_tokens_total(self) -> int: ...
-    @property
-    def cached_prompt_tokens_total(self) -> int: ...
-    @property
-    def num_drafts(self) -> int: ...
-    @property
-    def draft_tokens_total(self) -> int: ...
-    @property
-    def accepted_draft_tokens_total(self) -> int: ...
-
-
-class Engine(Protocol):
-    """The face of `engine.async_engine.AsyncEngine` that the server uses."""
-
-    @property
-    def max_context(self) -> int: ...
-    @property
-    def is_alive(self) -> bool: ...
-
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """All `n` completions. Cancelling the caller aborts the request."""
-        ...
-
-    def stream(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-        """Events of all `n` completions, interleaved. Closing it aborts the request."""
-        ...
-
-    def stats(self) -> EngineLoad: ...
-
-    async def ping(self) -> None:
-        """Returns when the device thread has come by. Raises EngineStopped."""
-        ...
-
-
-class SteerableEngine(Engine, Protocol):
-    """What `SteeredEngine` needs of the engine beyond that."""
-
-    async def cancel(self, request_ids: Collection[str]) -> int:
-        """End requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""
-        ...
-
-    async def hold(self) -> None:
-        """Freeze serving traffic where it is, until `release`."""
-        ...
-
-    async def release(self) -> None: ...
-
-    async def reset_caches(self) -> None:
-        """Forget what only saves work."""
-        ...
 
 
 class OutputReader(Protocol):
@@ -294,6 +223,8 @@ class Service:
     """Told of each trajectory's id."""
     reward_models: Callable[[], RewardModels] = dict
     """Those that are loaded, by name."""
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """Of OpenAI's routes, by the names of their fields."""
     swaps: Callable[[], Mapping[str, int]] = dict
     """How often the bare name of each adapter has come to mean another version."""
     routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list

@@ -27,6 +27,24 @@ class ApiKey:
 
 
 @settings
+class SamplingDefaults:
+    """Of requests that do not name them; null: as the API has them."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """0 is greedy; null: 1."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Share of the probability that the sampled tokens are from; null: 1, off."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Number of likeliest tokens that are sampled from; null: 0, off."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Least probability of a sampled token, as a share of the likeliest one's; null: 0, off."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    """Divisor of the logits of tokens that were there before; null: 1, off."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of a completion, in place of `server.default_max_tokens`."""
+
+
+@settings
 class ServerSettings:
     enabled: bool = True
     """Answer HTTP at all."""
@@ -71,6 +89,12 @@ class ServerSettings:
     """Most alternatives per token of which a client may ask the log-probs."""
     max_stop: int = Field(default=16, ge=1)
     """Most stop strings of a request."""
+    generation_config: str = "parallm"
+    """Whose sampling defaults requests of `/v1/completions`, `/v1/chat/completions` and `/v1/responses` get: `parallm`,
+    those of the API; `auto`, those of the model's generation_config.json; or those of that file in a folder named here.
+    Rollouts and requests with `collect_trajectory` sample the policy as it is, whatever this says."""
+    override_generation_config: SamplingDefaults = SamplingDefaults()
+    """Values in place of those."""
     default_max_tokens: int = Field(default=512, ge=1)
     """`max_tokens` of requests that name none; less where the context ends before."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)

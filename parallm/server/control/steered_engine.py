@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from parallm.errors import EngineFull, InvalidRequest
+from parallm.server.engine_face import EngineLoad, SteerableEngine
 from parallm.server.merge import close
 from parallm.server.operation.request_context import current_request
-from parallm.server.service import EngineLoad, SteerableEngine
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
 MAX_HELD = 4096

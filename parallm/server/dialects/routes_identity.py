@@ -30,7 +30,8 @@ class ModelInfo(WeightVersion):
     served_model_name: str
     tokenizer_path: str
     is_generation: bool
-    preferred_sampling_params: None
+    preferred_sampling_params: dict[str, float] | None
+    """What OpenAI's routes sample with where a request does not say it, if that differs from the API's."""
     max_model_len: int
 
 
@@ -63,7 +64,7 @@ def identity_routes(service: Service) -> APIRouter:
                 served_model_name=served_policy(service),
                 tokenizer_path=service.base_name,
                 is_generation=True,
-                preferred_sampling_params=None,
+                preferred_sampling_params=dict(service.sampling_defaults) or None,
                 weight_version=str(served_version(service)),
                 max_model_len=service.engine.max_context,
             )

@@ -17,6 +17,7 @@ from parallm.server.openai.chat_answers import ChatAnswers
 from parallm.server.openai.chat_schemas import ChatBody
 from parallm.server.openai.completion_answers import CompletionAnswers
 from parallm.server.openai.grammars import body_grammar, chat_grammar, constrained
+from parallm.server.openai.sampling_defaults import with_defaults
 from parallm.server.openai.token_numbers import TokenNumbers
 from parallm.server.openai.translate import chat_request, completion_requests
 from parallm.server.parse import parse_body
@@ -34,7 +35,7 @@ def generation_routes(service: Service) -> APIRouter:
     async def completions(http: Request) -> Response:
         """Complete one or more prompts, given as text or as token ids."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), CompletionBody)
-        body = with_lora_adapter(service, body)
+        body = with_defaults(with_lora_adapter(service, body), service.sampling_defaults)
         answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         requests = completion_requests(
             body,
@@ -55,7 +56,7 @@ def generation_routes(service: Service) -> APIRouter:
     async def chat_completions(http: Request) -> Response:
         """Answer the last message of a chat, in the format of the model's chat template."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), ChatBody)
-        body = with_lora_adapter(service, body)
+        body = with_defaults(with_lora_adapter(service, body), service.sampling_defaults)
         answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
         request, reading = chat_request(
             body,

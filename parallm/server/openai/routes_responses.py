@@ -19,6 +19,7 @@ from parallm.server.openai.response_answers import ResponseAnswers
 from parallm.server.openai.response_chat import named_as_sent, to_chat
 from parallm.server.openai.response_events import ResponseEvents
 from parallm.server.openai.response_schemas import ResponseBody
+from parallm.server.openai.sampling_defaults import with_defaults
 from parallm.server.openai.translate import chat_request
 from parallm.server.parse import parse_body
 from parallm.server.service import Service
@@ -33,6 +34,7 @@ def response_routes(service: Service) -> APIRouter:
     async def responses(http: Request) -> Response:
         """Answer a conversation of messages, reasoning and function calls. Nothing of it is stored."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), ResponseBody)
+        body = with_defaults(body, service.sampling_defaults)  # which its answer tells
         answer_id = f"resp_{uuid.uuid4().hex}"
         try:
             return await _respond(service, http, body, answer_id)
@@ -72,7 +74,7 @@ def _head(service: Service, answer_id: str, routed: Sequence[GenerationRequest])
 
 
 async def _requests(service: Service, body: ResponseBody, answer_id: str) -> tuple[list[GenerationRequest], Reading]:
-    chat = with_lora_adapter(service, to_chat(body))
+    chat = with_defaults(with_lora_adapter(service, to_chat(body)), service.sampling_defaults)
     request, reading = chat_request(
         chat,
         answer_id,
