@@ -77,7 +77,7 @@ def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, st
     if config.formats != ("peft",):
         refuse_reward_model(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
     source = find_folder(config.model.path)
-    base, base_config = load_base(source, config.model.path)
+    base, base_config = load_base(source, config.model.path, trusted=config.model.trust_remote_code)
     num_layers = len(base.layers)
     dtype = None if config.model.dtype == "auto" else getattr(mx, config.model.dtype)
     fused_config = fuse(base, base_config, adapter, dtype, _quantization(config))  # checks the fit; evaluates nothing
