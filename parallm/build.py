@@ -39,6 +39,7 @@ from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
+from parallm.rollout.live.environment_scores import own_scores
 from parallm.rollout.problem_stream import make_stream
 from parallm.run_folder import link_latest
 from parallm.server.operation.listen import HttpServer
@@ -167,7 +168,8 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
         given = tokenized(lessons.demonstrations, house.model, per_step=per_step, seed=config.seed)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
     elif run.traffic is not None:
-        run.traffic.connect(partial(house.model.tokenizer.decode, special=True))
+        scores = own_scores(config.environment.name, lessons.environment)
+        run.traffic.connect(partial(house.model.tokenizer.decode, special=True), scores)
         trainer = LiveTrainer(parts, run.traffic, config.trainer, config.rollout, save_every=save_every)
     elif run.atropos is not None:
         trainer = LiveTrainer(parts, run.atropos, config.trainer, config.rollout, save_every=save_every)

@@ -15,9 +15,10 @@ from parallm.errors import InvalidRequest, Unavailable
 from parallm.reports import TrajectoryReport
 from parallm.rollout.environment_calls import EnvironmentCalls, EnvironmentFault, Outcome
 from parallm.rollout.live.buffer import TRAINED, Buffer
+from parallm.rollout.live.environment_scores import EnvironmentScore, shipped_scores
 from parallm.rollout.live.piles import Pile, Piling, has_signal
 from parallm.rollout.live.recorded import Recorded, Wish, recorded_of
-from parallm.rollout.live.scoring_functions import Answered, load_scoring_functions
+from parallm.rollout.live.scoring_functions import Answered, ScoringFunction, load_scoring_functions
 from parallm.rollout.scoring import read_parts
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.taken import Taken
@@ -39,7 +40,8 @@ class LiveTraffic:
     def __init__(self, settings: RolloutSettings, file: Path, clock: Callable[[], float] = time.time) -> None:
         """Goes on with what `file` holds. Raises ConfigError for a scoring function that is not there."""
         self._settings = settings
-        self._functions = load_scoring_functions(settings.live.scoring_functions)
+        self._own_functions = load_scoring_functions(settings.live.scoring_functions)
+        self._functions: dict[str, ScoringFunction] = {**shipped_scores(), **self._own_functions}
         self._calls = EnvironmentCalls(settings.score_seconds)
         self._buffer = Buffer(settings.live, file, clock)
         self._clock = clock
@@ -50,8 +52,14 @@ class LiveTraffic:
         self._num_stale = 0
         self._has_ended = False
 
-    def connect(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """From now on scoring functions are called; `decode` makes prompts of tokens."""
+    def connect(
+        self, decode: Callable[[Sequence[int]], str], scores: Mapping[str, EnvironmentScore] | None = None
+    ) -> None:
+        """From now on scoring functions are called; `decode` makes prompts of tokens.
+
+        `scores`: of the run's environment. Functions that the configuration names win.
+        """
+        self._functions |= {**(scores or {}), **self._own_functions}
         self._decode = decode
         for one in self._buffer:
             self._score(one)
@@ -65,10 +73,13 @@ class LiveTraffic:
         if self._has_ended:
             raise Unavailable("training has ended, so nothing is collected any more; leave out collect_trajectory")
         if scoring_function is not None and scoring_function not in self._functions:
-            known = ", ".join(sorted(self._functions)) or "none; name them in rollout.live.scoring_functions"
+            known = ", ".join(sorted(self._functions))
             raise InvalidRequest(
                 f"no scoring_function {scoring_function[:50]!r}; there are {known}", "scoring_function"
             )
+        function = self._functions[scoring_function] if scoring_function is not None else None
+        if isinstance(function, EnvironmentScore):
+            function.check(metadata)
         num_bytes, most = len(json.dumps(metadata)), self._settings.live.max_metadata_bytes
         if num_bytes > most:
             raise InvalidRequest(
@@ -176,6 +187,8 @@ class LiveTraffic:
             self._drop(one, EnvironmentFault("missing", ""))
             return
         (outcome,) = await self._calls.call_all([partial(function, answered)])
+        if outcome.fault is None and outcome.value is None:
+            return  # the function leaves it to the client
         parts: dict[str, float] = {}
         fault = outcome.fault or read_parts(_by_name(outcome), parts)
         if fault is not None:
