@@ -21,6 +21,7 @@ from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import DisplaySettings, MetricsSettings
 from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSettings
 from parallm.policies import PolicyName, PolicyPart, check_policies, values_of
+from parallm.process_log import LogForm, LogLevel
 from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.run_folder import NAME_PATTERN
 from parallm.server.settings import ServerSettings
@@ -41,6 +42,10 @@ class RunConfig:
     """Name of the run, and of the folder below checkpoints/."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of adapter, problems' order and samples; the same seed on the same machine gives the same run."""
+    log_level: LogLevel | None = None
+    """Lowest level of log records; null: info in run.log and warning on standard error."""
+    log_format: LogForm = "text"
+    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
     model: ModelSettings = ModelSettings()
     """The model to load and the form of its adapters."""
     engine: EngineSettings = EngineSettings()
@@ -71,6 +76,10 @@ class ServeConfig:
 
     name: str = Field(default="serve", pattern=NAME_PATTERN)
     """Name on the screen."""
+    log_level: LogLevel | None = None
+    """Lowest level of log records; null: info in run.log and warning on standard error."""
+    log_format: LogForm = "text"
+    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
     model: ModelSettings = ModelSettings()
     """The model to load, the adapter to serve as `policy`, and the layers that adapters may have."""
     engine: EngineSettings = EngineSettings()
@@ -91,6 +100,10 @@ class EvaluateConfig:
     """Name of the folder below checkpoints/."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the samples for pass@k."""
+    log_level: LogLevel | None = None
+    """Lowest level of log records; null: info in run.log and warning on standard error."""
+    log_format: LogForm = "text"
+    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
     model: ComputedBaseSettings = ComputedBaseSettings()
     """The model to load and the adapter to evaluate, of any rank."""
     adapters: tuple[str, ...] = ()
@@ -124,6 +137,10 @@ class ExportConfig:
 
     name: str = Field(default="export", pattern=NAME_PATTERN)
     """Name of the folder below checkpoints/, where no `output` is given."""
+    log_level: LogLevel | None = None
+    """Lowest level of log records; null: info in run.log and warning on standard error."""
+    log_format: LogForm = "text"
+    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
     model: BaseSettings = BaseSettings()
     """The base and its adapter. `model.dtype=auto` keeps the type that the base is stored in."""
     formats: tuple[Literal["mlx", "peft", "fused"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
