@@ -17,6 +17,8 @@ from parallm.errors import AdapterError, AdapterMissing
 from parallm.model.adapter_files import CONFIG, MLX_WEIGHTS, PEFT_WEIGHTS
 
 MEMBERS = (CONFIG, MLX_WEIGHTS, PEFT_WEIGHTS)
+BESIDE = ("README.md", ".DS_Store")
+OF_MACOS = "__MACOSX/"
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -54,7 +56,7 @@ def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
     """Write the adapter in a zip archive to `folder`. Raises AdapterError; what is in `folder` is of no use then."""
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as opened:
-            infos = opened.infolist()
+            infos = _members(opened.infolist())
             _check_members(infos, max_bytes)
             for info in infos:
                 with opened.open(info) as member:
@@ -94,6 +96,17 @@ def check_config(content: bytes) -> None:
         patterns = config.get(key) or {}
         if not isinstance(patterns, dict) or not all(map(_is_harmless, patterns)):
             raise AdapterError(f"{key} in {CONFIG} should have short keys with at most one of * + {{ in each")
+
+
+def _members(infos: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
+    """The files, by their names in the one folder that may hold them all, without what PEFT and macOS put beside."""
+    files = [info for info in infos if not info.is_dir() and not info.filename.startswith(OF_MACOS)]
+    folders = {info.filename.rpartition("/")[0] for info in files}
+    folder = folders.pop() if len(folders) == 1 else ""
+    if folder and ".." not in folder.split("/"):
+        for info in files:
+            info.filename = info.filename.removeprefix(f"{folder}/")
+    return [info for info in files if info.filename not in BESIDE]
 
 
 def _check_members(infos: list[zipfile.ZipInfo], max_bytes: int) -> None:
