@@ -41,6 +41,9 @@ class GivenUpdate:
     """Trained on."""
     loss: float
     gradient_norm: float
+    kl_to_behaviour: float
+    """Mean of the k3 estimator between the policy before the update and the one that sampled; 0 where log-probs were
+    computed anew."""
     skipped: str | None
     """Why nothing was changed, if it was not."""
     checkpoint: str | None

@@ -48,8 +48,10 @@ def lines_of(text: str) -> list[dict[str, Any]]:
 def test_as_json_standard_error_gets_what_the_file_gets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], level: LogLevel | None, least: int
 ) -> None:
+    foreign.setLevel(logging.DEBUG)  # as some programs do
     with logging_to(tmp_path / "run.log", level, "json"):
         say_everything()
+        foreign.setLevel(logging.NOTSET)
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.warn("soon to be gone", DeprecationWarning, stacklevel=1)

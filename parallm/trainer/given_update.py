@@ -74,6 +74,7 @@ class GivenUpdates:
             num_tokens=report.num_tokens,
             loss=report.loss,
             gradient_norm=report.gradient_norm,
+            kl_to_behaviour=report.kl_to_behaviour,
             skipped=report.skipped,
             checkpoint=folder,
         )

@@ -109,6 +109,7 @@ UPDATE: dict[str, Any] = {
     "num_tokens": 4,
     "loss": -0.5,
     "gradient_norm": 0.25,
+    "kl_to_behaviour": 0.0,
     "skipped": None,
     "checkpoint": None,
 }

@@ -46,6 +46,7 @@ class FakeTraining:
             num_tokens=4,
             loss=float("nan"),
             gradient_norm=0.5,
+            kl_to_behaviour=0.0,
             skipped=None,
             checkpoint=checkpoint_name,
         )

@@ -46,15 +46,17 @@ def test_an_update_on_given_texts_makes_and_serves_a_version_between_two_steps(
 
 def test_what_was_recomputed_equals_what_was_sampled(run_with_client: Run) -> None:
     def act(client: httpx.Client) -> None:
-        asked = {"prompt": "2 + 3 =", "policy_version": 0, "model": "latest", "n": 2, "max_tokens": 6, "temperature": 1}
+        asked = {"prompt": "2 + 3 =", "policy_version": 0, "model": "latest", "n": 2, "max_tokens": 6}
+        asked["temperature"] = 0.5
         answers = client.post("/generate", json=asked | {"ignore_eos": True}).raise_for_status().json()
-        told = [one | {"reward": place} for place, one in enumerate(answers)]
+        told = [one | {"reward": place, "temperature": 0.5} for place, one in enumerate(answers)]
         known = client.post(UPDATE, json={"trajectories": told, "update_inference": False}).json()
         assert known["update"]["num_recomputed"] == 0, known
-        names = ("prompt_ids", "completion_ids", "reward")
+        names = ("prompt_ids", "completion_ids", "reward", "temperature")
         bare = [{name: one[name] for name in names} for one in told]
         recomputed = client.post(UPDATE, json={"trajectories": bare, "update_inference": False}).json()["update"]
         assert (recomputed["num_recomputed"], recomputed["num_tokens"]) == (2, 12)
+        assert (known["update"]["kl_to_behaviour"], recomputed["kl_to_behaviour"]) == (0, 0)
         late = client.post(UPDATE, json={"trajectories": told})
         assert late.status_code == 400
         assert "trainer.max_off_policy_steps=0" in late.json()["error"]["message"]

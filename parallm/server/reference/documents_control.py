@@ -69,6 +69,7 @@ UPDATE = {
     "num_tokens": 4,
     "loss": -0.01,
     "gradient_norm": 0.7,
+    "kl_to_behaviour": 0.0,
     "skipped": None,
     "checkpoint": "checkpoints/run/2026-11-21_10-00-00/named/manual-update-1",
 }

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import sys
+import types
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -125,6 +127,25 @@ def test_the_environment_of_a_run_scores_too_with_its_weights() -> None:
     assert parts_of(Shout(), "custom", "HI", "hi") == {"loud": 2.0}
     assert parts_of(Shout(), "custom", "", "") == {"loud": 2.0}  # its own business
     assert own_scores("verifiers", Stateful()) == {}
+
+
+def test_a_function_of_the_configuration_wins(
+    make: Callable[..., LiveTraffic], record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = types.ModuleType("own_scores")
+    module.__dict__["always"] = lambda _: 3.0
+    monkeypatch.setitem(sys.modules, "own_scores", module)
+    traffic = make(scoring_functions={"gsm8k": "own_scores:always"})
+
+    async def main() -> None:
+        traffic.connect(lambda tokens: "p" * len(tokens), own_scores("gsm8k", Gsm8k(Gsm8kSettings())))
+        record(traffic, "a", scoring_function="gsm8k")
+        record(traffic, "b", reward=0.0)
+        await until(lambda: traffic.report().num_rewarded == 2)
+        assert [group.rewards for group in traffic.take().groups] == [(3.0, 0.0)]
+        await traffic.close()
+
+    asyncio.run(main())
 
 
 def test_the_parts_of_a_mixture_score_by_their_names_and_settings(
