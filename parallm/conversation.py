@@ -46,5 +46,5 @@ class GrammarSource:
     parameter: str
     """The field that it comes from."""
     whitespace: str | None = None
-    """A regular expression for what may stand once between two tokens of JSON, "" for nothing; None: a space or a line
+    """Regular expression of the white space between two tokens of JSON, "" for none; None: at most one space or line
     end."""

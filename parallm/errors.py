@@ -35,7 +35,7 @@ class InvalidRequest(ParallmError, ValueError):
 class ContextTooLong(InvalidRequest):
     """Prompt and requested tokens do not fit the context.
 
-    `setting` is the key that raises the limit: `for_clients`, who have no hand on it, does not name it.
+    `setting` is the key that raises the limit. `for_clients` is the message without it, since clients cannot set it.
     """
 
     def __init__(self, message: str, parameter: str | None = None, *, setting: str | None = None) -> None:

@@ -40,7 +40,7 @@ from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
 from parallm.rollout.settings import RewardModelSettings
-from parallm.sampling_defaults import sampling_defaults, told_values
+from parallm.sampling_defaults import sampling_defaults, set_values
 from parallm.server.app import create_app
 from parallm.server.control.witnesses import Witness
 from parallm.server.operation.keys import StoredKey, read_keys
@@ -94,7 +94,7 @@ class House:
     start: Adapter
     """The version to go on from: the given adapter, or one whose product is zero."""
     reward_model: RewardModel | None
-    """That of `server.reward_model`."""
+    """The reward model of `server.reward_model`."""
 
     def of(self, name: str) -> "House":
         """The same, for training the policy `name`."""
@@ -130,7 +130,7 @@ async def with_house(
 
     `trained` are the policies whose versions `work` makes, `training` is what clients may do to it, `trajectories`
     take what clients want to be learned from, by policy, `witnesses` remember what a policy has answered, and
-    `reward_models` pay policies, by their names.
+    `reward_models` are the reward models of rollouts, by policy.
     """
     device = DeviceThread(Governor(serving_share=settings.engine.serving_share, engine_share=settings.learner.engine_share))
     server: HttpServer | None = None
@@ -143,14 +143,14 @@ async def with_house(
         resources.callback(monitor.stop)
         house = await _build_house(settings, blas, device)
         if listens is not None:
-            defaults = told_values(sampling_defaults(settings.server, find_folder(settings.model.path)))
-            longest = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
+            defaults = set_values(sampling_defaults(settings.server, find_folder(settings.model.path)))
+            max_tokens = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
             app = create_app(
                 engine=house.engine,
                 tokenizer=house.model.tokenizer,
                 catalog=house.adapters.cards,
                 status=status,
-                settings=dataclasses.replace(settings.server, default_max_tokens=longest),
+                settings=dataclasses.replace(settings.server, default_max_tokens=max_tokens),
                 sampling_defaults=defaults,
                 base_name=settings.model.path,
                 policies=house.adapters.policies,
@@ -217,8 +217,8 @@ async def _build_house(settings: HouseSettings, blas: BlasReport, device: Device
     if settings.engine.warmup:
         adapted = [name for name in adapters.policies if adapters.resolve(name) is not None]
         await _warm_up(settings.engine, engine, model, [BASE, *adapted])
-    wanted = RewardModelSettings(adapter=settings.server.reward_model)
-    reward_model = await open_reward_model(wanted, settings.learner, device, model, lanes)
+    reward_settings = RewardModelSettings(adapter=settings.server.reward_model)
+    reward_model = await open_reward_model(reward_settings, settings.learner, device, model, lanes)
     return House(
         device=device,
         lanes=lanes,
@@ -231,7 +231,7 @@ async def _build_house(settings: HouseSettings, blas: BlasReport, device: Device
 
 
 def _rates(own: RewardModel | None, of_policies: Mapping[str, RewardModel]) -> dict[str, Rate]:
-    """By the names that clients use: `reward`, and `POLICY@reward` where there are several."""
+    """Return the reward models by the names for clients: `reward`, and `POLICY@reward` where there are several."""
     named = {f"{policy}@{REWARD}": model.rate for policy, model in of_policies.items()}
     if own is not None:
         return {REWARD: own.rate, **named}

@@ -1,4 +1,4 @@
-"""Log records as JSON, one a line."""
+"""Log records as lines of JSON."""
 
 import json
 import logging
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class JsonFormatter(logging.Formatter):
-    """Nothing that a client sends can begin a line: JSON escapes what would."""
+    """Writes a record as one line: JSON escapes line ends in what clients send."""
 
     def __init__(self, more: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """`more` gives further fields of the moment. An attribute `fields` of a record has its own."""
+        """`more` returns further fields at the time of a record. A record's attribute `fields` has its own."""
         super().__init__()
         self._more = more
 

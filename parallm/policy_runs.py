@@ -61,8 +61,8 @@ class PolicyRun:
     """Where it learns from what the environments of an Atropos run post."""
     trainer: Loop | None = None  # set by build.py as soon as there is a model
     adapters: AdapterTable | None = None  # the trainer's versions; set with it
-    reward_model: RewardModel | None = None  # that pays it; set with it
-    given_updates: GivenUpdates | None = None  # where the trainer learns from completions; set with it
+    reward_model: RewardModel | None = None  # of its rollouts; set with the trainer
+    given_updates: GivenUpdates | None = None  # None where it trains on no completions; set with the trainer
 
     @property
     def status(self) -> TrainingStatus:

@@ -1,4 +1,4 @@
-"""The log of a process: where its records go, from which level on, and in which form."""
+"""The log of a process: files, levels and form of its records."""
 
 import logging
 import sys
@@ -17,9 +17,9 @@ OWN = "parallm"
 
 @contextmanager
 def logging_to(path: Path | None, level: LogLevel | None, form: LogForm) -> Iterator[None]:
-    """Own records go to the file from INFO on and to standard error from WARNING on, unless `level` says otherwise.
+    """Write own records to the file from INFO on and to standard error from WARNING on, or both from `level` on.
 
-    As JSON standard error gets what the file gets, and both get the warnings of other programs.
+    With `json` standard error gets the same records as the file, and both get the warnings of other packages.
     """
     chosen = None if level is None else logging.getLevelNamesMapping()[level.upper()]
     handlers = _as_text(path, chosen) if form == "text" else _as_json(path)
@@ -39,7 +39,7 @@ def logging_to(path: Path | None, level: LogLevel | None, form: LogForm) -> Iter
 
 
 def error_line(message: str) -> str:
-    """As a line of the log, for what ends the process."""
+    """Return the message as a line of the log, for an error that ends the process."""
     record = logging.LogRecord(OWN, logging.ERROR, "", 0, message, None, None)
     return JsonFormatter(request_fields).format(record)
 
@@ -59,16 +59,16 @@ def _as_json(path: Path | None) -> list[logging.Handler]:
         handlers.append(logging.FileHandler(path, delay=True))
     for handler in handlers:
         handler.setFormatter(JsonFormatter(request_fields))
-        handler.addFilter(_is_for_us)
+        handler.addFilter(_is_relevant)
     return handlers
 
 
-def _is_for_us(record: logging.LogRecord) -> bool:
+def _is_relevant(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.WARNING or record.name.partition(".")[0] == OWN
 
 
 class _Terminal(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at the moment. A display that shows log records itself takes its place."""
+    """Writes to the present `sys.stderr`. A display that shows log records itself takes its place."""
 
     def __init__(self, level: int) -> None:
         logging.Handler.__init__(self, level)  # StreamHandler's own would set the stream

@@ -20,7 +20,7 @@ State = Literal[
     "finished",
     "failed",
 ]
-"""What a trainer does. `pausing`: a pause waits for the end of the step at work."""
+"""State of a trainer. `pausing`: a pause waits for the end of the present step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,19 +163,19 @@ class TrainingStatus:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     message: str = ""
     last_update: str | None = None
-    """When the policy was last changed by an update, as ISO 8601."""
+    """Time of the last update that changed the policy, as ISO 8601."""
     trajectories_collected: int = 0
-    """That steps have taken since the process began; of clients' traffic, that they have asked to be learned from."""
+    """Trajectories that steps took since the process began; for live traffic, those that clients marked."""
     checkpoint_saves: int = 0
-    """Since the process began."""
+    """Checkpoints written since the process began."""
     training_enabled: bool = False
-    """Whether there are steps to come. This and what follows is for the status page to say."""
+    """Whether further steps are planned. The status route sets this field and the next ones."""
     current_lora: str | None = None
-    """The version that is served, as `checkpoint-12`; None: the base."""
+    """Served version, such as `checkpoint-12`; None: the base."""
     loss: float | None = None
-    """Of the last update."""
+    """Loss of the last update."""
     available_checkpoints: tuple[str, ...] = ()
-    """The versions in memory, as `checkpoint-12`."""
+    """Versions in memory, such as `checkpoint-12`."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """`serving_share` and `engine_share` of the device."""
     policies: Mapping[str, "TrainingStatus"] = field(default_factory=dict)

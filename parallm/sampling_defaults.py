@@ -1,4 +1,4 @@
-"""What requests of clients are sampled with where they do not say it."""
+"""Sampling defaults of clients' requests, from the configuration and the model."""
 
 import dataclasses
 import logging
@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from parallm.errors import ConfigError
 from parallm.model.generation_config import read_generation_config
-from parallm.server.openai.translate import LEAST_TEMPERATURE
+from parallm.server.openai.translate import MIN_TEMPERATURE
 from parallm.server.settings import SamplingDefaults, ServerSettings
 
 AUTO = "auto"
@@ -20,28 +20,27 @@ logger = logging.getLogger(__name__)
 
 
 def sampling_defaults(settings: ServerSettings, model: Path) -> SamplingDefaults:
-    """Those of `server.generation_config`, and over them those of `server.override_generation_config`.
+    """Return the defaults of `server.generation_config`; values of `server.override_generation_config` win.
 
-    `model` is the model's folder. Raises ConfigError for a folder that is not there and for values that no request may
-    have.
+    `model` is the model's folder. Raises ConfigError for a missing folder and for values that no request may have.
     """
     choice = settings.generation_config
     given = {} if choice == NEUTRAL else _checked(_folder(choice, model))
     own = dataclasses.asdict(settings.override_generation_config)
-    found = SamplingDefaults(**{**given, **{name: value for name, value in own.items() if value is not None}})
-    if found.temperature is not None and 0 < found.temperature < LEAST_TEMPERATURE:
+    defaults = SamplingDefaults(**{**given, **{name: value for name, value in own.items() if value is not None}})
+    if defaults.temperature is not None and 0 < defaults.temperature < MIN_TEMPERATURE:
         raise ConfigError(
-            f"server.generation_config: temperature is {found.temperature:g}; set 0 for greedy or at least "
-            f"{LEAST_TEMPERATURE:g}, with server.override_generation_config.temperature"
+            f"server.generation_config: temperature is {defaults.temperature:g}; set 0 for greedy or at least "
+            f"{MIN_TEMPERATURE:g}, with server.override_generation_config.temperature"
         )
-    if told := told_values(found):
-        shown = ", ".join(f"{name}={value:g}" for name, value in told.items())
-        logger.info("requests that do not say it are sampled with %s", shown)
-    return found
+    if values := set_values(defaults):
+        shown = ", ".join(f"{name}={value:g}" for name, value in values.items())
+        logger.info("sampling defaults of requests: %s", shown)
+    return defaults
 
 
-def told_values(defaults: SamplingDefaults) -> dict[str, float]:
-    """Those that are set."""
+def set_values(defaults: SamplingDefaults) -> dict[str, float]:
+    """Return the defaults that are not null."""
     return {name: value for name, value in dataclasses.asdict(defaults).items() if value is not None}
 
 

@@ -296,4 +296,4 @@ class AdapterCard:
     rslora: bool = False
     is_dora: bool = False
     num_bytes: int = 0
-    """Of its arrays."""
+    """Size of the adapter's arrays."""

@@ -1,4 +1,4 @@
-"""Updates that are asked for from outside: the trajectories that somebody brings, and what became of them."""
+"""Updates that clients request: the trajectories that they send, and the result."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ from parallm.types import FinishReason, WeightSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenTrajectory:
-    """A completion with its reward, of which somebody else may have kept less than we would."""
+    """A completion with its reward. Programs that sampled elsewhere may not know its log-probs and versions."""
 
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     reward: float
     group: str | None
-    """What it is compared with: others of the same group; None: others of the same prompt."""
+    """Trajectories of the same group are compared; None: those of the same prompt."""
     logprobs: tuple[float, ...] | None
-    """Of `tokens`, as they were sampled; None: not known."""
+    """Log-probs of `tokens` when they were sampled; None: not known."""
     weight_versions: tuple[WeightSpan, ...]
-    """Empty: not known."""
+    """Ranges of `tokens`, each with the version that sampled it; empty: not known."""
     loss_mask: tuple[bool, ...]
     temperature: float
     text: str
@@ -31,14 +31,14 @@ class GivenUpdate:
     version: int
     """The newest version after it."""
     is_served: bool
-    """Whether clients get this version by the policy's bare name."""
+    """Whether the policy's bare name means this version."""
     num_trajectories: int
     num_trained: int
-    """Those of groups whose rewards differ."""
+    """Trajectories of groups whose rewards differ."""
     num_recomputed: int
-    """Those whose log-probs were not known; they are taken for samples of the version before this one."""
+    """Trajectories without log-probs, which count as samples of the version before this one."""
     num_tokens: int
-    """Trained on."""
+    """Tokens that were trained on."""
     loss: float
     gradient_norm: float
     kl_to_behaviour: float

@@ -47,7 +47,7 @@ class AdapterStore:
         trained: Iterable[str],
         start: Adapter,
     ) -> None:
-        """`start` is what tensors alone complete where their name has no version yet."""
+        """`start` completes uploaded tensors of a name without versions: an adapter of `model.lora`'s form."""
         self._device = device
         self._model = model
         self._table = table

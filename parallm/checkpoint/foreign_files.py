@@ -17,8 +17,8 @@ from parallm.errors import AdapterError, AdapterMissing
 from parallm.model.adapter_files import CONFIG, MLX_WEIGHTS, PEFT_WEIGHTS
 
 MEMBERS = (CONFIG, MLX_WEIGHTS, PEFT_WEIGHTS)
-BESIDE = ("README.md", ".DS_Store")
-OF_MACOS = "__MACOSX/"
+IGNORED = ("README.md", ".DS_Store")
+MACOS_FOLDER = "__MACOSX/"
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -99,14 +99,14 @@ def check_config(content: bytes) -> None:
 
 
 def _members(infos: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
-    """The files, by their names in the one folder that may hold them all, without what PEFT and macOS put beside."""
-    files = [info for info in infos if not info.is_dir() and not info.filename.startswith(OF_MACOS)]
+    """Return the files, named relative to their common folder, without those that PEFT and macOS add."""
+    files = [info for info in infos if not info.is_dir() and not info.filename.startswith(MACOS_FOLDER)]
     folders = {info.filename.rpartition("/")[0] for info in files}
     folder = folders.pop() if len(folders) == 1 else ""
     if folder and ".." not in folder.split("/"):
         for info in files:
             info.filename = info.filename.removeprefix(f"{folder}/")
-    return [info for info in files if info.filename not in BESIDE]
+    return [info for info in files if info.filename not in IGNORED]
 
 
 def _check_members(infos: list[zipfile.ZipInfo], max_bytes: int) -> None:

@@ -49,7 +49,7 @@ class CheckpointManager:
         return final
 
     def save_as(self, state: TrainingState, name: str) -> Path:
-        """Save `state` as `named/NAME`, which nothing here ever deletes. Raises CheckpointError, InvalidRequest."""
+        """Save `state` as `named/NAME`, which is never deleted. Raises CheckpointError, InvalidRequest."""
         self.check_name(name)
         final = self._folder / NAMED / name
         self._write(state, final)
@@ -57,10 +57,10 @@ class CheckpointManager:
         return final
 
     def check_name(self, name: str) -> None:
-        """Raise InvalidRequest if there is a checkpoint of this name, or can be none."""
+        """Raise InvalidRequest if a checkpoint of this name exists, or if the name is not allowed."""
         if not CHECKPOINT_NAME.fullmatch(name):
             raise InvalidRequest(
-                f"{name[:100]!r} cannot be the name of a checkpoint: letters, digits and _ . - make one",
+                f"{name[:100]!r} cannot be the name of a checkpoint; use up to 64 letters, digits and _ . -",
                 "checkpoint_name",
             )
         if (self._folder / NAMED / name).exists():

@@ -33,8 +33,8 @@ class AsyncClient:
     ) -> None:
         """`base_url` without `/v1`. `verify` is a context of ssl, or False to trust any certificate.
 
-        `http` is a client of your own, whose timeout, certificates and proxies count then; `api_key` goes along. Raises
-        ValueError for arguments that contradict it.
+        `http` is an HTTP client of your own, with its timeout, certificates and proxies; `api_key` is sent beside its
+        headers. Raises ValueError for arguments that contradict it.
         """
         self._to = connection(base_url, api_key=api_key, timeout=timeout, verify=verify, http=http)
         self._http = http or httpx.AsyncClient(**self._to.options)

@@ -81,12 +81,12 @@ def generate(
 def generate_all(
     prompts: Sequence[Prompt], policy_version: int | None, step_id: int | str | None, fields: Mapping[str, Any]
 ) -> Call[list[Generated]]:
-    given = [one if isinstance(one, str) else list(one) for one in prompts]
-    asked = _asked(given, policy_version, step_id, fields)
+    sent = [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    asked = _asked(sent, policy_version, step_id, fields)
     return Call(
         method="POST",
         path="/generate",
-        read=lambda told: [_generated(asked, one) for one in told],
+        read=lambda answers: [_generated(asked, answer) for answer in answers],
         fields=asked,
     )
 
@@ -141,13 +141,13 @@ def train_on(
     update_inference: bool | None,
     checkpoint_name: str | None,
 ) -> Call[GivenUpdate]:
-    fields = _of(policy) | {"trajectories": [dict(one) for one in trajectories]}
+    fields = _of(policy) | {"trajectories": [dict(trajectory) for trajectory in trajectories]}
     more = {"update_inference": update_inference, "checkpoint_name": checkpoint_name}
     fields |= {name: value for name, value in more.items() if value is not None}
     return Call(
         method="POST",
         path="/v1/training/update",
-        read=lambda told: _record(GivenUpdate, told["update"]),
+        read=lambda answer: _record(GivenUpdate, answer["update"]),
         fields=fields,
     )
 
@@ -192,7 +192,7 @@ def score(texts: Sequence[str], model: str | None) -> Call[list[float]]:
 def score_completions(
     prompt: str | Sequence[Mapping[str, str]], completions: Sequence[str], model: str | None
 ) -> Call[list[float]]:
-    asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": [dict(one) for one in prompt]}
+    asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": [dict(message) for message in prompt]}
     return _scores({**asked, "completions": list(completions)}, model)
 
 
@@ -214,7 +214,7 @@ def cancel(request_id: str) -> Call[int]:
 def _asked(
     prompt: object, policy_version: int | None, step_id: int | str | None, fields: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The key `policy_version` alone asks for the answer that `_generated` reads."""
+    """Return the body. The key `policy_version`, even as null, asks for the answer that `_generated` reads."""
     own = {"prompt": prompt, "policy_version": policy_version}
     return {**fields, **own, **({} if step_id is None else {"step_id": step_id})}
 
@@ -222,7 +222,8 @@ def _asked(
 def _generated(asked: Mapping[str, Any], values: Mapping[str, Any]) -> Generated:
     tuples = {name: tuple(values[name]) for name in ("prompt_ids", "completion_ids", "logprobs")}
     spans = [
-        WeightSpan(version=int(one["version"]), start=one["start"], end=one["end"]) for one in values["weight_versions"]
+        WeightSpan(version=int(span["version"]), start=span["start"], end=span["end"])
+        for span in values["weight_versions"]
     ]
     temperature = asked.get("temperature")
     known = {"weight_versions": tuple(spans), "temperature": 1.0 if temperature is None else float(temperature)}
@@ -234,7 +235,7 @@ def _scores(fields: Mapping[str, Any], model: str | None) -> Call[list[float]]:
     return Call(
         method="POST",
         path="/v1/rewards/score",
-        read=lambda told: [float(one["score"]) for one in told["data"]],
+        read=lambda answer: [float(entry["score"]) for entry in answer["data"]],
         fields={**fields, **named},
     )
 

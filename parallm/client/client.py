@@ -33,8 +33,8 @@ class Client:
     ) -> None:
         """`base_url` without `/v1`. `verify` is a context of ssl, or False to trust any certificate.
 
-        `http` is a client of your own, whose timeout, certificates and proxies count then; `api_key` goes along. Raises
-        ValueError for arguments that contradict it.
+        `http` is an HTTP client of your own, with its timeout, certificates and proxies; `api_key` is sent beside its
+        headers. Raises ValueError for arguments that contradict it.
         """
         self._to = connection(base_url, api_key=api_key, timeout=timeout, verify=verify, http=http)
         self._http = http or httpx.Client(**self._to.options)
@@ -58,9 +58,10 @@ class Client:
         step_id: int | str | None = None,
         **fields: Any,
     ) -> Generated:
-        """One completion with its tokens and log-probs.
+        """Sample one completion, with its tokens and log-probs.
 
-        `policy_version` is the one that you believe to be served; it comes back beside the one that has sampled.
+        `policy_version` is the version that you believe to be served; the answer repeats it beside the version that
+        sampled.
         `fields` are those of `/v1/completions`: `max_tokens`, `temperature` and others.
         """
         return self._send(calls.generate(prompt, policy_version, step_id, fields))
@@ -73,7 +74,7 @@ class Client:
         step_id: int | str | None = None,
         **fields: Any,
     ) -> list[Generated]:
-        """The same for several prompts in one request; with `n`, all completions of one prompt after the other."""
+        """Sample completions of several prompts in one request; with `n`, prompt by prompt."""
         return self._send(calls.generate_all(prompts, policy_version, step_id, fields))
 
     def adapters(self) -> tuple[AdapterCard, ...]:
@@ -132,9 +133,9 @@ class Client:
         update_inference: bool | None = None,
         checkpoint_name: str | None = None,
     ) -> GivenUpdate:
-        """One update on these after the present step; `Generated.rewarded` makes one of an answer.
+        """Make one update on trajectories, which `Generated.rewarded` returns, after the present step.
 
-        `update_inference` says whether clients get the new version, `checkpoint_name` saves it under that name.
+        `update_inference` says whether clients get the new version; `checkpoint_name` saves it under that name.
         """
         return self._send(calls.train_on(trajectories, policy, update_inference, checkpoint_name))
 
@@ -166,21 +167,21 @@ class Client:
         self._send(calls.remove_split(name))
 
     def score(self, texts: Sequence[str], *, model: str | None = None) -> list[float]:
-        """How a reward model rates these texts; without `model` the only one."""
+        """Rate texts by the reward model `model`, or by the only one that is loaded."""
         return self._send(calls.score(texts, model))
 
     def score_completions(
         self, prompt: str | Sequence[Mapping[str, str]], completions: Sequence[str], *, model: str | None = None
     ) -> list[float]:
-        """The same of completions of a prompt, or of the messages of a chat."""
+        """Rate completions of a prompt, or of the messages of a chat."""
         return self._send(calls.score_completions(prompt, completions, model))
 
     def shares(self) -> dict[str, float]:
-        """`serving_share` and `engine_share` of the device."""
+        """Return `serving_share` and `engine_share` of the device."""
         return self._send(calls.shares())
 
     def set_shares(self, *, serving_share: float | None = None, engine_share: float | None = None) -> dict[str, float]:
-        """Change one of them or both, until the process ends."""
+        """Change one share or both, until the process ends. Returns both."""
         return self._send(calls.set_shares(serving_share, engine_share))
 
     def cancel(self, request_id: str) -> int:

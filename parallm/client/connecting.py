@@ -1,10 +1,10 @@
-"""What both clients make of their arguments: where requests go, with which headers, over which HTTP client."""
+"""The arguments of both clients, checked: the server's address, the headers, the options of a new HTTP client."""
 
 import ssl
 from dataclasses import dataclass, field
 from typing import Any
 
-USUAL_SECONDS = 600.0
+DEFAULT_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,16 +19,16 @@ class Connection:
 def connection(
     base_url: str, *, api_key: str | None, timeout: float | None, verify: ssl.SSLContext | bool | None, http: Any
 ) -> Connection:
-    """`http` is None or a client of the caller's own.
+    """Check the arguments of a client. `http` is None or an HTTP client of the caller.
 
-    Raises ValueError for arguments that contradict it, or that only a new client could follow.
+    Raises ValueError for arguments that contradict `http`, or that only a new client could follow.
     """
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     if http is None:
         if not base_url:
             raise ValueError("base_url is empty; give the server's address, such as http://localhost:8000")
         options = {
-            "timeout": USUAL_SECONDS if timeout is None else timeout,
+            "timeout": DEFAULT_SECONDS if timeout is None else timeout,
             "verify": True if verify is None else verify,
         }
         return Connection(base_url=base_url.rstrip("/"), headers=headers, options=options)
@@ -39,9 +39,9 @@ def connection(
             )
     own = str(http.base_url).rstrip("/")
     if own and base_url and own != base_url.rstrip("/"):
-        raise ValueError(f"base_url is {base_url}, and that of http is {own}; give one of them")
+        raise ValueError(f"base_url is {base_url}, and that of http is {own}; leave one of them out")
     if api_key is not None and http.headers.get("authorization") not in (None, headers["Authorization"]):
-        raise ValueError("api_key is another one than in the headers of http; give one of them")
+        raise ValueError("api_key differs from the key in the headers of http; leave one of them out")
     if not own and not base_url:
         raise ValueError("neither base_url nor http says where the server is; give base_url")
     return Connection(base_url=own or base_url.rstrip("/"), headers=headers)

@@ -10,28 +10,28 @@ from parallm.types import FinishReason, WeightSpan
 class Generated:
     request_id: str
     policy_version: int | None
-    """As it was sent; without, the version that has sampled."""
+    """The version that the request named; without one, the version that sampled the last token."""
     step_id: int | str | None
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     text: str
     logprobs: tuple[float, ...]
-    """Of the completion's tokens, after temperature."""
+    """Log-probs of `completion_ids`, after temperature."""
     finish_reason: FinishReason
     weight_versions: tuple[WeightSpan, ...]
-    """Which tokens came from which version."""
+    """Ranges of `completion_ids`, each with the version that sampled it."""
     model: str
-    """The exact version."""
+    """Name with the exact version, such as `policy@12`."""
     current_policy_version: int | None
-    """That has sampled the last token."""
+    """Version that sampled the last token."""
     batch_size: int
     latency_ms: float
     temperature: float
-    """That it was asked for with."""
+    """Temperature of the request."""
 
     def rewarded(self, reward: float, *, group: str | int | None = None) -> dict[str, Any]:
-        """A trajectory for `train_on`. Those of one `group` are compared, without it those of one prompt."""
-        spans = [{"version": str(one.version), "start": one.start, "end": one.end} for one in self.weight_versions]
+        """Return a trajectory for `train_on`. It is compared with others of its `group`, or else of its prompt."""
+        spans = [{"version": str(span.version), "start": span.start, "end": span.end} for span in self.weight_versions]
         return {
             "prompt_ids": list(self.prompt_ids),
             "completion_ids": list(self.completion_ids),

@@ -1,4 +1,4 @@
-"""What a server tells of the device, and the shares that it may change while the process runs."""
+"""Time, memory and use of the device for a server, and the shares that it may change while the process runs."""
 
 from collections.abc import Mapping
 
@@ -16,7 +16,7 @@ class DeviceReport:
         self._monitor = monitor
 
     def seconds(self) -> Mapping[str, float]:
-        """By kind of work, since the start."""
+        """Seconds by kind of work, since the start."""
         return {str(work): seconds for work, seconds in self._governor.seconds.items()}
 
     def memory(self) -> Mapping[str, int]:
@@ -27,11 +27,11 @@ class DeviceReport:
         return self._monitor.usage
 
     def shares(self) -> Mapping[str, float]:
-        """`serving_share` and `engine_share`, as the settings of these names."""
+        """Return `serving_share` and `engine_share`, as the settings of these names define them."""
         return {"serving_share": self._governor.serving_share, "engine_share": self._governor.engine_share}
 
     def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:
-        """From the next unit of work on; None leaves a share as it is."""
+        """Change shares from the next unit of work on; None leaves a share as it is."""
         if serving_share is not None:
             self._governor.serving_share = serving_share
         if engine_share is not None:

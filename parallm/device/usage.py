@@ -1,7 +1,7 @@
-"""How busy this process, the machine and the accelerator were in the last second, where the system tells.
+"""Use of the CPU and the accelerator in the last second.
 
-Of a CPU: the process's own seconds, and on Linux those of all processes. Of an NVIDIA GPU: what NVML measures. Apple's
-GPUs tell it to nobody without root.
+The CPU: by this process, and on Linux by all processes. An NVIDIA GPU: the utilization that NVML measures. macOS tells
+the use of its GPU to root alone, so it is left out there.
 """
 
 import ctypes
@@ -13,18 +13,18 @@ from pathlib import Path
 
 import mlx.core as mx
 
-SECONDS_BETWEEN_LOOKS = 1.0
+INTERVAL_SECONDS = 1.0
 KERNEL_TICKS = Path("/proc/stat")
 NVML = "libnvidia-ml.so.1"
 
 Busy = Callable[[], float]
-"""Seconds that something was busy since any moment, as a share of all its processors."""
+"""Returns busy seconds since a fixed moment, divided by the number of processors."""
 Usage = Mapping[str, float]
-"""Shares from 0 to 1 of the last second: `process` and `machine` of the CPU's cores, and `accelerator`."""
+"""Shares of the last second, from 0 to 1: `process` and `machine` of the CPU's cores, and `accelerator`."""
 
 
 class UsageMonitor:
-    """Looks each second, from a thread of its own, between `start` and `stop`. `usage` may be read from any thread."""
+    """Measures each second, in a thread of its own, between `start` and `stop`. Any thread may read `usage`."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Busy] = {"process": process_seconds}
@@ -32,7 +32,7 @@ class UsageMonitor:
             self._clocks["machine"] = lambda: machine_seconds() or 0.0
         self._accelerator = accelerator_usage()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="usage", daemon=True)
+        self._thread = threading.Thread(target=self._measure, name="usage", daemon=True)
         self.usage: Usage = {}  # written by the thread alone, whole
 
     def start(self) -> None:
@@ -43,13 +43,13 @@ class UsageMonitor:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         then, before = time.monotonic(), {name: clock() for name, clock in self._clocks.items()}
-        while not self._ended.wait(SECONDS_BETWEEN_LOOKS):
+        while not self._ended.wait(INTERVAL_SECONDS):
             now, busy = time.monotonic(), {name: clock() for name, clock in self._clocks.items()}
-            found = {name: _share(busy[name] - before[name], now - then) for name in busy}
+            shares = {name: _share(busy[name] - before[name], now - then) for name in busy}
             accelerator = self._accelerator()
-            self.usage = found if accelerator is None else {**found, "accelerator": accelerator}
+            self.usage = shares if accelerator is None else {**shares, "accelerator": accelerator}
             then, before = now, busy
 
 
@@ -58,7 +58,7 @@ def process_seconds() -> float:
 
 
 def machine_seconds() -> float | None:
-    """Of all processes; None where the system does not tell."""
+    """Return the busy seconds of all processes; None where /proc/stat is missing."""
     try:
         ticks = [int(number) for number in KERNEL_TICKS.read_text().partition("\n")[0].split()[1:9]]
     except (OSError, ValueError):
@@ -68,7 +68,7 @@ def machine_seconds() -> float | None:
 
 
 def accelerator_usage() -> Callable[[], float | None]:
-    """Reads the share of the last moment in which the default GPU was busy; None where that cannot be read."""
+    """Return a reader of the utilization of the default GPU, which returns None where NVML is missing."""
     if mx.default_device() == mx.Device(mx.cpu):
         return lambda: None
     try:
@@ -87,7 +87,7 @@ def accelerator_usage() -> Callable[[], float | None]:
 
 
 def _first_visible() -> int:
-    """NVML's number of the GPU that CUDA calls 0."""
+    """Return NVML's index of the GPU that CUDA calls 0."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     return int(first) if first.isdecimal() else 0
 

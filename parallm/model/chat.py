@@ -42,7 +42,7 @@ class ChatTokenizer:
 
     @property
     def end_token(self) -> int:
-        """That ends a plain text; a chat template may end an answer with another one."""
+        """Token that ends a plain text. A chat template may end an answer with another token."""
         own = self._tokenizer.eos_token_id
         return int(own) if own in self.eos_token_ids else min(self.eos_token_ids)
 

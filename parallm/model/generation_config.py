@@ -9,11 +9,14 @@ from parallm.errors import ConfigError
 
 FILE = "generation_config.json"
 NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-"""Of the file's fields those that vLLM takes, too; `do_sample: false` is a temperature of 0."""
+"""Fields of the file that count, as in vLLM."""
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
-    """What the file in `folder` says of sampling, unchecked; nothing where there is no file. Raises ConfigError."""
+    """Return the file's fields about sampling, unchecked; none where there is no file. Raises ConfigError.
+
+    `do_sample: false` is a temperature of 0.
+    """
     file = folder / FILE
     if not file.is_file():
         return {}
@@ -23,5 +26,5 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"server.generation_config: {file} cannot be read: {error}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"server.generation_config: {file} is no JSON object")
-    found = {name: values[name] for name in NAMES if values.get(name) is not None}
-    return found | ({"temperature": 0.0} if values.get("do_sample") is False else {})
+    sampling = {name: values[name] for name in NAMES if values.get(name) is not None}
+    return sampling | ({"temperature": 0.0} if values.get("do_sample") is False else {})

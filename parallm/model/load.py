@@ -137,7 +137,7 @@ def _local_folder(path: str) -> Path | None:
 def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     """mlx-lm's model with arrays that are read when they are needed, and its config. Raises ModelError.
 
-    `trusted`: the folder's own code may run.
+    `trusted` lets the folder's own code run.
     """
     _check_complete(folder, path)
     if not trusted:

@@ -9,7 +9,7 @@ KEY = "model.trust_remote_code"
 
 
 def own_class(folder: Path) -> str | None:
-    """The file with the model's own class, which mlx-lm would run in place of one that it knows."""
+    """Return the file with the model's own class, which mlx-lm would run in place of a class that it knows."""
     config = json.loads((folder / "config.json").read_text())
     name = config.get("model_file") if isinstance(config, dict) else None
     return None if name is None else str(name)
@@ -23,4 +23,5 @@ def refuse_code(folder: Path, path: str) -> None:
 
 
 def way_out(name: str) -> str:
+    """Return the end of an error about a folder whose code `name` does not run."""
     return f"brings code of its own ({name}), which is not run; read it, then set {KEY}=true to run it with your rights"

@@ -42,12 +42,12 @@ def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) ->
 
 
 def served_policy(service: Service) -> str:
-    """The policy that is meant where a request names none: the only one, or the first of several."""
+    """Return the policy of requests that name none: the only one, or the first of several."""
     return service.policies[0] if service.policies else BASE
 
 
 def served_version(service: Service) -> int:
-    """Of that policy, what its bare name means; 0 is the base."""
+    """Return the version that the bare name of that policy means; 0 for the base."""
     card = card_of(served_policy(service), service.catalog())
     return 0 if card is None else card.version
 

@@ -29,7 +29,7 @@ async def read_body(http: Request, max_bytes: int, setting: str = "max_body_byte
 
 
 async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGenerator[bytes, None]:
-    """The body as it comes in. Raises BodyTooLarge as `read_body` does."""
+    """Yield the body as it arrives. Raises BodyTooLarge as `read_body` does."""
     num_bytes = 0
     too_large = BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
     if max_bytes < announced_bytes(http.headers) < math.inf:

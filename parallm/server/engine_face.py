@@ -1,4 +1,4 @@
-"""What the server needs of the engine, as narrow faces."""
+"""Interfaces of the engine that the server uses."""
 
 from collections.abc import AsyncIterator, Collection, Mapping
 from typing import Protocol
@@ -59,7 +59,7 @@ class Engine(Protocol):
 
 
 class SteerableEngine(Engine, Protocol):
-    """What `SteeredEngine` needs of the engine beyond that."""
+    """Interface that `SteeredEngine` uses beyond that."""
 
     async def cancel(self, request_ids: Collection[str]) -> int:
         """End requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""

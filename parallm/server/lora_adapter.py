@@ -1,4 +1,4 @@
-"""`lora_adapter`, by which some clients name what answers, beside a `model` that means the base."""
+"""`lora_adapter`: the adapter that answers, beside a `model` that names the base."""
 
 import re
 from typing import TypeVar
@@ -13,29 +13,29 @@ from parallm.types import BASE, BEST, LATEST
 CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,9})")
 BEST_PERFORMANCE = "best-performance"
 BASE_MODEL = "base-model"
-"""How such clients call the base."""
+"""Name of the base in requests with `lora_adapter`."""
 
 Body = TypeVar("Body", bound=GenerationBody)
 
 
 def with_lora_adapter(service: Service, body: Body) -> Body:
-    """The body with `lora_adapter` as its `model`. Raises InvalidRequest where `model` names something else."""
+    """Return the body with `lora_adapter` as its `model`. Raises InvalidRequest where `model` names another adapter."""
     if body.lora_adapter is None:
         return body
-    wanted = model_of(service, body.lora_adapter)
-    if not _agree(service, body.model, wanted):
+    adapter = model_of(service, body.lora_adapter)
+    if not _agree(service, body.model, adapter):
         raise InvalidRequest(
             f"model is {body.model[:100]!r} and lora_adapter is {body.lora_adapter[:100]!r}; leave one of them out, or "
             f"send {BASE!r} as the model",
             "lora_adapter",
         )
-    return body.model_copy(update={"model": wanted, "lora_adapter": None})
+    return body.model_copy(update={"model": adapter, "lora_adapter": None})
 
 
 def model_of(service: Service, lora_adapter: str) -> str:
-    """The name that requests use for it: `checkpoint-12` is version 12 of the policy, `best-performance` its best one.
+    """Return the model's name: `checkpoint-12` is version 12 of the policy, `best-performance` its best version.
 
-    Raises InvalidRequest for a word about the policy where there are several.
+    Raises InvalidRequest where these could mean several policies.
     """
     if card_of(lora_adapter, service.catalog()) is not None:
         return lora_adapter
@@ -55,7 +55,7 @@ def model_of(service: Service, lora_adapter: str) -> str:
 
 
 def version_called(service: Service, name: str, word: str) -> int:
-    """The version of `name` that a client calls `checkpoint-12`, `12`, `best-performance`, `latest` or by an alias.
+    """Return the version of `name` that `checkpoint-12`, `12`, `best-performance`, `latest` or an alias means.
 
     Raises UnknownModel with the versions that there are.
     """
@@ -64,22 +64,22 @@ def version_called(service: Service, name: str, word: str) -> int:
     if number is not None or (is_number(word) and len(word) < 10):
         return int(number[1] if number else word)
     cards = service.catalog()
-    found = card_of(of_alias(BEST if word == BEST_PERFORMANCE else word, name), cards)
-    if found is None or found.name != name:
+    card = card_of(of_alias(BEST if word == BEST_PERFORMANCE else word, name), cards)
+    if card is None or card.name != name:
         there = ", ".join(checkpoint_names(service, name)) or "none"
         raise UnknownModel(f"no version {word[:100]!r} of {name[:100]}; there are {there}")
-    return found.version
+    return card.version
 
 
 def checkpoint_names(service: Service, name: str) -> list[str]:
-    """The versions of `name` in memory in the words of these clients, the oldest first."""
+    """Return the versions of `name` in memory as `checkpoint-12`, the oldest first."""
     return [f"checkpoint-{version}" for version in sorted(c.version for c in service.catalog() if c.name == name)]
 
 
-def _agree(service: Service, model: str, wanted: str) -> bool:
-    """Whether `model` is the base that `wanted` adapts, the name of which it is a version, or another word for it."""
-    if model in (BASE, BASE_MODEL, service.base_name) or plain(model) in (plain(wanted), wanted.partition("@")[0]):
+def _agree(service: Service, model: str, adapter: str) -> bool:
+    """Return whether `model` is the base, or means the same as `adapter`, perhaps without its version."""
+    if model in (BASE, BASE_MODEL, service.base_name) or plain(model) in (plain(adapter), adapter.partition("@")[0]):
         return True
     cards = service.catalog()
-    found = card_of(wanted, cards)
-    return found is not None and (model == found.name or found == card_of(model, cards))
+    card = card_of(adapter, cards)
+    return card is not None and (model == card.name or card == card_of(model, cards))

@@ -17,7 +17,7 @@ MAX_FIELDS = 8
 class Form:
     file_name: str
     content: bytes
-    """Of the file."""
+    """Bytes of the file."""
     fields: dict[str, str]
 
 
@@ -26,7 +26,7 @@ def is_form(http: Request) -> bool:
 
 
 async def read_form(http: Request, max_bytes: int, setting: str) -> Form:
-    """The form with its one file. Raises BodyTooLarge as `read_body` does, InvalidRequest."""
+    """Read a form with one file. Raises BodyTooLarge as `read_body` does, InvalidRequest."""
     chunks = bounded_chunks(http, max_bytes, setting)
     parser = MultiPartParser(http.headers, chunks, max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
     try:

@@ -13,7 +13,7 @@ from parallm.server.lora_adapter import checkpoint_names
 from parallm.server.service import Service
 
 OVER = ("serving", "finished", "failed")
-"""States in which no step will come."""
+"""States without further steps."""
 
 
 def status_routes(service: Service) -> APIRouter:
@@ -40,16 +40,16 @@ def status_routes(service: Service) -> APIRouter:
 
 
 def status_answer(service: Service, **more: object) -> Response:
-    """The status, and what else a route has to say."""
+    """Return the status, and `more` fields of a route."""
     return _json(_plain(told_status(service)) | more)
 
 
 def told_status(service: Service) -> TrainingStatus:
-    """The trainer's own, and what else a status page says."""
+    """Return the trainer's status with the fields that the catalog and the device know."""
     status = service.status()
     if not status.policies:
         return _with_page(service, status, served_policy(service))
-    policies = {name: _with_page(service, one, name) for name, one in status.policies.items()}
+    policies = {name: _with_page(service, own, name) for name, own in status.policies.items()}
     return dataclasses.replace(_with_page(service, status, served_policy(service)), policies=policies)
 
 

@@ -65,18 +65,18 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 
 
 class StructuredOutputs(Wire):
-    """vLLM's ways to say what the text must look like, at most one of them, and options of JSON in any field."""
+    """vLLM's forms of a text, at most one, and options for JSON."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Choices | None = None
     json_object: Literal[True] | None = None
     disable_any_whitespace: bool = False
-    """JSON without a character that it does not need; else one space or line end at most between two of its tokens."""
+    """JSON without white space; otherwise at most one space or line end stands between two tokens."""
     whitespace_pattern: str | None = None
-    """A regular expression for what may stand between two tokens of JSON."""
+    """Regular expression of the white space between two tokens of JSON."""
     disable_fallback: bool = False
-    """Nothing here ever falls back to another backend."""
+    """Accepted and unused: there is no other backend to fall back to."""
     disable_additional_properties: Literal[False] = False
     grammar: None = None
     structural_tag: None = None
@@ -88,8 +88,8 @@ class GenerationBody(Wire):
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     lora_adapter: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    """What answers, beside a `model` that means the base: an adapter, `checkpoint-12` (version 12 of the policy),
-    `best-performance` or `latest`."""
+    """Adapter that answers, beside a `model` that names the base: `checkpoint-12` (version 12 of the policy),
+    `best-performance`, `latest`, or the name of another adapter."""
     n: Annotated[int, Field(ge=1, le=LARGEST_INT)] = 1
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0

@@ -61,7 +61,7 @@ class Tokenizer(TokenTexts, Protocol):
 
     @property
     def end_token(self) -> int:
-        """That ends a plain text."""
+        """Token that ends a plain text."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]: ...
@@ -70,11 +70,11 @@ class Tokenizer(TokenTexts, Protocol):
         ...
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Plain messages with the beginning of an answer. Raises InvalidRequest."""
+        """Return plain messages and the beginning of an answer. Raises InvalidRequest."""
         ...
 
     def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
-        """What follows that, with the token that ends it. Raises InvalidRequest."""
+        """Return the answer after that beginning, with the token that ends it. Raises InvalidRequest."""
         ...
 
     def encode_prompt(
@@ -127,7 +127,7 @@ class Device(Protocol):
     """The face of `device.device_report.DeviceReport` that the server uses."""
 
     def seconds(self) -> Mapping[str, float]:
-        """By kind of work, since the start."""
+        """Return seconds by kind of work, since the start."""
         ...
 
     def memory(self) -> Mapping[str, int]:
@@ -135,15 +135,15 @@ class Device(Protocol):
         ...
 
     def usage(self) -> Mapping[str, float]:
-        """Shares of the last second in which `process`, `machine` and `accelerator` were busy, where they are known."""
+        """Return the shares of the last second in which `process`, `machine` and `accelerator` were busy, if known."""
         ...
 
     def shares(self) -> Mapping[str, float]:
-        """`serving_share` and `engine_share`."""
+        """Return `serving_share` and `engine_share`."""
         ...
 
     def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:
-        """None leaves a share as it is."""
+        """Change the shares; None leaves a share as it is."""
         ...
 
 
@@ -157,16 +157,17 @@ class Training(Protocol):
     def resume(self, policy: str | None) -> None: ...
 
     async def step(self, policy: str | None, checkpoint_name: str | None = None) -> Mapping[str, str]:
-        """Wait for one more step: a new one where paused, which stays so, else the one at work.
+        """Wait for a new step where training is paused, which it stays, or else for the present step.
 
-        Then save under a name, if one is given; the folders by policy. Raises InvalidRequest, CheckpointError.
+        Then save under `checkpoint_name`, if given. Returns the folders by policy. Raises InvalidRequest,
+        CheckpointError.
         """
         ...
 
     async def train_on(
         self, policy: str | None, given: Sequence[GivenTrajectory], *, serve: bool | None, checkpoint_name: str | None
     ) -> GivenUpdate:
-        """One update on these after the present step. Raises InvalidRequest, CheckpointError."""
+        """Make one update on these after the present step. Raises InvalidRequest, CheckpointError."""
         ...
 
     async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
@@ -222,9 +223,9 @@ class Service:
     note_trajectory: Callable[[str, GenerationRequest, Completion], None] = lambda *_: None
     """Told of each trajectory's id."""
     reward_models: Callable[[], RewardModels] = dict
-    """Those that are loaded, by name."""
+    """Loaded reward models, by name."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """Of OpenAI's routes, by the names of their fields."""
+    """Sampling defaults of OpenAI's routes, by the names of their fields."""
     swaps: Callable[[], Mapping[str, int]] = dict
     """How often the bare name of each adapter has come to mean another version."""
     routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list

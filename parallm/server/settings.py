@@ -28,20 +28,20 @@ class ApiKey:
 
 @settings
 class SamplingDefaults:
-    """Of requests that do not name them; null: as the API has them."""
+    """Sampling parameters of requests that do not set them; null: the API's default."""
 
     temperature: float | None = Field(default=None, ge=0, le=2)
-    """0 is greedy; null: 1."""
+    """Sampling temperature, 0 for greedy; null: 1."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Share of the probability that the sampled tokens are from; null: 1, off."""
+    """Probability mass of the likeliest tokens to sample from; null: 1, off."""
     top_k: int | None = Field(default=None, ge=-1)
-    """Number of likeliest tokens that are sampled from; null: 0, off."""
+    """Number of likeliest tokens to sample from; null: 0, off."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Least probability of a sampled token, as a share of the likeliest one's; null: 0, off."""
+    """Minimum probability of a sampled token, as a share of the likeliest token's; null: 0, off."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    """Divisor of the logits of tokens that were there before; null: 1, off."""
+    """Divisor of the logits of tokens in the prompt or the text so far; null: 1, off."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of a completion, in place of `server.default_max_tokens`."""
+    """Limit of a completion, in place of `server.default_max_tokens`; null: that."""
 
 
 @settings
@@ -90,11 +90,11 @@ class ServerSettings:
     max_stop: int = Field(default=16, ge=1)
     """Most stop strings of a request."""
     generation_config: str = "parallm"
-    """Whose sampling defaults requests of `/v1/completions`, `/v1/chat/completions` and `/v1/responses` get: `parallm`,
-    those of the API; `auto`, those of the model's generation_config.json; or those of that file in a folder named here.
-    Rollouts and requests with `collect_trajectory` sample the policy as it is, whatever this says."""
+    """Source of sampling defaults for `/v1/completions`, `/v1/chat/completions` and `/v1/responses`: `parallm` (as in
+    OpenAI's API), `auto` (the model's generation_config.json), or a folder with that file. Rollouts and requests with
+    `collect_trajectory` use none."""
     override_generation_config: SamplingDefaults = SamplingDefaults()
-    """Values in place of those."""
+    """Sampling defaults that win over those of `server.generation_config`."""
     default_max_tokens: int = Field(default=512, ge=1)
     """`max_tokens` of requests that name none; less where the context ends before."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
@@ -104,8 +104,8 @@ class ServerSettings:
     max_grammar_seconds: float = Field(default=10.0, gt=0)
     """Seconds to prepare a grammar. It is done beside the event loop, so other requests go on."""
     reward_model: str | None = None
-    """A reward model for `POST /v1/rewards/score`, under the name `reward`: the folder of a run, of which the best
-    version counts, RUN@VERSION, a checkpoint or an adapter; null: those of rollouts alone."""
+    """Reward model of `POST /v1/rewards/score`, under the name `reward`: a run (its best version), RUN@VERSION, a
+    checkpoint or an adapter; null: the reward models of rollouts alone."""
     adapters_root: str | None = None
     """The only folder that clients may load adapters from by path; null: none."""
     max_adapter_bytes: int = Field(default=512 * 1024 * 1024, ge=1024)

@@ -11,14 +11,14 @@ from parallm.model_names import of_alias
 from parallm.rollout.given import check_given, groups_of, with_signal
 from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
-from parallm.types import LATEST, GenerationRequest, SamplingParams
+from parallm.types import LATEST, Completion, GenerationRequest, SamplingParams
 from parallm.updates import GivenTrajectory, GivenUpdate
 
 logger = logging.getLogger(__name__)
 
 
 class GivenUpdates:
-    """Of one policy. For the asyncio thread. An update makes a version and counts as no step."""
+    """Updates of one policy, on the asyncio thread. An update makes a version and does not count as a step."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class GivenUpdates:
     async def update(
         self, given: Sequence[GivenTrajectory], *, serve: bool | None, checkpoint_name: str | None
     ) -> GivenUpdate:
-        """Train on these after the present step. `serve`: whether clients get the new version; None: as of other steps.
+        """Train on these after the present step. `serve`: whether clients get the new version; None: as after a step.
 
-        Raises InvalidRequest for what cannot be learned from, Unavailable when training has ended, and CheckpointError
-        where the update was made and could not be saved under its name.
+        Raises InvalidRequest for trajectories that cannot be trained on, Unavailable when training has ended, and
+        CheckpointError if the update succeeded and could not be saved under its name.
         """
         work = partial(self._update, given, serve=serve, checkpoint_name=checkpoint_name)
         return await self._loop.pacing.between_steps(work)
@@ -65,12 +65,12 @@ class GivenUpdates:
             raise InvalidRequest(str(error), "trajectories") from error
         folder = await self._saved(checkpoint_name, report.version) if checkpoint_name is not None else None
         served = self._parts.adapters.resolve(self._parts.policy)
-        found = GivenUpdate(
+        update = GivenUpdate(
             version=report.version,
             is_served=served is not None and served.version == report.version,
             num_trajectories=len(given),
             num_trained=sum(len(group.trajectories) for group in trained),
-            num_recomputed=sum(one.logprobs is None for one in given),
+            num_recomputed=sum(trajectory.logprobs is None for trajectory in given),
             num_tokens=report.num_tokens,
             loss=report.loss,
             gradient_norm=report.gradient_norm,
@@ -78,8 +78,8 @@ class GivenUpdates:
             skipped=report.skipped,
             checkpoint=folder,
         )
-        logger.info("an update between steps on given trajectories: %s", found)
-        return found
+        logger.info("an update between steps on given trajectories: %s", update)
+        return update
 
     async def _saved(self, name: str, version: int) -> str:
         try:
@@ -88,22 +88,23 @@ class GivenUpdates:
             raise CheckpointError(f"version {version} was made, and {error}") from error
 
     async def _logprobs(self, given: Sequence[GivenTrajectory]) -> list[tuple[float, ...]]:
-        """As they were given; others are asked of the engine, which computes the very numbers of the learner."""
-        unknown = [one for one in given if one.logprobs is None]
-        rows = await self._parts.engine.generate_all([self._request(one) for one in unknown])
-        known = {id(one): row[0].prompt_logprobs or () for one, row in zip(unknown, rows, strict=True)}
-        found = []
-        for one in given:
-            told = known.get(id(one), ())[len(one.prompt_tokens) :]
-            found.append(one.logprobs or tuple(0.0 if each is None else each.logprob for each in told))
-        return found
+        """Return the given log-probs, or else those of the engine, which equal the learner's bit for bit."""
+        unknown = [trajectory for trajectory in given if trajectory.logprobs is None]
+        answers = await self._parts.engine.generate_all([self._request(trajectory) for trajectory in unknown])
+        computed = (_last_logprobs(group[0], len(one.tokens)) for group, one in zip(answers, unknown, strict=True))
+        return [next(computed) if trajectory.logprobs is None else trajectory.logprobs for trajectory in given]
 
-    def _request(self, one: GivenTrajectory) -> GenerationRequest:
+    def _request(self, trajectory: GivenTrajectory) -> GenerationRequest:
         return GenerationRequest(
             request_id=f"given-{self._parts.policy}-{next(self._count)}",
-            prompt_tokens=(*one.prompt_tokens, *one.tokens),
-            sampling=SamplingParams(max_tokens=0, temperature=one.temperature, prompt_logprobs=0),
+            prompt_tokens=(*trajectory.prompt_tokens, *trajectory.tokens),
+            sampling=SamplingParams(max_tokens=0, temperature=trajectory.temperature, prompt_logprobs=0),
             model=of_alias(LATEST, self._parts.policy),
             traffic="rollout",
             is_continued=False,
         )
+
+
+def _last_logprobs(completion: Completion, count: int) -> tuple[float, ...]:
+    scored = (completion.prompt_logprobs or ())[-count:]
+    return tuple(0.0 if each is None else each.logprob for each in scored)

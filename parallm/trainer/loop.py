@@ -137,7 +137,7 @@ class Loop(ABC):
     async def update_between_steps(
         self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None
     ) -> UpdateReport:
-        """Train on `groups`, which is no step of its own; for `Pacing.between_steps`."""
+        """Train on `groups` without counting a step. Called by `Pacing.between_steps`."""
         self._set("updating")
         report = await self._update(groups, max_tokens=max_tokens, serve=serve)
         self._version = self._parts.learner.adapter.version
@@ -150,14 +150,14 @@ class Loop(ABC):
         self._parts.checkpoints.check_name(name)
 
     async def save_as(self, name: str) -> Path:
-        """Save under a name, in a checkpoint that stays; for `Pacing.between_steps`. Raises CheckpointError."""
+        """Save as a named checkpoint. Called by `Pacing.between_steps`. Raises CheckpointError."""
         self._set("saving")
         return await self._saver.save_as(name)
 
     async def _update(
         self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None = None
     ) -> UpdateReport:
-        """Train on `groups` and publish the new version, if there is one, to be served or not."""
+        """Train on `groups` and publish the new version, if there is one. `serve` as in `Publication.publish`."""
         units: Iterator[UpdateReport | None] = self._parts.learner.update(
             groups, step=self._step, max_tokens=max_tokens
         )

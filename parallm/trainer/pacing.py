@@ -14,7 +14,7 @@ from parallm.errors import ParallmError, Unavailable
 Result = TypeVar("Result")
 
 MAX_WORKS = 16
-"""That may wait for the end of a step; each holds what a client has sent."""
+"""Works that may wait for the end of a step; each holds the body of a request."""
 SECONDS_BETWEEN_LOOKS = 0.2
 """At something to train on. A look at 4,096 trajectories takes 5 ms of the event loop."""
 
@@ -40,7 +40,7 @@ class Pacing:
 
     @property
     def is_pausing(self) -> bool:
-        """Whether a step is still at work that a pause waits for."""
+        """Whether a pause waits for the end of the present step."""
         return self.is_paused and not self._is_waiting and not self._has_ended
 
     def pause(self) -> None:
@@ -74,7 +74,7 @@ class Pacing:
         return await future
 
     async def between_steps(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Do `work` after the present step; what it returns or raises. Raises Unavailable, also where too many wait."""
+        """Do `work` after the present step and return its result. Raises Unavailable, also if too many wait."""
         self._check()
         if len(self._works) >= MAX_WORKS:
             raise Unavailable(f"{MAX_WORKS} updates wait for the end of the present step already; try again later")
@@ -129,7 +129,7 @@ class Pacing:
         self._steps = [(number, future) for number, future in self._steps if not future.done()]
 
     async def _do_all(self) -> None:
-        """What was asked for between two steps, in the order of the calls; then save for those who want that."""
+        """Do all requested works in the order of the calls, then save for all that requested it."""
         while self._works:
             work, future = self._works.pop(0)
             if not future.done():

@@ -1,4 +1,4 @@
-"""Environments' own judgement of what clients have asked for, by the environments' names."""
+"""Scoring functions that are environments: their own scoring of clients' completions, under their names."""
 
 import logging
 from collections.abc import Awaitable, Mapping
@@ -25,13 +25,13 @@ from parallm.types import Message, Problem
 logger = logging.getLogger(__name__)
 
 ANSWER = "answer"
-"""The key of a client's metadata with the reference answer."""
-LONGEST_SHOWN = 50
+"""Key of a client's metadata that holds the reference answer."""
+MAX_SHOWN = 50
 Scorable: TypeAlias = Environment | MultiTurnEnvironment
 
 
 class EnvironmentScore:
-    """A scoring function. Gives the environment's reward parts, weighted as it weighs them."""
+    """A scoring function. Returns the environment's reward parts, each times its weight."""
 
     def __init__(self, name: str, environment: Scorable) -> None:
         self._name = name
@@ -39,7 +39,7 @@ class EnvironmentScore:
         self._num_unknown = 0
 
     def check(self, metadata: Mapping[str, Any]) -> None:
-        """Raise InvalidRequest for a reference answer that no text can be compared with."""
+        """Raise InvalidRequest for a reference answer that the environment cannot compare with."""
         self._answer(metadata)
 
     def __call__(self, answered: Answered) -> Parts | Awaitable[Parts] | None:
@@ -60,7 +60,7 @@ class EnvironmentScore:
         return self._weighted(await parts)
 
     def _weighted(self, parts: Parts) -> Parts:
-        """Without those that weigh nothing."""
+        """Return the parts with a weight, each times it."""
         weights = self._environment.weights
         return {name: weights[name] * part for name, part in parts.items() if weights.get(name)}
 
@@ -70,17 +70,17 @@ class EnvironmentScore:
             return None
         is_number = isinstance(given, int | float) and not isinstance(given, bool)
         answer: str | None = str(given) if is_number or isinstance(given, str) else None
-        wanted = "a number or a text"
+        form = "a number or a text"
         if isinstance(self._environment, Arithmetic | Calculator | Gsm8k):
-            wanted = "a number, or a text that ends with `#### NUMBER`"
+            form = "a number, or a text that ends with `#### NUMBER`"
             answer = None if answer is None else as_number(answer)
         if answer is None:
-            shown = str(given)[:LONGEST_SHOWN]
-            raise InvalidRequest(f"metadata.{ANSWER} is {shown!r}; {self._name} compares with {wanted}", "metadata")
+            shown = str(given)[:MAX_SHOWN]
+            raise InvalidRequest(f"metadata.{ANSWER} is {shown!r}; {self._name} compares with {form}", "metadata")
         return answer
 
     def _log_unknown(self) -> None:
-        """Ever more rarely."""
+        """Log the 1st, 2nd, 4th, 8th time and so on."""
         self._num_unknown += 1
         if self._num_unknown & (self._num_unknown - 1) == 0:
             logger.warning(
@@ -92,7 +92,7 @@ class EnvironmentScore:
 
 
 def shipped_scores() -> dict[str, EnvironmentScore]:
-    """Of the environments that ParaLLM brings along, with their default settings."""
+    """Return the scores of ParaLLM's own environments, with their default settings."""
     environments: dict[str, Scorable] = {
         "arithmetic": Arithmetic(ArithmeticSettings()),
         "calculator": Calculator(CalculatorSettings()),
@@ -102,17 +102,17 @@ def shipped_scores() -> dict[str, EnvironmentScore]:
 
 
 def own_scores(name: str, environment: AnyEnvironment) -> dict[str, EnvironmentScore]:
-    """Of the environment of a run, or of its parts by their names; of none whose problems have a state."""
+    """Return the scores of a run's environment, or of a mixture's parts by name; none for stateful environments."""
     environments = environment.environments if isinstance(environment, Mixed) else {name: environment}
     return {
-        name: EnvironmentScore(name, one)
-        for name, one in environments.items()
-        if not isinstance(one, StatefulEnvironment | Mixed)
+        name: EnvironmentScore(name, single)
+        for name, single in environments.items()
+        if not isinstance(single, StatefulEnvironment | Mixed)
     }
 
 
 def as_number(answer: str) -> str | None:
-    """The number that `answer` is or ends with behind `####`, in its shortest form."""
+    """Return the number that `answer` is, or that follows its last `####`, in its shortest form."""
     number = parse_number(answer)
     number = marked_number(answer) if number is None else number
     if number is None:

@@ -57,7 +57,7 @@ class LiveTraffic:
     ) -> None:
         """From now on scoring functions are called; `decode` makes prompts of tokens.
 
-        `scores`: of the run's environment. Functions that the configuration names win.
+        `scores` are those of the run's environment. Functions that the configuration names win.
         """
         self._functions |= {**(scores or {}), **self._own_functions}
         self._decode = decode

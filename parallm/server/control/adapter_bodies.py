@@ -36,16 +36,16 @@ class LoadBody(Wire):
 
 
 class LoadPolicyBody(Wire):
-    """Without a name: the policy that is served moves to this adapter."""
+    """A body without a name: the served policy moves to this adapter."""
 
     path: Path
 
 
 class UploadFields(Wire):
-    """What a form says beside its file."""
+    """Fields of a form beside its file."""
 
     name: Name | None = None
-    """Without it the policy moves to the adapter."""
+    """Name of the adapter; without one the policy moves to the adapter."""
 
 
 class PolicyMoved(Wire):
@@ -77,7 +77,7 @@ class SwitchBody(Wire):
     """Either a version to promote or a folder to load."""
 
     name: Name | None = None
-    """Without it the policy."""
+    """Name of the adapter; without one the policy."""
     version: Version | Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """A number, or `checkpoint-12`, `best-performance`, `latest` or an alias."""
     path: Path | None = None

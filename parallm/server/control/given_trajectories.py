@@ -1,4 +1,4 @@
-"""Trajectories of a body as the trainer takes them: tokens, whatever they were sent as."""
+"""Trajectories of a body as the trainer needs them: texts become tokens."""
 
 from parallm.errors import ContextTooLong, InvalidRequest
 from parallm.server.control.training_bodies import TrajectoryBody
@@ -7,9 +7,9 @@ from parallm.types import WeightSpan
 from parallm.updates import GivenTrajectory
 
 
-def given_trajectory(body: TrajectoryBody, place: int, tokenizer: Tokenizer, max_context: int) -> GivenTrajectory:
-    """Raises InvalidRequest that names the trajectory by its `place`."""
-    name = f"trajectories.{place}"
+def given_trajectory(body: TrajectoryBody, index: int, tokenizer: Tokenizer, max_context: int) -> GivenTrajectory:
+    """Return the trajectory. Raises InvalidRequest that names it by its `index`."""
+    name = f"trajectories.{index}"
     prompt = _tokens(body, name, tokenizer)
     tokens, text = _completion(body, name, tokenizer)
     if len(prompt) + len(tokens) > max_context:
@@ -39,21 +39,21 @@ def given_trajectory(body: TrajectoryBody, place: int, tokenizer: Tokenizer, max
 def _tokens(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     if (body.prompt is None) == (body.prompt_ids is None):
         raise InvalidRequest(f"{name} needs either prompt or prompt_ids", f"{name}.prompt")
-    given = body.prompt if body.prompt_ids is None else body.prompt_ids
-    assert given is not None, "one of the two is there"
-    return tokenizer.encode(given) if isinstance(given, str) else tuple(given)
+    prompt = body.prompt if body.prompt_ids is None else body.prompt_ids
+    assert prompt is not None, "exactly one of the two is sent"
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
 
 
 def _completion(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], str]:
-    """Tokens and text."""
-    given = body.completion if body.completion_ids is None else body.completion_ids
+    """Return tokens and text."""
+    sent = body.completion if body.completion_ids is None else body.completion_ids
     if body.completion is not None and body.completion_ids is not None:
         raise InvalidRequest(f"{name} needs either completion or completion_ids", f"{name}.completion")
-    if isinstance(given, list):
-        return tuple(given), tokenizer.decode(given) if body.text is None else body.text
-    if given is not None and body.text is not None and given != body.text:
+    if isinstance(sent, list):
+        return tuple(sent), tokenizer.decode(sent) if body.text is None else body.text
+    if sent is not None and body.text is not None and sent != body.text:
         raise InvalidRequest(f"completion and text of {name} differ; leave one of them out", f"{name}.text")
-    text = body.text if given is None else given
+    text = body.text if sent is None else sent
     if not text:
         raise InvalidRequest(f"{name} needs a completion: completion, completion_ids or text", f"{name}.completion")
     if body.logprobs is not None or body.loss_mask is not None:
@@ -64,7 +64,7 @@ def _completion(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[
 
 
 def _spans(body: TrajectoryBody, name: str, num_tokens: int) -> tuple[WeightSpan, ...]:
-    """Which versions sampled which tokens; empty where that is not known."""
+    """Return the versions of the tokens; none if they are not known."""
     if body.weight_versions:
         return tuple(_checked_spans(body, name, num_tokens))
     if body.policy_version is not None:
@@ -79,11 +79,11 @@ def _spans(body: TrajectoryBody, name: str, num_tokens: int) -> tuple[WeightSpan
 
 def _checked_spans(body: TrajectoryBody, name: str, num_tokens: int) -> list[WeightSpan]:
     spans: list[WeightSpan] = []
-    for one in body.weight_versions or ():
-        begins = spans[-1].end if spans else 0
-        if not one.version.isdecimal() or len(one.version) > 9 or one.start != begins or one.end <= one.start:
+    for span in body.weight_versions or ():
+        start = spans[-1].end if spans else 0
+        if not span.version.isdecimal() or len(span.version) > 9 or span.start != start or span.end <= span.start:
             break
-        spans.append(WeightSpan(version=int(one.version), start=one.start, end=one.end))
+        spans.append(WeightSpan(version=int(span.version), start=span.start, end=span.end))
     if len(spans) != len(body.weight_versions or ()) or spans[-1].end != num_tokens:
         raise InvalidRequest(
             f"{name}.weight_versions should cover its {num_tokens} tokens without gaps, each with a version's number",

@@ -98,7 +98,7 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
             card = await store(given).load(name, body.path)
             return json_response(NameMeans(name=card.name, version=card.version))
         version = version_called(service, name, body.version) if isinstance(body.version, str) else body.version
-        assert version is not None, "one of the two was sent"
+        assert version is not None, "the body has either a version or a path"
         store(given).promote(name, version)
         return json_response(NameMeans(name=name, version=version))
 
@@ -106,14 +106,14 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
 
 
 def _only_policy(service: Service) -> str:
-    """The policy that a request without a name is about. Raises InvalidRequest where there are several."""
+    """Return the policy of a request without a name. Raises InvalidRequest where there are several."""
     if len(service.policies) > 1:
         raise InvalidRequest(f"send the name of the adapter; there are {', '.join(service.policies)}", "name")
     return served_policy(service)
 
 
 async def _uploaded(adapters: Adapters, name: str, content: bytes) -> AdapterCard:
-    """A zip archive is a whole adapter; anything else should be the tensors of one."""
+    """Load a zip archive as a whole adapter, and anything else as its tensors."""
     return await (adapters.upload if content.startswith(ZIP) else adapters.update)(name, content)
 
 

@@ -130,7 +130,7 @@ async def _pause(steering: SteeredEngine, mode: PauseMode) -> Response:
 
 
 async def _cancelled(service: Service, steering: SteeredEngine, request_id: str) -> int:
-    """How many there were. Raises UnknownRequest where a key that sees its own requests only has none of this id."""
+    """Return the number of ended requests. Raises UnknownRequest if the key has no request of this id."""
     context = current_request.get()
     assert context is not None, "front.py is around every request"
     if context.api_role == "admin" or (context.api_role is None and service.settings.control_routes):

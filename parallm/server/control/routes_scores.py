@@ -1,4 +1,4 @@
-"""Scores of the reward models that are loaded, on the shared base."""
+"""Scores of the loaded reward models, on the shared base."""
 
 import asyncio
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def score_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/rewards/score")
     async def score(http: Request) -> Response:
-        """How a reward model rates texts, or completions of a prompt or of a chat."""
+        """Rate texts, or completions of a prompt or of a chat, by a reward model."""
         body = await body_of(service, http, ScoreBody)
         name, rate = _chosen(service.reward_models(), body.model)
         items = await asyncio.to_thread(partial(_items, service, body))
@@ -32,7 +32,7 @@ def score_routes(service: Service) -> APIRouter:
             ScoreAnswer(
                 object="list",
                 model=name,
-                data=[ScoreEntry(index=place, object="score", score=one) for place, one in enumerate(scores)],
+                data=[ScoreEntry(index=index, object="score", score=number) for index, number in enumerate(scores)],
                 usage=ScoreUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
             )
         )
@@ -43,7 +43,7 @@ def score_routes(service: Service) -> APIRouter:
 def _chosen(models: RewardModels, name: str | None) -> tuple[str, Rate]:
     if not models:
         raise Unavailable(
-            "no reward model is loaded; name one with server.reward_model=FOLDER, or pay rollouts with one: "
+            "no reward model is loaded; load one with server.reward_model=FOLDER, or for rollouts with "
             "rollout.reward_model.adapter=FOLDER"
         )
     if name is None and len(models) == 1:
@@ -58,10 +58,10 @@ async def _rated(rate: Rate, items: Sequence[Prompted]) -> list[float]:
 
 
 def _items(service: Service, body: ScoreBody) -> list[Prompted]:
-    """Raises InvalidRequest."""
-    given = [field for field in ("input", "prompt", "messages") if getattr(body, field) is not None]
-    if len(given) != 1:
-        raise InvalidRequest("send one of input, prompt and messages", given[1] if given else "input")
+    """Return the texts as tokens. Raises InvalidRequest."""
+    sent = [field for field in ("input", "prompt", "messages") if getattr(body, field) is not None]
+    if len(sent) != 1:
+        raise InvalidRequest("send one of input, prompt and messages", sent[1] if sent else "input")
     tokenizer = service.tokenizer
     if body.input is not None:
         if body.completions is not None:
@@ -76,7 +76,7 @@ def _items(service: Service, body: ScoreBody) -> list[Prompted]:
         items = [Prompted(prompt_tokens=tokenizer.encode(body.prompt), completions=tuple(ended))]
     else:
         items = [_of_chat(tokenizer, body.messages or [], body.completions)]
-    _check(service, items, given[0])
+    _check(service, items, sent[0])
     return items
 
 

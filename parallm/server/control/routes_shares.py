@@ -17,9 +17,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 class SharesBody(Wire):
     serving_share: Share | None = None
-    """Of the engine's seconds, for serving while rollouts want the engine, too."""
+    """Share of the engine's time for serving while rollouts run, too."""
     engine_share: Share | None = None
-    """Of the device's seconds, for the engine while clients are served and an update is under way."""
+    """Share of the device's time for the engine while requests and an update run."""
 
 
 class SharesAnswer(Wire):
@@ -32,7 +32,7 @@ def share_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/shares")
     async def shares() -> Response:
-        """Who gets which part of the device while several want it."""
+        """Shares of the device for serving and for the engine, while rollouts or an update run, too."""
         return json_response(SharesAnswer(**_device(service).shares()))
 
     @router.put("/v1/shares")
@@ -50,5 +50,5 @@ def share_routes(service: Service) -> APIRouter:
 
 def _device(service: Service) -> Device:
     if service.device is None:
-        raise Unavailable("this process has no shares of a device to tell or to change")
+        raise Unavailable("this process schedules no device, so it has no shares")
     return service.device

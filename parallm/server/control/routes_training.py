@@ -1,4 +1,4 @@
-"""A hand on training: pause, resume, one step, an update on given trajectories, a checkpoint."""
+"""Control of training: pause, resume, one step, an update on given trajectories, a checkpoint."""
 
 import asyncio
 import dataclasses
@@ -54,10 +54,10 @@ def training_routes(service: Service, given: Training | None) -> APIRouter:
 
 
 async def _step(service: Service, trainers: Training, body: UpdateBody) -> Response:
-    """A new step where training is paused, which it stays, else the one at work."""
+    """Wait for a new step where training is paused, which it stays, or else for the present step."""
     if body.update_inference is not None:
         raise InvalidRequest(
-            "update_inference is about given trajectories; which versions of steps are served says trainer.publish_if",
+            "update_inference needs trajectories; trainer.publish_if decides which versions of steps are served",
             "update_inference",
         )
     folders = await trainers.step(body.policy, body.checkpoint_name)
@@ -68,17 +68,17 @@ async def _train_on(
     service: Service, trainers: Training, body: UpdateBody, trajectories: Sequence[TrajectoryBody]
 ) -> Response:
     read = partial(_given, trajectories, service.tokenizer, service.engine.max_context)
-    made = await trainers.train_on(
+    update = await trainers.train_on(
         body.policy,
         await asyncio.to_thread(read),
         serve=body.update_inference,
         checkpoint_name=body.checkpoint_name,
     )
-    return status_answer(service, update=dataclasses.asdict(made))
+    return status_answer(service, update=dataclasses.asdict(update))
 
 
 def _given(trajectories: Sequence[TrajectoryBody], tokenizer: Tokenizer, max_context: int) -> list[GivenTrajectory]:
-    return [given_trajectory(one, place, tokenizer, max_context) for place, one in enumerate(trajectories)]
+    return [given_trajectory(body, index, tokenizer, max_context) for index, body in enumerate(trajectories)]
 
 
 def training(given: Training | None) -> Training:

@@ -24,7 +24,7 @@ class ScoreBody(Wire):
     the assistant's, which is scored."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    """A reward model by its name; without it the only one."""
+    """Name of a reward model; without one the only model."""
     input: Texts | None = None
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None

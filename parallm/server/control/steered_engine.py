@@ -34,7 +34,7 @@ class SteeredEngine:
         self._open.set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._running: dict[str, str | None] = {}  # by request id, the name of the key that it came with
+        self._running: dict[str, str | None] = {}  # request id -> name of its key
         self._waiting: dict[str, _Waiting] = {}
 
     @property
@@ -110,14 +110,14 @@ class SteeredEngine:
             waiting.end(is_let_in=True)
 
     async def cancel(self, request_id: str, *, api_key: str | None = None) -> int:
-        """End the requests of that id, which answer with what they have. Returns how many there were.
+        """End the requests of that id, which answer with their tokens so far. Returns their number.
 
-        With `api_key`, the name of a key, only those that came with it.
+        `api_key` is the name of a key: end only the requests that were sent with it.
         """
-        waiting = [one for name, one in self._waiting.items() if is_called(name, request_id)]
-        waiting = [one for one in waiting if api_key in (None, one.api_key)]
-        for one in waiting:
-            one.end(is_let_in=False)
+        waiting = [request for name, request in self._waiting.items() if is_called(name, request_id)]
+        waiting = [request for request in waiting if api_key in (None, request.api_key)]
+        for request in waiting:
+            request.end(is_let_in=False)
         running = [name for name, key in self._running.items() if api_key in (None, key)]
         running = [name for name in running if is_called(name, request_id)]
         await self._engine.cancel(running)
@@ -159,10 +159,10 @@ class SteeredEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A request at the gate."""
+    """A request that waits for `resume`."""
 
     is_let_in: asyncio.Future[bool]
-    """False: it was cancelled there."""
+    """False: it was cancelled."""
     api_key: str | None
 
     def end(self, *, is_let_in: bool) -> None:

@@ -7,10 +7,10 @@ import numpy as np
 from pydantic import AfterValidator, Field, PlainValidator
 
 from parallm.server.answer_schemas import WeightVersions
+from parallm.server.openai.translate import MIN_TEMPERATURE
 from parallm.server.schemas import FIRST_FAULT, LARGEST_INT, Wire, is_tokens
 
-MOST_TRAJECTORIES = 4096
-LEAST_TEMPERATURE = 0.01
+MAX_TRAJECTORIES = 4096
 
 
 def read_tokens(value: object) -> list[int]:
@@ -28,7 +28,7 @@ def read_text_or_tokens(value: object) -> str | list[int]:
 
 
 def read_logprobs(value: object) -> list[float]:
-    """By hand: strict and stops at the first wrong item."""
+    """Return the list. Faster than a validator for each item, and strict."""
     if not isinstance(value, list) or not all(type(item) in (int, float) and -math.inf < item <= 0 for item in value):
         raise ValueError("should be a list of log-probabilities, which are 0 or less")
     return [float(item) for item in value]
@@ -41,7 +41,7 @@ def read_mask(value: object) -> list[bool]:
 
 
 def fits_float32(value: float) -> float:
-    """What the learner computes with."""
+    """Return the value, which the learner computes with."""
     if abs(value) > float(np.finfo(np.float32).max):
         raise ValueError("should be a number that float32 can hold")
     return value
@@ -52,34 +52,34 @@ Tokens = Annotated[list[int], PlainValidator(read_tokens, json_schema_input_type
 
 
 class TrajectoryBody(Wire):
-    """A completion with its reward. An answer of `/generate` with a `policy_version` is one, with `reward` added."""
+    """A completion with its reward, such as an answer of `/generate` to a `policy_version`, with `reward` added."""
 
     prompt: TextOrTokens | None = None
     prompt_ids: Tokens | None = None
-    """Exactly one of these two."""
+    """Prompt as token ids, in place of `prompt`."""
     completion: TextOrTokens | None = None
-    """A text is taken to its end, with the model's end token unless `finish_reason` is `length`."""
+    """Completion. The model's end token is appended to a text unless `finish_reason` is `length`."""
     completion_ids: Tokens | None = None
-    """Exactly one of these two, or `text` alone."""
+    """Completion as token ids, in place of `completion`."""
     text: str | None = None
-    """Of `completion_ids`, for people; without them it is what `completion` is."""
+    """Text of `completion_ids`, for logs; without `completion_ids` the same as `completion`."""
     reward: Annotated[float, AfterValidator(fits_float32)]
     group: str | int | None = None
-    """Trajectories of one group are compared; without it those of one prompt."""
+    """Trajectories of one group are compared; without groups, those of one prompt."""
     logprobs: Annotated[list[float], PlainValidator(read_logprobs, json_schema_input_type=list[float])] | None = None
-    """Of the completion's tokens as they were sampled; without them they are recomputed."""
+    """Log-probs of the completion's tokens when they were sampled; without them they are recomputed."""
     policy_version: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
-    """That sampled it; `weight_versions` counts more."""
+    """Version that sampled the completion, unless `weight_versions` says it."""
     weight_versions: Annotated[list[WeightVersions], FIRST_FAULT] | None = None
     loss_mask: Annotated[list[bool], PlainValidator(read_mask, json_schema_input_type=list[bool])] | None = None
-    """Of the completion's tokens, those to learn from."""
-    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=2)] = 1.0
+    """True for each token of the completion to learn from; without it all."""
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=2)] = 1.0
     finish_reason: Literal["stop", "length"] = "stop"
     request_id: str | None = None
     step_id: int | str | None = None
     model: str | None = None
     metadata: Any = None
-    """These four are accepted and unused: an answer may come back as it is, and they change nothing in an update."""
+    """Accepted and unused, as are `request_id`, `step_id` and `model`, so that an answer can be sent back as it is."""
 
 
 class TrainingBody(Wire):
@@ -88,17 +88,17 @@ class TrainingBody(Wire):
 
 
 class UpdateBody(TrainingBody):
-    """Without `trajectories` one more step of training, with what it collects itself."""
+    """An update on `trajectories`, or without them one more step of training."""
 
     trajectories: (
-        Annotated[list[TrajectoryBody], Field(min_length=1, max_length=MOST_TRAJECTORIES, fail_fast=True)] | None
+        Annotated[list[TrajectoryBody], Field(min_length=1, max_length=MAX_TRAJECTORIES, fail_fast=True)] | None
     ) = None
     update_inference: bool | None = None
-    """Whether clients get the new version; without it as after a step, which `trainer.publish_if` says."""
+    """Whether clients get the new version; without it as after a step, by `trainer.publish_if`."""
     checkpoint_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")] | None = None
-    """Save it under this name, in a checkpoint that stays."""
+    """Name of a checkpoint to save afterwards, which is never deleted."""
 
 
 class CheckpointAnswer(Wire):
     folders: dict[str, str]
-    """Of each policy's checkpoint, on the server's disk."""
+    """Folder of each policy's checkpoint, on the server's disk."""

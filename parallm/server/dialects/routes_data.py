@@ -1,4 +1,4 @@
-"""What rollout workers call: `/generate` in five dialects, `/inference/v1/generate`, text to tokens and back."""
+"""Routes of rollout workers: `/generate` in five dialects, `/inference/v1/generate`, text to tokens and back."""
 
 import asyncio
 import uuid

@@ -31,7 +31,7 @@ class ModelInfo(WeightVersion):
     tokenizer_path: str
     is_generation: bool
     preferred_sampling_params: dict[str, float] | None
-    """What OpenAI's routes sample with where a request does not say it, if that differs from the API's."""
+    """Sampling defaults of OpenAI's routes, if they differ from the API's."""
     max_model_len: int
 
 

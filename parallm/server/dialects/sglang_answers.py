@@ -39,7 +39,7 @@ class MetaInfo(Wire):
     weight_versions: list[WeightVersions]
     input_token_logprobs: list[Logprob] | None = None
     input_top_logprobs: list[list[Logprob] | None] | None = None
-    """The `top_logprobs_num` likeliest beside each token of `input_token_logprobs`; null for the prompt's first."""
+    """The `top_logprobs_num` likeliest tokens beside each of `input_token_logprobs`; null for the prompt's first."""
     output_token_logprobs: list[Logprob] | None = None
     output_top_logprobs: list[list[Logprob]] | None = None
 
@@ -174,11 +174,11 @@ class SglangAnswers:
         return whole[self._shown.prompt_from :]
 
     def _tops_of_prompt(self, completion: Completion | None) -> list[list[Logprob] | None]:
-        told = () if completion is None else completion.prompt_logprobs or ()
-        return [None if one is None else self._tops(one.top) for one in told[self._shown.prompt_from :]]
+        scored = () if completion is None else completion.prompt_logprobs or ()
+        return [None if each is None else self._tops(each.top) for each in scored[self._shown.prompt_from :]]
 
     def _tops(self, top: Sequence[TopLogprob]) -> list[Logprob]:
-        return [self._logprob(one.logprob, one.token) for one in top]
+        return [self._logprob(each.logprob, each.token) for each in top]
 
     def _logprob(self, logprob: float | None, token: int) -> Logprob:
         text = self.head.tokenizer.token_text(token) if self._shown.texts_in_logprobs else None

@@ -1,6 +1,6 @@
-"""`/generate` of trainers that say which version of the policy they believe to be served: `policy_version`.
+"""`/generate` for trainers that name the version they believe to be served: `policy_version`.
 
-An answer is an object for each completion; several come as a list, in the order of the prompts.
+The answer is an object, or for several completions a list in the order of the prompts.
 """
 
 import time
@@ -22,30 +22,30 @@ from parallm.types import Completion
 
 
 class VersionedBody(Wire):
-    """What is this body's own; all other fields have the names of `/v1/completions`."""
+    """Fields of this body alone; all others are those of `/v1/completions`."""
 
     policy_version: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
-    """Comes back in the answer, beside the version that has sampled."""
+    """Version that the trainer believes to be served. The answer repeats it beside the version that sampled."""
 
 
 class VersionedMetadata(Wire):
     batch_size: int
-    """Completions that decode with this one when its request comes, itself included."""
+    """Completions that decode when the request arrives, its own included."""
     latency_ms: float
     current_policy_version: int | None
-    """The version that has sampled; null where nothing was sampled."""
+    """Version that sampled; null where nothing was sampled."""
 
 
 class VersionedAnswer(Wire):
     request_id: str
     policy_version: int | None
-    """As it was sent; without, the version that has sampled."""
+    """Version of the request; without one, the version that sampled."""
     step_id: int | str | None
     prompt_ids: list[int]
     completion_ids: list[int]
     text: str
     logprobs: list[float]
-    """Of the sampled tokens, after temperature."""
+    """Log-probs of the sampled tokens, after temperature."""
     finish_reason: str
     weight_versions: list[WeightVersions]
     model: str
@@ -53,7 +53,7 @@ class VersionedAnswer(Wire):
 
 
 class VersionedAnswers(RootModel[list[VersionedAnswer]]):
-    """Of several prompts, or of `n` above 1."""
+    """Answer to several prompts, or to `n` above 1."""
 
 
 class VersionedResponder:
@@ -65,8 +65,10 @@ class VersionedResponder:
         self._began = time.perf_counter()
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> VersionedAnswer | VersionedAnswers:
-        made = [self._answer(model, prompt, one) for prompt, group in enumerate(completions) for one in group]
-        return VersionedAnswers(made) if self._is_batch or len(made) > 1 else made[0]
+        answers = [
+            self._answer(model, prompt, completion) for prompt, group in enumerate(completions) for completion in group
+        ]
+        return VersionedAnswers(answers) if self._is_batch or len(answers) > 1 else answers[0]
 
     def _answer(self, model: str, prompt: int, completion: Completion) -> VersionedAnswer:
         version = version_of(completion)
@@ -93,15 +95,15 @@ def read(value: Mapping[str, Any]) -> Asked:
     own = checked({"policy_version": value.get("policy_version")}, VersionedBody)
     body = completion_body({name: item for name, item in value.items() if name != "policy_version"})
     if body.stream:
-        raise InvalidRequest("this body gets no stream here; send it to /v1/completions", "stream")
+        raise InvalidRequest("a body with policy_version is not streamed here; send it to /v1/completions", "stream")
     if (body.logprobs or 0) > 1:
         raise InvalidRequest(
-            f"logprobs is {body.logprobs}; here are those of sampled tokens, which is 1; more are at /v1/completions",
+            f"logprobs is {body.logprobs}; 1 gives those of the sampled tokens, and /v1/completions gives more",
             "logprobs",
         )
-    given = value["prompt"]
-    is_batch = isinstance(given, list) and not is_tokens(given)
-    body = body.model_copy(update={"logprobs": None})  # those of sampled tokens are always known
+    prompt = value["prompt"]
+    is_batch = isinstance(prompt, list) and not is_tokens(prompt)
+    body = body.model_copy(update={"logprobs": None})  # the engine always returns those of sampled tokens
     return Asked(
         body=body, whole=partial(VersionedResponder, body=body, believed=own.policy_version, is_batch=is_batch)
     )

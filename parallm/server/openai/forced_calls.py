@@ -77,13 +77,13 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _calls(text: str) -> list[ToolCall]:
-    """The calls of a list, without one that was cut off."""
-    found: list[ToolCall] = []
+    """Return the calls of a list, without a last one that was cut off."""
+    calls: list[ToolCall] = []
     decoder, place = json.JSONDecoder(), len("[")
     while True:
         try:
             call, end = decoder.raw_decode(text, place)
         except ValueError:
-            return found
-        found.append(ToolCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False)))
+            return calls
+        calls.append(ToolCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False)))
         place = end + len(", ")

@@ -92,18 +92,18 @@ def _vllm_forms(body: GenerationBody) -> list[GrammarSource]:
 
 
 def _with_whitespace(source: GrammarSource | None, body: GenerationBody) -> GrammarSource | None:
-    """With what the body says of white space in JSON. Raises InvalidRequest where that contradicts itself or counts for
-    nothing."""
+    """Apply the body's fields about white space in JSON. Raises InvalidRequest if they contradict each other, or if the
+    request does not ask for JSON."""
     asked = body.structured_outputs or StructuredOutputs()
     given = {
         "structured_outputs.disable_any_whitespace": "" if asked.disable_any_whitespace else None,
         "structured_outputs.whitespace_pattern": asked.whitespace_pattern,
         "guided_whitespace_pattern": body.guided_whitespace_pattern,
     }
-    wanted = {name: pattern for name, pattern in given.items() if pattern is not None}
-    if not wanted:
+    patterns = {name: pattern for name, pattern in given.items() if pattern is not None}
+    if not patterns:
         return source
-    (name, pattern), *others = wanted.items()
+    (name, pattern), *others = patterns.items()
     if others:
         raise InvalidRequest(f"{name} and {others[0][0]} exclude each other; leave one of them out", others[0][0])
     if source is None or source.form in ("regex", "choice"):

@@ -34,7 +34,7 @@ def response_routes(service: Service) -> APIRouter:
     async def responses(http: Request) -> Response:
         """Answer a conversation of messages, reasoning and function calls. Nothing of it is stored."""
         body = parse_body(await read_body(http, service.settings.max_body_bytes), ResponseBody)
-        body = with_defaults(body, service.sampling_defaults)  # which its answer tells
+        body = with_defaults(body, service.sampling_defaults)  # the answer shows these fields
         answer_id = f"resp_{uuid.uuid4().hex}"
         try:
             return await _respond(service, http, body, answer_id)

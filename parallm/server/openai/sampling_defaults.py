@@ -1,4 +1,4 @@
-"""Sampling parameters that a client leaves to the server."""
+"""Sampling parameters of requests that do not set them."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -9,9 +9,9 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def with_defaults(body: Body, defaults: Mapping[str, float]) -> Body:
-    """The body with `defaults` for the fields that were not sent.
+    """Return the body with `defaults` for the fields that were not sent.
 
-    Completions that a policy learns from are samples of the policy as it is, so they get none.
+    A body with `collect_trajectory` stays as it is, since the policy learns from its own samples.
     """
     if getattr(body, "collect_trajectory", False):
         return body

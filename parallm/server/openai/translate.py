@@ -11,8 +11,8 @@ from parallm.server.service import Tokenizer
 from parallm.server.settings import ServerSettings
 from parallm.types import GenerationRequest, SamplingParams
 
-LEAST_TEMPERATURE = 0.01
-"""Beside 0."""
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature above 0, which is greedy."""
 
 
 def completion_requests(
@@ -160,8 +160,8 @@ def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettin
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     if body.stream_options and body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
         raise InvalidRequest("continuous_usage_stats needs include_usage: true", "stream_options")
-    if 0 < body.temperature < LEAST_TEMPERATURE:
+    if 0 < body.temperature < MIN_TEMPERATURE:
         # logits divided by less leave the range of float32
         raise InvalidRequest(
-            f"temperature is {body.temperature}; send 0 for greedy or at least {LEAST_TEMPERATURE}", "temperature"
+            f"temperature is {body.temperature}; send 0 for greedy or at least {MIN_TEMPERATURE}", "temperature"
         )

@@ -58,7 +58,7 @@ class Gauges(Collector):
         newest = GaugeMetricFamily("parallm:adapter_newest_version", "Newest in memory.", labels=["adapter"])
         count = GaugeMetricFamily("parallm:adapter_versions", "Versions in memory.", labels=["adapter"])
         running = GaugeMetricFamily("parallm:adapter_running", "Completions that use it now.", labels=["adapter"])
-        size = GaugeMetricFamily("parallm:adapter_bytes", "Of its versions in memory.", labels=["adapter"])
+        size = GaugeMetricFamily("parallm:adapter_bytes", "Bytes of the versions in memory.", labels=["adapter"])
         cards = sorted(self._service.catalog(), key=lambda card: card.name)
         for name, of_name in groupby(cards, key=lambda card: card.name):
             versions = list(of_name)
@@ -106,15 +106,17 @@ class Gauges(Collector):
 def _device(device: Device) -> Iterator[Metric]:
     seconds = {work: float(number) for work, number in device.seconds().items()}
     yield _counter("parallm:device_seconds", "Seconds of the device by kind of work.", "work", seconds)
-    yield _gauges("parallm:device_memory_bytes", "Of arrays: now, at most, kept after use.", "kind", device.memory())
+    yield _gauges(
+        "parallm:device_memory_bytes", "Bytes of arrays: now, at most, kept after use.", "kind", device.memory()
+    )
     yield _gauges(
         "parallm:device_share", "Shares of its seconds, as the settings of these names.", "share", device.shares()
     )
     usage = dict(device.usage())
     if "accelerator" in usage:
         busy = usage.pop("accelerator")
-        yield _gauge("parallm:accelerator_usage_ratio", "Of the last second, as the driver tells it.", {}, busy)
-    yield _gauges("parallm:cpu_usage_ratio", "Of the last second and all cores.", "of", usage)
+        yield _gauge("parallm:accelerator_usage_ratio", "Utilization in the last second, by the driver.", {}, busy)
+    yield _gauges("parallm:cpu_usage_ratio", "Share of all cores that was busy in the last second.", "of", usage)
 
 
 def _by_policy(status: TrainingStatus) -> Mapping[str, TrainingStatus]:

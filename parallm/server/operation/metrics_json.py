@@ -1,4 +1,4 @@
-"""The registry of `/metrics` as JSON: a few numbers by the names that dashboards ask for, and every sample."""
+"""The registry of `/metrics` as JSON: every sample, and some numbers under names of their own."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from parallm.server.service import Service
 
 
 def metrics_values(service: Service, registry: CollectorRegistry, num_held: int) -> dict[str, Any]:
-    """`num_held`: requests that wait for the end of a pause."""
+    """Return the JSON object. `num_held` requests wait for the end of a pause."""
     load = service.engine.stats()
     return {
         "current_policy_version": served_version(service),
@@ -23,14 +23,14 @@ def metrics_values(service: Service, registry: CollectorRegistry, num_held: int)
 
 
 def wants_json(accept: str) -> bool:
-    """Whether an `Accept` header names JSON. Prometheus names its own formats, and browsers name none of them."""
+    """Return whether an `Accept` header names JSON, which neither Prometheus nor browsers do."""
     return any(kind.partition(";")[0].strip() == "application/json" for kind in accept.lower().split(","))
 
 
 def _samples(registry: CollectorRegistry) -> dict[str, list[dict[str, Any]]]:
-    """By name, each with its labels."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Return the samples by name, each with its labels."""
+    samples: dict[str, list[dict[str, Any]]] = {}
     for family in registry.collect():
         for sample in family.samples:
-            found.setdefault(sample.name, []).append({"labels": sample.labels, "value": sample.value})
-    return found
+            samples.setdefault(sample.name, []).append({"labels": sample.labels, "value": sample.value})
+    return samples

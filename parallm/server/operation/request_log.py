@@ -20,7 +20,7 @@ OF_FAILURES = ("parallm.server", "uvicorn.error")
 
 
 def request_fields() -> dict[str, Any]:
-    """What a line of JSON tells of the request that it is written for."""
+    """Return the fields of the present request for a line of JSON."""
     context = current_request.get()
     return {"request_id": None if context is None else context.request_id}
 
@@ -34,8 +34,8 @@ def writing_request_log(where: str | None) -> Iterator[None]:
     handler = _handler(where)
     handler.setFormatter(JsonFormatter(request_fields))
     handler.setLevel(logging.INFO)
-    has_them = where == STDERR and any(map(is_json, logging.root.handlers))  # the log of the process
-    failures = [] if has_them else [logging.getLogger(name) for name in OF_FAILURES]
+    process_log_has_them = where == STDERR and any(map(is_json, logging.root.handlers))
+    failures = [] if process_log_has_them else [logging.getLogger(name) for name in OF_FAILURES]
     for_failures = _Failures(handler)
     request_log.addHandler(handler)
     request_log.setLevel(logging.INFO)

@@ -110,7 +110,7 @@ def role_of(http: Request) -> Role:
 
 
 def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
-    """Let the request pass, and note whose key it came with. Raises WrongKey, NotAllowed, ForeignOrigin."""
+    """Let the request pass, and note the name of its key. Raises WrongKey, NotAllowed, ForeignOrigin."""
     role = role_of(http)
     if role == "public":
         return
@@ -143,7 +143,7 @@ def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
     if key is None:
         raise WrongKey("the API key is not one of this server's")
     if context := current_request.get():
-        # before it may be refused: the log says whose key that was
+        # before it may be refused, since the log names the key of refused requests, too
         context.api_key, context.api_role = key.name, key.role
     if RANK[key.role] < RANK[role]:
         raise NotAllowed(f"this route needs a key with the role {role}; yours has the role {key.role}")

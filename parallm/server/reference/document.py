@@ -43,7 +43,7 @@ class Document:
     bodies: tuple[type[BaseModel], ...] = ()
     """What it reads, one of them; none: no body."""
     body_type: str = "application/json"
-    """Of a body; what is not JSON has no `bodies`, and is a file or a form (`FORM`) with one."""
+    """Type of the body. A file, or a form (`FORM`) with one, has no `bodies`."""
     example: Example | None = None
     """A body that works."""
     answers: tuple[type[BaseModel], ...] = ()
