@@ -348,7 +348,7 @@ def test_arguments_that_contradict_the_http_client_are_refused(kind: Any) -> Non
     there, keyed = http(base_url="http://there"), http(headers={"Authorization": "Bearer other"})
     for arguments, options, message in (
         (("http://here",), {"http": there}, "base_url is http://here, and that of http is http://there"),
-        (("http://here",), {"http": keyed, "api_key": "k"}, "api_key is another one"),
+        (("http://here",), {"http": keyed, "api_key": "k"}, "api_key differs from the key"),
         (("http://here",), {"http": http(), "verify": False}, "verify belongs to the client that is given as http"),
         (("http://here",), {"http": http(), "timeout": 3}, "timeout belongs to the client"),
         (("",), {"http": http()}, "give base_url"),
