@@ -190,5 +190,3 @@ def _complain(message: str, code: int, form: LogForm = "text") -> int:
     for line in message.splitlines():
         sys.stderr.write(f"parallm: {line}\n" if form == "text" else f"{error_line(line)}\n")
     return code
-
-

@@ -35,17 +35,23 @@ MANDATORY = "???"
 
 
 @settings
-class RunConfig:
+class LogConfig:
+    """Keys of every command."""
+
+    log_level: LogLevel | None = None
+    """Lowest level of log records; null: info in run.log and warning on standard error."""
+    log_format: LogForm = "text"
+    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
+
+
+@settings
+class RunConfig(LogConfig):
     """Everything that a run depends on. One field per part: folder of conf/, field here, folder of parallm/."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
     """Name of the run, and of the folder below checkpoints/."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of adapter, problems' order and samples; the same seed on the same machine gives the same run."""
-    log_level: LogLevel | None = None
-    """Lowest level of log records; null: info in run.log and warning on standard error."""
-    log_format: LogForm = "text"
-    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
     model: ModelSettings = ModelSettings()
     """The model to load and the form of its adapters."""
     engine: EngineSettings = EngineSettings()
@@ -71,15 +77,11 @@ class RunConfig:
 
 
 @settings
-class ServeConfig:
+class ServeConfig(LogConfig):
     """Everything that `parallm.serve` depends on."""
 
     name: str = Field(default="serve", pattern=NAME_PATTERN)
     """Name on the screen."""
-    log_level: LogLevel | None = None
-    """Lowest level of log records; null: info in run.log and warning on standard error."""
-    log_format: LogForm = "text"
-    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
     model: ModelSettings = ModelSettings()
     """The model to load, the adapter to serve as `policy`, and the layers that adapters may have."""
     engine: EngineSettings = EngineSettings()
@@ -93,17 +95,13 @@ class ServeConfig:
 
 
 @settings
-class EvaluateConfig:
+class EvaluateConfig(LogConfig):
     """What `parallm.evaluate` compares, and how."""
 
     name: str = Field(default="evaluate", pattern=NAME_PATTERN)
     """Name of the folder below checkpoints/."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the samples for pass@k."""
-    log_level: LogLevel | None = None
-    """Lowest level of log records; null: info in run.log and warning on standard error."""
-    log_format: LogForm = "text"
-    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
     model: ComputedBaseSettings = ComputedBaseSettings()
     """The model to load and the adapter to evaluate, of any rank."""
     adapters: tuple[str, ...] = ()
@@ -132,15 +130,11 @@ class QuantizeSettings:
 
 
 @settings
-class ExportConfig:
+class ExportConfig(LogConfig):
     """What `parallm.export` writes, and from what: `model.path` and `model.adapter`."""
 
     name: str = Field(default="export", pattern=NAME_PATTERN)
     """Name of the folder below checkpoints/, where no `output` is given."""
-    log_level: LogLevel | None = None
-    """Lowest level of log records; null: info in run.log and warning on standard error."""
-    log_format: LogForm = "text"
-    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
     model: BaseSettings = BaseSettings()
     """The base and its adapter. `model.dtype=auto` keeps the type that the base is stored in."""
     formats: tuple[Literal["mlx", "peft", "fused"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)

@@ -26,6 +26,7 @@ from parallm.engine.engine import Engine
 from parallm.engine.kv_memory import max_rows
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
+from parallm.errors import AdapterError, ConfigError
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.wording import short_path
@@ -50,7 +51,7 @@ from parallm.server.operation.sockets import bind
 from parallm.server.operation.traces import exporting_traces
 from parallm.server.service import Training, Trajectories
 from parallm.server.settings import ServerSettings
-from parallm.trainer.reward_training import open_reward_model
+from parallm.trainer.reward_training import find_reward_model, open_reward_model
 from parallm.types import BASE, POLICY
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,9 @@ async def with_house(
     take what clients want to be learned from, by policy, `witnesses` remember what a policy has answered, and
     `reward_models` are the reward models of rollouts, by policy.
     """
-    device = DeviceThread(Governor(serving_share=settings.engine.serving_share, engine_share=settings.learner.engine_share))
+    device = DeviceThread(
+        Governor(serving_share=settings.engine.serving_share, engine_share=settings.learner.engine_share)
+    )
     server: HttpServer | None = None
     monitor = UsageMonitor()
     resources = ExitStack()
@@ -141,9 +144,11 @@ async def with_house(
         traces = resources.enter_context(exporting_traces(settings.server.otlp_endpoint))
         monitor.start()
         resources.callback(monitor.stop)
+        _find_reward_model(settings.server)  # before the model, which may take minutes to load
+        folder = await asyncio.to_thread(find_folder, settings.model.path)  # may download it
+        defaults = set_values(sampling_defaults(settings.server, folder))
         house = await _build_house(settings, blas, device)
         if listens is not None:
-            defaults = set_values(sampling_defaults(settings.server, find_folder(settings.model.path)))
             max_tokens = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
             app = create_app(
                 engine=house.engine,
@@ -228,6 +233,14 @@ async def _build_house(settings: HouseSettings, blas: BlasReport, device: Device
         start=start,
         reward_model=reward_model,
     )
+
+
+def _find_reward_model(settings: ServerSettings) -> None:
+    """Raise ConfigError if `server.reward_model` names nothing."""
+    try:
+        find_reward_model(RewardModelSettings(adapter=settings.reward_model))
+    except AdapterError as error:
+        raise ConfigError(f"server.reward_model: {error}") from error
 
 
 def _rates(own: RewardModel | None, of_policies: Mapping[str, RewardModel]) -> dict[str, Rate]:

@@ -87,6 +87,16 @@ def test_a_reward_model_that_pays_a_policy_scores_for_clients_and_one_can_be_loa
     assert run_with_client(act, server={"reward_model": str(tmp_path / "rm")}) == 0
 
 
+@pytest.mark.parametrize("key", ["reward_model", "generation_config"])
+def test_folders_of_the_server_are_found_before_the_model_is_loaded(train: Train, tmp_path: Path, key: str) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (broken / name).write_text("{}")  # cannot be loaded
+    with pytest.raises(ConfigError, match=rf"^server\.{key}.*none"):
+        train(model={"path": str(broken)}, server={"enabled": True, "port": 0, key: str(tmp_path / "none")})
+
+
 class Unpaid(Arithmetic):
     """Says which answers are right, and pays nothing for them."""
 
