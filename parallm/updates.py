@@ -32,6 +32,8 @@ class GivenUpdate:
     """The newest version after it."""
     is_served: bool
     """Whether the policy's bare name means this version."""
+    has_moved: bool
+    """False if the update left every weight what it was to the last bit: `version` is the one before it."""
     num_trajectories: int
     num_trained: int
     """Trajectories of groups whose rewards differ."""

@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 
 from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
+from parallm.checkpoint.run_facts import RunFacts
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.errors import CheckpointError, InvalidRequest
@@ -37,7 +39,7 @@ class CheckpointManager:
     def save(self, state: TrainingState) -> Path:
         """Save `state` as `step_{step}`, then delete the checkpoints that are neither among the newest nor the best.
 
-        Raises CheckpointError, leaving the older checkpoints and no leftovers, if the disk does not take it.
+        Raises CheckpointError, leaving the older checkpoints and no leftovers, if it cannot be written.
         """
         final = self._folder / f"step_{state.step:06d}"
         self._write(state, final)
@@ -68,11 +70,13 @@ class CheckpointManager:
                 f"there is a checkpoint called {name} already, which stays; choose another name", "checkpoint_name"
             )
 
-    def load(self, resume: str, fingerprint: Fingerprint | None = None) -> TrainingState | None:
+    def load(
+        self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
+    ) -> TrainingState | None:
         """The state to go on from: None for `never`, and for `auto` without a good one; else `resume` is a folder.
 
         `auto` sets damaged checkpoints aside with a warning. Raises CheckpointError if the named folder cannot be read,
-        or if what was found does not fit `fingerprint`.
+        or if what was found does not fit `fingerprint` and `facts`.
         """
         if resume == "never":
             return None
@@ -81,6 +85,8 @@ class CheckpointManager:
             return None
         if fingerprint is not None:
             fingerprint.check_fits(state.fingerprint, str(path))
+        if facts is not None and state.facts is not None:
+            facts.check_fits(state.facts, str(path), is_same_run=resume == "auto")
         logger.info("resuming from %s", path)
         return state
 
@@ -105,11 +111,15 @@ class CheckpointManager:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._save_error(final, error, needed) from error
+        except (TypeError, ValueError, RuntimeError) as error:  # one statistic must not cost the run
+            raise CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         replaced = self._folder / f"{REPLACED}{final.name}"
+        if replaced.exists():  # an earlier save could not remove it
+            self._delete(replaced)
         if final.exists():
             final.rename(replaced)
         try:
@@ -149,9 +159,8 @@ class CheckpointManager:
         )
 
     def _set_aside(self, path: Path, reason: str) -> None:
-        aside = next(
-            name for number in range(10**6) if not (name := path.with_name(f"{ASIDE}{path.name}.{number}")).exists()
-        )
+        names = (path.with_name(f"{ASIDE}{path.name}.{number}") for number in count())
+        aside = next(name for name in names if not name.exists())
         try:
             path.rename(aside)
         except OSError as error:
@@ -166,7 +175,8 @@ class CheckpointManager:
 
     def _delete(self, path: Path) -> None:
         # renamed first: half a checkpoint must never bear the name of one
-        doomed = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+        names = (path.with_name(f"{TEMPORARY}{path.name}.{number}-{os.getpid()}") for number in count())
+        doomed = next(name for name in names if not name.exists())
         try:
             path.rename(doomed)
             shutil.rmtree(doomed)

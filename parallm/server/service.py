@@ -6,8 +6,10 @@ from typing import Any, Protocol, TypeAlias
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.server.body_budget import BodyBudget
 from parallm.server.engine_face import Engine
 from parallm.server.settings import ServerSettings
+from parallm.server.worker_pool import WorkerPool
 from parallm.types import (
     AdapterCard,
     Completion,
@@ -64,7 +66,12 @@ class Tokenizer(TokenTexts, Protocol):
         """Token that ends a plain text."""
         ...
 
-    def encode(self, text: str) -> tuple[int, ...]: ...
+    @property
+    def longest_token(self) -> int:
+        """No token stands for more characters."""
+        ...
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]: ...
     def encode_more(self, text: str) -> tuple[int, ...]:
         """Of text that follows other text."""
         ...
@@ -217,6 +224,7 @@ class Service:
     """Names that are the base until their first version is published."""
     started: int
     """Unix seconds."""
+    bodies: BodyBudget
     device: Device | None = None
     trajectories: Mapping[str, Trajectories] = field(default_factory=dict)
     """By policy, of those that learn from what clients ask for."""
@@ -228,5 +236,6 @@ class Service:
     """Sampling defaults of OpenAI's routes, by the names of their fields."""
     swaps: Callable[[], Mapping[str, int]] = dict
     """How often the bare name of each adapter has come to mean another version."""
+    workers: WorkerPool = field(default_factory=WorkerPool)
     routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list
     """The requests of one answer, to the models that a split of their name chooses."""

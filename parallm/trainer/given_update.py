@@ -68,6 +68,7 @@ class GivenUpdates:
         update = GivenUpdate(
             version=report.version,
             is_served=served is not None and served.version == report.version,
+            has_moved=report.skipped is None and report.has_moved,
             num_trajectories=len(given),
             num_trained=sum(len(group.trajectories) for group in trained),
             num_recomputed=sum(trajectory.logprobs is None for trajectory in given),

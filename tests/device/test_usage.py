@@ -13,7 +13,7 @@ from parallm.device.usage import UsageMonitor, accelerator_usage, machine_second
 
 
 def test_the_monitor_tells_the_share_of_the_time_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage, "SECONDS_BETWEEN_LOOKS", 0.001)
+    monkeypatch.setattr(usage, "INTERVAL_SECONDS", 0.001)
     clock, process, machine = count(0, 10), count(0, 2), count(0, 12)  # at each look
     monkeypatch.setattr(usage, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(usage, "process_seconds", lambda: next(process))

@@ -187,7 +187,8 @@ def test_an_abort_disturbs_no_masked_neighbour(
 def test_the_embedded_model_ends_a_small_object_long_before_sixty_tokens(
     nano: SharedModel, complete: Callable[..., dict[str, list[Completion]]]
 ) -> None:
-    schema = '{"properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": false}'
+    number = {"n": {"type": "integer"}}
+    schema = json.dumps({"type": "object", "properties": number, "required": ["n"], "additionalProperties": False})
     source = GrammarSource(form="json", text=schema, parameter="response_format")
     prompt = nano.tokenizer.encode_prompt([{"role": "user", "content": "Tom has 12 apples. How many has he?"}])
     sampled = [

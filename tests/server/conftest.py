@@ -79,8 +79,9 @@ class CharacterTokenizer:
     output = PlainOutput()
     template_variables: frozenset[str] = frozenset()
     end_token = END
+    longest_token = 5
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -359,7 +360,7 @@ def call(app: FastAPI) -> Callable[..., httpx.Response]:
 def send_to(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, timeout=10, **options)
 
     return asyncio.run(send())

@@ -41,7 +41,7 @@ def on_one_loop(engine: Any, tokenizer: Any) -> Callable[..., None]:
             keys=tuple(StoredKey(name=name, role=role, digest=digests[name]) for name, role in names.items()),
         )
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=10) as client:
             await work(client)
 
     return lambda work, names=NAMES, settings=None: asyncio.run(main(work, names, settings or ServerSettings()))

@@ -124,7 +124,8 @@ def served(engine: Any, tokenizer: Any, adapters: Adapters) -> TestClient:
             settings=ServerSettings(max_adapter_bytes=2048),
             base_name="models/Llama-3-8B",
             adapters=adapters,  # type: ignore[arg-type]  # these routes need no more of it
-        )
+        ),
+        base_url="http://localhost",
     )
 
 
@@ -182,7 +183,7 @@ def test_a_form_that_is_too_large_is_cut_off_while_it_streams(served: TestClient
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=served.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             form = {"content-type": "multipart/form-data; boundary=x"}
             return await client.post("/upload_adapter", content=chunks(), headers=form)
 
@@ -276,7 +277,9 @@ def test_of_several_policies_a_bare_checkpoint_is_none(engine: Any, tokenizer: A
         base_name="nano",
         policies=("poet", "coder"),
     )
-    answer = TestClient(app).post("/v1/completions", json={"model": "base", "lora_adapter": "latest", "prompt": "a"})
+    answer = TestClient(app, base_url="http://localhost").post(
+        "/v1/completions", json={"model": "base", "lora_adapter": "latest", "prompt": "a"}
+    )
     assert answer.status_code == 400
     assert "one of poet, coder; name one, such as poet@12 or poet@best" in answer.json()["error"]["message"]
 

@@ -31,7 +31,7 @@ def score(engine: Any, tokenizer: Any) -> Callable[..., Any]:
             base_name="nano",
             reward_models=lambda: dict.fromkeys(names, length),
         )
-        return TestClient(app).post("/v1/rewards/score", json=body)
+        return TestClient(app, base_url="http://localhost").post("/v1/rewards/score", json=body)
 
     return send
 

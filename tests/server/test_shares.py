@@ -41,7 +41,8 @@ def client_of(engine: Any, tokenizer: Any, device: FakeDevice | None) -> TestCli
             settings=ServerSettings(),
             base_name="nano",
             device=device,
-        )
+        ),
+        base_url="http://localhost",
     )
 
 

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ class FakeTraining:
     error: Exception | None = None
     given: list[GivenTrajectory] = field(default_factory=list)
     serve: bool | None = None
+    is_endless: bool = False
 
     def pause(self, policy: str | None) -> None:
         self._note("pause", policy, "paused")
@@ -30,6 +32,8 @@ class FakeTraining:
 
     async def step(self, policy: str | None, checkpoint_name: str | None = None) -> Mapping[str, str]:
         self._note("step", policy, "paused")
+        if self.is_endless:
+            await asyncio.Event().wait()
         return {} if checkpoint_name is None else {"policy": f"named/{checkpoint_name}"}
 
     async def train_on(
@@ -37,9 +41,12 @@ class FakeTraining:
     ) -> GivenUpdate:
         self._note("train_on", policy, "paused")
         self.given, self.serve = list(given), serve
+        if self.is_endless:
+            await asyncio.Event().wait()
         return GivenUpdate(
             version=5,
             is_served=True,
+            has_moved=True,
             num_trajectories=len(given),
             num_trained=len(given),
             num_recomputed=0,
@@ -53,6 +60,8 @@ class FakeTraining:
 
     async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
         self._note("checkpoint", policy, "paused")
+        if self.is_endless:
+            await asyncio.Event().wait()
         return {"policy": "checkpoints/run/step_000004"}
 
     def _note(self, what: str, policy: str | None, state: str) -> None:
@@ -78,7 +87,8 @@ def client(engine: Any, tokenizer: Any, training: FakeTraining) -> TestClient:
             settings=ServerSettings(),
             base_name="nano",
             training=training,
-        )
+        ),
+        base_url="http://localhost",
     )
 
 
@@ -233,3 +243,12 @@ def test_trajectories_that_cannot_be_learned_from_are_refused_by_name(
 def test_wrong_updates_are_refused(client: TestClient, training: FakeTraining, body: dict[str, Any]) -> None:
     assert client.post("/v1/training/update", json=body).status_code == 400
     assert not training.asked
+
+
+@pytest.mark.parametrize("path", ["/v1/training/update", "/v1/training/checkpoint"])
+def test_who_waits_for_a_step_has_a_deadline_and_may_leave(
+    client: TestClient, training: FakeTraining, path: str
+) -> None:
+    training.is_endless = True
+    answer = client.post(path, headers={"x-request-timeout": "0.05"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from parallm.errors import InvalidRequest
 from parallm.server.catalog import served_policy
-from parallm.server.connection import json_response, read_body
+from parallm.server.connection import json_response, received
 from parallm.server.control.adapter_bodies import (
     OF_OTHERS,
     LoadBody,
@@ -70,7 +70,7 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
     @router.post("/load_adapter")
     async def load(http: Request) -> Response:
         """`POST /v1/adapters/load`; without a name the policy that is served moves to the adapter."""
-        value = in_our_words(read_object(await read_body(http, service.settings.max_body_bytes)))
+        value = in_our_words(await received(service, http, read_object))
         if value.get("name") is not None:
             body = checked(value, LoadBody, OF_OTHERS)
             return json_response(entry(await store(given).load(body.name, body.path)))
@@ -124,7 +124,7 @@ def _moved(card: AdapterCard, where: str) -> Response:
 
 
 async def _body(service: Service, http: Request, schema: type[Body]) -> Body:
-    value = read_object(await read_body(http, service.settings.max_body_bytes))
+    value = await received(service, http, read_object)
     return checked(in_our_words(value), schema, OF_OTHERS)
 
 

@@ -1,15 +1,13 @@
 """Who may use which route: the one table, and the check of keys."""
 
-import ipaddress
 from collections.abc import Iterable, Mapping
 from typing import Literal
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 
-from parallm.server.failures import ForeignOrigin, NotAllowed, WrongKey
+from parallm.server.failures import NotAllowed, WrongKey
 from parallm.server.operation.keys import StoredKey, find_key, presented_key
 from parallm.server.operation.request_context import current_request
 from parallm.server.settings import KeyRole, ServerSettings
@@ -110,7 +108,7 @@ def role_of(http: Request) -> Role:
 
 
 def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
-    """Let the request pass, and note the name of its key. Raises WrongKey, NotAllowed, ForeignOrigin."""
+    """Let the request pass, and note the name of its key. Raises WrongKey, NotAllowed."""
     role = role_of(http)
     if role == "public":
         return
@@ -118,8 +116,6 @@ def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettin
         _check_key(http, role, keys)
     if RANK[role] > RANK["inference"] and not settings.control_routes:
         raise NotAllowed("this route is off; the server runs with server.control_routes=false")
-    if not keys:
-        _check_origin(http, settings)
 
 
 def check_roles(routers: Iterable[APIRouter]) -> None:
@@ -147,25 +143,3 @@ def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
         context.api_key, context.api_role = key.name, key.role
     if RANK[key.role] < RANK[role]:
         raise NotAllowed(f"this route needs a key with the role {role}; yours has the role {key.role}")
-
-
-def _check_origin(http: Request, settings: ServerSettings) -> None:
-    """Without keys, any page that a browser on this machine shows could post here: only pages of ours may."""
-    origin = http.headers.get("origin")
-    if origin is None or {origin, "*"} & set(settings.cors_origins):
-        return
-    own = urlsplit(origin)
-    if own.netloc == http.url.netloc and _is_own_name(own.hostname or "", settings):
-        return
-    raise ForeignOrigin("requests of pages from other origins are refused; name the origin in server.cors_origins")
-
-
-def _is_own_name(host: str, settings: ServerSettings) -> bool:
-    """A name of somebody else's can be made to mean this machine: then their page and this server have one origin."""
-    if host in ("localhost", settings.host):
-        return True
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
