@@ -87,6 +87,24 @@ def test_what_cannot_be_scored_is_refused_by_name(
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, parameter)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"input": ["a", "b" * 15_000]},
+        {"prompt": "a" * 15_000, "completions": ["b"]},
+        {"prompt": "a", "completions": ["b" * 15_000]},
+        {"messages": [{"role": "user", "content": "a" * 15_000}], "completions": ["b"]},
+        {"messages": [{"role": "user", "content": ""}] * 300, "completions": ["b"]},
+    ],
+)
+def test_texts_that_cannot_fit_are_refused_before_anything_encodes_them(
+    score: Callable[..., Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(type(tokenizer), "encode", None)
+    answer = score(**body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded"), answer.text
+
+
 def test_reward_models_are_named(score: Callable[..., Any]) -> None:
     assert score(("poet@reward", "coder@reward"), model="coder@reward", input="a").json()["model"] == "coder@reward"
     for model in ("reward", None):

@@ -230,6 +230,27 @@ def test_trajectories_that_cannot_be_learned_from_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_ids": None, "prompt": "a" * 15_000},
+        {"prompt_ids": [1] * 1000},
+        {"completion_ids": None, "completion": "a" * 15_000},
+        {"completion_ids": None, "completion": [1] * 1000},
+        {"text": "a" * 15_000},
+    ],
+)
+def test_a_trajectory_that_cannot_fit_is_refused_before_anything_reads_it(
+    client: TestClient, training: FakeTraining, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    for name in ("encode", "encode_more", "decode"):
+        monkeypatch.setattr(type(tokenizer), name, None)
+    answer = client.post("/v1/training/update", json={"trajectories": [WHOLE | fields]})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "trajectories.0")
+    assert not training.asked
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"trajectories": []},
@@ -250,5 +271,8 @@ def test_who_waits_for_a_step_has_a_deadline_and_may_leave(
     client: TestClient, training: FakeTraining, path: str
 ) -> None:
     training.is_endless = True
-    answer = client.post(path, headers={"x-request-timeout": "0.05"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    given = [{"prompt": "2+3=", "completion": "5", "reward": 1}]
+    bodies: list[dict[str, Any]] = [{}, {"trajectories": given}] if path.endswith("update") else [{}]
+    for body in bodies:
+        answer = client.post(path, json=body, headers={"x-request-timeout": "0.05"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")

@@ -3,6 +3,7 @@
 from parallm.errors import ContextTooLong, InvalidRequest
 from parallm.server.control.training_bodies import TrajectoryBody
 from parallm.server.service import Tokenizer
+from parallm.server.text_bounds import check_items, check_text
 from parallm.types import WeightSpan
 from parallm.updates import GivenTrajectory
 
@@ -10,11 +11,18 @@ from parallm.updates import GivenTrajectory
 def given_trajectory(body: TrajectoryBody, index: int, tokenizer: Tokenizer, max_context: int) -> GivenTrajectory:
     """Return the trajectory. Raises InvalidRequest that names it by its `index`."""
     name = f"trajectories.{index}"
+    for sent in (body.prompt, body.prompt_ids, body.completion, body.completion_ids, body.text):
+        if isinstance(sent, str):
+            check_text(sent, name, tokenizer, max_context)
+        check_items(sent, "tokens", name, max_context)
     prompt = _tokens(body, name, tokenizer)
     tokens, text = _completion(body, name, tokenizer)
     if len(prompt) + len(tokens) > max_context:
         raise ContextTooLong(
-            f"{name} has {len(prompt) + len(tokens)} tokens, this model's maximum context length is {max_context}", name
+            f"{name} has {len(prompt) + len(tokens)} tokens, this model's maximum context length is {max_context}; "
+            "shorten it",
+            name,
+            setting="engine.max_context",
         )
     for field in ("logprobs", "loss_mask"):
         values = getattr(body, field)

@@ -1,7 +1,7 @@
 """Scores of the loaded reward models, on the shared base."""
 
-import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter
@@ -9,12 +9,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import ContextTooLong, InvalidRequest, Unavailable, UnknownModel
-from parallm.server.connection import body_of, json_response, while_connected
+from parallm.server.connection import json_response, received, while_connected
 from parallm.server.control.score_bodies import ScoreAnswer, ScoreBody, ScoreEntry, ScoreUsage
 from parallm.server.openai.chat_prompt import to_turn
 from parallm.server.openai.chat_schemas import ChatMessage
-from parallm.server.service import Rate, RewardModels, Service, Tokenizer
+from parallm.server.parse import parse_body
+from parallm.server.service import Rate, RewardModels, Service
+from parallm.server.text_bounds import check_items, check_text, check_texts
 from parallm.types import Message, Prompted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedScores:
+    """What a body asks for: a reward model, and what it rates."""
+
+    name: str
+    rate: Rate
+    items: list[Prompted]
 
 
 def score_routes(service: Service) -> APIRouter:
@@ -23,21 +34,26 @@ def score_routes(service: Service) -> APIRouter:
     @router.post("/v1/rewards/score")
     async def score(http: Request) -> Response:
         """Rate texts, or completions of a prompt or of a chat, by a reward model."""
-        body = await body_of(service, http, ScoreBody)
-        name, rate = _chosen(service.reward_models(), body.model)
-        items = await asyncio.to_thread(partial(_items, service, body))
-        scores = await while_connected(http.receive, _rated(rate, items))
-        num_tokens = sum(len(item.prompt_tokens) + len(tokens) for item in items for tokens in item.completions)
+        asked = await received(service, http, partial(_asked, service))
+        scores = await while_connected(http.receive, _rated(asked.rate, asked.items))
+        num_tokens = sum(len(item.prompt_tokens) + len(tokens) for item in asked.items for tokens in item.completions)
         return json_response(
             ScoreAnswer(
                 object="list",
-                model=name,
+                model=asked.name,
                 data=[ScoreEntry(index=index, object="score", score=number) for index, number in enumerate(scores)],
                 usage=ScoreUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
             )
         )
 
     return router
+
+
+def _asked(service: Service, text: bytes) -> AskedScores:
+    """Raises InvalidRequest, UnknownModel, Unavailable."""
+    body = parse_body(text, ScoreBody)
+    name, rate = _chosen(service.reward_models(), body.model)
+    return AskedScores(name=name, rate=rate, items=_items(service, body))
 
 
 def _chosen(models: RewardModels, name: str | None) -> tuple[str, Rate]:
@@ -62,6 +78,7 @@ def _items(service: Service, body: ScoreBody) -> list[Prompted]:
     sent = [field for field in ("input", "prompt", "messages") if getattr(body, field) is not None]
     if len(sent) != 1:
         raise InvalidRequest("send one of input, prompt and messages", sent[1] if sent else "input")
+    _check_texts(service, body, sent[0])
     tokenizer = service.tokenizer
     if body.input is not None:
         if body.completions is not None:
@@ -75,13 +92,16 @@ def _items(service: Service, body: ScoreBody) -> list[Prompted]:
         ended = [(*tokenizer.encode_more(text), tokenizer.end_token) for text in body.completions]
         items = [Prompted(prompt_tokens=tokenizer.encode(body.prompt), completions=tuple(ended))]
     else:
-        items = [_of_chat(tokenizer, body.messages or [], body.completions)]
-    _check(service, items, sent[0])
+        items = [_of_chat(service, body.messages or [], body.completions)]
+    _check_lengths(service, items, sent[0])
     return items
 
 
-def _of_chat(tokenizer: Tokenizer, chat: Sequence[ChatMessage], completions: Sequence[str] | None) -> Prompted:
+def _of_chat(service: Service, chat: Sequence[ChatMessage], completions: Sequence[str] | None) -> Prompted:
+    tokenizer, max_context = service.tokenizer, service.engine.max_context
     messages = [_plain(message, place) for place, message in enumerate(chat)]
+    check_items(messages, "messages", "messages", max_context)
+    check_texts([message.content for message in messages], "messages", tokenizer, max_context)
     if completions is None:
         if messages[-1].role != "assistant" or len(messages) < 2:
             raise InvalidRequest(
@@ -101,18 +121,25 @@ def _plain(message: ChatMessage, place: int) -> Message:
     return Message(role=str(turn["role"]), content=str(turn["content"]))
 
 
-def _check(service: Service, items: Sequence[Prompted], name: str) -> None:
-    number = sum(len(item.completions) for item in items)
-    if number > service.settings.max_completions:
+def _check_texts(service: Service, body: ScoreBody, name: str) -> None:
+    """Raise InvalidRequest for too many texts, or for one that cannot fit into the context."""
+    rated = body.input or body.completions or ()
+    if len(rated) > service.settings.max_completions:
         raise InvalidRequest(
-            f"{number} texts are more than {service.settings.max_completions}; send several requests or raise "
+            f"{len(rated)} texts are more than {service.settings.max_completions}; send several requests or raise "
             "server.max_completions",
             name,
         )
+    for text in (*rated, body.prompt or ""):
+        check_text(text, name, service.tokenizer, service.engine.max_context)
+
+
+def _check_lengths(service: Service, items: Sequence[Prompted], name: str) -> None:
     longest = max(len(item.prompt_tokens) + max(map(len, item.completions)) for item in items)
     if longest > service.engine.max_context:
         raise ContextTooLong(
             f"{name} has {longest} tokens, this model's maximum context length is {service.engine.max_context}; "
             "shorten it",
             name,
+            setting="engine.max_context",
         )

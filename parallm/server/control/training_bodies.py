@@ -94,7 +94,8 @@ class UpdateBody(TrainingBody):
         Annotated[list[TrajectoryBody], Field(min_length=1, max_length=MAX_TRAJECTORIES, fail_fast=True)] | None
     ) = None
     update_inference: bool | None = None
-    """Whether clients get the new version; without it as after a step, by `trainer.publish_if`."""
+    """Whether clients get the new version; without it as after a step, by `trainer.publish_if`. A version that was
+    promoted stays served all the same."""
     checkpoint_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")] | None = None
     """Name of a checkpoint to save afterwards, which is never deleted."""
 
