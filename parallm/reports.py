@@ -178,6 +178,8 @@ class TrainingStatus:
     message: str = ""
     last_update: str | None = None
     """Time of the last update that changed the policy, as ISO 8601."""
+    loss: float | None = None
+    """Loss of that update."""
     trajectories_collected: int = 0
     """Trajectories that steps took since the process began; for live traffic, those that clients marked."""
     checkpoint_saves: int = 0
@@ -186,8 +188,6 @@ class TrainingStatus:
     """Whether further steps are planned. The status route sets this field and the next ones."""
     current_lora: str | None = None
     """Served version, such as `checkpoint-12`; None: the base."""
-    loss: float | None = None
-    """Loss of the last update."""
     available_checkpoints: tuple[str, ...] = ()
     """Versions in memory, such as `checkpoint-12`."""
     shares: Mapping[str, float] = field(default_factory=dict)

@@ -59,7 +59,6 @@ def _with_page(service: Service, status: TrainingStatus, policy: str) -> Trainin
         status,
         training_enabled=status.state not in OVER,
         current_lora=None if card is None else f"checkpoint-{card.version}",
-        loss=status.metrics.get("update/loss"),
         available_checkpoints=tuple(checkpoint_names(service, policy)),
         trajectories_collected=status.trajectories_collected if traffic is None else traffic.report().num_collected,
         shares={} if service.device is None else dict(service.device.shares()),

@@ -179,10 +179,10 @@ class Loop(ABC):
         report = await asyncio.wrap_future(self._parts.device.iterate(units))
         assert report is not None, "an update ends with its report"
         self._has_updated = report.skipped is None
-        if report.skipped is None:
-            if report.has_moved:
-                self._publication.publish(self._parts.learner.adapter, serve=serve)
-            self.status = replace(self.status, last_update=datetime.now(UTC).isoformat(timespec="milliseconds"))
+        if report.skipped is None and report.has_moved:
+            self._publication.publish(self._parts.learner.adapter, serve=serve)
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self.status = replace(self.status, last_update=now, loss=report.loss)
         return report
 
     async def _judge(

@@ -103,6 +103,7 @@ GENERATED = Generated(
 UPDATE: dict[str, Any] = {
     "version": 3,
     "is_served": True,
+    "has_moved": True,
     "num_trajectories": 2,
     "num_trained": 2,
     "num_recomputed": 0,

@@ -34,6 +34,8 @@ def test_an_update_on_given_texts_makes_and_serves_a_version_between_two_steps(
         assert (made["num_trajectories"], made["num_trained"], made["num_recomputed"]) == (4, 4, 4)
         assert made["gradient_norm"] > 0
         assert (answer["step"], answer["version"]) == (before["step"], made["version"])
+        assert answer["loss"] == made["loss"]
+        assert answer["last_update"] > (before["last_update"] or "")
         assert version_of(client, "policy") == made["version"]
         assert client.post(UPDATE).json()["step"] == before["step"] + 1  # a step of training goes on from it
         assert version_of(client, "policy") == made["version"] + 1
