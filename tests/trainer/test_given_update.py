@@ -1,13 +1,18 @@
 """Updates on trajectories that clients bring, in whole runs over HTTP."""
 
 import json
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from parallm.client import Client
+from parallm.errors import ProblemError
+from parallm.rollout.stage import Stage
 
 Run = Callable[..., int]
 UPDATE = "/v1/training/update"
@@ -141,6 +146,29 @@ def test_an_update_before_the_first_step_is_saved_at_the_end(run_with_client: Ru
     assert run_with_client(act, rollout=live) == 0
     state = json.loads((tmp_path / "run" / "step_000000" / "state.json").read_text())
     assert state["version"] == 1
+
+
+def test_an_update_is_saved_when_the_next_step_ends_the_run(
+    run_with_client: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made: list[int] = []
+
+    async def fail(*_: Any) -> None:
+        raise ProblemError("cannot be played")
+
+    def act(client: httpx.Client) -> None:
+        answer = client.post(UPDATE, json={"trajectories": pair()}).raise_for_status().json()
+        made.append(answer["update"]["version"])
+        monkeypatch.setattr(Stage, "play", fail)
+        with suppress(httpx.TransportError):  # the process ends
+            client.post("/v1/training/resume")
+            while client.get("/v1/training/status").json()["state"] != "failed":
+                time.sleep(0.01)
+
+    with pytest.raises(ProblemError):
+        run_with_client(act, checkpoint={"every": 1000})
+    states = [json.loads(path.read_text()) for path in (tmp_path / "run").glob("step_*/state.json")]
+    assert max(state["version"] for state in states) >= made[0]
 
 
 def test_what_cannot_be_learned_from_changes_nothing(run_with_client: Run) -> None:

@@ -63,6 +63,7 @@ STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metri
 UPDATE = {
     "version": 5,
     "is_served": True,
+    "has_moved": True,
     "num_trajectories": 2,
     "num_trained": 2,
     "num_recomputed": 2,
