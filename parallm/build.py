@@ -7,19 +7,22 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from parallm.build_trainer import leave_adapter, make_trainer
+from parallm.build_trainer import leave_adapter, make_trainer, rescue_adapter
 from parallm.companions import with_companions
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import AnyEnvironment, connect
+from parallm.errors import CheckpointError
 from parallm.given_model import find_given
-from parallm.house import House, HouseSettings, Listening, header_of, listening, with_house
+from parallm.house import House, HouseSettings, header_of, with_house
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.lessons import Lessons, read_lessons
 from parallm.metrics.display import Display, LoggedDisplay, make_display
+from parallm.metrics.summary import RunSummary
 from parallm.metrics.time_left import Schedule
 from parallm.metrics.trend import no_rise
 from parallm.metrics.wording import short_path
+from parallm.operators import check_given
 from parallm.policy_runs import (
     PolicyRun,
     combined_status,
@@ -33,6 +36,7 @@ from parallm.reports import TrainingStatus
 from parallm.rollout.judge import Judge
 from parallm.run_folder import link_latest
 from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.listening import Listening, listening
 from parallm.training_control import TrainingControl
 from parallm.types import POLICY
 
@@ -83,9 +87,15 @@ def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
 
 async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> None:
-    config = replace(config, model=find_given(config.model))
+    config = checked(config)
     with listening(config.server) as listens:
         await train(config, folder, blas, listens, Terminal(config=config, folder=folder))
+
+
+def checked(config: RunConfig) -> RunConfig:
+    """`config` with the folder of its adapter. Raises ParallmError for what would be wrong later, before it is slow."""
+    check_given(config.server.adapters, dict.fromkeys(policy_configs(config), "trained by this run"))
+    return replace(config, model=find_given(config.model))
 
 
 async def train(
@@ -96,7 +106,7 @@ async def train(
     caller: Caller,
     environment: AnyEnvironment | None = None,
 ) -> None:
-    """Train the model that `find_given` has found. `environment` takes the place of the configuration's.
+    """Train with a configuration that is `checked`. `environment` takes the place of the one that it names.
 
     Raises ParallmError.
     """
@@ -122,6 +132,9 @@ async def train(
             for run in runs:
                 connect(lessons[run.name].environment, judge)
                 run.trainer = await make_trainer(run, house.of(run.name), lessons[run.name])
+            versions = {run.name: run.resumed_version for run in runs}
+            for text in await house.restore(config.server.adapters, versions):
+                display.message(text)
             link_latest(folder)
             for run in runs:
                 run.recorder.start()
@@ -137,11 +150,7 @@ async def train(
                 device = "" if blas.name == "reference" else blas.name
                 summaries = [run.recorder.finish(run.figures, title=run.title, device=device) for run in runs]
         for run, summary in zip(runs, summaries, strict=True):
-            if run.name not in failures:
-                await leave_adapter(run, house)
-                if (text := no_rise(summary.steps)) is not None:
-                    run.display.message(text)
-                run.display.finish(summary.rows())
+            await _end(run, house, summary, failures.get(run.name))
         raise_failures(failures, is_alone=len(runs) == 1)
         await caller.ended(begun)
 
@@ -151,8 +160,10 @@ async def train(
         server=config.server,
         policies=tuple(policy_configs(config)),
         seed=config.seed,
-        engine_share=config.learner.engine_share,
+        learner=config.learner,
         can_start_from_reward_model=all(run.config.learner.trains == "reward_model" for run in runs),
+        folder=folder,
+        goes_on=config.checkpoint.resume == "auto",
     )
     try:
         await with_house(
@@ -165,6 +176,7 @@ async def train(
             training=control,
             trajectories=live,
             witnesses=ledgers,
+            reward_models=lambda: {run.name: run.reward_model for run in runs if run.reward_model is not None},
         )
     finally:
         display.close()
@@ -176,6 +188,16 @@ def _leave(runs: tuple[PolicyRun, ...], server: HttpServer | None) -> None:
     stop_all(runs)
     if server is not None:
         server.drain()
+
+
+async def _end(run: PolicyRun, house: House, summary: RunSummary, failure: BaseException | None) -> None:
+    if failure is None:
+        await leave_adapter(run, house)
+        if (text := no_rise(summary.steps)) is not None:
+            run.display.message(text)
+        run.display.finish(summary.rows())
+    elif isinstance(failure, CheckpointError):
+        await rescue_adapter(run, house)
 
 
 def _schedule(config: RunConfig, lessons: Lessons) -> Schedule:

@@ -3,15 +3,20 @@
 import asyncio
 import dataclasses
 import sys
+from pathlib import Path
 
 from parallm.config import ServeConfig
 from parallm.device.blas import BlasReport
 from parallm.given_model import find_given
-from parallm.house import House, HouseSettings, Listening, Work, header_of, listening, with_house
+from parallm.house import House, HouseSettings, Work, header_of, with_house
 from parallm.interrupts import until_signal
 from parallm.metrics.display import make_display
+from parallm.operators import check_given
 from parallm.reports import TrainingStatus
+from parallm.run_folder import RUNS_FOLDER
 from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.listening import Listening, listening
+from parallm.types import POLICY
 
 
 def run_serving(config: ServeConfig, blas: BlasReport) -> int:
@@ -21,23 +26,40 @@ def run_serving(config: ServeConfig, blas: BlasReport) -> int:
 
 
 async def _serve(config: ServeConfig, blas: BlasReport) -> None:
-    config = dataclasses.replace(config, model=find_given(config.model))
+    config = checked(config)
     display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
 
     async def work(house: House, server: HttpServer | None) -> None:
+        texts = await house.restore(config.server.adapters, {})
         if server is not None:
             await server.start()
         display.start(header_of(config.name, config.model, blas, server))
+        for text in texts:
+            display.message(text)
         await until_signal()
 
     with listening(config.server) as listens:
         try:
-            await serve(config, blas, listens, work)
+            await serve(config, blas, listens, work, folder=RUNS_FOLDER / config.name)
         finally:
             display.close()
 
 
-async def serve(config: ServeConfig, blas: BlasReport, listens: Listening | None, work: Work) -> None:
-    """Load the model that `find_given` has found, run `work` with it, and take everything down. Raises ParallmError."""
-    settings = HouseSettings(model=config.model, engine=config.engine, server=config.server)
+def checked(config: ServeConfig) -> ServeConfig:
+    """`config` with the folder of its adapter. Raises ParallmError for what would be wrong later, before it is slow."""
+    given = {} if config.model.adapter is None else {POLICY: f"model.adapter={config.model.adapter}"}
+    check_given(config.server.adapters, given)
+    return dataclasses.replace(config, model=find_given(config.model))
+
+
+async def serve(
+    config: ServeConfig, blas: BlasReport, listens: Listening | None, work: Work, *, folder: Path | None
+) -> None:
+    """Load the model of a configuration that is `checked`, run `work` with it, and take everything down again.
+
+    What operators set is kept below `folder`, where there is one. Raises ParallmError.
+    """
+    settings = HouseSettings(
+        model=config.model, engine=config.engine, server=config.server, folder=folder, goes_on=True
+    )
     await with_house(settings, blas, listens, lambda: TrainingStatus(state="serving"), work)

@@ -5,15 +5,19 @@ import os
 import re
 import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from parallm.errors import RunFolderError
+from parallm.checkpoint.folder_lock import folder_locked
+from parallm.errors import FolderInUse, RunFolderError
 
 RUNS_FOLDER = Path("checkpoints")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 TRAJECTORIES = "trajectories.jsonl"
 """In the folder of a policy that learns from clients."""
+SERVING = "serving-"
+"""What the folder with what operators have set begins with; the beginning of the base's digest follows."""
 SWEEP_PREFIX = "sweep_"
 LATEST_RUN = "latest"
 """Beside the runs of a name: a link to the one that began last."""
@@ -29,9 +33,9 @@ logger = logging.getLogger(__name__)
 def run_folder(name: str, resume: str, now: str) -> str:
     """Where a run writes: `checkpoints/NAME/NOW`.
 
-    With `resume=auto`, the newest run folder of that name that holds a checkpoint or trajectories of clients, if there
-    is one: the run goes on in it. A checkpoint named by its folder starts a new run, so that the run it came from stays
-    as it is.
+    With `resume=auto`, the newest run folder of that name that holds a checkpoint, trajectories of clients or what
+    operators have set, if there is one: the run goes on in it. A checkpoint named by its folder starts a new run, so
+    that the run it came from stays as it is.
     """
     # Hydra makes the folder before a wrong name is refused
     runs = RUNS_FOLDER / (str(name) if re.match(NAME_PATTERN, str(name)) else "run")
@@ -39,7 +43,7 @@ def run_folder(name: str, resume: str, now: str) -> str:
         begun = [
             folder
             for folder in runs.glob("*/")
-            if (has_checkpoint(folder) or has_trajectories(folder))
+            if (has_checkpoint(folder) or has_trajectories(folder) or has_serving_state(folder))
             and not (folder.is_symlink() or folder.name.startswith(SWEEP_PREFIX))
         ]
         if begun:
@@ -62,6 +66,11 @@ def has_trajectories(folder: Path) -> bool:
     return any(True for pattern in (TRAJECTORIES, f"*/{TRAJECTORIES}") for _ in folder.glob(pattern))
 
 
+def has_serving_state(folder: Path) -> bool:
+    """Whether operators have set anything while a run in this folder was served."""
+    return any(True for _ in folder.glob(f"{SERVING}*/serving.json"))
+
+
 def check_writable(folder: Path) -> None:
     """Make `folder` where it is missing. Raises RunFolderError if it does not take what every run writes."""
     try:
@@ -71,6 +80,20 @@ def check_writable(folder: Path) -> None:
             file.flush()
     except OSError as error:
         raise folder_error(folder, error) from error
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a run folder, before anything of a run is written. Raises FolderInUse."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(folder_locked(folder))
+        except FolderInUse as error:
+            raise FolderInUse(
+                f"the run folder {error}; wait until that has ended, or choose another folder with name=NAME or "
+                "hydra.run.dir=FOLDER"
+            ) from error
+        yield
 
 
 def folder_error(folder: Path, error: OSError) -> RunFolderError:
@@ -123,7 +146,7 @@ def _forget(folder: Path, runs: Path) -> None:
     if not (link.is_symlink() and link.resolve() == folder.resolve()):
         return
     link.unlink()
-    others = [path for path in runs.glob("*/") if not path.name.startswith(SWEEP_PREFIX)]
+    others = [path for path in runs.glob("*/") if not path.name.startswith((SWEEP_PREFIX, SERVING))]
     if others:
         link_latest(max(others, key=lambda path: path.name))
 

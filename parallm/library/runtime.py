@@ -31,7 +31,6 @@ class Runtime(Generic[Session]):
         Raises ConfigError where another one is open, and what `main` raises before it has a session.
         """
         self.name = name
-        self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._session: Session | None = None
@@ -41,8 +40,9 @@ class Runtime(Generic[Session]):
         started: Future[None] = Future()
         self._error: BaseException | None = None
         self._is_ending = False
-        self._thread = threading.Thread(target=self._run, args=(main, started), name="parallm", daemon=True)
         _take_place(self)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, args=(main, started), name="parallm", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # MLX may abort a process that ends while its device is at work
         try:
@@ -60,7 +60,7 @@ class Runtime(Generic[Session]):
 
     @property
     def is_open(self) -> bool:
-        return self._thread.is_alive() and not self._is_ending
+        return not self._is_ending and not self.ended.done()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of `work`, which an exception such as KeyboardInterrupt cancels.
@@ -73,8 +73,10 @@ class Runtime(Generic[Session]):
         future = self._submit(work)
         try:
             return future.result()
-        except CancelledError as error:
-            raise self._ended() from error
+        except (Exception, CancelledError) as error:
+            if not self.is_open:
+                raise self._ended() from error
+            raise
         except BaseException:
             future.cancel()
             raise
@@ -84,8 +86,8 @@ class Runtime(Generic[Session]):
         future = self._submit(work)
         try:
             return await asyncio.wrap_future(future)
-        except asyncio.CancelledError as error:
-            if future.cancelled() and not self.is_open:
+        except (Exception, asyncio.CancelledError) as error:
+            if future.done() and not self.is_open:
                 raise self._ended() from error
             raise
 

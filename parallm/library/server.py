@@ -1,5 +1,6 @@
 """A server that runs in the background."""
 
+import weakref
 from types import TracebackType
 from typing import TypeVar
 
@@ -15,17 +16,15 @@ class Server:
 
     def __init__(self, runtime: Runtime[Session], server: HttpServer) -> None:
         self._runtime = runtime
-        self._server = server
-
-    @property
-    def url(self) -> str:
+        self._server = weakref.ref(server)  # it holds the model
+        self.url = server.url
         """Such as `http://127.0.0.1:8000`; clients of OpenAI take it with `/v1` behind it."""
-        return self._server.url
 
     def close(self) -> None:
         """Let answers under way end for `server.drain_seconds` and free the port. The model goes on."""
-        if self._runtime.is_open:
-            self._runtime.call(self._runtime.session.stop_listening(self._server))
+        server = self._server()
+        if server is not None and self._runtime.is_open:
+            self._runtime.call(self._runtime.session.stop_listening(server))
 
     def __enter__(self: Self) -> Self:
         return self

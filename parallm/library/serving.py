@@ -1,21 +1,21 @@
 """ServeConfig -> the session of a model, with the wiring of `parallm.serve`. Imports MLX."""
 
 import asyncio
-import dataclasses
 from collections.abc import Callable
 
-from parallm.build_serving import serve
+from parallm.build_serving import checked, serve
 from parallm.config import ServeConfig
 from parallm.device.blas import BlasReport
 from parallm.device.memory import release_memory
-from parallm.given_model import find_given
-from parallm.house import House, Listening
+from parallm.house import House
 from parallm.library.local import LocalClient
 from parallm.library.runtime import Main
 from parallm.library.session import Session
-from parallm.server.operation.keys import read_keys
+from parallm.operators import AUTO
+from parallm.process_log import logging_to
+from parallm.run_folder import RUNS_FOLDER
 from parallm.server.operation.listen import HttpServer
-from parallm.server.settings import ServerSettings
+from parallm.server.operation.listening import local_only
 
 __all__ = ["release_memory", "serving"]
 
@@ -25,24 +25,20 @@ def serving(config: ServeConfig, blas: BlasReport) -> Main[Session]:
 
     async def main(start: Callable[[Session], None], end: asyncio.Event) -> None:
         async def work(house: House, _: HttpServer | None) -> None:
-            session = session_of(house, config.server)
+            await house.restore(config.server.adapters, {})
+            assert house.app is not None, "it was built to answer"
+            local = LocalClient(house.app)
+            session = Session(app=house.app, local=local, settings=config.server, give=house.store.give)
             try:
                 start(session)
                 await end.wait()
             finally:
                 await session.close()
 
-        found = dataclasses.replace(config, model=find_given(config.model))
-        await serve(found, blas, Listening(bound=None, keys=read_keys(config.server)), work)
+        own = checked(config)
+        # a program's model begins as it is given, and remembers what operators set where it is told so
+        folder = None if config.server.state == AUTO else RUNS_FOLDER / config.name
+        with logging_to(None, config.log_level, config.log_format, on_terminal=False):
+            await serve(own, blas, local_only(config.server), work, folder=folder)
 
     return main
-
-
-def session_of(house: House, settings: ServerSettings) -> Session:
-    assert house.app is not None, "it was built to answer"
-    return Session(
-        app=house.app,
-        local=LocalClient(house.app),
-        settings=settings,
-        give=house.store.give if hasattr(house, "store") else None,
-    )

@@ -1,6 +1,7 @@
 """RunConfig -> the session of a run, with the wiring of `parallm.train`. Imports MLX."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -8,27 +9,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
-from parallm.build import Begun, train
+from parallm.build import Begun, checked, train
 from parallm.composition import Composed
 from parallm.config import RunConfig
 from parallm.device.blas import BlasReport
 from parallm.device.memory import release_memory
 from parallm.environment.environment import AnyEnvironment
 from parallm.errors import Unavailable
-from parallm.given_model import find_given
-from parallm.house import Listening, listening
 from parallm.library.local import LocalClient
 from parallm.library.runtime import Main
 from parallm.library.training_result import TrainingResult, read_result
 from parallm.library.training_session import TrainingSession
 from parallm.policy_runs import PolicyRun, stop_all
-from parallm.run_folder import CONFIG, check_writable
-from parallm.server.operation.keys import read_keys
+from parallm.process_log import logging_to
+from parallm.run_folder import CONFIG, LOG, alone_in, check_writable, remove_unused
+from parallm.server.operation.listening import Listening, listening, local_only
 from parallm.server.settings import ServerSettings
 
 __all__ = ["release_memory", "training_main"]
+
+
+logger = logging.getLogger(__name__)
 
 
 def training_main(
@@ -37,11 +40,11 @@ def training_main(
     """What a runtime runs to train in the folder of `composed`."""
 
     async def main(start: Callable[[TrainingSession], None], end: asyncio.Event) -> None:
-        config = replace(composed.config, model=find_given(composed.config.model))
+        config = checked(composed.config)
         program = _Program(folder=composed.folder, server=config.server, start=start, end=end, is_paused=is_paused)
-        with run_files(composed.folder, composed.values), _bound(config) as listens:
+        with _run_folder(composed, blas) as folder, _bound(config) as listens:
             try:
-                await train(config, composed.folder, blas, listens, program, environment)
+                await train(config, folder, blas, listens, program, environment)
             except Exception as error:
                 program.fail(error)
                 raise
@@ -52,10 +55,18 @@ def training_main(
 
 
 @contextmanager
-def run_files(folder: Path, values: DictConfig) -> Iterator[None]:
+def _run_folder(composed: Composed[RunConfig], blas: BlasReport) -> Iterator[Path]:
+    """The folder as the command has it: ours alone, with a log and the configuration; gone after a start that fails."""
+    folder, config = composed.folder, composed.config
     check_writable(folder)
-    (folder / CONFIG).write_text(OmegaConf.to_yaml(values, resolve=True))
-    yield
+    try:
+        with alone_in(folder), logging_to(folder / LOG, config.log_level, config.log_format, on_terminal=False):
+            logger.info(blas.message)
+            (folder / CONFIG).write_text(OmegaConf.to_yaml(composed.values, resolve=True))
+            yield folder
+    except BaseException:
+        remove_unused(folder)
+        raise
 
 
 @contextmanager
@@ -65,7 +76,7 @@ def _bound(config: RunConfig) -> Iterator[Listening | None]:
         with listening(config.server) as listens:
             yield listens
     else:
-        yield Listening(bound=None, keys=read_keys(config.server))
+        yield local_only(config.server)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,7 +100,7 @@ class _Program:
             app=run.house.app,
             local=LocalClient(run.house.app),
             settings=self.server,
-            give=getattr(run.house, "store", None),
+            give=run.house.store.give,
             server=run.server,
             folder=self.folder,
             stop=lambda: _soon(loop, partial(stop_all, run.runs)),

@@ -49,13 +49,11 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def write_adapter(folder: Path, nano: SharedModel, version: int, scale: float = 0.05) -> Path:
-    arrays = {
-        name: mx.random.normal(array.shape, key=mx.random.key(version)) * scale
-        for name, array in initial_arrays(nano.sites, seed=version).items()
-    }
-    adapter = make_adapter(arrays, name="poet", version=version, sites=nano.sites)
-    write_mlx(adapter, folder)
+def write_adapter(folder: Path, nano: SharedModel, version: int) -> Path:
+    arrays = initial_arrays(nano.sites, 4, mx.random.key(version))
+    for name in [name for name in arrays if name.endswith("lora_b")]:
+        arrays[name] = 0.1 * mx.random.normal(arrays[name].shape, key=mx.random.key(version))
+    write_mlx(make_adapter(arrays, version=version, rank=4, alpha=8.0), folder, num_layers=nano.num_layers)
     return folder
 
 
@@ -132,7 +130,7 @@ def test_threads_may_use_one_model_at_the_same_time(model: parallm.Model) -> Non
         (lambda model: model.chat("x", model="policy@7"), UnknownModel, "policy@7"),
         (lambda model: model.chat("x", max_token=3), InvalidRequest, "max_token"),
         (lambda model: model.chat("x", temperature=-1.0), InvalidRequest, "temperature"),
-        (lambda model: model.chat("x", max_tokens=4000), ContextTooLong, "engine.max_context"),
+        (lambda model: model.chat("x", max_tokens=4000), ContextTooLong, "maximum context length is 256"),
         (lambda model: model.chat("x", n=2), InvalidRequest, "generate"),
         (lambda model: model.chat([]), InvalidRequest, "messages"),
         (lambda model: model.chat("x", logprobs=True), InvalidRequest, "each answer has"),
@@ -173,7 +171,7 @@ def test_adapters_come_by_name_and_their_versions_are_switched(
     assert model.roll_back("poet") == 1
     model.set_alias("good", 2, "poet")
     assert model.chat(QUESTION, model="poet@good", temperature=0, max_tokens=8).logprobs == newest.logprobs
-    assert {card.version: card.aliases for card in model.adapters()}[2] == ("good",)
+    assert "poet@good" in {card.version: card.aliases for card in model.adapters()}[2]
     model.unload_adapter("poet")
     assert model.adapters() == ()
 

@@ -24,11 +24,13 @@ def gate(keys: tuple[StoredKey, ...], settings: ServerSettings, doors: Doors) ->
         context = current_request.get()
         assert context is not None, "front.py is around every request"
         context.route = http.scope["route"].path_format
-        key = None if context.is_local else authorize(http, keys, settings)
-        context.api_key = None if key is None else key.name
+        if context.is_local:
+            context.api_role = "admin"
+        else:
+            authorize(http, keys, settings)
         if doors.is_closed and not context.is_local and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
-            raise Draining("the server is finishing its last answers; ask another one, or this one later", seconds)
+            raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)
         seconds_left = _seconds_left(http, settings)
         context.deadline = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
 
