@@ -41,12 +41,28 @@ class Answer:
     """`stop`, `length`, `tool_calls` or `abort`."""
     version: int
     """The adapter version that sampled the last token; 0 is the base."""
+    temperature: float
+    """Temperature of the request."""
     model: str
     """Name with the exact version, such as `policy@12`."""
     trajectory_id: str | None
     """Where its reward goes, if it was sampled with `collect_trajectory=True`."""
     choice: Mapping[str, Any]
     """All that the route of HTTP says of it: `message` with reasoning and tool calls, `weight_versions` and more."""
+
+    def rewarded(self, reward: float, *, group: str | int | None = None) -> dict[str, Any]:
+        """Return a trajectory for `Training.train_on`. It is compared with others of its `group`, or of its prompt."""
+        return {
+            "prompt_ids": list(self.prompt_tokens),
+            "completion_ids": list(self.tokens),
+            "text": self.text,
+            "logprobs": list(self.logprobs),
+            "weight_versions": self.choice["weight_versions"],
+            "temperature": self.temperature,
+            "finish_reason": self.finish_reason,
+            "reward": reward,
+            "group": group,
+        }
 
 
 def requests_of(prompts: Sequence[Prompt], model: str, fields: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -71,9 +87,10 @@ def is_chat(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
-def answers_of(path: str, response: Mapping[str, Any]) -> list[Answer]:
+def answers_of(path: str, body: Mapping[str, Any], response: Mapping[str, Any]) -> list[Answer]:
     """Return the completions of one request, prompt by prompt."""
-    return [_answer(path, response, choice) for choice in response["choices"]]
+    temperature = float(body.get("temperature", 1.0))
+    return [_answer(path, response, choice, temperature) for choice in response["choices"]]
 
 
 def _parts(prompts: Sequence[Any], n: object) -> Iterator[list[Any]]:
@@ -91,7 +108,7 @@ def _parts(prompts: Sequence[Any], n: object) -> Iterator[list[Any]]:
         yield part
 
 
-def _answer(path: str, response: Mapping[str, Any], choice: Mapping[str, Any]) -> Answer:
+def _answer(path: str, response: Mapping[str, Any], choice: Mapping[str, Any], temperature: float) -> Answer:
     if path == CHAT:
         text = choice["message"].get("content") or ""
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -106,6 +123,7 @@ def _answer(path: str, response: Mapping[str, Any], choice: Mapping[str, Any]) -
         prompt_tokens=tuple(prompt_tokens),
         finish_reason=choice["finish_reason"],
         version=choice["policy_version"],
+        temperature=temperature,
         model=response["model"],
         trajectory_id=choice.get("trajectory_id"),
         choice=choice,

@@ -68,6 +68,8 @@ class LocalClient:
             return await asked
         except ApiError as error:
             raise _error(error) from None
+        except ValueError as error:  # of JSON, which has no infinite numbers
+            raise InvalidRequest(str(error)) from error
 
     async def close(self) -> None:
         await self._http.aclose()

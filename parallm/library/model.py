@@ -179,4 +179,4 @@ class Model:
         return [answer for task in tasks for answer in task.result()]
 
     async def _completions(self, path: str, body: dict[str, Any]) -> list[Answer]:
-        return answers_of(path, await self._runtime.session.local.post(path, body))
+        return answers_of(path, body, await self._runtime.session.local.post(path, body))

@@ -86,9 +86,14 @@ class RLServer:
         self._num_users = 0
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether a coroutine has loaded the model."""
+        return self._starting is not None and self._starting.done() and self._starting.exception() is None
+
+    @property
     def run(self) -> Training:
         """The model and its training, once a coroutine has loaded it. Raises Unavailable before and after."""
-        if self._starting is None or not self._starting.done():
+        if self._starting is None or not self.is_loaded:
             raise Unavailable("nothing is loaded; await run_inference or run_training_loop first")
         return self._starting.result()
 
@@ -119,8 +124,9 @@ class RLServer:
         """End both coroutines: training after its present step, which is saved. Does nothing the second time."""
         starting, self._starting = self._starting, None
         if starting is not None:
-            run = await starting
-            await asyncio.to_thread(run.close)
+            await asyncio.wait([starting])
+            if not starting.exception():
+                await asyncio.to_thread(starting.result().close)
 
     @asynccontextmanager
     async def _used(self) -> AsyncIterator[Training]:

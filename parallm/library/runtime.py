@@ -55,7 +55,7 @@ class Runtime(Generic[Session]):
     def session(self) -> Session:
         """Raises Unavailable after the end."""
         if self._session is None:
-            raise self._ended()
+            raise self._ended() from self._error
         return self._session
 
     @property
@@ -75,7 +75,7 @@ class Runtime(Generic[Session]):
             return future.result()
         except (Exception, CancelledError) as error:
             if not self.is_open:
-                raise self._ended() from error
+                raise self._ended() from self._error
             raise
         except BaseException:
             future.cancel()
@@ -88,7 +88,7 @@ class Runtime(Generic[Session]):
             return await asyncio.wrap_future(future)
         except (Exception, asyncio.CancelledError) as error:
             if future.done() and not self.is_open:
-                raise self._ended() from error
+                raise self._ended() from self._error
             raise
 
     def request_end(self) -> None:
@@ -136,15 +136,15 @@ class Runtime(Generic[Session]):
     def _submit(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         if not self.is_open:
             work.close()
-            raise self._ended()
+            raise self._ended() from self._error
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
             work.close()
-            raise self._ended() from error
+            raise self._ended() from self._error
 
     def _ended(self) -> Unavailable:
-        reason = f" after an error: {self._error}" if isinstance(self._error, Exception) else ""
+        reason = f" after {type(self._error).__name__}" if isinstance(self._error, Exception) else ""
         return Unavailable(f"{self.name} is closed{reason}; open it again")
 
 

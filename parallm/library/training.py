@@ -19,6 +19,7 @@ from parallm.library.runtime import Runtime
 from parallm.library.training_result import TrainingResult
 from parallm.library.training_session import TrainingSession
 from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.updates import GivenUpdate
 
 Result = TypeVar("Result")
 Self = TypeVar("Self", bound="Training")
@@ -152,6 +153,26 @@ class Training:
     def trajectories(self) -> dict[str, TrajectoryReport]:
         """Return what became of the answers that were asked for with `collect_trajectory=True`, by policy."""
         return self._call(self._runtime.session.local.client.trajectories())
+
+    def train_on(
+        self,
+        trajectories: Sequence[Mapping[str, Any]],
+        *,
+        policy: str | None = None,
+        update_inference: bool | None = None,
+        checkpoint_name: str | None = None,
+    ) -> GivenUpdate:
+        """Make one update on trajectories, which `Answer.rewarded` returns, after the present step.
+
+        `update_inference` says whether the policy's name means the new version from now on; None leaves that to
+        `trainer.publish_if`. `checkpoint_name` saves the version under that name.
+        """
+        client = self._runtime.session.local.client
+        return self._call(
+            client.train_on(
+                trajectories, policy=policy, update_inference=update_inference, checkpoint_name=checkpoint_name
+            )
+        )
 
     def stop(self) -> None:
         """Let training end after the present step, which is saved; return at once. The model goes on."""
