@@ -15,6 +15,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from parallm.checkpoint.adapter_store import AdapterStore
+from parallm.checkpoint.kept_table import KeptTable
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.device_report import DeviceReport
 from parallm.device.governor import Governor
@@ -39,6 +40,7 @@ from parallm.model.reward_head import is_reward_model, refuse_reward_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
+from parallm.operators import open_table, restore
 from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
 from parallm.rollout.settings import RewardModelSettings
@@ -74,6 +76,10 @@ class HouseSettings:
     learner: LearnerSettings = LearnerSettings()
     """The device's share for the engine beside a learner, and how a reward model computes."""
     can_start_from_reward_model: bool = False
+    folder: Path | None = None
+    """What operators set is kept below it; nowhere if there is none."""
+    goes_on: bool = False
+    """Whether to begin with what operators have set there before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +101,15 @@ class House:
     engine: AsyncEngine
     start: Adapter
     """The version to go on from: the given adapter, or one whose product is zero."""
+    kept: KeptTable
+    """`adapters`, with what operators have set."""
+    store: AdapterStore
     reward_model: RewardModel | None
     """The reward model of `server.reward_model`."""
+
+    async def restore(self, given: Mapping[str, str], versions: Mapping[str, int]) -> list[str]:
+        """Serve what operators have left, and the adapters `given`; see `operators.restore`."""
+        return await restore(self.kept, self.store, given, versions)
 
     def of(self, name: str) -> "House":
         """The same, for training the policy `name`."""
@@ -148,7 +161,8 @@ async def with_house(
         _find_reward_model(settings.server)  # before the model, which may take minutes to load
         folder = await asyncio.to_thread(find_folder, settings.model.path)  # may download it
         defaults = set_values(sampling_defaults(settings.server, folder))
-        house = await _build_house(settings, blas, device, is_trained=bool(trained))
+        house = await _build_house(settings, blas, device, trained=trained)
+        resources.callback(house.kept.close)
         if listens is not None:
             max_tokens = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
             app = create_app(
@@ -163,7 +177,7 @@ async def with_house(
                 keys=listens.keys,
                 traces=traces,
                 device=DeviceReport(device.governor, monitor),
-                adapters=_adapter_store(settings.server, house, trained=trained),
+                adapters=house.store,
                 training=training,
                 trajectories=trajectories,
                 witnesses=witnesses,
@@ -203,26 +217,15 @@ def _frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _adapter_store(settings: ServerSettings, house: House, *, trained: tuple[str, ...]) -> AdapterStore:
-    return AdapterStore(
-        house.device,
-        house.model,
-        house.adapters,
-        root=settings.adapters_root,
-        max_bytes=settings.max_adapter_bytes,
-        max_names=settings.max_adapters,
-        trained=trained,
-        start=house.start,
-    )
-
-
-async def _build_house(settings: HouseSettings, blas: BlasReport, device: DeviceThread, *, is_trained: bool) -> House:
+async def _build_house(
+    settings: HouseSettings, blas: BlasReport, device: DeviceThread, *, trained: tuple[str, ...]
+) -> House:
     engine = AsyncEngine(device, asyncio.get_running_loop())
     await on_device(device, wire_memory)
     model = await on_device(device, partial(load_shared_model, settings.model))
     lanes = await on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
     adapters = AdapterTable(policies=settings.policies)
-    begin = partial(starting_adapter, settings.model, model, settings.seed, is_trained=is_trained)
+    begin = partial(starting_adapter, settings.model, model, settings.seed, is_trained=bool(trained))
     start = await on_device(device, begin)
     if not settings.can_start_from_reward_model:
         way_out = "name it as rollout.reward_model.adapter, or train it further with learner=reward_model"
@@ -236,6 +239,18 @@ async def _build_house(settings: HouseSettings, blas: BlasReport, device: Device
     if settings.engine.warmup:
         adapted = [name for name in adapters.policies if adapters.resolve(name) is not None]
         await _warm_up(settings.engine, engine, model, [BASE, *adapted])
+    kept = open_table(
+        settings.server, settings.folder, device, model, adapters, trained=trained, goes_on=settings.goes_on
+    )
+    store = AdapterStore(
+        device,
+        model,
+        kept,
+        root=settings.server.adapters_root,
+        max_bytes=settings.server.max_adapter_bytes,
+        max_names=settings.server.max_adapters,
+        start=start,
+    )
     reward_settings = RewardModelSettings(adapter=settings.server.reward_model)
     reward_model = await open_reward_model(reward_settings, settings.learner, device, model, lanes)
     return House(
@@ -245,6 +260,8 @@ async def _build_house(settings: HouseSettings, blas: BlasReport, device: Device
         adapters=adapters,
         engine=engine,
         start=start,
+        kept=kept,
+        store=store,
         reward_model=reward_model,
     )
 

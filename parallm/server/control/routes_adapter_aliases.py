@@ -99,7 +99,7 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
             return json_response(NameMeans(name=card.name, version=card.version))
         version = version_called(service, name, body.version) if isinstance(body.version, str) else body.version
         assert version is not None, "the body has either a version or a path"
-        store(given).promote(name, version)
+        await store(given).promote(name, version)
         return json_response(NameMeans(name=name, version=version))
 
     return router

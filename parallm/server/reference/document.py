@@ -57,6 +57,8 @@ class Document:
     """Beside those that follow from its role and its bodies."""
     events: str = "events `data: JSON`, the last one `data: [DONE]`"
     """What a stream is, for a body that can ask for one."""
+    is_stored: bool = False
+    """Whether what it changes outlives the process, as what admins change does."""
 
 
 def usage(num_prompt: int, num_answered: int) -> Mapping[str, object]:

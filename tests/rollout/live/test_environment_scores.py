@@ -142,7 +142,7 @@ def test_a_function_of_the_configuration_wins(
         record(traffic, "a", scoring_function="gsm8k")
         record(traffic, "b", reward=0.0)
         await until(lambda: traffic.report().num_rewarded == 2)
-        assert [group.rewards for group in traffic.take().groups] == [(3.0, 0.0)]
+        assert [group.rewards for group in traffic.take(1).groups] == [(3.0, 0.0)]
         await traffic.close()
 
     asyncio.run(main())
@@ -162,7 +162,7 @@ def test_the_parts_of_a_mixture_score_by_their_names_and_settings(
         record(traffic, "a", scoring_function="gsm8k", metadata={"answer": 5}, text="it is 5")
         record(traffic, "b", scoring_function="shout", metadata={"answer": "no"}, text="NO")
         await until(lambda: traffic.report().num_rewarded == 2)
-        assert [group.rewards for group in traffic.take().groups] == [(1.0, 2.0)]
+        assert [group.rewards for group in traffic.take(1).groups] == [(1.0, 2.0)]
         await traffic.close()
 
     asyncio.run(main())
