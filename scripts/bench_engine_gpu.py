@@ -27,9 +27,11 @@ from statistics import median
 from threading import Timer
 from typing import Any
 
+from engine_loads import check_same_work
 from job import SCRIPTS, worker_environment
 from report import print_figures, print_table
 from shapes import SHAPES, EngineJob
+from tuning import described
 
 OURS, THEIRS = "engine_shape", "batch_generator_shape"
 PARTS: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -139,8 +141,11 @@ def over_floor(part: str, found: Found) -> Figure:
 
 
 def over_batch_generator(part: str, found: Found) -> Figure:
-    ours, theirs = (speed(found[f"{side}.{part}"]) for side in (OURS, THEIRS))
-    return Figure(value=ours / theirs, ours=f"{ours:.0f} tokens/s", beside=f"{theirs:.0f} BatchGenerator")
+    both = [found[f"{side}.{part}"] for side in (OURS, THEIRS)]
+    check_same_work(part, *both)
+    ours, theirs = map(speed, both)
+    settings = described(both[1]["settings"])
+    return Figure(value=ours / theirs, ours=f"{ours:.0f} tokens/s", beside=f"{theirs:.0f} BatchGenerator, {settings}")
 
 
 def speed(one: Mapping[str, Any]) -> float:

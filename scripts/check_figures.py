@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from changes import change_by_halves
 from job import SCRIPTS, absolute, clean_environment
 from report import last_json, print_figures, print_table
 
@@ -293,8 +294,15 @@ def script(name: str, *options: str) -> Figures:
     return figures
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    figures: Figures
+    rewards: Sequence[float]
+    """Mean of each step."""
+
+
 def quickstart(overrides: Sequence[str]) -> Figures:
-    """The worst of three seeds, and the change of accuracy of a run that does not learn."""
+    """The worst of three seeds, and what changes in a run that does not learn: greedy answers, and sampled rewards."""
     runs = [trained(str(SCRIPTS / "quickstart"), [f"seed={seed}", *overrides], "quickstart") for seed in SEEDS]
     control = trained(str(SCRIPTS / "quickstart"), ["seed=0", "learner.learning_rate=0", *overrides], "quickstart")
     worst: Mapping[str, Callable[[list[float]], float]] = {
@@ -303,20 +311,25 @@ def quickstart(overrides: Sequence[str]) -> Figures:
         "quickstart.train_seconds": max,
         "quickstart.peak_memory_gb": max,
     }
-    figures: Figures = {name: choose([number(run, name) for run in runs]) for name, choose in worst.items()}
-    change = number(control, "quickstart.accuracy_after") - number(control, "quickstart.accuracy_before")
-    return figures | {"quickstart.control_change": change}
+    figures: Figures = {name: choose([number(run.figures, name) for run in runs]) for name, choose in worst.items()}
+    before, after = (number(control.figures, f"quickstart.accuracy_{when}") for when in ("before", "after"))
+    by_chance = change_by_halves(control.rewards)
+    print(f"  learning rate 0: reward of the second half of the steps over that of the first {by_chance.text()}")
+    return figures | {
+        "quickstart.control_change": after - before,
+        "quickstart.control_reward_change": by_chance.gain,
+    }
 
 
 def gsm8k(model: str, data: str, overrides: Sequence[str]) -> Figures:
     command = [f"model.path={model}", f"environment.path={data}", "environment.limit=16", "learner.learning_rate=5e-4"]
-    figures = trained("train", ["+recipe=gsm8k_grpo", *command, "trainer.steps=12", *overrides], "gsm8k")
+    figures = trained("train", ["+recipe=gsm8k_grpo", *command, "trainer.steps=12", *overrides], "gsm8k").figures
     rise = number(figures, "gsm8k.reward_last") - number(figures, "gsm8k.reward_first")
     return figures | {"gsm8k.reward_rise": rise}
 
 
-def trained(program: str, overrides: Sequence[str], prefix: str) -> Figures:
-    """Train in a run folder of its own name and return the figures of its summary.json."""
+def trained(program: str, overrides: Sequence[str], prefix: str) -> Run:
+    """Train in a run folder of its own name."""
     start = [sys.executable, "-m", "parallm.train"] if program == "train" else [program]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -331,8 +344,8 @@ def trained(program: str, overrides: Sequence[str], prefix: str) -> Figures:
             ]
         )
         summary = json.loads((run / "summary.json").read_text())
-    figures: Figures = summary["figures"]
-    return figures
+        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return Run(figures=summary["figures"], rewards=[row["reward/mean"] for row in steps])
 
 
 def shown(command: Sequence[str]) -> str:

@@ -41,6 +41,8 @@ class Job:
     max_tokens: int = 160
     rows: int = 128
     """Completions that decode together."""
+    prompts_at_once: int = 8
+    """That BatchGenerator computes together."""
     tokens: int = 10_000
     repeats: int = 3
     lora: bool = False

@@ -137,9 +137,16 @@ class EngineJob:
     outputs: tuple[int, int] = (16, 1024)
     mixed_rows: int = 64
     """That decode together."""
+    peer_rows: tuple[int, ...] = (64, 128)
+    """The same, to try with BatchGenerator."""
+    peer_settings: dict[str, Any] | None = None
+    """Of BatchGenerator; None: it looks for those with which it is fastest."""
     storm_prompts: tuple[int, int] = (8, 32)
     storm_outputs: tuple[int, int] = (1, 8)
     """Of a storm: `requests` that come at once, so short that rows join and leave in nearly every step."""
+    speculation: str = "none"
+    """engine.speculation.method of ours. BatchGenerator computes each token by itself, and greedy text of random
+    weights repeats itself, so that a third to a half of it would be guessed."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
