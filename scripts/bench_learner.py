@@ -4,10 +4,10 @@ Update: the same completions for both, all tokens trained on, one optimizer step
 in an environment of its own, with our BLAS. Tokens are completion tokens: both compute the prompts too, mlx-lm-lora
 once for each completion (this version; older ones left the prompt out), we once for each group.
 Step: sampling, scoring, update; the same problems, no refill, a learning rate so small that all sample from the same
-policy. Ours is `python -m parallm.train` as it is, read from its metrics.jsonl. How many tokens a step samples differs by
-chance, and on how many it trains by design: we and the naive loop leave out groups without signal, mlx-lm-lora trains on
-all. So steps are compared by the seconds of a token that is sampled and trained on: those of sampling over the tokens
-sampled, and those of all else over the tokens trained on. Seconds of whole steps are shown, too.
+policy. Ours is `python -m parallm.train` as it is, read from its metrics.jsonl. How many tokens a step samples differs
+by chance, and on how many it trains by design: we and the naive loop leave out groups without signal, mlx-lm-lora
+trains on all. So steps are compared by the seconds of a token that is sampled and trained on: of sampling over the
+tokens sampled, and of all else over the tokens trained on. Seconds of whole steps are shown, too.
 
 mlx-lm-lora is measured twice:
 - `grpo_step.cpu.vs_mlx_lm_lora_same_blas`: with our BLAS loaded before MLX, on as many problems as we have. The
@@ -100,7 +100,7 @@ def main() -> None:
     print_table(
         f"One GRPO step: {arguments.model}, {job.prompts} problems x {job.group_size}, {job.max_tokens} tokens",
         [
-            ("", "problems", "median s", "of it sampling", "tokens sampled", "trained on", "ms a token", "/ ours", "all s"),
+            ("", "problems", "median s", "of it sampling", "sampled", "trained on", "ms a token", "/ ours", "all s"),
             *(step_row(who, steps, arguments.pip_prompts if who == PIP_PEER else job.prompts) for who in steps),
         ],
     )

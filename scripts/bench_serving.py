@@ -2,10 +2,10 @@
 only serves. Once with the shares of the device as they are by default, once with training first. A step trains on few
 problems, so that several fall into the time, and tells how many updates a minute that makes.
 
-Also publishes while 8 requests decode, from the asyncio thread, as the trainer does: from the call until the next request
-has its first token, which the new version has to have sampled, against requests without a publish before them. Between
-the two lie the publish itself, which moves pointers, and what the engine makes of a version that is new to it; that
-depends on how many other versions decode at that moment.
+Also publishes while 8 requests decode, from the asyncio thread, as the trainer does: from the call until the next
+request has its first token, which the new version has to have sampled, against requests without a publish before them.
+Between the two lie the publish itself, which moves pointers, and what the engine makes of a version that is new to it;
+that depends on how many other versions decode at that moment.
 """
 
 import asyncio

@@ -75,7 +75,7 @@ def main() -> None:
     learned = learn(arguments, arguments.learning_rate)
     control = learn(arguments, 0.0)
     rows: list[tuple[str, ...]] = [
-        ("", "reward before", "after", "gain (95% interval)", "trained on", "dropped", "steps", "seconds", "other streams", "failed")
+        ("", "reward before", "after", "gain (95%)", "trained on", "dropped", "steps", "seconds", "others", "failed")
     ]
     for name, one in (("learning", learned), ("learning rate 0", control)):
         rewards = (f"{one.reward.before:.3f}", f"{one.reward.after:.3f}", one.reward.text())

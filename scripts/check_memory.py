@@ -4,8 +4,8 @@ Readings are taken between updates, after unused memory was given back. Judged i
 one: live arrays, or all that C code has allocated if that is more. A learner holds six adapters: the newest version and
 its two moments, and the same of the version before, to which it can go back. The bar is 5% of the base weights and 4
 adapters. Resident memory is shown: beside what is held it has freed pages that malloc keeps, here in one heap
-(MALLOC_ARENA_MAX=1), as it cannot give back what lies at the ends of others. What an update needs while it runs, most of
-it activations (`learner.micro_batch_tokens`), is shown too. The versions that a server keeps for its clients do not
+(MALLOC_ARENA_MAX=1), as it cannot give back what lies at the ends of others. What an update needs while it runs, most
+of it activations (`learner.micro_batch_tokens`), is shown too. The versions that a server keeps for its clients do not
 count.
 """
 

@@ -1,9 +1,9 @@
 """Loads of every kind for our engine and BatchGenerator side by side: one table, and a figure for each load.
 
-Random weights, greedy, a process for each load, side and round; sides take turns. Both compute every token by a forward of
-its row, which is checked: speculation is off, as BatchGenerator has none and random weights repeat themselves more than
-real text. BatchGenerator has the settings with which it is fastest (`workers/batch_generator_shape.py`). Tokens/s are
-of sampled tokens, of prompt tokens for `prefill`.
+Random weights, greedy, a process for each load, side and round; sides take turns. Both compute every token by a forward
+of its row, which is checked: speculation is off, as BatchGenerator has none and random weights repeat themselves more
+than real text. BatchGenerator has the settings with which it is fastest (`workers/batch_generator_shape.py`). Tokens/s
+are of sampled tokens, of prompt tokens for `prefill`.
 
 b1, b64: rows that begin and end together.
 prefill: 32 prompts that have nothing in common.

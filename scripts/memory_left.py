@@ -9,14 +9,13 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-
-HEAP_FIELDS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+HEAP_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
 
 class HeapInformation(ctypes.Structure):
     """mallinfo2(3): `uordblks` and `hblkhd` are the bytes that are in use."""
 
-    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in HEAP_FIELDS]
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in HEAP_FIELDS.split()]
 
 
 def allocated() -> int | None:

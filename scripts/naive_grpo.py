@@ -40,9 +40,7 @@ def main(job: Job) -> None:
     print(json.dumps({name: [step[name] for step in steps[1:]] for name in steps[0]}))
 
 
-def one_step(
-    model: nn.Module, tokenizer: Any, optimizer: Any, environment: Environment, job: Job
-) -> dict[str, float]:
+def one_step(model: nn.Module, tokenizer: Any, optimizer: Any, environment: Environment, job: Job) -> dict[str, float]:
     """Sample, score, update. Returns seconds, tokens and the mean reward."""
     began = time.perf_counter()
     problems = [problem for problem in environment.problems("train") for _ in range(job.group_size)]

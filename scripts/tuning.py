@@ -1,4 +1,4 @@
-"""Finds the settings with which a peer is fastest: one setting after the other, each on what the others were best at."""
+"""Finds the settings with which a peer is fastest: one setting after the other, beside the best of the others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class Trial:
 def tune(
     start: Settings, choices: Mapping[str, Sequence[Any]], seconds_of: Callable[[Settings], float | None]
 ) -> list[Trial]:
-    """Try `start`, then each value of each setting in turn beside the best of the others. Returns trials, fastest first.
+    """Try `start`, then each value of each setting in turn beside the best of the others.
 
-    Trials that do not run come last. `seconds_of` is called once for each combination that is tried.
+    Returns the trials, fastest first; those that do not run come last. `seconds_of` is called once for each.
     """
     trials = [Trial(settings=start, seconds=seconds_of(start))]
     for name, values in choices.items():

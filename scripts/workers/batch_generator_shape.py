@@ -1,8 +1,8 @@
 """Times of mlx-lm's BatchGenerator on a shape with random weights, part by part: what engine_shape.py is asked for.
 
-Greedy, as ours, with the same weights, prompts and arrivals. Unless the job gives its settings, each part first looks for
-those with which it is fastest, one setting after the other, on a shorter load where the load is long; it prints what it
-tried.
+Greedy, as ours, with the same weights, prompts and arrivals. Unless the job gives its settings, each part first looks
+for those with which it is fastest, one setting after the other, on a shorter load where the load is long; it prints
+what it tried.
 
 rows: completions that decode together. prompts: that are computed together. chunk: tokens of each that are computed in
 one forward. copies: a prompt that several rows have is computed once, and its keys and values are handed in for each.
