@@ -59,8 +59,10 @@ class UpdateJob:
     group_size: int
     prompt: int
     completion: int
-    micro_batch: int
-    """Tokens of a pass (ours; 0: its default), rows of a pass (peers)."""
+    passes: tuple[int, ...] = (4,)
+    """Rows of a peer's pass, to try."""
+    settings: dict[str, Any] | None = None
+    """Of a peer; None: it looks for those with which it is fastest."""
     repeats: int = 3
 
     @property
@@ -85,6 +87,8 @@ class GrpoJob:
     completion: int
     rows: int = 0
     """Of a training pass."""
+    generation: str = "plain"
+    """How transformers samples for TRL: plain, static (a static cache) or continuous (continuous batching)."""
     warm_up: int = 2
     """First steps that do not count."""
     steps: int = 3
