@@ -28,6 +28,8 @@ class Job:
     """One measurement. Workers read the fields that concern them."""
 
     model: str = "nano"
+    shape: str | None = None
+    """Of random weights, in place of the model; see shapes.py."""
     data: str | None = None
     """Folder with train.jsonl in GSM8K's form; None: the arithmetic problems."""
     dtype: str = "auto"
