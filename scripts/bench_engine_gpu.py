@@ -2,8 +2,8 @@
 
 Random weights, bfloat16, greedy unless said; 128 prompt tokens and 128 new ones unless said. Every part has warmed up
 before it counts; medians. One process per shape and side, so that each has the memory for itself; its parts are
-measured one after the other, and one that fails or does not end costs its own figures only. BatchGenerator looks for the
-settings with which it is fastest; the table says which they are.
+measured one after the other, and one that fails or does not end costs its own figures only. BatchGenerator looks for
+the settings with which it is fastest; the table says which they are.
 
 floor: the time to read all weights once, at 90% of the 4.8 TB/s that an H200 is sold with.
 lora, lora8: decode steps of 32 rows of one version, and of eight versions in turns, against rows of the base.
