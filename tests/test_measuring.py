@@ -48,6 +48,13 @@ def test_a_publish_costs_what_the_next_first_token_takes_longer() -> None:
     assert figures["publish.pointers_p99_ms"] == pytest.approx(0.1)
 
 
+def test_a_publish_costs_no_less_at_worst_than_on_average() -> None:
+    """However late a request without one was once."""
+    found = {"publish": [0.1] * 9, "to_first_token": [40.0] * 9, "without": [20.0] * 8 + [500.0]}
+    figures = call("bench_serving", "publish_figures", found | {"finished": 8, "failed": 0, "tokens": 512})
+    assert figures["publish.p99_ms"] == pytest.approx(20)
+
+
 def test_a_change_by_chance_has_an_interval_around_zero_and_one_by_learning_has_not() -> None:
     code = """
 import json, sys

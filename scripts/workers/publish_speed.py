@@ -1,8 +1,9 @@
 """What a publish costs the next request: `repeats` versions are published while 8 requests decode.
 
 Each time one request for one token is sent without a publish before it, and one right behind a publish, which has to
-be answered by the new version. Prints milliseconds: of the publish itself, from before it until the token is there, and
-from the other request until its token.
+be answered by the new version. Both are sent as the others get tokens, so that they wait for the same part of a step.
+Prints milliseconds: of the publish, from before it until the token is there, and from the other request until its
+token.
 """
 
 import asyncio
@@ -30,21 +31,23 @@ async def measure(job: Job) -> dict[str, object]:
     adapters = [bench.adapter]
     for seed in range(1, NUM_ADAPTERS):
         adapters.append(await bench.on_device(lambda seed=seed: random_adapter(bench.model, 1, seed)))  # type: ignore[misc]
-    over = asyncio.Event()
-    clients = [asyncio.create_task(request_until(bench, over, place)) for place in range(CLIENTS)]
-    await asyncio.sleep(1.0)
+    over, ticks = asyncio.Event(), asyncio.Condition()
+    clients = [asyncio.create_task(request_until(bench, over, ticks, place)) for place in range(CLIENTS)]
+    await next_step(ticks)
     found: dict[str, list[float]] = {"publish": [], "to_first_token": [], "without": []}
     for place in range(job.repeats):
         version = 2 + place
         adapter = replace(adapters[place % NUM_ADAPTERS], version=version, parent=version - 1)
+        await asyncio.sleep(SECONDS_BETWEEN)
+        await next_step(ticks)
         found["without"].append(await seconds_to_token(bench, f"without-{place}", version - 1))
         await asyncio.sleep(SECONDS_BETWEEN)
+        await next_step(ticks)
         began = time.perf_counter()
         bench.table.publish(adapter)  # from the asyncio thread, as the trainer does
         published = time.perf_counter() - began
         found["publish"].append(published)
         found["to_first_token"].append(published + await seconds_to_token(bench, f"behind-{place}", version))
-        await asyncio.sleep(SECONDS_BETWEEN)
     over.set()
     results = await asyncio.gather(*clients)
     bench.close()
@@ -64,8 +67,15 @@ async def seconds_to_token(bench: Workbench, name: str, version: int) -> float:
     return seconds
 
 
-async def request_until(bench: Workbench, over: asyncio.Event, place: int) -> tuple[int, int, int]:
-    """One request after the other; requests finished, requests failed, tokens."""
+async def next_step(ticks: asyncio.Condition) -> None:
+    async with ticks:
+        await ticks.wait()
+
+
+async def request_until(
+    bench: Workbench, over: asyncio.Event, ticks: asyncio.Condition, place: int
+) -> tuple[int, int, int]:
+    """One request after the other, `ticks` for each token; requests finished, requests failed, tokens."""
     finished = failed = tokens = 0
     prompts = bench.requests("publish", CLIENTS, SamplingParams(max_tokens=LOAD_TOKENS, ignore_eos=True))
     while not over.is_set():
@@ -73,7 +83,10 @@ async def request_until(bench: Workbench, over: asyncio.Event, place: int) -> tu
             prompts[place], request_id=f"publish-{place}-{finished + failed}", n=1, model=POLICY, traffic="serving"
         )
         try:
-            tokens += len((await bench.engine.generate(request))[0].tokens)
+            async for event in bench.engine.stream(request):
+                tokens += len(event.tokens)
+                async with ticks:
+                    ticks.notify_all()
             finished += 1
         except ParallmError:
             failed += 1
