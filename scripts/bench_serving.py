@@ -1,6 +1,7 @@
 """What training costs the clients: time between tokens of streams, and tokens/s, while the process trains and while it
 only serves. Once with the shares of the device as they are by default, once with training first. A step trains on few
-problems, so that several fall into the time, and tells how many updates a minute that makes.
+problems, so that several fall into the time. Beside that what the clients cost the training: updates a minute with them
+and, before they come, without.
 
 Also publishes while 8 requests decode, from the asyncio thread, as the trainer does: from the call until the next
 request has its first token, which the new version has to have sampled, against requests without a publish before them.
@@ -10,10 +11,13 @@ two p99s, but no less than that of the medians: other work on the machine moves 
 """
 
 import asyncio
+import math
 import tempfile
+import time
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -26,7 +30,7 @@ from report import print_figures, print_table
 from server_process import server_process
 
 NUM_QUESTIONS = 64
-SECONDS_TO_FIRST_STEP = 300.0
+SECONDS_TO_FIRST_STEP, SECONDS_BETWEEN_LOOKS = 300.0, 0.2
 ALONE = "serving alone"
 MODES: Mapping[str, Sequence[str]] = {
     "while training": (),
@@ -40,14 +44,13 @@ class Measured:
     traffic: Traffic
     steps: int = 0
     """That were trained meanwhile."""
+    updates_per_minute: float = 0.0
+    updates_per_minute_alone: float = math.inf
+    """Before there were clients."""
 
     @property
     def tokens_per_second(self) -> float:
         return self.traffic.tokens / self.traffic.seconds
-
-    @property
-    def updates_per_minute(self) -> float:
-        return 60 * self.steps / self.traffic.seconds
 
 
 def main() -> None:
@@ -84,29 +87,64 @@ async def measure(overrides: Sequence[str] | None, job: Job, folder: Path, clien
         settings += ["learner.learning_rate=1e-6"]  # so that answers stay as long as they are without training
     questions = [problem.messages[-1].content for problem in load_problems(job.data, NUM_QUESTIONS)]
     with server_process("parallm.train" if trains else "parallm.serve", settings, folder) as url:
-        if trains:
-            await wait_for_step(url, 1)
-        await stream_for(url, questions, clients=clients, seconds=min(3.0, seconds), max_tokens=job.max_tokens)
-        first = training_step(url) if trains else 0
-        traffic = await stream_for(url, questions, clients=clients, seconds=seconds, max_tokens=job.max_tokens)
-        return Measured(traffic=traffic, steps=training_step(url) - first if trains else 0)
+        streams = partial(stream_for, url, questions, clients=clients, max_tokens=job.max_tokens)
+        if not trains:
+            await streams(seconds=min(3.0, seconds))
+            return Measured(traffic=await streams(seconds=seconds))
+        await wait_for_step(url, 1)
+        alone = asyncio.create_task(step_times(url))
+        await asyncio.sleep(seconds / 3)
+        alone.cancel()
+        await streams(seconds=min(3.0, seconds))
+        meanwhile = asyncio.create_task(step_times(url))
+        first = await training_step(url)
+        traffic = await streams(seconds=seconds)
+        meanwhile.cancel()
+        return Measured(
+            traffic=traffic,
+            steps=await training_step(url) - first,
+            updates_per_minute=per_minute(await meanwhile, traffic.seconds),
+            updates_per_minute_alone=per_minute(await alone, seconds / 3),
+        )
+
+
+async def step_times(url: str) -> list[float]:
+    """When each step ended, until this is cancelled."""
+    times: list[float] = []
+    newest = await training_step(url)
+    try:
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+            if (step := await training_step(url)) > newest:
+                times += [time.perf_counter()] * (step - newest)
+                newest = step
+    except asyncio.CancelledError:
+        return times
+
+
+def per_minute(times: Sequence[float], seconds: float) -> float:
+    """Of steps that ended at `times`, within `seconds` of looking."""
+    if len(times) < 3:
+        return 60 * len(times) / seconds
+    return 60 * (len(times) - 1) / (times[-1] - times[0])
 
 
 async def wait_for_step(url: str, step: int) -> int:
-    for _ in range(int(SECONDS_TO_FIRST_STEP / 0.2)):
-        found = training_step(url)
+    for _ in range(int(SECONDS_TO_FIRST_STEP / SECONDS_BETWEEN_LOOKS)):
+        found = await training_step(url)
         if found >= step:
             return found
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
     raise RuntimeError(f"no training step within {SECONDS_TO_FIRST_STEP:.0f} s")
 
 
-def training_step(url: str) -> int:
-    return int(httpx.get(f"{url}/v1/training/status", trust_env=False, timeout=30).json()["step"])
+async def training_step(url: str) -> int:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        return int((await client.get(f"{url}/v1/training/status")).json()["step"])
 
 
 def print_traffic(title: str, found: Mapping[str, Measured]) -> None:
-    header = ("", "requests", "tokens/s", "p50 ms", "p99 ms", "first token p50 ms", "errors", "updates a minute")
+    header = ("", "requests", "tokens/s", "p50 ms", "p99 ms", "first token p50 ms", "errors", "updates/min", "alone")
     rows = [header, *(traffic_row(name, one) for name, one in found.items())]
     print_table(f"Time between tokens: {title}", rows)
     for error in [error for one in found.values() for error in one.traffic.errors][:5]:
@@ -122,6 +160,7 @@ def traffic_row(name: str, one: Measured) -> tuple[str, ...]:
         *(f"{1e3 * seconds:.1f}" for seconds in times),
         str(len(one.traffic.errors)),
         f"{one.updates_per_minute:.1f}",
+        f"{one.updates_per_minute_alone:.1f}" if one.steps else "",
     )
 
 
@@ -140,6 +179,7 @@ def traffic_figures(found: Mapping[str, Measured]) -> dict[str, float | None]:
             f"serving.itl_p99_ratio_{suffix}": p99(one.traffic.gaps) / p99(alone.traffic.gaps),
             f"serving.tokens_ratio_{suffix}": one.tokens_per_second / alone.tokens_per_second,
             f"serving.updates_per_minute_{suffix}": one.updates_per_minute,
+            f"serving.updates_ratio_{suffix}": one.updates_per_minute / one.updates_per_minute_alone,
         }
     return figures
 

@@ -134,6 +134,8 @@ BARS: Mapping[str, Bar] = {
     "serving.tokens_ratio_training_first": Bar(),
     "serving.updates_per_minute_training_first": Bar(),
     "serving.steps_while_training": Bar(least=1),
+    "serving.updates_ratio_while_training": Bar(least=0.15),
+    "serving.updates_ratio_training_first": Bar(),
     "serving.errors_while_training": Bar(most=0),
     "ab.share_error": Bar(most=0.02),
     "ab.failed_requests": Bar(most=0),
