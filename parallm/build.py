@@ -1,11 +1,10 @@
-"""RunConfig -> a run: with `house` and `policy_runs` the only place where parts are wired to each other."""
+"""RunConfig -> a run: the wiring of `parallm.train`, on top of `house` and `policy_runs`."""
 
 import asyncio
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-import mlx.core as mx
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.companions import with_companions
@@ -13,14 +12,25 @@ from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import connect
 from parallm.errors import ConfigError
-from parallm.house import House, on_device, with_house
+from parallm.given_model import find_given
+from parallm.house import House, HouseSettings, Listening, header_of, listening, on_device, with_house
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.learner.learner import Learner
 from parallm.lessons import Lessons, read_lessons
-from parallm.metrics.display import make_display
-from parallm.metrics.run_header import RunHeader
+from parallm.metrics.display import LoggedDisplay, make_display
+from parallm.metrics.time_left import Schedule
+from parallm.metrics.wording import short_path
+from parallm.model.settings import ModelSettings
 from parallm.model_names import of_alias
-from parallm.policy_runs import PolicyRun, combined_status, make_policy_runs, raise_failures, stop_all, train_all
+from parallm.policy_runs import (
+    PolicyRun,
+    combined_status,
+    how_to_go_on,
+    make_policy_runs,
+    raise_failures,
+    stop_all,
+    train_all,
+)
 from parallm.reports import TrainingStatus
 from parallm.rollout.atropos.rescoring import Rescorer
 from parallm.rollout.atropos.scored_group import Limits
@@ -29,6 +39,7 @@ from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.judge import Judge
 from parallm.rollout.problem_stream import make_stream
+from parallm.run_folder import link_latest
 from parallm.server.operation.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
@@ -41,24 +52,29 @@ from parallm.trainer.saving import fingerprint_of, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
 from parallm.trainer.trainer import Trainer
 from parallm.training_control import TrainingControl
-from parallm.types import LATEST
+from parallm.types import LATEST, POLICY
 
 
 def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     """Train, and answer HTTP meanwhile. Returns the exit code; raises ParallmError."""
-    return asyncio.run(_train(config, folder, blas))
+    asyncio.run(_train(config, folder, blas))
+    return 0
 
 
-def run_serving(config: RunConfig, folder: Path, blas: BlasReport) -> int:
-    """Answer HTTP until Ctrl-C. Returns the exit code; raises ParallmError."""
-    return asyncio.run(_serve(config, folder, blas))
+async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> None:
+    model = find_given(config.model)
+    with listening(config.server) as listens:
+        await _train_and_answer(config, model, folder, blas, listens)
 
 
-async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
+async def _train_and_answer(
+    config: RunConfig, model: ModelSettings, folder: Path, blas: BlasReport, listens: Listening | None
+) -> None:
     lessons = {name: read_lessons(one) for name, one in policy_configs(config).items()}
+    schedules = {name: _schedule(one, lessons[name]) for name, one in policy_configs(config).items()}
     is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
-    display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout)
-    runs = make_policy_runs(config, folder, display)
+    display = LoggedDisplay(make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout))
+    runs = make_policy_runs(config, folder, display, schedules)
     live = {run.name: run.traffic for run in runs if run.traffic is not None}
     ledgers = {run.name: run.atropos.ledger for run in runs if run.atropos is not None}
     sources = [source for run in runs for source in (run.traffic, run.atropos) if source is not None]
@@ -67,12 +83,17 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
         return combined_status({run.name: run.status for run in runs})
 
     async def work(house: House, server: HttpServer | None) -> None:
-        display.start(_header(config, folder, blas, server))
+        schedule = None if config.policies else schedules[POLICY]
+        header = header_of(config.name, model, blas, server)
+        display.start(replace(header, folder=short_path(folder), policies=tuple(config.policies), schedule=schedule))
         judge = Judge(house.engine.generate_all, house.model.tokenizer)  # one for all: it numbers its requests
         async with with_companions(runs, server):
             for run in runs:
                 connect(lessons[run.name].environment, judge)
                 run.trainer = await _make_trainer(run, house.of(run.name), lessons[run.name])
+            link_latest(folder)
+            for run in runs:
+                run.recorder.start()
             if server is not None:
                 await server.start()
             stop_on_signals(partial(_leave, runs, server), "finishing this step, then saving and leaving")
@@ -82,25 +103,36 @@ async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> int:
                 for source in sources:
                     source.end()
                 device = "" if blas.name == "reference" else blas.name
-                summaries = [run.recorder.finish(run.figures, device=device) for run in runs]
+                summaries = [run.recorder.finish(run.figures, title=run.title, device=device) for run in runs]
         for run, summary in zip(runs, summaries, strict=True):
             if run.name not in failures:
                 await _leave_adapter(run, house)
                 run.display.finish(summary.rows())
         raise_failures(failures, is_alone=len(runs) == 1)
-        was_stopped = any(run.was_stopped for run in runs)
-        if config.trainer.keep_serving and server is not None and not was_stopped:
+        if any(run.was_stopped for run in runs):
+            display.message(how_to_go_on(config, folder, runs))
+        elif config.trainer.keep_serving and server is not None:
             sys.stdout.write(f"training has ended; {server.url} answers until Ctrl-C\n")
             await until_signal()
 
+    settings = HouseSettings(
+        model=model,
+        engine=config.engine,
+        server=config.server,
+        policies=tuple(policy_configs(config)),
+        seed=config.seed,
+        engine_share=config.learner.engine_share,
+        can_start_from_reward_model=all(run.config.learner.trains == "reward_model" for run in runs),
+    )
+    training = TrainingControl(runs)
     try:
-        trained, training = tuple(policy_configs(config)), TrainingControl(runs)
-        return await with_house(
-            config,
+        await with_house(
+            settings,
             blas,
+            listens,
             status,
             work,
-            trained=trained,
+            trained=settings.policies,
             training=training,
             trajectories=live,
             witnesses=ledgers,
@@ -115,21 +147,6 @@ def _leave(runs: tuple[PolicyRun, ...], server: HttpServer | None) -> None:
     stop_all(runs)
     if server is not None:
         server.drain()
-
-
-async def _serve(config: RunConfig, folder: Path, blas: BlasReport) -> int:
-    display = make_display("lines" if config.metrics.display == "auto" else config.metrics.display, sys.stdout)
-
-    async def work(_: House, server: HttpServer | None) -> None:
-        if server is not None:
-            await server.start()
-        display.start(_header(config, folder, blas, server))
-        await until_signal()
-
-    try:
-        return await with_house(config, blas, lambda: TrainingStatus(state="serving"), work)
-    finally:
-        display.close()
 
 
 async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
@@ -240,14 +257,9 @@ async def _leave_adapter(run: PolicyRun, house: House) -> None:
         await on_device(house.device, partial(write_adapter, kept, run.folder, house.model))
 
 
-def _header(config: RunConfig, folder: Path, blas: BlasReport, server: HttpServer | None) -> RunHeader:
-    return RunHeader(
-        name=config.name,
-        model=config.model.path,
-        device=str(mx.default_device()),
-        blas=blas.message,
-        url=server.url if server else None,
-        folder=str(folder),
-        policies=tuple(config.policies),
+def _schedule(config: RunConfig, lessons: Lessons) -> Schedule:
+    return Schedule(
         total_steps=config.trainer.steps,
+        evaluate_every=config.trainer.evaluate_every if lessons.has_held_out else None,
+        waits_for_others=config.rollout.source != "environment",
     )

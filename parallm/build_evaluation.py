@@ -13,21 +13,26 @@ from parallm.config import EvaluateConfig
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import AnyEnvironment, build_environment, connect
 from parallm.errors import CheckpointError, ConfigError, ProblemError
-from parallm.house import House, with_house
+from parallm.house import House, HouseSettings, with_house
+from parallm.learner.settings import LearnerSettings
 from parallm.metrics.comparison import Compared, comparison_report, print_comparison
 from parallm.metrics.json_lines import to_json, write_whole
 from parallm.metrics.lines import evaluation_line
 from parallm.metrics.machine import describe_commit, describe_machine
+from parallm.metrics.wording import short_path
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
+from parallm.model.load import check_local
 from parallm.model.reward_head import refuse_reward_model
+from parallm.model.settings import ModelSettings
 from parallm.reports import TrainingStatus
 from parallm.rollout.estimates import mean_difference
 from parallm.rollout.evaluation import Evaluator, Outcomes
 from parallm.rollout.judge import Judge
+from parallm.run_folder import check_writable
 from parallm.server.operation.listen import HttpServer
 from parallm.trainer.evaluation_samples import evaluation_samples
-from parallm.trainer.reward_training import open_reward_model
+from parallm.trainer.reward_training import find_reward_model, open_reward_model
 from parallm.types import BASE, Problem
 
 REPORT = "evaluation.json"
@@ -51,6 +56,9 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
     adapters = [found for where in named for found in find_adapters(where)]
     if not adapters and not config.base:
         raise ConfigError("base=false leaves nothing to evaluate; name an adapter with model.adapter=FOLDER")
+    check_local(config.model.path)
+    find_reward_model(config.rollout.reward_model)
+    check_writable(folder)
     environment = build_environment(config.environment)
     problems = _held_out(config, environment)
 
@@ -60,7 +68,7 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
             candidates.append(await _published(house, path, f"candidate-{len(candidates)}"))
         connect(environment, Judge(house.engine.generate_all, house.model.tokenizer))
         reward_model = await open_reward_model(
-            config.rollout.reward_model, config.learner, house.device, house.model, house.lanes
+            config.rollout.reward_model, LearnerSettings(), house.device, house.model, house.lanes
         )
         evaluator = Evaluator(
             generate_all=house.engine.generate_all,
@@ -77,8 +85,10 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
         _write(config, folder / REPORT, compared)
 
     # the adapters are read by themselves: each may have a rank and targets of its own
-    without = dataclasses.replace(config, model=dataclasses.replace(config.model, adapter=None))
-    return asyncio.run(with_house(without, blas, lambda: TrainingStatus(state="evaluating"), work))
+    model = ModelSettings(path=config.model.path, dtype=config.model.dtype, quantized=config.model.quantized)
+    settings = HouseSettings(model=model, engine=config.engine)
+    asyncio.run(with_house(settings, blas, None, lambda: TrainingStatus(state="evaluating"), work))
+    return 0
 
 
 def _held_out(config: EvaluateConfig, environment: AnyEnvironment) -> Sequence[Problem]:
@@ -143,4 +153,4 @@ def _write(config: EvaluateConfig, path: Path, compared: Sequence[Compared]) -> 
         raise CheckpointError(
             f"{path} could not be written: {error}; the table above holds the same numbers"
         ) from error
-    sys.stdout.write(f"report: {path}\n")
+    sys.stdout.write(f"report: {short_path(path)}\n")

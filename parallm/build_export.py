@@ -10,10 +10,11 @@ import mlx.core as mx
 from parallm.checkpoint.chosen_adapter import find_adapter
 from parallm.config import ExportConfig
 from parallm.errors import CheckpointError, ConfigError
+from parallm.metrics.wording import short_path
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import base_of, read_adapter, write_mlx, write_peft
 from parallm.model.fuse import Quantization, fuse, model_bytes, write_model
-from parallm.model.load import find_folder, load_base
+from parallm.model.load import check_local, find_folder, load_base
 from parallm.model.reward_head import refuse_reward_model
 
 FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
@@ -24,6 +25,7 @@ SPARE_BYTES = 32 << 20
 def run_export(config: ExportConfig, folder: Path) -> int:
     """Write the folders and say where they are. Returns the exit code; raises ParallmError, leaving nothing behind."""
     output = _output(config, folder)
+    check_local(config.model.path)
     adapter = read_adapter(_named_adapter(config))
     temporary = output / f".tmp-export-{os.getpid()}"
     try:
@@ -39,9 +41,9 @@ def run_export(config: ExportConfig, folder: Path) -> int:
         shutil.rmtree(temporary, ignore_errors=True)
         if output.is_dir() and not any(output.iterdir()):
             output.rmdir()
-    sys.stdout.write(f"version {adapter.version} of step {adapter.step}:\n")
+    sys.stdout.write(f"version {adapter.version} of step {adapter.step}\n")
     for name, description in written.items():
-        sys.stdout.write(f"  {output / name}  {description}\n")
+        sys.stdout.write(f"{description}\n  {short_path(output / name)}\n")
     return 0
 
 
@@ -84,10 +86,10 @@ def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, st
     descriptions: dict[str, str] = {}
     if "mlx" in config.formats:
         write_mlx(adapter, folder / FOLDERS["mlx"], num_layers=num_layers)
-        descriptions[FOLDERS["mlx"]] = "adapter for mlx-lm: --adapter-path"
+        descriptions[FOLDERS["mlx"]] = "adapter for mlx-lm, --adapter-path"
     if "peft" in config.formats:
         write_peft(adapter, folder / FOLDERS["peft"], config.model.path, base_of(_named_adapter(config)))
-        descriptions[FOLDERS["peft"]] = "adapter for PEFT: PeftModel.from_pretrained"
+        descriptions[FOLDERS["peft"]] = "adapter for PEFT, PeftModel.from_pretrained"
     if "fused" in config.formats:
         write_model(base, fused_config, source, folder / FOLDERS["fused"])
         bits = "" if config.quantize.bits is None else f", {config.quantize.bits} bits"

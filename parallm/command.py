@@ -4,12 +4,10 @@ import importlib
 import logging
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Protocol, TextIO, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,20 +16,27 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from parallm.config import (
-    RUNS_FOLDER,
-    known_keys,
-    recipe_files,
-    register_defaults,
-    register_recipes,
-    run_folder,
-    shipped,
-    to_config,
-)
-from parallm.config_errors import explain_composition, repeated_keys
+from parallm import interrupts
+from parallm.command_line import asks_version, check_words, help_topics
+from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
+from parallm.config_errors import explain_composition
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import ConfigError, ParallmError
+from parallm.help_pages import help_page
+from parallm.metrics.machine import describe_versions
+from parallm.metrics.sweep import Job, report_sweep
+from parallm.recipe_files import check_asked, read_recipes, register_recipes
+from parallm.run_folder import (
+    CONFIG,
+    LOG,
+    RUNS_FOLDER,
+    check_writable,
+    export_folder,
+    folder_error,
+    remove_unused,
+    run_folder,
+)
 
 
 class CommandConfig(Protocol):
@@ -46,79 +51,122 @@ Config = TypeVar("Config", bound=CommandConfig)
 Run = Callable[[Config, Path, BlasReport], int]
 """Runs to the end in the given folder and returns an exit code."""
 
-ROOM_TO_START = 65_536
-"""Bytes of the log and the configuration, with some to spare."""
 SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
+TRAIN = "train"
+"""The command that takes recipes and keeps a log in its folder."""
 
 logger = logging.getLogger(__name__)
 
 
-def run_command(config_name: str, kind: type[Config], run: Run[Config]) -> int:
-    """Compose conf/`config_name`.yaml with the command line; run it, or each job of a sweep. Returns the worst code."""
-    codes = [SUCCESS]
-    is_in_job = False
+class _NoFurtherJob(KeyboardInterrupt):
+    """A signal has stopped a job of a sweep, which ends then. Hydra reports every other kind of exception."""
+
+
+def run_command(name: str, kind: type[Config], run: Run[Config]) -> int:
+    """Answer a question, or compose conf/`name`.yaml with the command line and run it, or each job of a sweep.
+
+    Returns the worst exit code.
+    """
+    arguments = sys.argv[1:]
+    if asks_version(arguments):
+        sys.stdout.write(f"{describe_versions()}\n")
+        return SUCCESS
+    try:
+        topics = help_topics(arguments)
+        if topics is not None:
+            sys.stdout.write(help_page(name, topics))
+            return SUCCESS
+        _register(name, kind, arguments)
+        return _compose_and_run(name, kind, run)
+    except ConfigError as error:
+        return _complain(str(error), WRONG_CONFIG)
+
+
+def _register(name: str, kind: type, arguments: list[str]) -> None:
+    """Tell Hydra what there is. Raises ConfigError for a command line that cannot be meant."""
+    recipes = read_recipes() if name == TRAIN else None
+    check_words(arguments, known_keys(kind), recipes)
+    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
+    OmegaConf.register_new_resolver("export_folder", export_folder, replace=True)
+    register_defaults(kind)
+    if recipes is not None:
+        check_asked(arguments, recipes)
+        register_recipes(recipes.values())
+
+
+def _compose_and_run(name: str, kind: type[Config], run: Run[Config]) -> int:
+    jobs: list[Job] = []
+    is_in_job = is_sweep = False
 
     def job(composed: DictConfig) -> None:
-        nonlocal is_in_job
-        is_in_job = True
-        codes.append(_run_job(composed, kind, run))
+        nonlocal is_in_job, is_sweep
+        is_in_job, is_sweep = True, HydraConfig.get().mode == RunMode.MULTIRUN
+        code = _run_job(composed, kind, run, keeps_log=name == TRAIN)
+        jobs.append(_this_job(len(jobs), code))
         is_in_job = False
+        if interrupts.were_received():
+            raise _NoFurtherJob
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would else print and exit for
     try:
-        if wrong := repeated_keys(sys.argv[1:]):
-            raise ConfigError("\n".join(wrong))
-        _register(kind)
-        hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=config_name)(job)()
-    except ConfigError as error:
-        return _complain(str(error), WRONG_CONFIG)
+        hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=name)(job)()
     except (HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
             raise
-        return _complain(explain_composition(error, sys.argv[1:], known_keys(kind)), WRONG_CONFIG)
+        wrong = explain_composition(error, sys.argv[1:], known_keys(kind), keys_elsewhere(kind))
+        return _complain(wrong, WRONG_CONFIG)
     except OSError as error:
         if is_in_job:
             raise
-        return _complain(_folder_trouble(Path(error.filename or RUNS_FOLDER), error), FAILED)
+        return _complain(str(folder_error(Path(error.filename or RUNS_FOLDER), error)), FAILED)
+    except _NoFurtherJob:
+        pass
     except KeyboardInterrupt:
         return INTERRUPTED
-    return max(codes)
+    finally:
+        if is_sweep and jobs:
+            _end_sweep(jobs)
+    return max((job.exit_code for job in jobs), default=SUCCESS)
 
 
-def _register(kind: type) -> None:
-    OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
-    OmegaConf.register_new_resolver("parallm_help", partial(help_text, known_keys(kind)), replace=True)
-    register_defaults(kind)
-    register_recipes(*_recipe_folders())
-
-
-def _recipe_folders() -> tuple[Path, Path]:
-    return shipped("recipes"), Path("recipes")  # the package's, then those of the current folder
-
-
-def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config]) -> int:
+def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keeps_log: bool) -> int:
     folder = Path(HydraConfig.get().runtime.output_dir)
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
+    code = FAILED
     try:
         config = to_config(composed, kind)
-        try:
-            _try_to_write(folder)
-        except OSError as error:
-            return _complain(_folder_trouble(folder, error), FAILED)
-        with _logging_to(folder / "run.log"):
+        if keeps_log:
+            check_writable(folder)
+        with _logging_to(folder / LOG if keeps_log else None):
             blas = load_blas(config.device)
             logger.info(blas.message)
             _require_mlx()
-            (folder / "config.yaml").write_text(OmegaConf.to_yaml(composed, resolve=True))
-            return run(config, folder, blas)
+            if keeps_log:
+                (folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
+            code = run(config, folder, blas)
     except ConfigError as error:
-        return _complain(str(error), WRONG_CONFIG)
+        code = _complain(str(error), WRONG_CONFIG)
     except ParallmError as error:
-        return _complain(str(error), FAILED)
+        code = _complain(str(error), FAILED)
     finally:
-        _remove_if_empty(folder)
+        if code != SUCCESS or not keeps_log:
+            remove_unused(folder)
+    return code
+
+
+def _this_job(number: int, exit_code: int) -> Job:
+    overrides, folder = HydraConfig.get().overrides.task, HydraConfig.get().runtime.output_dir
+    return Job(number=number, overrides=tuple(overrides), folder=Path(folder), exit_code=exit_code)
+
+
+def _end_sweep(jobs: list[Job]) -> None:
+    """Say what became of the jobs, and write it beside them."""
+    folder = jobs[0].folder.parent
+    remove_unused(folder)
+    if folder.is_dir():
+        report_sweep(jobs, folder, sys.stdout)
 
 
 def _require_mlx() -> None:
@@ -138,47 +186,24 @@ def _complain(message: str, code: int) -> int:
     return code
 
 
-def _try_to_write(folder: Path) -> None:
-    """Raises OSError if the folder does not take what every run writes: its log, its configuration."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(ROOM_TO_START))
-        file.flush()
-
-
-def _folder_trouble(folder: Path, error: OSError) -> str:
-    nearest = next((path for path in (folder, *folder.parents) if path.exists()), folder)
-    reason = f"{nearest} is a file" if nearest.is_file() else error.strerror
-    return (
-        f"the run folder {folder} cannot be written: {reason}; make room for it, start in another folder, or name one "
-        "with hydra.run.dir=FOLDER"
-    )
-
-
-def _remove_if_empty(folder: Path) -> None:
-    """A run that ended before it wrote anything leaves no folder behind."""
-    if RUNS_FOLDER.resolve() in folder.parents:
-        with suppress(OSError):
-            folder.rmdir()
-            folder.parent.rmdir()
-
-
 @contextmanager
-def _logging_to(path: Path) -> Iterator[None]:
-    """Everything from INFO on goes to the file, warnings also to the terminal."""
-    file = logging.FileHandler(path, delay=True)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    terminal = _Terminal(logging.WARNING)
-    terminal.setFormatter(logging.Formatter("parallm: %(levelname)s: %(message)s"))
+def _logging_to(path: Path | None) -> Iterator[None]:
+    """Warnings go to the terminal, everything from INFO on to the file, if there is one."""
+    handlers: list[logging.Handler] = [_Terminal(logging.WARNING)]
+    handlers[0].setFormatter(logging.Formatter("parallm: %(levelname)s: %(message)s"))
+    if path is not None:
+        handlers.append(logging.FileHandler(path, delay=True))
+        handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     package = logging.getLogger("parallm")
     package.setLevel(logging.INFO)
-    package.addHandler(file)
-    package.addHandler(terminal)
+    for handler in handlers:
+        package.addHandler(handler)
     try:
         yield
     finally:
-        package.removeHandler(file)
-        package.removeHandler(terminal)
-        file.close()
+        for handler in handlers:
+            package.removeHandler(handler)
+            handler.close()
 
 
 class _Terminal(logging.StreamHandler[TextIO]):
@@ -190,32 +215,3 @@ class _Terminal(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # type: ignore[override]  # a property where the base has an attribute
         return sys.stderr
-
-
-def help_text(known: Mapping[str, Any], program: str) -> str:
-    """The answer to --help of a command with these keys; Hydra appends nothing to it."""
-    groups = [
-        f"  {folder.name}={'|'.join(sorted(path.stem for path in folder.glob('*.yaml')))}"
-        for folder in sorted(path for path in shipped("conf").iterdir() if path.is_dir() and path.name in known)
-    ]
-    return "\n".join(
-        [
-            f"{program} {'[+recipe=NAME] ' if 'learner' in known else ''}[group=choice ...] [key=value ...]",
-            *(_recipe_lines() if "learner" in known else []),
-            "\nGroups (conf/):",
-            *groups,
-            "\nKeys of this run, each overridden as part.key=value:",
-            "\n$CONFIG",
-            "-m part.key=a,b runs every combination; --cfg job prints only the configuration.\n",
-        ]
-    )
-
-
-def _recipe_lines() -> list[str]:
-    recipes = [f"  +recipe={name:20} {_first_comment(path)}" for name, path in recipe_files(*_recipe_folders()).items()]
-    return ["\nRecipes (yours in ./recipes too):", *recipes]
-
-
-def _first_comment(path: Path) -> str:
-    first = path.read_text().partition("\n")[0]
-    return first.lstrip("# ") if first.startswith("#") else ""

@@ -1,39 +1,34 @@
-"""YAML, recipes and the command line -> RunConfig. Imports no MLX: a BLAS must be able to load before it."""
+"""YAML and the command line -> a command's configuration. Imports no MLX: a BLAS must be able to load before it."""
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, TypeAdapter, ValidationError
 
 from parallm.checkpoint.settings import CheckpointSettings
-from parallm.config_errors import explain_values
+from parallm.config_errors import KnownKeys, explain_values
 from parallm.device.settings import DeviceSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
-from parallm.metrics.settings import MetricsSettings
-from parallm.model.settings import ModelSettings
+from parallm.metrics.settings import DisplaySettings, MetricsSettings
+from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSettings
 from parallm.policies import PolicyName, PolicyPart, check_policies, values_of
-from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.settings import EpisodeSettings, RolloutSettings
+from parallm.run_folder import NAME_PATTERN
 from parallm.server.settings import ServerSettings
 from parallm.settings import settings
-from parallm.trainer.settings import TrainerSettings
+from parallm.trainer.settings import EvaluationSettings, TrainerSettings
 from parallm.types import POLICY
 
 PACKAGE_FOLDER = Path(__file__).parent
-RUNS_FOLDER = Path("checkpoints")
-NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
-TRAJECTORIES = "trajectories.jsonl"
-"""In the folder of a policy that learns from clients."""
 MANDATORY = "???"
 """How OmegaConf marks a key without a value."""
 
@@ -43,31 +38,76 @@ class RunConfig:
     """Everything that a run depends on. One field per part: folder of conf/, field here, folder of parallm/."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
-    """Folder below checkpoints/."""
+    """Name of the run, and of the folder below checkpoints/."""
     seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of adapter, problems' order and samples; the same seed on the same machine gives the same run."""
     model: ModelSettings = ModelSettings()
+    """The model to load and the form of its adapters."""
     engine: EngineSettings = EngineSettings()
+    """Continuous batching: rows, context, memory of keys and values, speculation."""
     learner: LearnerSettings = LearnerSettings()
+    """The loss, the optimizer, and data for supervised training."""
     rollout: RolloutSettings = RolloutSettings()
+    """The completions that make a step, and their rewards."""
     environment: EnvironmentSettings = ArithmeticSettings()
+    """The problems and their judge."""
     checkpoint: CheckpointSettings = CheckpointSettings()
+    """When to save, what to keep, where to go on from."""
     trainer: TrainerSettings = TrainerSettings()
+    """The loop: steps, evaluations, what is published, when to stop."""
     server: ServerSettings = ServerSettings()
+    """HTTP: address, keys, limits."""
     device: DeviceSettings = DeviceSettings()
+    """The library behind matrix products on a CPU."""
     metrics: MetricsSettings = MetricsSettings()
+    """What is shown on the screen and written to the run folder."""
     policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
     """Several adapters to train at the same time, by name, each with what differs from the parts above; see conf/."""
 
 
 @settings
-class EvaluateConfig(RunConfig):
-    """What `parallm.evaluate` compares, and how: `trainer.evaluate_*` for the problems and samples."""
+class ServeConfig:
+    """Everything that `parallm.serve` depends on."""
 
+    name: str = Field(default="serve", pattern=NAME_PATTERN)
+    """Name on the screen."""
+    model: ModelSettings = ModelSettings()
+    """The model to load, the adapter to serve as `policy`, and the layers that adapters may have."""
+    engine: EngineSettings = EngineSettings()
+    """Continuous batching: rows, context, memory of keys and values, speculation."""
+    server: ServerSettings = ServerSettings()
+    """HTTP: address, keys, limits."""
+    device: DeviceSettings = DeviceSettings()
+    """The library behind matrix products on a CPU."""
+    metrics: DisplaySettings = DisplaySettings()
+    """What is shown on the screen."""
+
+
+@settings
+class EvaluateConfig:
+    """What `parallm.evaluate` compares, and how."""
+
+    name: str = Field(default="evaluate", pattern=NAME_PATTERN)
+    """Name of the folder below checkpoints/."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the samples for pass@k."""
+    model: ComputedBaseSettings = ComputedBaseSettings()
+    """The model to load and the adapter to evaluate, of any rank."""
     adapters: tuple[str, ...] = ()
     """More adapters beside `model.adapter`; each a folder of an adapter, a checkpoint or a run, of which the best
     version counts, or FOLDER@VERSION, FOLDER@newest, FOLDER@all."""
     base: bool = True
     """Evaluate the model without an adapter too, and the differences to it."""
+    engine: EngineSettings = EngineSettings()
+    """Continuous batching: rows, context, memory of keys and values, speculation."""
+    rollout: EpisodeSettings = EpisodeSettings()
+    """The limits of a completion, and a reward model for its score."""
+    environment: EnvironmentSettings = ArithmeticSettings()
+    """The problems and their judge."""
+    trainer: EvaluationSettings = EvaluationSettings()
+    """The number of held-out problems, and samples of each."""
+    device: DeviceSettings = DeviceSettings()
+    """The library behind matrix products on a CPU."""
 
 
 @settings
@@ -83,16 +123,26 @@ class ExportConfig:
     """What `parallm.export` writes, and from what: `model.path` and `model.adapter`."""
 
     name: str = Field(default="export", pattern=NAME_PATTERN)
-    model: ModelSettings = ModelSettings()
-    """`model.dtype=auto` keeps the type that the base is stored in."""
+    """Name of the folder below checkpoints/, where no `output` is given."""
+    model: BaseSettings = BaseSettings()
+    """The base and its adapter. `model.dtype=auto` keeps the type that the base is stored in."""
     formats: tuple[Literal["mlx", "peft", "fused"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
     """`mlx` and `peft`: the adapter as mlx-lm and PEFT read it; `fused`: a whole model with the adapter merged in."""
     output: str | None = None
-    """A folder that does not exist yet; none: below checkpoints/export."""
+    """A folder that does not exist yet; null: below checkpoints/export."""
     quantize: QuantizeSettings = QuantizeSettings()
+    """Weights of fewer bits in the fused model."""
     device: DeviceSettings = DeviceSettings()
+    """The library behind matrix products on a CPU."""
 
 
+COMMANDS: Mapping[str, type] = {
+    "train": RunConfig,
+    "serve": ServeConfig,
+    "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+}
+"""The kind of configuration of `parallm.NAME`, which conf/NAME.yaml begins."""
 ENVIRONMENTS: tuple[type, ...] = get_args(get_args(EnvironmentSettings)[0])
 Config = TypeVar("Config")
 
@@ -103,6 +153,11 @@ def to_config(composed: DictConfig, kind: type[Config]) -> Config:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from error
+    if renamed := _renamed_environment(values):
+        raise ConfigError(
+            f"environment.name={renamed}: an environment is chosen as a whole, by environment={renamed} on the command "
+            f"line or by `defaults: [{{override /environment: {renamed}}}]` in a recipe"
+        )
     config = _validated(_without_mandatory(values), kind)
     if isinstance(config, RunConfig):
         policy_configs(config)
@@ -160,13 +215,18 @@ def _validated(values: Any, kind: type[Config]) -> Config:
     try:
         return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
-        raise ConfigError(explain_values(error.errors(), known_keys(kind))) from error
+        raise ConfigError(explain_values(error.errors(), known_keys(kind), keys_elsewhere(kind))) from error
 
 
 def known_keys(kind: type = RunConfig) -> dict[str, Any]:
     """Every key of a command with its default; below `environment`, one level with the name of each environment."""
     keys = _defaults(kind)
     return keys | ({"environment": _environments()} if "environment" in keys else {})
+
+
+def keys_elsewhere(kind: type) -> dict[str, KnownKeys]:
+    """The keys of the other commands, by their names."""
+    return {f"parallm.{name}": known_keys(other) for name, other in COMMANDS.items() if other is not kind}
 
 
 def register_defaults(kind: type = RunConfig) -> None:
@@ -186,59 +246,18 @@ def _environments() -> dict[str, Any]:
     return {keys["name"]: keys for keys in map(_defaults, ENVIRONMENTS)}
 
 
+def _renamed_environment(values: Any) -> str | None:
+    """The name of an environment that was given to the keys of another one; None where there is no such thing."""
+    given = values.get("environment") or {}
+    name = given.get("name")
+    others = [keys for other, keys in _environments().items() if other != name]
+    return name if name in _environments() and any(keys.keys() <= given.keys() for keys in others) else None
+
+
 def shipped(folder: str) -> Path:
     """The folder `conf` or `recipes`: inside the package in a wheel, beside it in a checkout."""
     installed = PACKAGE_FOLDER / folder
     return installed if installed.is_dir() else PACKAGE_FOLDER.parent / folder
-
-
-def register_recipes(*folders: Path) -> None:
-    """Make each `NAME.yaml` selectable as `+recipe=NAME`; later folders win. Raises ConfigError for a broken file."""
-    for path in recipe_files(*folders).values():
-        try:
-            recipe = OmegaConf.load(path)
-        except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-            raise ConfigError(f"recipe {path} cannot be read: {error}") from error
-        if not isinstance(recipe, DictConfig):
-            raise ConfigError(f"recipe {path} must be a mapping of keys to values")
-        ConfigStore.instance().store(
-            group="recipe", name=path.stem, node=recipe, package="_global_", provider=str(path.parent)
-        )
-
-
-def recipe_files(*folders: Path) -> dict[str, Path]:
-    """Recipe names with their files; later folders win."""
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
-
-
-def run_folder(name: str, resume: str, now: str) -> str:
-    """Where a run writes: `checkpoints/NAME/NOW`.
-
-    With `resume=auto`, the newest run folder of that name that holds a checkpoint or trajectories of clients, if there
-    is one: the run goes on in it. A checkpoint named by its folder starts a new run, so that the run it came from stays
-    as it is.
-    """
-    # Hydra makes the folder before to_run_config refuses a wrong name
-    runs = RUNS_FOLDER / (str(name) if re.match(NAME_PATTERN, str(name)) else "run")
-    if resume == "auto":
-        begun = [
-            folder
-            for folder in runs.glob("*/")
-            if (has_checkpoint(folder) or has_trajectories(folder)) and not folder.name.startswith("sweep_")
-        ]
-        if begun:
-            return str(max(begun, key=lambda folder: folder.name))
-    return str(runs / now)
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Whether the checkpoint manager has saved anything in this run folder or in one of its policies, good or not."""
-    return any(True for pattern in ("step_*/", "*/step_*/") for _ in folder.glob(pattern))
-
-
-def has_trajectories(folder: Path) -> bool:
-    """Whether completions of clients were collected in this run folder or for one of its policies."""
-    return any(True for pattern in (TRAJECTORIES, f"*/{TRAJECTORIES}") for _ in folder.glob(pattern))
 
 
 def _defaults(settings_class: type) -> dict[str, Any]:

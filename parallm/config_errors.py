@@ -2,12 +2,11 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-import yaml
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic_core import ErrorDetails
 
@@ -18,45 +17,39 @@ UNKNOWN_KEY = {"unexpected_keyword_argument", "extra_forbidden"}
 MISSING = {"missing", "missing_argument", "missing_keyword_only_argument"}
 
 
-def explain_values(errors: Iterable[ErrorDetails], known: KnownKeys) -> str:
-    """One line per key for what pydantic found wrong."""
+def explain_values(
+    errors: Iterable[ErrorDetails], known: KnownKeys, elsewhere: Mapping[str, KnownKeys] = MappingProxyType({})
+) -> str:
+    """One line per key for what pydantic found wrong. `elsewhere` are the keys of other commands, by their names."""
     messages: dict[str, list[str]] = {}
     for error in errors:
         path = _known_part(error, known)
-        messages.setdefault(_dotted(path, known), []).append(_explain_value(error, path, known))
+        key = _dotted(path, known)
+        is_unknown = error["type"] in UNKNOWN_KEY and not _holds(known, key.split("."))
+        owners = _owners(key, elsewhere) if is_unknown else ""
+        messages.setdefault(key, []).append(owners or _explain_value(error, path, known))
     # one value may fail in several ways, one for each type that the key allows
     return "\n".join(f"{key}: {' or '.join(dict.fromkeys(texts))}" for key, texts in messages.items())
 
 
 def explain_composition(
-    error: HydraException | OmegaConfBaseException, arguments: Iterable[str], known: KnownKeys
+    error: HydraException | OmegaConfBaseException,
+    arguments: Iterable[str],
+    known: KnownKeys,
+    elsewhere: Mapping[str, KnownKeys],
 ) -> str:
     """What kept Hydra from composing. `arguments` are the command line's, to name every unknown key at once."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}: '{choice}' is unknown{_choices(choice, error.options or [])}"
-    roots = [match[1] for argument in arguments if (match := re.match(r"\+{0,2}(\w+)[^=]*=", argument))]
-    unknown = [root for root in dict.fromkeys(roots) if root not in known and root not in {"hydra", "recipe"}]
+        return f"{group}: '{choice}' is unknown{choices_for(choice, error.options or [])}"
+    keys = [match[1] for argument in arguments if (match := re.match(r"\+{0,2}(\w[\w.]*)[^=]*=", argument))]
+    unknown = [key for key in dict.fromkeys(keys) if key.partition(".")[0] not in {*known, "hydra", "recipe"}]
     if unknown:
-        return "\n".join(f"{root}: unknown key{_choices(root, known)}" for root in unknown)
+        return "\n".join(_explain_key(key, known, elsewhere) for key in unknown)
     if "override 'recipe" in str(error):
         return "recipe: a recipe is added to the run, so write +recipe=NAME with the plus"
     lines = (line.strip() for line in str(error).splitlines())
     return " ".join(line for line in lines if line and not line.startswith(("full_key", "object_type", "See http")))
-
-
-def repeated_keys(arguments: Iterable[str]) -> list[str]:
-    """One line for each value of the command line that is a mapping with a key twice: Hydra keeps the last silently."""
-    wrong = []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        try:
-            OmegaConf.create(value if value.startswith("{") else "")
-        except yaml.constructor.ConstructorError as error:
-            wrong.append(f"{key.lstrip('+')}: {error.problem}")
-        except (yaml.YAMLError, OmegaConfBaseException):
-            pass  # Hydra's grammar is another one: let it judge
-    return wrong
 
 
 def _known_part(error: ErrorDetails, known: KnownKeys) -> tuple[str, ...]:
@@ -94,19 +87,47 @@ def _explain_value(error: ErrorDetails, path: tuple[str, ...], known: KnownKeys)
         siblings = known
         for part in path[:-1]:
             siblings = siblings[part]
-        return f"unknown key{_choices(path[-1], siblings)}"
+        return f"unknown key{choices_for(path[-1], siblings)}"
     if error["type"] in MISSING:
         return "must be given"
     if error["type"] == "union_tag_invalid":
         tag, tags = error["ctx"]["tag"], error["ctx"]["expected_tags"].replace("'", "").split(", ")
-        return f"name '{tag}' is unknown{_choices(tag, tags)}"
+        return f"name '{tag}' is unknown{choices_for(tag, tags)}"
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):
         return error["msg"].removeprefix("Value error, ")  # about several keys of a part, which it names
     place = f"{deeper.removesuffix('.[key]')}: " if deeper and path == ("policies",) else ""
     return f"{place}{error['input']!r} {re.sub(r'^(Input|String|Value error,) (should )?', 'must ', error['msg'])}"
 
 
-def _choices(wrong: str, choices: Iterable[str]) -> str:
+def _explain_key(key: str, known: KnownKeys, elsewhere: Mapping[str, KnownKeys]) -> str:
+    """What is wrong with a key whose part this command does not have."""
+    if owners := _owners(key, elsewhere):
+        return f"{key}: {owners}"
+    part = key.partition(".")[0]
+    return f"{part}: unknown key{choices_for(part, known)}"
+
+
+def _owners(key: str, elsewhere: Mapping[str, KnownKeys]) -> str:
+    """That a key belongs to other commands; empty where none has it."""
+    owners = [command for command, keys in elsewhere.items() if _holds(keys, key.split("."))]
+    *others, last = owners or [""]
+    named = f"{', '.join(others)} and {last}" if others else last
+    return f"belongs to {named}; this command does not use it" if owners else ""
+
+
+def _holds(keys: Any, path: Sequence[str]) -> bool:
+    """Whether there is a key of that path; in a choice between classes, in one of them."""
+    if not path:
+        return True
+    if not isinstance(keys, Mapping):
+        return False
+    if _is_tagged(keys):
+        return any(_holds(choice, path) for choice in keys.values())
+    return path[0] in keys and _holds(keys[path[0]], path[1:])
+
+
+def choices_for(wrong: str, choices: Iterable[str]) -> str:
+    """The end of a complaint about an unknown name: the nearest known one, and all of them."""
     names = list(choices)
     nearest = difflib.get_close_matches(wrong, names, n=1)
     suggestion = f", did you mean {nearest[0]}?" if nearest else ";"

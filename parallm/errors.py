@@ -12,6 +12,7 @@ ParallmError
   AdapterError                    an adapter that does not fit the base
     AdapterMissing                an adapter folder that is not there
     AdapterNotFinite              an adapter that holds NaN or infinity
+  RunFolderError                  a run folder that cannot be written
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
   Unavailable                     what this process does not do, or not at this time
@@ -75,6 +76,10 @@ class AdapterMissing(AdapterError):
 
 class AdapterNotFinite(AdapterError):
     """An adapter that holds NaN or infinity: nothing could be sampled with it."""
+
+
+class RunFolderError(ParallmError):
+    """A run folder that cannot be written."""
 
 
 class CheckpointError(ParallmError):

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ logger = logging.getLogger(__name__)
 INTERRUPTED = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SHOW_CURSOR = "\x1b[?25h"
+STANDARD_OUTPUT = 1
 
 Result = TypeVar("Result")
 
@@ -30,6 +30,11 @@ def stop_on_signals(stop: Callable[[], None], what: str) -> None:
 
     for number in SIGNALS:
         loop.add_signal_handler(number, on_signal)
+
+
+def were_received() -> bool:
+    """Whether a signal has asked this process to stop, since which the next one would end it at once."""
+    return any(signal.getsignal(number) is _leave_now for number in SIGNALS)
 
 
 async def until_signal() -> None:
@@ -52,7 +57,8 @@ async def unless(over: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Resu
 
 
 def _leave_now(_: int, __: object) -> None:
-    if sys.stdout.isatty():
-        sys.stdout.write(SHOW_CURSOR)  # a live display hides it
-        sys.stdout.flush()
+    # A live display hides the cursor and does not end its last line. It has taken the place of sys.stdout, and some
+    # thread may hold its locks.
+    if os.isatty(STANDARD_OUTPUT):
+        os.write(STANDARD_OUTPUT, f"{SHOW_CURSOR}\n".encode())
     os._exit(INTERRUPTED)

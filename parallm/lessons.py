@@ -21,14 +21,16 @@ class Lessons:
     pairs: Pairs | None
     """Of a run that trains a reward model."""
 
+    @property
+    def has_held_out(self) -> bool:
+        """Whether there is something to evaluate on."""
+        return bool(self.splits.test if self.pairs is None else self.pairs.held_out)
+
 
 def read_lessons(config: RunConfig) -> Lessons:
     """Raises ConfigError, ProblemError, and AdapterError for a reward model that is not there."""
     find_reward_model(config.rollout.reward_model)
+    demonstrations, pairs = read_demonstrations(config.learner), read_pairs(config.learner)
     environment = build_environment(config.environment)
-    return Lessons(
-        environment=environment,
-        splits=read_splits(environment, config.trainer.evaluate_problems),
-        demonstrations=read_demonstrations(config.learner),
-        pairs=read_pairs(config.learner),
-    )
+    splits = read_splits(environment, config.trainer.evaluate_problems)  # may download, so it comes last
+    return Lessons(environment=environment, splits=splits, demonstrations=demonstrations, pairs=pairs)

@@ -15,17 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.manager import step_folders
-from parallm.config import TRAJECTORIES, RunConfig, policy_configs
+from parallm.config import RunConfig, policy_configs
 from parallm.errors import ConfigError, ParallmError, TrainingStopped
-from parallm.metrics.display import Display, NoDisplay
+from parallm.metrics.display import Display, LoggedDisplay, NoDisplay
 from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.record import RunRecorder
+from parallm.metrics.time_left import Schedule
+from parallm.metrics.wording import short_path
 from parallm.model.adapter_table import AdapterTable
 from parallm.reports import TrainingStatus
 from parallm.rollout.atropos.api import Registration
 from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
+from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_trajectories
 from parallm.trainer.loop import Loop
 
 ENDED = ("finished", "failed")
@@ -43,6 +46,8 @@ class PolicyRun:
     config: RunConfig
     folder: Path
     """The folder of the run, or one below it where there are several policies."""
+    title: str
+    """Its name for people."""
     figures: str
     """What the names of its figures begin with."""
     recorder: RunRecorder
@@ -65,7 +70,9 @@ class PolicyRun:
         return self.trainer is not None and self.trainer.was_stopped
 
 
-def make_policy_runs(config: RunConfig, folder: Path, display: Display) -> tuple[PolicyRun, ...]:
+def make_policy_runs(
+    config: RunConfig, folder: Path, display: Display, schedules: Mapping[str, Schedule]
+) -> tuple[PolicyRun, ...]:
     """The policies of a run: those that it names, else `policy` alone. Makes their folders. Raises ConfigError."""
     configs = {name: _with_port(own) for name, own in policy_configs(config).items()}
     folders = {name: folder / name if config.policies else folder for name in configs}
@@ -77,10 +84,11 @@ def make_policy_runs(config: RunConfig, folder: Path, display: Display) -> tuple
             name=name,
             config=own,
             folder=folders[name],
+            title=f"{config.name}: {name}" if config.policies else config.name,
             figures=f"{figures}.{name}" if config.policies else figures,
             recorder=RunRecorder(folders[name], own.metrics, dataclasses.asdict(own)),
             traffic=_traffic(own, folders[name]),
-            display=_named_display(name, own) if config.policies else display,
+            display=_named_display(name, own, schedules[name]) if config.policies else display,
         )
         for name, own in configs.items()
     )
@@ -111,6 +119,17 @@ def stop_all(runs: Sequence[PolicyRun]) -> None:
     for run in runs:
         if run.trainer is not None:
             run.trainer.stop()
+
+
+def how_to_go_on(config: RunConfig, folder: Path, runs: Sequence[PolicyRun]) -> str:
+    """What continues a run that was stopped."""
+    newest = [step_folders(run.folder)[-1] for run in runs if step_folders(run.folder)]
+    if not newest and not has_trajectories(folder):
+        return "no step had finished, so the same command begins anew"
+    if folder.parent.name.startswith(SWEEP_PREFIX):
+        return "\n".join(f"to go on, set checkpoint.resume={short_path(path)}" for path in newest)
+    resume = "" if config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
+    return f"to go on, give the same command again{resume}"
 
 
 def combined_status(statuses: Mapping[str, TrainingStatus]) -> TrainingStatus:
@@ -166,10 +185,10 @@ def _named_log_records() -> Iterator[None]:
         logging.setLogRecordFactory(usual)
 
 
-def _named_display(name: str, config: RunConfig) -> Display:
-    if config.metrics.display == "off":
-        return NoDisplay()
-    return LinesDisplay(NamedLines(name), total_steps=config.trainer.steps)
+def _named_display(name: str, config: RunConfig, schedule: Schedule) -> Display:
+    is_off = config.metrics.display == "off"
+    shown = NoDisplay() if is_off else LinesDisplay(NamedLines(name), schedule)
+    return LoggedDisplay(shown, schedule, name)
 
 
 def _traffic(config: RunConfig, folder: Path) -> LiveTraffic | None:

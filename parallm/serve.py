@@ -4,19 +4,19 @@ import sys
 from pathlib import Path
 
 from parallm.command import run_command
-from parallm.config import RunConfig
+from parallm.config import ServeConfig
 from parallm.device.blas import BlasReport
 
 
 def main() -> None:
-    sys.exit(run_command("serve", RunConfig, run))
+    sys.exit(run_command("serve", ServeConfig, run))
 
 
-def run(config: RunConfig, folder: Path, blas: BlasReport) -> int:
+def run(config: ServeConfig, _: Path, blas: BlasReport) -> int:
     # not at the top: it loads MLX, which takes whatever BLAS the process has by then
-    from parallm.build import run_serving  # noqa: PLC0415
+    from parallm.build_serving import run_serving  # noqa: PLC0415
 
-    return run_serving(config, folder, blas)
+    return run_serving(config, blas)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def settings(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen dataclass that refuses unknown keys and wrong types with a `pydantic.ValidationError`."""
-    config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    """Make `cls` a frozen dataclass that refuses unknown keys and wrong types with a `pydantic.ValidationError`.
+
+    The docstring below a field becomes the field's description, which `--help` shows.
+    """
+    config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
     return cast(type[T], pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=config)(cls))

@@ -185,7 +185,7 @@ def our_steps(job: Job, folder: Path) -> dict[str, list[float]]:
         *("server=off", "name=bench", "metrics.display=off", "checkpoint.every=1000"),
     ]
     run_program(command, clean_environment(), folder)
-    (metrics,) = folder.glob("checkpoints/bench/*/metrics.jsonl")
+    metrics = folder / "checkpoints" / "bench" / "latest" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()][1:]
     names = {"seconds": "seconds/total", "rollout": "seconds/rollout", "tokens": "rollout/tokens"}
     names["trained"] = "update/tokens"

@@ -44,6 +44,43 @@ make_environment() {
   }
 }
 
+install() { # with signs of life; what pip says goes to a file, its errors to the terminal, too
+  local log=.venv/parallm-install.log
+  PYTHONUNBUFFERED=1 .venv/bin/python -m pip install --no-input --no-color --disable-pip-version-check \
+    --progress-bar off --editable "$1" </dev/null 2>&1 | tee "$log" | show_progress || {
+    grep -i '^ *error' "$log" >&2 || tail -n 20 "$log" >&2
+    say "the installation failed; all of it stands in $PWD/$log"
+    return 1
+  }
+}
+
+show_progress() { # on a terminal one line that moves every second, elsewhere one every 20 seconds
+  local line status doing="asking for packages" count=0 last=$SECONDS began=$SECONDS
+  while true; do
+    status=0
+    IFS= read -r -t 1 line || status=$?
+    if ((status == 0)); then
+      case "$line" in
+        "Collecting "*)
+          count=$((count + 1))
+          line="${line#Collecting }"
+          doing="package $count: ${line%% (*}"
+          ;;
+        "Installing collected packages:"*) doing="writing $count packages to .venv" ;;
+      esac
+    elif ((status <= 128)); then # the end, and not a second without a line
+      break
+    fi
+    if [[ -t 2 ]]; then
+      printf '\r\033[Kparallm: %.60s (%d s)' "$doing" $((SECONDS - began)) >&2
+    elif ((SECONDS - last >= 20)); then
+      say "$doing ($((SECONDS - began)) s)"
+      last=$SECONDS
+    fi
+  done
+  if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
+}
+
 extra="$(fitting_extra)"
 extras="${extra:+$extra,}dev"
 wanted="$PWD $extras $(cksum <pyproject.toml)"
@@ -52,6 +89,7 @@ stamp=.venv/parallm-installed
 .venv/bin/python -m pip --version >/dev/null 2>&1 </dev/null || make_environment
 if [[ ! -f "$stamp" || "$(<"$stamp")" != "$wanted" ]]; then
   say "installing parallm[$extras] into .venv (minutes the first time)"
-  .venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --editable ".[$extras]" </dev/null
+  install ".[$extras]"
   echo "$wanted" >"$stamp"
+  say "installed"
 fi

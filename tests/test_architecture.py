@@ -25,13 +25,14 @@ LAYERS: tuple[set[str], ...] = (
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},
     {"trainer", "server"},
-    {"config_errors", "policies"},
-    {"config"},
-    {"policy_runs", "lessons", "house"},
+    {"config_errors", "policies", "run_folder"},
+    {"config", "key_meanings"},
+    {"recipe_files", "given_model", "command_line"},
+    {"policy_runs", "lessons", "house", "help_pages"},
     {"training_control", "companions"},
     {"build", "command"},
-    {"build_evaluation", "build_export"},
-    {"train", "serve", "evaluate", "export"},
+    {"build_evaluation", "build_export", "build_serving"},
+    {"train", "serve", "evaluate", "export", "__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 

@@ -6,7 +6,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from parallm.config import RunConfig, known_keys, register_defaults, run_folder, shipped, to_config
+from parallm.config import COMMANDS, RunConfig, known_keys, register_defaults, shipped, to_config
 from parallm.config_errors import explain_values
 from parallm.environment.settings import (
     ArithmeticSettings,
@@ -17,17 +17,24 @@ from parallm.environment.settings import (
     MixedSettings,
 )
 from parallm.errors import ConfigError
+from parallm.run_folder import run_folder
 
 
-def config_of(*overrides: str, name: str = "train") -> RunConfig:
-    register_defaults()
+def config_of(*overrides: str) -> RunConfig:
+    config = config_of_command("train", *overrides)
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def config_of_command(name: str, *overrides: str) -> object:
+    register_defaults(COMMANDS[name])
     with initialize_config_dir(str(shipped("conf")), version_base="1.3"):
-        return to_config(compose(name, list(overrides)), RunConfig)
+        return to_config(compose(name, list(overrides)), COMMANDS[name])
 
 
-def complaint_about(*overrides: str) -> list[str]:
+def complaint_about(*overrides: str, command: str = "train") -> list[str]:
     with pytest.raises(ConfigError) as raised:
-        config_of(*overrides)
+        config_of_command(command, *overrides)
     return str(raised.value).splitlines()
 
 
@@ -42,8 +49,23 @@ def test_without_overrides_every_value_is_the_default_of_its_settings_class() ->
     assert config_of() == RunConfig(name="run")
 
 
-def test_serving_has_the_same_keys() -> None:
-    assert config_of(name="serve") == RunConfig(name="serve")
+@pytest.mark.parametrize("name", ["serve", "evaluate", "export"])
+def test_every_command_begins_with_the_defaults_of_its_settings_classes(name: str) -> None:
+    assert config_of_command(name) == COMMANDS[name]()
+
+
+def test_a_key_that_only_training_uses_is_refused_by_other_commands() -> None:
+    (line,) = complaint_about("+rollout.group_size=4", command="evaluate")
+    assert line == "rollout.group_size: belongs to parallm.train; this command does not use it"
+    (line,) = complaint_about("+metrics.wandb=online", command="serve")
+    assert line == "metrics.wandb: belongs to parallm.train; this command does not use it"
+    (line,) = complaint_about("+model.lora.rank=4", command="export")
+    assert line == "model.lora: belongs to parallm.train and parallm.serve; this command does not use it"
+
+
+def test_a_misspelt_key_is_no_key_of_another_command() -> None:
+    (line,) = complaint_about("+rollout.group_siz=4", command="evaluate")
+    assert line == "rollout.group_siz: unknown key; choices: max_tokens, max_turns, score_seconds, reward_model"
 
 
 def test_a_key_that_no_yaml_names_is_set_without_a_plus() -> None:
@@ -142,6 +164,18 @@ def test_a_value_that_allows_several_types_is_named_once() -> None:
 def test_an_unknown_environment_is_named_with_the_choices() -> None:
     (line,) = complaint_about("environment.name=gsm")
     assert line.startswith("environment: name 'gsm' is unknown, did you mean gsm8k? choices: arithmetic, gsm8k,")
+
+
+@pytest.mark.parametrize("overrides", [("environment.name=gsm8k",), ("environment=gsm8k", "environment.name=custom")])
+def test_an_environment_chosen_by_its_name_alone_is_told_how_to_choose(overrides: tuple[str, ...]) -> None:
+    name = overrides[-1].partition("=")[2]
+    (line,) = complaint_about(*overrides)
+    assert line.startswith(f"environment.name={name}: an environment is chosen as a whole, by environment={name} on ")
+    assert f"`defaults: [{{override /environment: {name}}}]` in a recipe" in line
+
+
+def test_the_name_of_the_chosen_environment_may_be_said_again() -> None:
+    assert config_of("environment=gsm8k", "environment.name=gsm8k").environment == Gsm8kSettings()
 
 
 def test_a_value_that_must_be_given_is_named() -> None:

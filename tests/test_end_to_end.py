@@ -105,7 +105,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def run_folder(tmp_path: Path, name: str) -> Path:
-    (folder,) = (tmp_path / "checkpoints" / name).iterdir()
+    folders = (tmp_path / "checkpoints" / name).iterdir()
+    (folder,) = (folder for folder in folders if not folder.is_symlink())  # `latest` is one
     return folder
 
 
@@ -130,7 +131,42 @@ def test_good_runs_end_with_exit_code_zero_and_print_no_error(start: Start, tmp_
 
     with ThreadPoolExecutor(3) as pool:  # MLX has been seen to abort at exit, not every time
         assert list(pool.map(run, range(3))) == [(0, "")] * 3
-    assert len(list(tmp_path.glob("checkpoints/good_*/*/adapter_peft/adapter_model.safetensors"))) == 3
+    assert len(list(tmp_path.glob("checkpoints/good_*/latest/adapter_peft/adapter_model.safetensors"))) == 3
+
+
+def test_a_run_leaves_what_the_list_of_its_folder_says_and_can_be_named_by_other_commands(
+    start: Start, tmp_path: Path
+) -> None:
+    evaluated = ("trainer.evaluate_problems=4", "trainer.steps=2", "checkpoint.every=1", "checkpoint.keep=1")
+    assert start(*TINY, *evaluated, "name=first").end() == 0
+    folder = run_folder(tmp_path, "first")
+    assert (tmp_path / "checkpoints" / "first" / "latest").readlink() == Path(folder.name)
+    guide = (ROOT / "parallm" / "metrics" / "README.md").read_text().partition("## The run folder")[2]
+    rows = re.findall(r"^\| (`.*?`) \| .* \| (.*) \|$", guide.partition("\n## ")[0], re.MULTILINE)
+    listed = {name: when for names, when in rows for name in re.findall(r"`([^`]+)`", names)}
+    patterns = [re.compile(re.escape(name.rstrip("/")).replace("N", r"\w+")) for name in listed]
+    assert [path.name for path in folder.iterdir() if not any(one.fullmatch(path.name) for one in patterns)] == []
+    always = [name for name, when in listed.items() if "with " not in when and "where " not in when]
+    assert [name for name in always if not list(folder.glob(name.rstrip("/").replace("N", "*")))] == []
+
+    log = (folder / "run.log").read_text()
+    assert f"files   checkpoints/first/{folder.name}\n" in log
+    assert [log.count(f"parallm.progress: step {number}/2  reward ") for number in (1, 2)] == [1, 1]
+    assert [log.count(f"parallm.progress: evaluation at step {number}: ") for number in (0, 2)] == [1, 1]
+    assert log.count("parallm.progress: peak memory ") == 1
+
+    onwards = start(*TINY, "trainer.steps=1", "name=second", "model.adapter=checkpoints/first/latest")
+    assert onwards.end() == 0, onwards.output()
+    assert f"adapter  checkpoints/first/{folder.name}/step_000002/adapter\n" in onwards.out.read_text()
+    before = sorted(tmp_path.rglob("*"))
+    serving = start("server.port=0", "model.adapter=checkpoints/second/latest@newest", command="serve")
+    url = serving.wait_for(r"server +(http://\S+)")
+    asked = {"model": "policy", "prompt": "1", "max_tokens": 1}
+    version = rows_of(run_folder(tmp_path, "second"), "metrics.jsonl")[-1]["update/version"]
+    answer = httpx.post(f"{url}/v1/completions", json=asked, trust_env=False, timeout=SECONDS).json()
+    assert answer["model"] == f"policy@{version}"
+    assert serving.end(signal.SIGINT) == 0
+    assert set(tmp_path.rglob("*")) - set(before) == {serving.out, serving.err}, "serving leaves no files"
 
 
 def test_a_sweep_runs_one_job_after_the_other(start: Start, tmp_path: Path) -> None:
@@ -339,6 +375,13 @@ def one_line(command: Command, code: int) -> str:
     return line
 
 
+def failed_start(command: Command, code: int) -> str:
+    """The one line of a command that has left no folder."""
+    line = one_line(command, code)
+    assert not (command.out.parent / "checkpoints").exists()
+    return line
+
+
 def write_rows(file: Path, *rows: dict[str, str]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -405,15 +448,19 @@ def test_the_first_answer_of_a_resumed_run_is_that_of_the_version_it_goes_on_fro
     assert answer["model"] == f"policy@{match[1]}"
 
 
-def test_a_port_in_use_is_named_with_the_way_out(start: Start) -> None:
+WITHOUT_DATA = ("environment=gsm8k", "environment.path=nobody/nothing", *TINY[2:])
+"""A data set that would be looked for in the network."""
+
+
+def test_a_port_in_use_is_named_with_the_way_out_before_data_is_looked_for(start: Start) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        line = one_line(start(*TINY, "server.enabled=true", f"server.port={port}"), 1)
+        line = failed_start(start(*WITHOUT_DATA, "server.enabled=true", f"server.port={port}"), 1)
     assert f"127.0.0.1:{port} is in use by another process; choose another port with server.port=..." in line
 
 
-def test_a_missing_model_folder_is_named(start: Start, tmp_path: Path) -> None:
-    line = one_line(start(*TINY, f"model.path={tmp_path}/nowhere"), 1)
+def test_a_missing_model_folder_is_named_before_data_is_looked_for(start: Start, tmp_path: Path) -> None:
+    line = failed_start(start(*WITHOUT_DATA, f"model.path={tmp_path}/nowhere"), 1)
     assert f"model.path={tmp_path}/nowhere: no such folder" in line
 
 
@@ -421,14 +468,14 @@ def test_a_half_written_model_folder_is_named(start: Start, tmp_path: Path) -> N
     folder = shutil.copytree(ROOT / "parallm" / "model" / "nano", tmp_path / "half")
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    assert f"model.path={folder}" in one_line(start(*TINY, f"model.path={folder}"), 1)
+    assert f"model.path={folder}" in failed_start(start(*TINY, f"model.path={folder}"), 1)
 
 
 def test_an_adapter_of_another_base_is_refused(start: Start, tmp_path: Path) -> None:
     site = "model.layers.0.self_attn.q_proj"
     arrays = {f"{site}.lora_a": mx.zeros((48, 4)), f"{site}.lora_b": mx.zeros((4, 48))}
     write_mlx(make_adapter(arrays, version=1, rank=4, alpha=8.0), tmp_path / "other", num_layers=1)
-    line = one_line(start(*TINY, f"model.adapter={tmp_path}/other", "model.lora.rank=4"), 1)
+    line = failed_start(start(*TINY, f"model.adapter={tmp_path}/other", "model.lora.rank=4"), 1)
     assert f"{tmp_path}/other" in line
     assert site in line
 
@@ -446,13 +493,13 @@ def test_a_broken_recipe_is_named(start: Start, tmp_path: Path) -> None:
 def test_a_recipe_with_a_wrong_key_is_explained(start: Start, tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text("# mine\nlearner: {learning_rat: 1e-3}\n")
-    assert "learner.learning_rat: unknown key, did you mean learning_rate?" in one_line(start("+recipe=mine"), 2)
+    assert "learner.learning_rat: unknown key, did you mean learning_rate?" in failed_start(start("+recipe=mine"), 2)
 
 
 def test_a_dataset_without_answers_is_named(start: Start, tmp_path: Path) -> None:
     write_rows(tmp_path / "data.jsonl", {"question": "1 + 1?", "answer": "#### 2"}, {"question": "2 + 2?"})
     own = [argument for argument in TINY if not argument.startswith("environment")]
-    line = one_line(start(*own, "environment=gsm8k", f"environment.path={tmp_path}/data.jsonl"), 1)
+    line = failed_start(start(*own, "environment=gsm8k", f"environment.path={tmp_path}/data.jsonl"), 1)
     assert f"{tmp_path}/data.jsonl, line 2: no text under the key `answer`; its keys are ['question']" in line
 
 
@@ -460,7 +507,7 @@ def test_a_prompt_longer_than_the_context_names_its_problem(start: Start, tmp_pa
     write_rows(tmp_path / "data.jsonl", {"question": "How many? " * 40, "answer": "#### 2"})
     own = [argument for argument in TINY if not argument.startswith("environment")]
     data = ("environment=gsm8k", f"environment.path={tmp_path}/data.jsonl")
-    line = one_line(start(*own, *data, "engine.max_context=64"), 1)
+    line = failed_start(start(*own, *data, "engine.max_context=64"), 1)
     assert re.search(
         r"problem gsm8k/train/0: the prompt has \d+ tokens and max_tokens is 16; this model's maximum context length "
         "is 64",

@@ -26,7 +26,6 @@ ROOT = Path(__file__).parent.parent
 TINY: dict[str, dict[str, Any]] = {
     "environment": {"name": "arithmetic", "num_train": 8, "num_test": 16},
     "rollout": {"max_tokens": 48},
-    "server": {"enabled": False},
 }
 Evaluate = Callable[..., dict[str, Any]]
 
@@ -128,7 +127,8 @@ def test_the_command_prints_a_table_and_leaves_a_report(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     (folder,) = (tmp_path / "checkpoints" / "evaluate").iterdir()
-    assert f"report: {folder / 'evaluation.json'}" in result.stdout
+    assert f"report: {(folder / 'evaluation.json').relative_to(tmp_path)}" in result.stdout
+    assert [path.name for path in folder.iterdir()] == ["evaluation.json"]
     assert "greedy accuracy" in result.stdout
 
 

@@ -210,7 +210,8 @@ def test_the_command_says_what_it_wrote(adapter: Adapter, nano: SharedModel, tmp
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith("version 7 of step 7:\n  out/adapter  adapter for mlx-lm")
+    assert result.stdout.startswith("version 7 of step 7\nadapter for mlx-lm, --adapter-path\n  out/adapter\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "trained"], "and nothing that it did not say"
     assert json.loads((tmp_path / "out" / "fused" / "config.json").read_text())["dtype"] == "bfloat16"
 
 

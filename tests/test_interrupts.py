@@ -1,4 +1,9 @@
 import asyncio
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -45,3 +50,49 @@ def test_an_error_of_the_work_is_raised() -> None:
 
     with pytest.raises(ValueError, match="broken"):
         asyncio.run(main())
+
+
+INTERRUPTED_TWICE = """
+import asyncio, os, signal, sys, threading
+from parallm.interrupts import stop_on_signals
+from parallm.metrics.live import LiveDisplay
+from parallm.metrics.run_header import RunHeader
+
+display = LiveDisplay(sys.stdout)
+display.start(RunHeader(name="run", model="nano", device="CPU", blas="", url=None))
+is_held = threading.Event()
+
+def hold() -> None:
+    with display._live._lock:
+        is_held.set()
+        threading.Event().wait()
+
+async def main() -> None:
+    over = asyncio.Event()
+    stop_on_signals(over.set, "stopping")
+    os.kill(os.getpid(), signal.SIGINT)
+    await over.wait()
+    threading.Thread(target=hold, daemon=True).start()
+    is_held.wait()
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+"""The second signal comes while another thread draws."""
+
+
+def test_two_interrupts_leave_a_terminal_at_once_with_its_cursor_on_a_new_line() -> None:
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "TERM": "xterm"}
+    command = [sys.executable, "-c", INTERRUPTED_TWICE]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+    try:
+        assert process.wait(30) == 130
+        shown = os.read(ours, 1 << 16).decode()
+    finally:
+        process.kill()
+        os.close(ours)
+        os.close(theirs)
+    assert "stopping; press Ctrl-C again to leave now" in shown
+    assert shown.endswith("\x1b[?25h\r\n")

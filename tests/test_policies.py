@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from parallm.command_line import repeated_keys
 from parallm.config import RunConfig, policy_configs, to_config
-from parallm.config_errors import repeated_keys
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import ConfigError
 from parallm.policy_runs import combined_status

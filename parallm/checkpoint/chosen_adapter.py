@@ -54,7 +54,9 @@ def _split(where: str) -> tuple[Path, str]:
     """Folder and what follows its last @, unless a folder has that name."""
     path, at, choice = where.rpartition("@")
     whole = Path(where).expanduser()
-    return (Path(path).expanduser(), choice) if at and not exists(whole) else (whole, "")
+    folder, choice = (Path(path).expanduser(), choice) if at and not exists(whole) else (whole, "")
+    # a link such as `latest` will name another run one day, and what is written down should not
+    return (folder.parent / folder.readlink() if folder.is_symlink() else folder), choice
 
 
 def _without_choice(folder: Path, choice: str, where: str) -> Path:

@@ -10,6 +10,6 @@ class CheckpointSettings:
     every: int = Field(default=10, ge=1)
     """Steps between checkpoints; the last step and Ctrl-C always save."""
     keep: int = Field(default=3, ge=1)
-    """How many of the newest stay on disk, beside the best by evaluation."""
+    """Number of newest checkpoints that stay on disk, beside the best by evaluation."""
     resume: str = "never"
     """`never`, `auto` (the newest good checkpoint of the run folder, if there is one) or a checkpoint's folder."""

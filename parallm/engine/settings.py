@@ -10,13 +10,12 @@ from parallm.settings import settings
 @settings
 class SpeculationSettings:
     method: Literal["auto", "none", "ngram", "draft"] = "auto"
-    """What proposes tokens that are checked several at a time: `ngram`, what followed the last tokens before in prompt
-    and completions; `auto`, the same where it has been measured to pay and the model allows it; `draft`, a second
-    model; `none`."""
+    """Source of the proposed tokens. `ngram`: what followed the last tokens before, in prompt and completion; `draft`:
+    a second model; `auto`: ngram where it has been measured to pay and the model allows it."""
     draft_model: str | None = None
-    """With `draft`: a local folder or a hub id of a small model with the same tokenizer."""
+    """Local folder or hub id of a small model with the same tokenizer, for `method=draft`."""
     num_tokens: int = Field(default=5, ge=1, le=16)
-    """That are proposed at most at a time; how many are checked follows from how often they are right."""
+    """Most tokens proposed at a time; how many are checked follows from how often they are right."""
 
     @model_validator(mode="after")
     def _check_draft_model(self) -> "SpeculationSettings":
@@ -55,3 +54,4 @@ class EngineSettings:
     planned for each number of rows costs no client. With MLX's CUDA build the first steps take seconds;
     `POST /v1/warmup` does the same later."""
     speculation: SpeculationSettings = SpeculationSettings()
+    """Tokens that are proposed cheaply and checked several at a time."""

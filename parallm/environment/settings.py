@@ -11,10 +11,13 @@ from parallm.settings import settings
 class ArithmeticSettings:
     name: Literal["arithmetic"] = "arithmetic"
     seed: int = 0
+    """Seed of the problems; the same seed makes the same problems."""
     levels: tuple[Literal[1, 2, 3], ...] = Field(default=(1, 2, 3), min_length=1)
-    """Which difficulties to mix: 1 has one step, 2 and 3 have two or three and more to overlook."""
+    """Difficulties to mix: 1 has one step, 2 and 3 have two or three and more to overlook."""
     num_train: int = Field(default=4096, ge=1, le=50_000)
+    """Problems to train on."""
     num_test: int = Field(default=512, ge=1, le=5_000)
+    """Held-out problems."""
 
 
 @settings
@@ -36,6 +39,7 @@ class CustomSettings:
     target: str
     """`package.module:Class`: an own environment, made as `Class(**options)`."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class, by name."""
 
 
 @settings
@@ -51,13 +55,14 @@ class VerifiersSettings:
     id: str
     """An installed environment of the package verifiers: its id, `owner/name` or the name of its module."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of its taskset's configuration, or of its `load_environment`."""
+    """Values of the taskset's configuration, or arguments of its `load_environment`."""
     test_options: dict[str, Any] | None = None
-    """What differs for held-out problems, such as {split: test}; null: they are the first ones of the same data."""
+    """Options that differ for held-out problems, such as {split: test}; null: they are the first ones of the same
+    data."""
     num_train: int | None = Field(default=None, ge=1)
-    """How many problems to train on; null: all that there are."""
+    """Problems to train on; null: all that there are."""
     num_test: int = Field(default=100, ge=0)
-    """How many problems to hold out."""
+    """Problems to hold out."""
     correct_at: float = 1.0
     """An episode counts as right from this reward on, where the environment has no reward of the name `correct`."""
 
@@ -70,6 +75,7 @@ class MixedPart:
         ArithmeticSettings | Gsm8kSettings | CustomSettings | CalculatorSettings | VerifiersSettings,
         Field(discriminator="name"),
     ]
+    """Settings of one environment; its `name` chooses which."""
 
 
 @settings

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.learner.checkpointing import can_checkpoint, trunk_of
-from parallm.learner.packing import Segment, missing_rows, packed_hidden
+from parallm.learner.packing import Segment, filled_hidden, missing_rows, packed_hidden
 from parallm.model.lora import View
 from parallm.model.shared_model import SharedModel
 
@@ -28,7 +28,7 @@ def hidden_at(
     """`packed_hidden` at `sources_N`, (N, H), for a model that `can_trim`."""
     missing = missing_rows(sources_N.size)
     with _trimmed(model, mx.concatenate([sources_N, mx.zeros((missing,), sources_N.dtype)])):
-        return packed_hidden(model, inputs_M, segments, view)[: sources_N.size]
+        return filled_hidden(model, inputs_M, segments, view)[: sources_N.size]
 
 
 def can_trim(model: SharedModel) -> bool:

@@ -145,14 +145,17 @@ class _Rows:
 
 def packed_hidden(model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], view: View | None) -> mx.array:
     """Hidden states (M, hidden) of a flat sequence that `segments` describe."""
-    num_tokens = inputs_M.size
-    missing = missing_rows(num_tokens)
+    return filled_hidden(model, inputs_M, segments, view)[: inputs_M.size]
+
+
+def filled_hidden(model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], view: View | None) -> mx.array:
+    """The same with what the model gives for the tokens behind it that products take more."""
+    missing = missing_rows(inputs_M.size)
     if missing > 0:
         inputs_M = mx.concatenate([inputs_M, mx.zeros((missing,), mx.int32)])
         segments = _lengthened(segments, missing)
     layer = PackedLayer(segments)
-    hidden_M1H = model.hidden(inputs_M[:, None], [layer] * len(model.make_cache()), view)
-    return hidden_M1H[:num_tokens, 0]
+    return model.hidden(inputs_M[:, None], [layer] * len(model.make_cache()), view)[:, 0]
 
 
 def can_pack(model: SharedModel) -> bool:

@@ -22,9 +22,9 @@ Correction = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 @settings
 class LearnerSettings:
     trains: Literal["policy", "reward_model"] = "policy"
-    """What the adapter becomes: one that writes completions, or one that scores them (learner=reward_model)."""
+    """Purpose of the adapter: to write completions, or to score them (learner=reward_model)."""
     preset: Preset = "dapo"
-    """A loss by its published name, see learner/presets.py. What is None below is as the preset has it."""
+    """A loss by its published name, see learner/presets.py. Keys below that are null are as the preset has them."""
     data: str | None = None
     """For learner=sft: a jsonl file with lines of prompt or messages, and completion; or the folder of a run, whose
     samples.jsonl counts. For learner=reward_model: a jsonl file with lines of prompt or messages, chosen, rejected."""
@@ -41,8 +41,8 @@ class LearnerSettings:
     policy: PolicyTerm | None = None
     """What ratio and advantage add to the loss; see learner/policy_terms.py."""
     ratio: RatioLevel | None = None
-    """Of each token, or one for a sequence: `sequence` is the geometric mean of its tokens', `sequence_sum` the
-    product."""
+    """One ratio for each token, or one for a sequence: `sequence` is the geometric mean of its tokens', `sequence_sum`
+    the product."""
     aggregation: Aggregation | None = None
     """How tokens are summed up; `constant` divides by completions x rollout.max_tokens."""
     clip_low: float | None = Field(default=None, ge=0, le=1)
@@ -60,10 +60,11 @@ class LearnerSettings:
     sapo_temperature_positive: float | None = Field(default=None, gt=0)
     """How fast sapo's gate closes where the advantage is positive."""
     sapo_temperature_negative: float | None = Field(default=None, gt=0)
-    """The same where it is not."""
+    """How fast sapo's gate closes where the advantage is not positive."""
     kl_coefficient: float | None = Field(default=None, ge=0)
     """0: no KL term, and no forward pass of the base for it."""
     kl_estimator: KlEstimator | None = None
+    """Estimate of the KL per token: k1 is the log ratio, k2 half its square, k3 is never negative and has no bias."""
     kl_placement: KlPlacement | None = None
     """Added to each token's loss, or summed over a completion and taken off its reward."""
     kl_to: KlTarget | None = None
@@ -80,19 +81,26 @@ class LearnerSettings:
     """Weigh tokens or sequences by the learner's probability over the sampler's: truncated to the two limits, or
     dropped outside of them. Ratios are then taken to the learner's own policy at the start of the step."""
     correction_ratio_min: float | None = Field(default=None, ge=0)
-    """Absolute."""
+    """Lower limit of the correction, absolute."""
     correction_ratio_max: float | None = Field(default=None, gt=0)
-    """Absolute."""
+    """Upper limit of the correction, absolute."""
 
     learning_rate: float = Field(default=5e-5, ge=0)
+    """Step size of AdamW after the warm-up."""
     lora_plus_ratio: float = Field(default=1.0, gt=0)
     """LoRA+: the learning rate of LoRA's B over that of everything else; its paper suggests 16."""
     schedule: Literal["constant", "cosine"] = "constant"
+    """Learning rate after the warm-up: unchanged, or a cosine that ends at zero after `trainer.steps`."""
     warmup_steps: int = Field(default=5, ge=0)
+    """Steps in which the learning rate rises from zero."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's two moments per step."""
     epsilon: float = Field(default=1e-8, gt=0)
+    """Added to AdamW's denominator."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """Share of each weight that AdamW takes off per step, times the learning rate."""
     max_gradient_norm: float = Field(default=1.0, gt=0)
+    """The gradient is scaled down to this norm where it is longer."""
     micro_batch_tokens: Annotated[int, Field(ge=16)] | Literal["auto"] = "auto"
     """Tokens (padding included) of one forward and backward pass: the longest that decoding ever waits. `auto`: 5,120
     with CUDA, else 1,024."""

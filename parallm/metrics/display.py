@@ -1,14 +1,20 @@
 """What people see while a run goes on: one interface, three kinds (live table, one line per step, nothing)."""
 
+import io
+import logging
 import os
 from collections.abc import Sequence
 from typing import Literal, Protocol, TextIO
 
-from parallm.metrics.lines import LinesDisplay
+from parallm.metrics.lines import LinesDisplay, aligned
 from parallm.metrics.live import LiveDisplay
+from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
+from parallm.metrics.time_left import Schedule
 from parallm.reports import EvaluationReport, TrainingStatus
+
+logger = logging.getLogger(PROGRESS)
 
 
 class Display(Protocol):
@@ -57,6 +63,54 @@ class NoDisplay:
 
     def close(self) -> None:
         pass
+
+
+class LoggedDisplay:
+    """Shows what another display shows, and writes it to the log of the run, line by line."""
+
+    def __init__(self, shown: Display, schedule: Schedule | None = None, name: str = "") -> None:
+        """`schedule` and `name` are for the display of one of several policies, which never starts."""
+        self._shown = shown
+        self._log = LinesDisplay(LogLines(), schedule)
+        self._name = name
+
+    def start(self, header: RunHeader) -> None:
+        self._log = LinesDisplay(LogLines(), header.schedule)
+        self._log.message("\n".join(aligned(header.rows())))
+        self._shown.start(header)
+
+    def step(self, metrics: StepMetrics) -> None:
+        self._log.step(metrics)
+        self._shown.step(metrics)
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        self._log.evaluation(report)
+        self._shown.evaluation(report)
+
+    def phase(self, status: TrainingStatus) -> None:
+        self._log.phase(status)
+        self._shown.phase(status)
+
+    def message(self, text: str) -> None:
+        self._log.message(text)
+        self._shown.message(text)
+
+    def finish(self, rows: Sequence[tuple[str, str]]) -> None:
+        self._log.finish([*([("policy", self._name)] if self._name else []), *rows])
+        self._shown.finish(rows)
+
+    def close(self) -> None:
+        self._shown.close()
+
+
+class LogLines(io.StringIO):
+    """A stream each line of which is a record of the log."""
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines():
+            if line:
+                logger.info("%s", line)
+        return len(text)
 
 
 def make_display(choice: Literal["auto", "live", "lines", "off"], stream: TextIO) -> Display:

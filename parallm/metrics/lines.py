@@ -1,13 +1,13 @@
 """The display where there is no terminal: one line per step, per evaluation and per message."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from parallm.metrics.log_capture import LogCapture
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
-from parallm.metrics.time_left import TimeLeft
+from parallm.metrics.time_left import Schedule, TimeLeft
 from parallm.metrics.wording import accuracy, duration, number, percent
 from parallm.reports import EvaluationReport, TrainingStatus
 
@@ -15,30 +15,33 @@ from parallm.reports import EvaluationReport, TrainingStatus
 class LinesDisplay:
     """Writes to `stream`; each line is flushed, so that `tail -f` and CI logs show it at once."""
 
-    def __init__(self, stream: TextIO, total_steps: int = 0) -> None:
-        """`total_steps` is for a display that never starts: `start` sets it from the header, 0 leaves it out."""
+    def __init__(self, stream: TextIO, schedule: Schedule | None = None) -> None:
+        """`schedule` is for a display that never starts: `start` takes it from the header."""
         self._stream = stream
         self._logs = LogCapture(self._log)
-        self._time_left = TimeLeft(total_steps)
-        self._total_steps = total_steps
+        self._schedule = schedule
+        self._time_left = TimeLeft(schedule)
+        self._message = ""
 
     def start(self, header: RunHeader) -> None:
-        self._total_steps = header.total_steps
-        self._time_left = TimeLeft(header.total_steps)
+        self._schedule = header.schedule
+        self._time_left = TimeLeft(header.schedule)
         self._write(*aligned(header.rows()))
         self._logs.start()
 
     def step(self, metrics: StepMetrics) -> None:
         self._time_left.step(metrics)
-        self._write(step_line(metrics, self._total_steps, self._time_left.seconds))
+        self._write(step_line(metrics, self._schedule, self._time_left.text))
 
     def evaluation(self, report: EvaluationReport) -> None:
+        self._time_left.evaluation(report)
         self._write(evaluation_line(report))
 
     def phase(self, status: TrainingStatus) -> None:
-        """Say what a step line cannot say, but not why a run failed: the command does, as its last line."""
+        """Say what a step line cannot say, once, but not why a run failed: the command does, as its last line."""
         self._time_left.phase(status)
-        if status.message and status.state != "failed":
+        is_new, self._message = status.message != self._message, status.message
+        if is_new and status.message and status.state != "failed":
             self.message(status.message)
 
     def message(self, text: str) -> None:
@@ -62,10 +65,10 @@ class LinesDisplay:
         self._stream.flush()
 
 
-def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None) -> str:
+def step_line(metrics: StepMetrics, schedule: Schedule | None, time_left: str) -> str:
     """Return one step in one line, about 150 characters."""
     update = metrics.update
-    parts = [f"step {metrics.step}/{total_steps}" if total_steps else f"step {metrics.step}"]
+    parts = [f"step {metrics.step}/{schedule.total_steps}" if schedule else f"step {metrics.step}"]
     parts += _of_training(metrics) if metrics.is_supervised else _of_samples(metrics)
     if update is not None:
         parts += [f"entropy {number(update.entropy)}"] if update.pairs is None else []
@@ -74,12 +77,8 @@ def step_line(metrics: StepMetrics, total_steps: int, seconds_left: float | None
         parts.append(f"no update: {'no group had a signal' if update is None else update.skipped}")
     if not metrics.is_supervised:
         parts.append(f"rollout {number(metrics.rollout_tokens_per_second)} tok/s")
-    parts += [
-        f"serving {number(metrics.serving_tokens_per_second)} tok/s",
-        duration(metrics.total_seconds),
-        f"{duration(seconds_left)} left",
-    ]
-    return "  ".join(parts)
+    parts += [f"serving {number(metrics.serving_tokens_per_second)} tok/s", duration(metrics.total_seconds), time_left]
+    return "  ".join(filter(None, parts))
 
 
 def _of_samples(metrics: StepMetrics) -> list[str]:
@@ -87,9 +86,18 @@ def _of_samples(metrics: StepMetrics) -> list[str]:
     return [
         f"reward {number(metrics.reward_mean)}",
         f"signal {metrics.groups_with_signal}/{metrics.groups_sampled}",
+        *([f"skipped {metrics.problems_skipped}"] if metrics.problems_skipped else []),
         f"length {metrics.completion_length_mean:.0f}",
         *kl,
+        *filter(None, [waiting_text(metrics.source)]),
     ]
+
+
+def waiting_text(row: Mapping[str, object]) -> str:
+    """Return how many completions of clients wait for a step; empty where clients bring none."""
+    waiting, rewarded = row.get("live/waiting"), row.get("live/rewarded")
+    are_known = isinstance(waiting, int | float) and isinstance(rewarded, int | float)
+    return f"{waiting:.0f} wait for a reward, {rewarded:.0f} have one" if are_known else ""
 
 
 def _of_training(metrics: StepMetrics) -> list[str]:

@@ -1,4 +1,4 @@
-"""The display on a terminal: header, progress, the numbers of now and a table of the last steps, drawn in place."""
+"""The display on a terminal: progress, the numbers of now and a table of the last steps, drawn in place."""
 
 import logging
 from collections.abc import Sequence
@@ -11,17 +11,16 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from parallm.metrics.lines import evaluation_line
+from parallm.metrics.lines import evaluation_line, waiting_text
 from parallm.metrics.live_table import numbers_now, step_table
 from parallm.metrics.log_capture import LogCapture
-from parallm.metrics.run_header import RunHeader
+from parallm.metrics.run_header import FILES, RunHeader
 from parallm.metrics.step import StepMetrics
-from parallm.metrics.time_left import TimeLeft
-from parallm.metrics.wording import duration
+from parallm.metrics.time_left import Schedule, TimeLeft
 from parallm.reports import EvaluationReport, TrainingStatus
 
 NUM_KEPT = 40
-LINES_AROUND = 16
+LINES_AROUND = 14
 """Lines of the display that are not rows of the table, with some to spare for messages."""
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
 
@@ -38,15 +37,17 @@ class LiveDisplay:
         self._live = Live(self, console=self._console, refresh_per_second=4, vertical_overflow="crop")
         self._logs = LogCapture(self._log)
         self._spinner = Spinner("dots")
-        self._header: RunHeader | None = None
+        self._schedule: Schedule | None = None
         self._steps: tuple[StepMetrics, ...] = ()
         self._evaluations: tuple[EvaluationReport, ...] = ()
         self._status = TrainingStatus(state="starting")
-        self._time_left = TimeLeft()
+        self._time_left = TimeLeft(None)
 
     def start(self, header: RunHeader) -> None:
-        self._header = header
-        self._time_left = TimeLeft(header.total_steps)
+        self._schedule = header.schedule
+        self._time_left = TimeLeft(header.schedule)
+        for name, value in header.rows():
+            self._show(Text.assemble((f"{name:<9}", "bold"), value))
         self._logs.start()  # first, since the live display replaces sys.stdout
         self._live.start()
 
@@ -56,6 +57,7 @@ class LiveDisplay:
 
     def evaluation(self, report: EvaluationReport) -> None:
         self._evaluations = (*self._evaluations, report)
+        self._time_left.evaluation(report)
         self.message(evaluation_line(report))
 
     def phase(self, status: TrainingStatus) -> None:
@@ -64,16 +66,20 @@ class LiveDisplay:
         self._time_left.phase(status)
 
     def message(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._show(Text(text))
 
     def finish(self, rows: Sequence[tuple[str, str]]) -> None:
         self.close()
         table = Table(title="summary", title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
+        paths = [(name, value) for name, value in rows if name == FILES]
         for name, value in rows:
-            table.add_row(Text(name), Text(value))
+            if (name, value) not in paths:
+                table.add_row(Text(name), Text(value))
         self._console.print(table)
+        for name, value in paths:
+            self._show(Text.assemble((f"{name}  ", "bold"), value))
 
     def close(self) -> None:
         self._live.stop()
@@ -82,7 +88,7 @@ class LiveDisplay:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         num_rows = max(3, options.size.height - LINES_AROUND)
         yield Group(
-            self._header_block(),
+            Text(),
             self._progress(options.max_width),
             numbers_now(self._steps, self._evaluations, self._status, options.max_width),
             # two characters stay free: a `^C` that the terminal echoes must not wrap and move the display
@@ -90,31 +96,28 @@ class LiveDisplay:
         )
 
     def _log(self, text: str, level: int) -> None:
-        self._console.print(Text(text, style=STYLES.get(level, "dim")))
+        self._show(Text(text, style=STYLES.get(level, "dim")))
 
-    def _header_block(self) -> Table:
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="bold", no_wrap=True, min_width=6)
-        grid.add_column(overflow="ellipsis", no_wrap=True)
-        for name, value in self._header.rows() if self._header else []:
-            grid.add_row(name, Text(value))
-        return grid
+    def _show(self, text: Text) -> None:
+        """Print what stays. The terminal wraps it, not we, so that a long path can be copied as one."""
+        self._console.print(text, soft_wrap=True)
 
     def _progress(self, width: int) -> Table:
         """Two bars: the whole run, and the current step where the trainer says how far it is."""
         status = self._status
-        total = status.total_steps or (self._header.total_steps if self._header else 0)
+        total = status.total_steps or (self._schedule.total_steps if self._schedule else 0)
         done = max(status.step, self._steps[-1].step if self._steps else 0)
         bar_width = max(4, min(40, width - 50))
         grid = Table.grid(padding=(0, 1))
         grid.add_column(no_wrap=True, width=min(12, width // 3))
         grid.add_column()
         grid.add_column(no_wrap=True, overflow="ellipsis")
-        left = f"step {done}/{total}, {duration(self._time_left.seconds)} left"
+        left = ", ".join(filter(None, [f"step {done}/{total}", self._time_left.text]))
         grid.add_row(Text("run"), ProgressBar(total=total or None, completed=done, width=bar_width), Text(left))
         fraction = status.metrics.get("step/fraction")
         bar = ProgressBar(total=1, completed=fraction, width=bar_width) if isinstance(fraction, int | float) else ""
         self._spinner.update(text=Text(status.state))
         # the command says why a run failed, as its last line
-        grid.add_row(self._spinner, bar, Text(status.message if status.state != "failed" else ""))
+        message = status.message if status.state != "failed" else ""
+        grid.add_row(self._spinner, bar, Text(message or waiting_text(status.metrics)))
         return grid

@@ -7,6 +7,8 @@ from collections.abc import Callable
 Emit = Callable[[str, int], None]
 """Shows one text of a log level."""
 OWN = "parallm"
+PROGRESS = "parallm.progress"
+"""Logger of what a display has shown already."""
 
 
 class LogCapture:
@@ -51,7 +53,7 @@ class EmitHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_own = record.name.partition(".")[0] == OWN
-        if record.levelno < (logging.INFO if is_own else logging.WARNING):
+        if record.levelno < (logging.INFO if is_own else logging.WARNING) or record.name == PROGRESS:
             return
         try:
             self._emit(self.format(record), record.levelno)

@@ -4,15 +4,35 @@ import os
 import platform
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import parallm
+
+MLX_BUILDS = ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "mlx-metal")
 
 
 def describe_machine(device: str = "") -> str:
     """Return one line: system, processor, usable cores and, if given, the device that evaluates arrays."""
     text = f"{platform.system()} {platform.machine()}, {processor_name()}, {num_usable_cores()} cores"
     return f"{text}, {device}" if device else text
+
+
+def describe_versions() -> str:
+    """Return one line: versions of ParaLLM, MLX with its build, mlx-lm and Python. Imports none of them."""
+    builds = [name.removeprefix("mlx-") for name in MLX_BUILDS if version_of(name) is not None]
+    mlx = f"mlx {version_of('mlx') or 'missing'} ({', '.join(builds) or 'without a backend'})"
+    mlx_lm = f"mlx-lm {version_of('mlx-lm') or 'missing'}"
+    python = f"Python {platform.python_version()}"
+    return f"ParaLLM {parallm.__version__}, {mlx}, {mlx_lm}, {python}, {platform.system()} {platform.machine()}"
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed package; None where it is missing."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def describe_commit() -> str:

@@ -33,9 +33,15 @@ class RunRecorder:
         self._evaluations = JsonLines(folder / "evaluations.jsonl")
         self._samples = JsonLines(folder / "samples.jsonl")
         self._goes_on_from: int | None = None
-        self._wandb = None
+        self._config = config
+        self._wandb: WandbRun | None = None
+
+    def start(self) -> None:
+        """Begin what is seen elsewhere; not earlier, since a start that fails should leave nothing."""
+        settings = self._settings
         if settings.wandb != "off":
-            self._wandb = WandbRun(folder, mode=settings.wandb, project=settings.wandb_project, config=config)
+            config, project = self._config, settings.wandb_project
+            self._wandb = WandbRun(self.folder, mode=settings.wandb, project=project, config=config)
 
     def step(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup] = ()) -> None:
         """Record one step and `samples_per_step` of its completions, from as many problems as possible."""
@@ -59,14 +65,16 @@ class RunRecorder:
         self,
         prefix: str,
         *,
+        title: str = "",
         device: str = "",
         peak_gb: float | None = None,
         more_figures: Mapping[str, float | None] | None = None,
     ) -> RunSummary:
         """Write summary.json and curves.png and close wandb; call it however the run ends.
 
-        Figures are named `{prefix}.{name}`; `more_figures`, under their full names, are added to them. Without
-        `peak_gb` the resident memory of this process counts, which leaves out what a GPU holds.
+        Figures are named `{prefix}.{name}`; `more_figures`, under their full names, are added to them. `title` stands
+        above the curves, else the prefix. Without `peak_gb` the resident memory of this process counts, which leaves
+        out what a GPU holds.
         """
         summary = RunSummary(
             folder=self.folder,
@@ -76,7 +84,7 @@ class RunRecorder:
         )
         figures = {**summary.figures(prefix), **(more_figures or {})}
         self._write_summary(summary, figures, device)
-        self._draw(summary, prefix)
+        self._draw(summary, title or prefix)
         if self._wandb is not None:
             self._wandb.finish(figures)
         return summary

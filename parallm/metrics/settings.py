@@ -6,12 +6,18 @@ from parallm.settings import settings
 
 
 @settings
-class MetricsSettings:
+class DisplaySettings:
     display: Literal["auto", "live", "lines", "off"] = "auto"
     """`auto`: a live table on a terminal, one line per step elsewhere."""
+
+
+@settings
+class MetricsSettings(DisplaySettings):
     samples_per_step: int = 4
     """Completions per step written to samples.jsonl."""
     wandb: Literal["off", "online", "offline"] = "off"
+    """Weights & Biases: `online` sends the metrics of each step there, `offline` keeps them in the run folder."""
     wandb_project: str = "parallm"
+    """Project at Weights & Biases."""
     figures: str | None = None
     """Prefix of the figures in summary.json; null: the run's name."""

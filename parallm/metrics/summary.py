@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from parallm.metrics.wording import MISSING, accuracy, duration, number, percent
+from parallm.metrics.run_header import FILES
+from parallm.metrics.wording import MISSING, accuracy, duration, number, percent, short_path
 
 Row = Mapping[str, Any]
 NUM_LAST = 3
@@ -46,13 +47,13 @@ class RunSummary:
         return [
             ("held-out accuracy before", accuracy_text(self.before)),
             ("held-out accuracy after", accuracy_text(self.after)),
-            ("best version", MISSING if best is None else f"{best['heldout/version']} ({percent(accuracy_of(best))})"),
+            ("best version", MISSING if best is None else f"{version_text(best)} ({percent(accuracy_of(best))})"),
             *self._progress(),
             ("training time", f"{duration(self.train_seconds)} in {len(self.steps)} steps"),
             ("rollout tokens/s", number(self.rollout_tokens_per_second)),
             ("peak memory", memory),
             ("learner and engine log-probs", self._parity_text()),
-            ("files", str(self.folder)),
+            (FILES, short_path(self.folder)),
         ]
 
     @property
@@ -77,9 +78,9 @@ class RunSummary:
 
     @property
     def best(self) -> Row | None:
-        """The evaluation with the highest accuracy, the earliest of equal ones."""
+        """The evaluation with the highest accuracy, the newest of equal ones."""
         known = [row for row in self.evaluations if row.get("heldout/accuracy") is not None]
-        return max(known, key=lambda row: float(row["heldout/accuracy"]), default=None)
+        return max(reversed(known), key=lambda row: float(row["heldout/accuracy"]), default=None)
 
     @property
     def train_seconds(self) -> float:
@@ -124,6 +125,11 @@ class RunSummary:
         # rounding must not turn one different token into "100%"
         equal = "all" if fraction == 1 else f"{math.floor(fraction * 10_000) / 100:.2f}%"
         return f"{equal} bit-equal, largest difference {number(self.parity_max_abs)}"
+
+
+def version_text(row: Row) -> str:
+    """Return the version of an evaluation; without a trained one it was the base."""
+    return str(row["heldout/version"] or "base")
 
 
 def accuracy_of(row: Row | None) -> float | None:

@@ -1,6 +1,7 @@
 """Numbers as people read them, the same in the live display, on lines, in the summary and beside the curves."""
 
 import math
+from pathlib import Path
 
 MISSING = "-"
 
@@ -44,3 +45,9 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def short_path(path: Path) -> str:
+    """Return a path as one would type it here: relative where it lies inside of the current folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -1,5 +1,6 @@
 """Text to tokens and back: the chat template, and text that grows token by token."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ class ChatTokenizer:
 
     def __init__(self, wrapper: TokenizerWrapper) -> None:
         self._tokenizer: Any = wrapper._tokenizer  # the Hugging Face tokenizer inside mlx-lm's wrapper
+        # it would print a warning about each longer text; what is too long, the engine refuses
+        self._tokenizer.model_max_length = sys.maxsize
         self.eos_token_ids = frozenset(int(token) for token in wrapper.eos_token_ids)
         self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
         self.template = ChatTemplate(self._tokenizer)

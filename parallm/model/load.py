@@ -2,6 +2,8 @@
 
 import json
 import logging
+import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +38,7 @@ from parallm.model.sites import InputRecorder, install_sites
 logger = logging.getLogger(__name__)
 
 NANO = Path(__file__).parent / "nano"
-LONGEST_REASON = 300  # characters of an error of the libraries, which may list every tensor
+LONGEST_REASON = 500  # characters of an error of the libraries, which may list every tensor
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
 LONGEST_DEFAULT_CONTEXT = 8192  # models claim up to a million tokens; more than this is asked for by engine.max_context
 
@@ -92,17 +94,18 @@ def share_model(
     return _with_joined(_checked_split(model, model_type))
 
 
+def check_local(path: str) -> None:
+    """Raise ModelError for a `path` that is neither a hub id nor a folder with all files of a model. Fast."""
+    folder = _local_folder(path)
+    if folder is not None:
+        _check_complete(folder, path)
+
+
 def find_folder(path: str) -> Path:
     """The local folder of `path`: the embedded model, a folder, or a downloaded hub id. Raises ModelError."""
-    if path == "nano":
-        return NANO
-    folder = Path(path).expanduser()
-    if folder.is_dir():
+    folder = _local_folder(path)
+    if folder is not None:
         return folder
-    if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
-        raise ModelError(
-            f"model.path={path}: no such folder; give a folder with config.json and *.safetensors, or 'nano'"
-        )
     try:
         return Path(_download(path))
     except HFValidationError as error:
@@ -112,6 +115,20 @@ def find_folder(path: str) -> Path:
             f"model.path={path}: no such folder here, and the Hugging Face hub did not give it ({_reason(error)}). "
             "Without network, download the model elsewhere and name its folder: model.path=/path/to/folder"
         ) from error
+
+
+def _local_folder(path: str) -> Path | None:
+    """None for what may be a hub id. Raises ModelError for a folder that is not there."""
+    if path == "nano":
+        return NANO
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or path.startswith(".") or path.count("/") != 1:
+        raise ModelError(
+            f"model.path={path}: no such folder; give a folder with config.json and *.safetensors, or 'nano'"
+        )
+    return None
 
 
 def load_base(folder: Path, path: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -199,4 +216,10 @@ def _as_list(tokens: int | list[int] | None) -> list[int] | None:
 def _reason(error: Exception) -> str:
     if isinstance(error, KeyError):
         return f"it lacks {error}"
-    return " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+    first, *others = re.split(r"(?<=[.!?:;])\s+", " ".join(str(error).split()))
+    reason = first
+    for sentence in others:
+        if len(reason) + len(sentence) >= LONGEST_REASON:
+            break
+        reason += f" {sentence}"
+    return textwrap.shorten(reason, 2 * LONGEST_REASON, placeholder=" ...") or type(error).__name__

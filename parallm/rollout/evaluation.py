@@ -10,7 +10,7 @@ from parallm.rollout.estimates import mean_estimate, pass_at, wilson_interval
 from parallm.rollout.functions import prompt_of
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import Score, log_faults
-from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.settings import EpisodeSettings
 from parallm.rollout.stage import GenerateAll, Stage
 from parallm.seeds import mix
 from parallm.types import GenerationRequest, Problem, SamplingParams
@@ -62,7 +62,7 @@ class Evaluator:
     problems: Sequence[Problem]
     max_tokens: int
     samples: Samples | None = None
-    rollout: RolloutSettings = RolloutSettings()
+    rollout: EpisodeSettings = EpisodeSettings()
     """For the number of turns and the time limit of a score."""
     reward_model: RewardModel | None = None
 

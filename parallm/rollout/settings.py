@@ -11,14 +11,15 @@ from parallm.settings import settings
 @settings
 class CurriculumSettings:
     by: Literal["off", "problem", "level"] = "off"
-    """Whose solve rate decides how often a problem is drawn: its own, or that of its level."""
+    """Solve rate that decides how often a problem is drawn: its own, or that of its level."""
     window: int = Field(default=16, ge=1)
-    """The solve rate is the mean of that many last groups."""
+    """Number of last groups over which the solve rate is the mean."""
     low: float = Field(default=0.1, ge=0, le=1)
+    """Problems whose solve rate is below `low` or above `high` are drawn less often."""
     high: float = Field(default=0.9, ge=0, le=1)
     """Problems whose solve rate is below `low` or above `high` are drawn less often."""
     keep: float = Field(default=0.25, ge=0.01, le=1)
-    """How much less: the share of their draws that still counts, so that their rate is seen to change."""
+    """Share of the draws of such a problem that still counts, so that its rate is seen to change."""
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> "CurriculumSettings":
@@ -33,7 +34,7 @@ class RewardModelSettings:
     """A reward model that learner=reward_model has trained on the same base: the folder of a run, of which the best
     version counts, RUN@VERSION, a checkpoint or an adapter. Its score is the reward part `rollout/reward_model`."""
     weight: float = 1.0
-    """Of that part."""
+    """Weight of the reward part `rollout/reward_model`."""
 
 
 @settings
@@ -41,58 +42,72 @@ class LiveSettings:
     """Of `rollout.source=live`."""
 
     group_by: Literal["prompt", "request", "none"] = "prompt"
-    """What a completion is compared with: others of the same prompt, the others of its request's `n`, or all of its
+    """Completions that are compared with each other: those of the same prompt, those of one request's `n`, or all of a
     step, which needs learner.advantage=reinforce_pp."""
     wait_seconds: float = Field(default=60.0, gt=0)
     """How long a reward waits for others. Then a group of fewer than `group_size` counts, two at least, and a step
     begins with fewer groups than `problems_per_step`, one at least."""
     max_trajectories: int = Field(default=4096, ge=1)
-    """In the buffer; the oldest go first."""
+    """Trajectories in the buffer; the oldest go first."""
     max_age_seconds: float = Field(default=3600.0, gt=0)
     """Older trajectories leave the buffer, with a reward or without."""
     max_metadata_bytes: int = Field(default=4096, ge=0)
-    """Of one trajectory, as JSON."""
+    """Bytes of the metadata of one trajectory, as JSON."""
     weights: dict[str, float] = Field(default_factory=dict)
-    """Of reward parts by name; a part that is not named weighs 1."""
+    """Weights of reward parts by name; a part that is not named weighs 1."""
     scoring_functions: dict[str, str] = Field(default_factory=dict)
     """Names that clients may ask for, each with `package.module:function`."""
 
 
 @settings
-class RolloutSettings:
+class EpisodeSettings:
+    """How one problem is answered and scored, in training and in evaluations."""
+
+    max_tokens: int = Field(default=256, ge=1)
+    """Tokens of a whole episode: all turns of the model and the replies between them."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the model in an episode with an environment that replies."""
+    score_seconds: float = Field(default=30.0, gt=0)
+    """Longest time of one call of an environment's `score` or `reply`; the completion is left out of training then."""
+    reward_model: RewardModelSettings = RewardModelSettings()
+    """A trained reward model whose score is part of the reward."""
+
+
+@settings
+class RolloutSettings(EpisodeSettings):
     source: Literal["environment", "live", "atropos"] = "environment"
-    """Whose completions are trained on: of the environment's problems, of clients that ask for it, or what the
+    """Origin of what is trained on: completions of the environment's problems, of clients that ask for it, or what the
     environments of an Atropos run post."""
     live: LiveSettings = LiveSettings()
+    """How `rollout.source=live` makes steps of what clients send."""
     atropos: AtroposSettings = AtroposSettings()
+    """How `rollout.source=atropos` takes part in an Atropos run."""
     problems_per_step: int = Field(default=16, ge=1)
+    """Problems of a step; each is answered `group_size` times."""
     group_size: int = Field(default=8, ge=2)
-    max_tokens: int = Field(default=256, ge=1)
-    """Of a whole episode: all turns of the model and the replies between them."""
-    max_turns: int = Field(default=8, ge=1)
-    """How often the model speaks in an episode with an environment that replies."""
+    """Completions of a problem, which are compared with each other."""
     temperature: float = Field(default=1.0, gt=0)
-    """top_p, top_k and min_p stay off: with them the sampled distribution is not the policy that is trained."""
+    """Temperature of sampling. top_p, top_k and min_p stay off: with them the sampled distribution is not the policy
+    that is trained."""
     refill_rounds: int = Field(default=3, ge=0)
     """How often groups without signal (all rewards equal) are replaced by groups of the next problems."""
     refill_below: float = Field(default=0.5, ge=0, le=1)
-    """They are replaced only while less than this share of the step's groups has signal; 1: always, as in DAPO."""
+    """Groups are replaced only while less than this share of the step's groups has signal; 1: always, as in DAPO."""
     switch_in_flight: bool = False
     """Move running completions to a new version from their next token on; else they end on the one they began with.
     Matters only where trainer.max_off_policy_steps is above 0."""
     max_idle_steps: int = Field(default=50, ge=1)
     """Steps in a row without any group with signal, after which training stops and says so."""
-    score_seconds: float = Field(default=30.0, gt=0)
-    """Longest time of one call of an environment's `score` or `reply`; the completion is left out of training then."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """Over the last so many tokens before `max_tokens`, the reward falls in a line by `overlong_weight`; 0 is off."""
+    """Number of tokens before `max_tokens` over which the reward falls in a line by `overlong_weight`; 0 is off."""
     overlong_weight: float = Field(default=1.0, ge=0)
+    """Loss of reward at `max_tokens`; see `overlong_buffer`."""
     length_weight: float = Field(default=0.0, ge=0)
     """What a right answer of `max_tokens` tokens pays for its length; shorter ones pay in proportion."""
     mask_truncated: bool = False
     """Whether completions that end at `max_tokens` are left out of the gradient."""
     curriculum: CurriculumSettings = CurriculumSettings()
-    reward_model: RewardModelSettings = RewardModelSettings()
+    """Draw problems that are too easy or too hard less often."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> "RolloutSettings":

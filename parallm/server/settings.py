@@ -15,8 +15,9 @@ class ApiKey:
     """One key. Exactly one of `env`, `file` and `sha256` says where it is: no key stands in a printed config."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
-    """For the log; clients never see it."""
+    """Name of the key in the log; clients never see it."""
     role: KeyRole
+    """Rights of the key: `inference` asks for completions, `training` also trains, `admin` also loads adapters."""
     env: str | None = None
     """Environment variable with the key."""
     file: str | None = None
@@ -28,7 +29,9 @@ class ApiKey:
 @settings
 class ServerSettings:
     enabled: bool = True
+    """Answer HTTP at all."""
     host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every address of this machine and needs keys."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0 picks a free port and prints it."""
     uds: str | None = None
@@ -36,7 +39,7 @@ class ServerSettings:
     ssl_certfile: str | None = None
     """Certificate chain in PEM: HTTPS instead of HTTP."""
     ssl_keyfile: str | None = None
-    """Its key, without a password, if it is not in the same file."""
+    """Key of the certificate, without a password, if it is not in the same file."""
     ssl_ca_certs: str | None = None
     """Clients must show a certificate that one of these has signed."""
     api_keys: tuple[ApiKey, ...] = ()
@@ -48,30 +51,34 @@ class ServerSettings:
     drain_seconds: float = Field(default=20.0, ge=0)
     """How long answers may go on after the signal to end; new requests get 503 meanwhile."""
     request_seconds: float | None = Field(default=None, gt=0)
-    """By when an answer must be complete; null: no limit but what a client asks for with `x-request-timeout`."""
+    """Seconds after which an answer must be complete; null: no limit but what a client asks for with
+    `x-request-timeout`."""
     stall_seconds: float = Field(default=60.0, gt=0)
     """A stream whose client takes nothing for so long is given up."""
     coalesce_ms: float = Field(default=50.0, ge=0, le=1000)
     """While more than 16 streams are open, each sends what it has so often; 0: each token at once."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Of one prompt; null: what the context allows."""
+    """Tokens of one prompt; null: what the context allows."""
     request_log: str | None = None
     """File to which each request and each failure appends a line of JSON, or `stderr`; null: none."""
     otlp_endpoint: str | None = None
-    """Where OpenTelemetry spans go, such as `http://localhost:4318/v1/traces`; needs `parallm[otel]`. null: nowhere."""
+    """Address for OpenTelemetry spans, such as `http://localhost:4318/v1/traces`; needs `parallm[otel]`. null: none."""
     max_n: int = Field(default=64, ge=1)
+    """Largest `n` of a request, the completions of one prompt."""
     max_completions: int = Field(default=256, ge=1)
     """Prompts times `n` of one HTTP request."""
     max_top_logprobs: int = Field(default=20, ge=0)
+    """Most alternatives per token of which a client may ask the log-probs."""
     max_stop: int = Field(default=16, ge=1)
+    """Most stop strings of a request."""
     default_max_tokens: int = Field(default=512, ge=1)
-    """For requests that name no `max_tokens`; less where the context ends before."""
+    """`max_tokens` of requests that name none; less where the context ends before."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused before they are read as JSON."""
     max_grammar_bytes: int = Field(default=64 * 1024, ge=1)
-    """Of a schema, a regular expression, choices, or the schemas of all tools that a model is made to call."""
+    """Bytes of a schema, a regular expression, choices, or the schemas of all tools that a model is made to call."""
     max_grammar_seconds: float = Field(default=10.0, gt=0)
-    """To prepare a grammar. It is done beside the event loop, so other requests go on."""
+    """Seconds to prepare a grammar. It is done beside the event loop, so other requests go on."""
     adapters_root: str | None = None
     """The only folder that clients may load adapters from by path; null: none."""
     max_adapter_bytes: int = Field(default=512 * 1024 * 1024, ge=1024)

@@ -1,10 +1,10 @@
-"""TrainerSettings -> what an evaluator samples."""
+"""EvaluationSettings -> what an evaluator samples."""
 
 from parallm.rollout.evaluation import Samples
-from parallm.trainer.settings import TrainerSettings
+from parallm.trainer.settings import EvaluationSettings
 
 
-def evaluation_samples(settings: TrainerSettings, seed: int) -> Samples | None:
+def evaluation_samples(settings: EvaluationSettings, seed: int) -> Samples | None:
     """None where nothing is to be sampled."""
     if not settings.evaluate_samples:
         return None

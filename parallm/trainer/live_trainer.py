@@ -24,6 +24,11 @@ class Source(Protocol):
         """Why there is nothing to train on, where that is known."""
         ...
 
+    @property
+    def waiting(self) -> Mapping[str, float]:
+        """What has been brought and waits, under flat names of the metrics."""
+        ...
+
     def is_ready(self, version: int, limit: int) -> bool:
         """Whether a step may begin; lets go what is more than `limit` versions older than `version`."""
         ...
@@ -58,8 +63,10 @@ class LiveTrainer(Loop):
 
     def _wait(self) -> None:
         super()._wait()
-        if self.status.message != self._source.message:
-            self._set(self.status.state, self._source.message)
+        message, metrics = self._source.message, {**self.status.metrics, **self._source.waiting}
+        if (message, metrics) != (self.status.message, self.status.metrics):
+            self.status = replace(self.status, metrics=metrics)
+            self._set(self.status.state, message)
 
     async def _one_step(self) -> Verdict:
         began = time.perf_counter()
@@ -78,7 +85,8 @@ class LiveTrainer(Loop):
             served_tokens=served - self._last_served,
         )
         # where completions are compared over the whole step, no group of one has signal by itself
-        metrics = replace(metrics, groups_with_signal=len(taken.with_signal), source=taken.figures)
+        figures = {**taken.figures, **self._source.waiting}
+        metrics = replace(metrics, groups_with_signal=len(taken.with_signal), source=figures)
         self._last_end, self._last_served = ended, served
         verdict = await self._judge(metrics, trained=taken.with_signal, sampled=taken.groups)
         self._finish(metrics, taken.groups)

@@ -39,6 +39,13 @@ def test_a_version_of_a_run_is_named_after_an_at(run: Path) -> None:
     assert find_adapter(f"{run}@newest") == run / "step_000030" / "adapter"
 
 
+def test_a_link_to_a_run_is_that_run_by_its_own_name(run: Path) -> None:
+    link = run.parent / "latest"
+    link.symlink_to("run")
+    assert find_adapter(str(link)) == run / "step_000020" / "adapter"
+    assert find_adapter(f"{link}@10") == run / "step_000010" / "adapter"
+
+
 def test_all_versions_come_in_the_order_of_training(run: Path) -> None:
     assert [path.parent.name for path in find_adapters(f"{run}@all")] == ["step_000010", "step_000020", "step_000030"]
 

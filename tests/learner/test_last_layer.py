@@ -15,7 +15,15 @@ TOKENS = [(7 * place) % 50 + 1 for place in range(32)]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "phi3"])
-@pytest.mark.parametrize("sources", [[8, 9, 10, 11, 12, 13, 15, 19, 31], [30]])
+@pytest.mark.parametrize(
+    "sources",
+    [
+        pytest.param([8, 9, 10, 11, 12, 13, 15, 19, 31], id="several"),
+        pytest.param([30], id="one"),
+        # a prompt's last token is the source of the first token of each of its completions
+        pytest.param([8] * 20 + list(range(9, 32)), id="more than there are tokens"),
+    ],
+)
 def test_bits_and_gradients_are_those_of_the_whole_layer(
     architecture: str, sources: list[int], load_tiny: Callable[[str], SharedModel]
 ) -> None:

@@ -2,16 +2,22 @@
 
 import io
 import logging
+import re
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
 
 import pytest
+from rich.console import Console
 
-from parallm.metrics.display import NoDisplay, make_display
+from parallm.metrics.display import LoggedDisplay, NoDisplay, make_display
 from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.live import LiveDisplay
-from parallm.metrics.live_table import fitting_columns
+from parallm.metrics.live_table import fitting_columns, step_table
+from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
+from parallm.metrics.time_left import Schedule
 from parallm.reports import Estimate, EvaluationReport, TrainingStatus
 
 HEADER = RunHeader(
@@ -21,7 +27,7 @@ HEADER = RunHeader(
     blas="MKL, strict",
     url="http://127.0.0.1:8000",
     folder="runs/one",
-    total_steps=10,
+    schedule=Schedule(total_steps=10),
 )
 
 
@@ -134,7 +140,7 @@ def test_closing_live_gives_the_cursor_back_and_may_happen_twice(terminal: Termi
 def test_narrow_terminals_keep_the_most_wanted_columns() -> None:
     assert [column.title for column in fitting_columns(20)] == ["step", "reward"]
     assert [column.title for column in fitting_columns(1)] == ["step"]
-    assert len(fitting_columns(200)) == 12
+    assert len(fitting_columns(200)) == 13
 
 
 def test_an_evaluation_with_samples_says_pass_at_k(evaluation: Callable[..., EvaluationReport]) -> None:
@@ -142,3 +148,97 @@ def test_an_evaluation_with_samples_says_pass_at_k(evaluation: Callable[..., Eva
     pass_at = {4: Estimate(0.8, 0.7, 0.9)}
     make_display("lines", stream).evaluation(evaluation(3, pass_at=pass_at, num_samples=4))
     assert "version 3, pass@4 80.0% (70.0% to 90.0%), reward 0.500, correct 31.0%" in stream.getvalue()
+
+
+LONG = "checkpoints/arithmetic_grpo/sweep_2026-11-22_09-43-45-427093/12/with/more/of/it/than/a/line/takes"
+
+
+def plain(shown: str) -> list[str]:
+    """Lines without colours and movements of the cursor."""
+    return [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown).splitlines()]
+
+
+def test_paths_stand_on_lines_of_their_own_that_nothing_breaks(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    display = LiveDisplay(terminal)
+    display.start(replace(HEADER, folder=LONG))
+    display.message(f"saved {LONG}")
+    display.finish([("best version", "3"), ("files", LONG)])
+    lines = plain(terminal.getvalue())
+    assert {f"files    {LONG}", f"saved {LONG}", f"files  {LONG}"} <= set(lines)
+    assert all(len(line) <= 80 for line in lines if LONG not in line)
+
+
+def test_the_live_table_has_the_signal_and_what_a_curriculum_skips(step: Callable[..., StepMetrics]) -> None:
+    def titles(*steps: StepMetrics) -> list[str]:
+        return [column.title for column in fitting_columns(78, steps)]
+
+    assert titles(step(1)) == ["step", "reward", "signal", "held out", "KL", "entropy", "length", "time"]
+    assert "skipped" in titles(step(1), step(2, problems_skipped=3))
+    table = step_table([step(1, problems_skipped=3)], [], 78)
+    console = Console(file=io.StringIO(), width=78)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    title, _, row = console.file.getvalue().splitlines()
+    assert title.split()[:4] == ["step", "reward", "signal", "skipped"]
+    assert row.split()[:5] == ["1", "0.250", "11/16", "3", "-"]
+
+
+def test_the_live_table_of_a_supervised_run_has_its_loss_and_nothing_of_samples(
+    step: Callable[..., StepMetrics],
+) -> None:
+    titles = [column.title for column in fitting_columns(200, [step(1, is_supervised=True)])]
+    assert titles == ["step", "loss", "held out", "entropy", "gradient", "serving tok/s", "version", "time"]
+
+
+def test_lines_say_what_a_curriculum_has_skipped_and_what_waits(step: Callable[..., StepMetrics]) -> None:
+    stream = io.StringIO()
+    display = make_display("lines", stream)
+    display.step(step(1))
+    display.step(step(2, problems_skipped=3, source={"live/waiting": 8.0, "live/rewarded": 2.0}))
+    first, second = stream.getvalue().splitlines()
+    assert "skipped" not in first
+    assert "wait" not in first
+    assert "signal 11/16  skipped 3  length 64" in second
+    assert "8 wait for a reward, 2 have one" in second
+
+
+def test_a_message_of_a_state_is_shown_once() -> None:
+    stream = io.StringIO()
+    display = make_display("lines", stream)
+    for _ in range(3):
+        display.phase(TrainingStatus(state="collecting", message="run-api does not answer"))
+    display.phase(TrainingStatus(state="collecting"))
+    display.phase(TrainingStatus(state="collecting", message="run-api does not answer"))
+    assert stream.getvalue().splitlines() == ["run-api does not answer"] * 2
+
+
+@pytest.mark.parametrize("choice", ["live", "lines", "off"])
+def test_the_log_has_what_a_display_shows_and_a_display_no_line_of_it_twice(
+    choice: Literal["live", "lines", "off"],
+    terminal: Terminal,
+    caplog: pytest.LogCaptureFixture,
+    step: Callable[..., StepMetrics],
+    evaluation: Callable[..., EvaluationReport],
+) -> None:
+    display = LoggedDisplay(make_display(choice, terminal))
+    with caplog.at_level(logging.INFO, PROGRESS):
+        display.start(HEADER)
+        display.evaluation(evaluation(0))
+        display.step(step(1))
+        display.message("resumed")
+        display.finish([("best version", "1"), ("files", "runs/one")])
+    logged = [record.getMessage() for record in caplog.records if record.name == PROGRESS]
+    assert logged[0] == "run     quickstart"
+    assert [line.split()[:2] for line in logged[6:]] == [
+        ["evaluation", "at"],
+        ["step", "1/10"],
+        ["resumed"],
+        ["best", "version"],
+        ["files", "runs/one"],
+    ]
+    shown = plain(terminal.getvalue())
+    assert shown.count("resumed") == (choice != "off")
+    assert sum(line.startswith("evaluation at step 0") for line in shown) == (choice != "off")

@@ -137,6 +137,7 @@ def test_a_failing_wandb_is_reported_once_and_costs_nothing(
     monkeypatch.setattr("wandb.init", refuse)
     with caplog.at_level(logging.WARNING):
         recorder = RunRecorder(tmp_path, MetricsSettings(wandb="offline"), {})
+        recorder.start()
         recorder.step(step(1))
         recorder.finish("run")
     assert ["no service" in record.message for record in caplog.records] == [True]
@@ -166,6 +167,7 @@ def test_wandb_gets_finite_numbers_and_one_id_per_folder(
     monkeypatch.setattr("wandb.init", init)
     for number in (1, 2):
         recorder = RunRecorder(tmp_path, MetricsSettings(wandb="offline"), {"seed": 0})
+        recorder.start()
         recorder.step(step(number, reward_std=math.nan))
         recorder.finish("run")
     assert [row["step"] for row in logged] == [1, 2]

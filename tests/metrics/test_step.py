@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from parallm.metrics.lines import evaluation_line, step_line
 from parallm.metrics.step import StepMetrics, evaluation_row
+from parallm.metrics.time_left import Schedule
 from parallm.reports import Estimate, EvaluationReport, OffPolicyReport, PairsReport
 
 
@@ -56,8 +57,8 @@ def test_a_step_of_a_reward_model_says_how_it_orders_pairs(step: Callable[..., S
     row = metrics.to_flat()
     assert (row["update/accuracy"], row["update/margin"]) == (0.75, 1.25)
     assert not any(name.startswith(("parity", "reward")) or name == "update/entropy" for name in row)
-    assert "accuracy 75.0%  margin 1.25" in step_line(metrics, 5, None)
-    assert "entropy" not in step_line(metrics, 5, None)
+    assert "accuracy 75.0%  margin 1.25" in step_line(metrics, Schedule(total_steps=5), "")
+    assert "entropy" not in step_line(metrics, Schedule(total_steps=5), "")
 
 
 def test_an_evaluation_of_a_reward_model_has_a_margin(evaluation: Callable[..., EvaluationReport]) -> None:

@@ -70,6 +70,10 @@ def test_the_table_gives_accuracies_with_their_interval() -> None:
     rows = dict(summary(STEPS, [evaluation(0, 0.3), evaluation(5, 0.7)]).rows())
     assert rows["held-out accuracy after"] == "70.0% (66.0% to 74.0%), 512 problems, step 5"
     assert rows["best version"] == "5 (70.0%)"
+    equal = dict(summary(STEPS, [evaluation(0, 0.3), evaluation(3, 0.3), evaluation(5, 0.3)]).rows())
+    assert equal["best version"] == "5 (30.0%)"
+    worse = dict(summary(STEPS, [evaluation(0, 0.3), evaluation(5, 0.2)]).rows())
+    assert worse["best version"] == "base (30.0%)"
     assert rows["peak memory"] == "1.50 GB"
     assert rows["files"] == "runs/one"
 

@@ -26,6 +26,17 @@ def test_text_survives_the_way_to_tokens_and_back(tokenizer: ChatTokenizer, text
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_text_longer_than_the_tokenizer_names_costs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    wrapper = load_tokenizer(NANO)
+    wrapper._tokenizer.model_max_length = 8
+    wrapper._tokenizer.encode("12 + 3 = 15 " * 4)
+    assert "longer than the specified maximum" in caplog.text, "what transformers does"
+    caplog.clear()
+    wrapper._tokenizer.deprecation_warnings.clear()
+    ChatTokenizer(wrapper).encode("12 + 3 = 15 " * 4)
+    assert caplog.text == ""
+
+
 def test_a_chat_becomes_the_template_with_the_start_of_the_answer(tokenizer: ChatTokenizer) -> None:
     tokens = tokenizer.encode_chat([Message(role="user", content="2 + 2?")])
     assert "".join(map(tokenizer.token_text, tokens)) == "<|user|>2 + 2?<|assistant|>"

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
 from parallm.errors import AdapterError, ModelError
-from parallm.model.load import NANO, _stored_dtype, find_folder, load_shared_model
+from parallm.model.load import NANO, _reason, _stored_dtype, check_local, find_folder, load_shared_model
 from parallm.model.lora import Scaling, one_adapter
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -137,6 +137,24 @@ def test_a_hub_id_without_network_says_how_to_name_a_folder(monkeypatch: pytest.
         load("someone/some-model-that-nobody-has")
 
 
+def test_what_is_wrong_with_a_folder_is_seen_before_anything_is_loaded(folder: Path) -> None:
+    check_local("nano")
+    check_local("someone/a-hub-id")
+    check_local(str(folder))
+    (folder / "model.safetensors").unlink()
+    for path, reason in ((folder, "has no model"), (folder / "x", "no such folder")):
+        with pytest.raises(ModelError, match=reason):
+            check_local(str(path))
+
+
+def test_a_reason_that_is_too_long_is_cut_between_sentences() -> None:
+    sentences = [f"{word} is missing in a place that takes some words to describe." for word in map(str, range(30))]
+    reason = _reason(ValueError("\n".join(sentences)))
+    assert reason == " ".join(sentences[: len(reason.split(". "))])
+    assert 400 < len(reason) < 520
+    assert len(_reason(ValueError("a tensor, " * 1000))) < 1100
+
+
 def test_a_folder_without_a_config_is_refused(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(ModelError, match=r"has no config.json"):
@@ -186,7 +204,7 @@ def test_a_missing_or_broken_tokenizer_is_refused(folder: Path, text: str | None
     (folder / "tokenizer.json").unlink()
     if text is not None:
         (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(ModelError, match="tokenizer cannot be loaded"):
+    with pytest.raises(ModelError, match=r"tokenizer cannot be loaded: .*[.)\d]$"):
         load(folder)
 
 

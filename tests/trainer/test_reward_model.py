@@ -144,12 +144,12 @@ def test_what_is_no_reward_model_is_refused_as_one(train: Train, tmp_path: Path)
     with pytest.raises(AdapterError, match="is no reward model"):
         train(folder="rl", rollout={"reward_model": {"adapter": str(tmp_path / "policy")}})
     with pytest.raises(AdapterError, match="nothing is neither an adapter, a checkpoint nor a run"):
-        train(folder="rl", rollout={"reward_model": {"adapter": "/nothing"}}, model={"path": "/nothing"})
+        train(folder="rl", rollout={"reward_model": {"adapter": "/nothing"}}, model={"path": "nobody/nothing"})
 
 
 def test_a_run_without_data_is_refused_before_the_model_loads(train: Train) -> None:
     with pytest.raises(ConfigError, match=r"learner\.data: must be given"):
-        train(learner={"trains": "reward_model"}, model={"path": "/nothing"})
+        train(learner={"trains": "reward_model"}, model={"path": "nobody/nothing"})
 
 
 def test_a_policy_and_a_reward_model_train_at_the_same_time(train: Train, data: str, tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_problems_are_read_before_the_model_is_loaded(train: Train, parity: Any)
     environment = parity()
     environment.problems = lambda _: []
     with pytest.raises(ProblemError, match="train split has no problems"):
-        train(environment, model={"path": "/nowhere"})
+        train(environment, model={"path": "nobody/nothing"})
 
 
 def test_a_run_starts_from_a_given_adapter(train: Train, tmp_path: Path) -> None:

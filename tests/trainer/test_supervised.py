@@ -105,4 +105,4 @@ def test_training_ends_when_patience_is_over_and_says_so(
 
 def test_a_run_without_data_is_refused_before_the_model_loads(train: Train) -> None:
     with pytest.raises(ConfigError, match=r"learner\.data: must be given"):
-        train(learner={"preset": "sft"}, model={"path": "/nothing"})
+        train(learner={"preset": "sft"}, model={"path": "nobody/nothing"})

@@ -13,7 +13,7 @@ class AtroposSettings:
     """Of `rollout.source=atropos`. A batch is `rollout.problems_per_step` x `rollout.group_size` sequences."""
 
     url: str = Field(default="http://127.0.0.1:8001", pattern=r"^https?://")
-    """Of `run-api`, which brings environments and trainer together."""
+    """Address of `run-api`, which brings environments and trainer together."""
     max_token_len: int = Field(default=2048, ge=2)
     """Longest sequence that is trained on, prompt included; environments drop those that reach it."""
     unmatched: Literal["drop", "recompute"] = "drop"
@@ -22,12 +22,12 @@ class AtroposSettings:
     reset: bool = False
     """Whether an API that holds the sizes of another trainer may be emptied, with all that environments have posted."""
     poll_seconds: float = Field(default=0.2, gt=0)
-    """Between two questions for a batch."""
+    """Seconds between two questions for a batch."""
     timeout_seconds: float = Field(default=60.0, gt=0)
-    """Of one question."""
+    """Longest time of one question for a batch."""
     ledger_tokens: int = Field(default=8_000_000, ge=1)
     """Tokens of prompts and completions that are remembered, 8 bytes each; the oldest completions go first."""
     start: StartSettings = StartSettings()
-    """What this run starts itself."""
+    """Processes that this run starts itself."""
     ledger_seconds: float = Field(default=7200.0, gt=0)
     """Older completions are forgotten."""

@@ -94,6 +94,11 @@ class AtroposSource:
         self._look_at_clock()
         return False
 
+    @property
+    def waiting(self) -> Mapping[str, float]:
+        """What waits is with the API, which tells it itself."""
+        return {}
+
     def take(self) -> Taken:
         """The groups of one batch, after `is_ready`."""
         groups, self._groups = tuple(self._groups), ()

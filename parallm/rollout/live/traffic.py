@@ -136,6 +136,12 @@ class LiveTraffic:
         """Why a step waits is for clients to know."""
         return ""
 
+    @property
+    def waiting(self) -> Mapping[str, float]:
+        """How many trajectories are in the buffer, under flat names."""
+        report = self.report()
+        return {"live/waiting": report.num_waiting, "live/rewarded": report.num_rewarded}
+
     def end(self) -> None:
         """Nothing takes trajectories any more."""
         self._has_ended = True

@@ -12,16 +12,17 @@ class EnvironmentProcess:
     """A script with an environment in it, unmodified."""
 
     script: str
-    """Its file; a relative one lies below `folder`. `{recipes}` is the folder of the recipes that come with ParaLLM."""
+    """File of the script; a relative one lies below `folder`. `{recipes}` is the folder of the recipes that come with
+    ParaLLM."""
     arguments: tuple[str, ...] = ("serve", "--config", "{config}")
     """`{config}` is a file with all that an environment of this run has to know, `{api}` the URL of run-api, `{server}`
     ours, and `{tokenizer}` the model's folder."""
     folder: str = "."
-    """Where it runs; environments look for data and for modules of their own there."""
+    """Folder in which the script runs; environments look for data and for modules of their own there."""
     env: dict[str, Any] = Field(default_factory=dict)
     """Keys of its own configuration, over those that follow from this run; `{config}` holds them as `env:`."""
     openai: dict[str, Any] = Field(default_factory=dict)
-    """The same of how it asks us for completions."""
+    """Keys of its configuration for asking us for completions, over those that follow from this run."""
     variables: dict[str, str] = Field(default_factory=dict)
     """Environment variables, over ours."""
 
@@ -35,8 +36,8 @@ class StartSettings:
     python: str | None = None
     """An interpreter that has atroposlib; null: the one that runs this."""
     environments: dict[str, EnvironmentProcess] = Field(default_factory=dict)
-    """By name; each writes a log of its name. Others may join."""
+    """Environments to start, by name; each writes a log of its name. Others may join."""
     max_restarts: int = Field(default=5, ge=0)
-    """Of one process that ends within a minute each time; then it is given up."""
+    """Restarts of one process that ends within a minute each time; then it is given up."""
     why_seconds: float = Field(default=30.0, gt=0)
     """Without a batch for so long, the log says why."""

@@ -1,0 +1,28 @@
+"""`python -m parallm`: which commands there are."""
+
+import sys
+
+from parallm.command_line import asks_version, help_topics
+from parallm.config import COMMANDS
+from parallm.help_pages import overview
+from parallm.metrics.machine import describe_versions
+
+
+def main() -> int:
+    """Answer --help and --version; anything else is a mistake, which the overview explains."""
+    arguments = sys.argv[1:]
+    if asks_version(arguments):
+        sys.stdout.write(f"{describe_versions()}\n")
+        return 0
+    if help_topics(arguments) is not None:
+        sys.stdout.write(overview())
+        return 0
+    if arguments and arguments[0] in COMMANDS:
+        sys.stderr.write(f"parallm: a command is a module of its own: python -m parallm.{' '.join(arguments)}\n")
+    else:
+        sys.stderr.write(overview())
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""The jobs of a sweep side by side: a table for people, `sweep.csv` for programs."""
+
+import csv
+import io
+import json
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from parallm.metrics.json_lines import write_whole
+from parallm.metrics.wording import MISSING, duration, number, percent, short_path
+
+SUMMARY = "summary.json"
+TABLE = "sweep.csv"
+WIDE = 240
+"""Characters of a line where no terminal limits it."""
+COLUMNS = {
+    "accuracy_before": ("before", percent),
+    "accuracy_after": ("after", percent),
+    "accuracy_best": ("best", percent),
+    "reward_first": ("reward first", number),
+    "reward_last": ("reward last", number),
+    "steps": ("steps", number),
+    "train_seconds": ("time", lambda value: duration(value if isinstance(value, float) else None)),
+}
+"""Figures in the table: their titles and how they are shown."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One job of a sweep that has ended."""
+
+    number: int
+    overrides: tuple[str, ...]
+    """Such as `seed=0`."""
+    folder: Path
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one run of a job, one for each of its policies, came to."""
+
+    job: int
+    policy: str
+    """Empty where the job trains one policy."""
+    changes: Mapping[str, str]
+    """Values of the keys that differ between jobs."""
+    exit_code: int
+    figures: Mapping[str, Any]
+    """Names without their prefix."""
+
+
+def report_sweep(jobs: Sequence[Job], folder: Path, stream: TextIO) -> None:
+    """Write the table of all jobs to `stream`, and with every figure to `sweep.csv` in `folder`."""
+    rows = list(_rows(jobs))
+    _print(rows, stream)
+    try:
+        write_whole(folder / TABLE, _csv(rows))
+    except OSError as error:
+        logger.warning("cannot write %s: %s", folder / TABLE, error)
+    else:
+        stream.write(f"{short_path(folder / TABLE)}\n")
+
+
+def _print(rows: Sequence[Row], stream: TextIO) -> None:
+    shown = {name: column for name, column in COLUMNS.items() if any(_is_number(row.figures, name) for row in rows)}
+    policies = ["policy"] if any(row.policy for row in rows) else []
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for title in ("job", *policies, *_short(rows[0].changes), *(title for title, _ in shown.values()), "ended"):
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(
+            str(row.job),
+            *([row.policy] if policies else []),
+            *row.changes.values(),
+            *(show(row.figures.get(name)) for name, (_, show) in shown.items()),
+            "well" if row.exit_code == 0 else f"with {row.exit_code}",
+        )
+    Console(file=stream, highlight=False, width=None if stream.isatty() else WIDE).print(table)
+
+
+def _short(keys: Collection[str]) -> list[str]:
+    """The last part of each key where that tells them apart, else the whole."""
+    lasts = [key.rpartition(".")[2] for key in keys]
+    return [last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)]
+
+
+def _csv(rows: Sequence[Row]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row.figures))
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["job", "policy", *rows[0].changes, "exit_code", *names])
+    for row in rows:
+        figures = (row.figures.get(name) for name in names)
+        lines.writerow([row.job, row.policy, *row.changes.values(), row.exit_code, *figures])
+    return text.getvalue()
+
+
+def _rows(jobs: Sequence[Job]) -> Iterator[Row]:
+    for job, changes in zip(jobs, _changes(jobs), strict=True):
+        alone = job.folder / SUMMARY
+        files = [alone] if alone.is_file() else sorted(job.folder.glob(f"*/{SUMMARY}"))
+        for file in files or [alone]:
+            policy = "" if file == alone else file.parent.name
+            figures = _figures(file)
+            yield Row(job=job.number, policy=policy, changes=changes, exit_code=job.exit_code, figures=figures)
+
+
+def _changes(jobs: Sequence[Job]) -> list[dict[str, str]]:
+    """Of each job the values that differ between jobs; all of them where there is one job only."""
+    given = [dict(override.split("=", 1) for override in job.overrides if "=" in override) for job in jobs]
+    keys = dict.fromkeys(key for values in given for key in values)
+    swept = [key for key in keys if len(jobs) == 1 or len({values.get(key) for values in given}) > 1]
+    return [{key.lstrip("+"): values.get(key, MISSING) for key in swept} for values in given]
+
+
+def _figures(file: Path) -> dict[str, Any]:
+    """Figures of a run without their prefix; none where it has left no summary."""
+    try:
+        figures = json.loads(file.read_text(encoding="utf-8"))["figures"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return {name.rpartition(".")[2]: value for name, value in figures.items()}
+
+
+def _is_number(figures: Mapping[str, Any], name: str) -> bool:
+    return isinstance(figures.get(name), int | float)
