@@ -111,7 +111,7 @@ def messages_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
 def _row(line: str, where: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ProblemError(f"{where} is no JSON: {error}") from error
     if not isinstance(row, dict):
         raise ProblemError(f"{where} is no object with a prompt")

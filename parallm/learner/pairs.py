@@ -6,13 +6,13 @@ there is one, is by how much the chosen completion's score should be higher at l
 
 import hashlib
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from parallm.errors import ConfigError, ProblemError
+from parallm.learner.advantage import LARGEST
 from parallm.learner.demonstrations import given_trajectory, json_rows, messages_of
 from parallm.learner.objective import Objective
 from parallm.learner.settings import LearnerSettings
@@ -118,8 +118,8 @@ def _pair(path: Path, number: int, row: Mapping[str, Any], key: str) -> Pair:
             raise ProblemError(f"{where} has no text under {name}; it has {sorted(row)}")
         texts[name] = text
     margin = row.get("margin", 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise ProblemError(f"{where}: margin is {margin!r}, not a finite number")
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST:
+        raise ProblemError(f"{where}: margin is {margin!r}, not a number that float32 can hold")
     return Pair(pair_id=where, messages=messages_of(row, where), margin=float(margin), **texts)
 
 

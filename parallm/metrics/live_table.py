@@ -61,6 +61,7 @@ KEPT_FIRST = (
     "version",
     "gradient",
     "rollout tok/s",
+    "moved",
     "cut",
     "serving tok/s",
 )

@@ -1,7 +1,7 @@
 """What a version does on held-out problems: greedy accuracy, rewards, and pass@k of samples."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallm.environment.environment import AnyEnvironment
 from parallm.model.chat import ChatTokenizer
@@ -9,7 +9,7 @@ from parallm.reports import EvaluationReport
 from parallm.rollout.estimates import mean_estimate, pass_at, wilson_interval
 from parallm.rollout.functions import prompt_of
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.scoring import Score, log_faults
+from parallm.rollout.scoring import FaultLog, Score, refuse_without_scores
 from parallm.rollout.settings import EpisodeSettings
 from parallm.rollout.stage import GenerateAll, Stage
 from parallm.seeds import mix
@@ -65,9 +65,10 @@ class Evaluator:
     rollout: EpisodeSettings = EpisodeSettings()
     """For the number of turns and the time limit of a score."""
     reward_model: RewardModel | None = None
+    fault_log: FaultLog = field(default_factory=FaultLog)
 
     async def evaluate(self, step: int, version: int, model: str) -> EvaluationReport:
-        """What `model` does on the problems."""
+        """What `model` does on the problems. Raises EnvironmentFailed if not one completion could be scored."""
         return self.report(await self.outcomes(model), step, version)
 
     async def outcomes(self, model: str) -> Outcomes:
@@ -114,10 +115,9 @@ class Evaluator:
             reward_model=self.reward_model,
         )
         rows = [[scored.score for scored in row] for row in await stage.play(problems, requests)]
-        log_faults(
-            "evaluation",
-            [(problem, one.fault) for problem, row in zip(problems, rows, strict=True) for one in row if one.fault],
-        )
+        faults = [(problem, one.fault) for problem, row in zip(problems, rows, strict=True) for one in row if one.fault]
+        self.fault_log.log("evaluation", faults)
+        refuse_without_scores("evaluation", [fault for _, fault in faults], sum(map(len, rows)) - len(faults))
         return [[outcome_of(one) for one in row] for row in rows]
 
     def _sampled(self, place: int, model: str, samples: Samples) -> GenerationRequest:

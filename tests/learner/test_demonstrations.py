@@ -69,6 +69,7 @@ def test_a_run_without_accepted_samples_says_which_reward_was_the_largest(tmp_pa
     ("line", "complaint"),
     [
         ("{", "line 1 of .* is no JSON"),
+        ("[" * 100_000, "line 1 of .* is no JSON"),
         ("[1]", "line 1 of .* is no object"),
         ({"prompt": "?"}, r"has no text under completion; it has \['prompt'\]"),
         ({"completion": "!"}, "has neither a text under prompt nor messages"),

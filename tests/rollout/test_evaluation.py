@@ -6,7 +6,10 @@ import pytest
 
 from parallm.errors import ContextTooLong
 from parallm.reports import EvaluationReport
+from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator, Samples
+from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, GenerationRequest, Message, Problem, Split
 
 
@@ -137,6 +140,28 @@ def test_every_evaluation_samples_with_the_same_seeds_one_for_each_problem() -> 
     seeds = [request.sampling.seed for request in sampled]
     assert seeds[:2] == seeds[2:]
     assert len(set(seeds)) == 2
+
+
+def test_an_evaluation_never_samples_with_the_seeds_of_a_training_step() -> None:
+    silent = Silent()
+    environment = Counted(a={"correct": 1}, b={"correct": 1})
+    asyncio.run(evaluator_of(environment, silent.generate_all, SAMPLES).evaluate(1, 1, "policy"))
+    settings = RolloutSettings(problems_per_step=2)
+    collector = Collector(
+        silent.generate_all,
+        Letters(),  # type: ignore[arg-type]  # it has just the method that is used
+        environment,
+        ProblemStream(environment.problems("train"), seed=SAMPLES.seed),
+        settings,
+        seed=SAMPLES.seed,
+    )
+    for step in range(20):
+        asyncio.run(collector.collect(step, "policy"))
+    of_evaluation = {request.sampling.seed for request in silent.requests if request.n == SAMPLES.count}
+    of_training = {request.sampling.seed for request in silent.requests if request.n == settings.group_size}
+    assert len(of_evaluation) == 2
+    assert len(of_training) >= 40
+    assert of_evaluation.isdisjoint(of_training)
 
 
 def test_the_names_of_one_evaluations_requests_differ() -> None:

@@ -47,6 +47,13 @@ def test_a_supervised_run_learns_and_leaves_versions_metrics_and_evaluations(
     assert read_adapter(tmp_path / "run" / "adapter").version == 6
 
 
+def test_keys_that_change_nothing_in_a_supervised_run_are_named(
+    train: Train, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train(learner=learner(data), trainer={"steps": 1}, rollout={"temperature": 0.7}) == 0
+    assert "rollout.temperature=0.7 has no effect with learner=sft" in caplog.messages
+
+
 def test_a_resumed_run_is_the_same_run(train: Train, data: str, tmp_path: Path) -> None:
     settings = {"learner": learner(data), "rollout": {"problems_per_step": 5}}
     train(folder="whole", trainer={"steps": 4}, **settings)
@@ -99,8 +106,8 @@ def test_training_ends_when_patience_is_over_and_says_so(
 ) -> None:
     trainer = {"steps": 9, "evaluate_problems": 4, "evaluate_every": 1, "patience": 2}
     assert train(learner=learner(data, learning_rate=0), trainer=trainer, metrics={"display": "lines"}) == 0
-    assert len(rows_of(tmp_path / "run")) == 3  # version 1 is the best, and versions 2 and 3 are no better
-    assert "training ends after step 3: the last 2 evaluations were no better" in capsys.readouterr().out
+    assert len(rows_of(tmp_path / "run")) == 2  # there is no new version, so nothing that could be better than the base
+    assert "training ends after step 2: the last 2 evaluations were no better" in capsys.readouterr().out
 
 
 def test_a_run_without_data_is_refused_before_the_model_loads(train: Train) -> None:
