@@ -140,7 +140,7 @@ def test_closing_live_gives_the_cursor_back_and_may_happen_twice(terminal: Termi
 def test_narrow_terminals_keep_the_most_wanted_columns() -> None:
     assert [column.title for column in fitting_columns(20)] == ["step", "reward"]
     assert [column.title for column in fitting_columns(1)] == ["step"]
-    assert len(fitting_columns(200)) == 13
+    assert len(fitting_columns(200)) == 14
 
 
 def test_an_evaluation_with_samples_says_pass_at_k(evaluation: Callable[..., EvaluationReport]) -> None:
@@ -190,7 +190,7 @@ def test_the_live_table_of_a_supervised_run_has_its_loss_and_nothing_of_samples(
     step: Callable[..., StepMetrics],
 ) -> None:
     titles = [column.title for column in fitting_columns(200, [step(1, is_supervised=True)])]
-    assert titles == ["step", "loss", "held out", "entropy", "gradient", "serving tok/s", "version", "time"]
+    assert titles == ["step", "loss", "held out", "entropy", "gradient", "moved", "serving tok/s", "version", "time"]
 
 
 def test_lines_say_what_a_curriculum_has_skipped_and_what_waits(step: Callable[..., StepMetrics]) -> None:
