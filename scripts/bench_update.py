@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -75,7 +75,7 @@ def main() -> None:
         if one := found[who]:
             again = run(who, replace(job, settings=one.get("settings")), pythons.get(who, sys.executable))
             one["seconds"] += again["seconds"] if again else []
-            print(f"  {SIDES[who].name}: {', '.join(f'{seconds:.3f}' for seconds in one['seconds'])} s", flush=True)
+            print(f"  {SIDES[who].name}: {listed(one['seconds'])}", flush=True)
     rows: list[tuple[str, ...]] = [("", "tokens/s", "median s", "peak GB", "settings")]
     rows += [update_row(SIDES[who].name, job, one) for who, one in found.items() if one]
     figures = figures_of(found)
@@ -96,7 +96,13 @@ def first(who: str, job: UpdateJob, python: str) -> Found | None:
     found = run(who, replace(job, settings=None if settings is None else dict(settings)), python)
     for tried, seconds in (found or {}).get("tried", []):
         print(f"  {SIDES[who].name}: {described(tried)}: {f'{seconds:.2f} s' if seconds else 'failed'}", flush=True)
+    if found:
+        print(f"  {SIDES[who].name}: {listed(found['seconds'])}", flush=True)
     return found
+
+
+def listed(seconds: Sequence[float]) -> str:
+    return f"{', '.join(f'{one:.3f}' for one in seconds)} s"
 
 
 def run(who: str, job: UpdateJob, python: str) -> Found | None:

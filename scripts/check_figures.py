@@ -364,7 +364,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
             *with_data,
             *sized("--seeds=1", "--steps=16"),
         ),
-        "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=4", "--rounds=1")),
+        "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=8", "--rounds=1")),
         "quickstart": partial(quickstart, steps),
         "trl": partial(script, "compare_trl.py", *sized("--seeds=1", "--steps=2", "--problems=64")),
     }

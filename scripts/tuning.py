@@ -1,5 +1,6 @@
 """Finds the settings with which a peer is fastest: one setting after the other, beside the best of the others."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,16 +20,24 @@ def tune(
 ) -> list[Trial]:
     """Try `start`, then each value of each setting in turn beside the best of the others.
 
-    Returns the trials, fastest first; those that do not run come last. `seconds_of` is called once for each.
+    Returns the trials, fastest first; those that do not run come last. `seconds_of` is called once for each. Each is
+    shown on stderr as it ends.
     """
-    trials = [Trial(settings=start, seconds=seconds_of(start))]
+    trials = [tried(start, seconds_of)]
     for name, values in choices.items():
         best = ranked(trials)[0].settings
         for value in values:
             settings = {**best, name: value}
             if all(trial.settings != settings for trial in trials):
-                trials.append(Trial(settings=settings, seconds=seconds_of(settings)))
+                trials.append(tried(settings, seconds_of))
     return ranked(trials)
+
+
+def tried(settings: Settings, seconds_of: Callable[[Settings], float | None]) -> Trial:
+    seconds = seconds_of(settings)
+    result = "does not run" if seconds is None else f"{seconds:.4g} s"
+    print(f"  {described(settings)}: {result}", file=sys.stderr, flush=True)
+    return Trial(settings=settings, seconds=seconds)
 
 
 def ranked(trials: Sequence[Trial]) -> list[Trial]:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -90,6 +91,30 @@ def prints(text: str, figure: str) -> bool:
     start = figure.index(".") + 1
     halves = [(figure[:place], figure[place:]) for place in range(start, len(figure))]
     return any(f'"{begin}{{' in text or (f'"{begin}"' in text and f'}}{end}"' in text) for begin, end in halves if end)
+
+
+def patterns() -> list[tuple[str, str]]:
+    """Scripts of scripts/README.md with the patterns of their figures."""
+    table = re.findall(r"^\| `(\S+)` \|.*\|(.*)\|$", (SCRIPTS / "README.md").read_text(), flags=re.MULTILINE)
+    return [(script, pattern) for script, cell in table for pattern in re.findall("`([^`]+)`", cell)]
+
+
+def scripts_of(figure: str) -> list[str]:
+    return [script for script, pattern in patterns() if fnmatch(figure, pattern)]
+
+
+def test_each_figure_with_a_bar_has_one_script_that_gives_it() -> None:
+    assert {figure: found for figure in known_figures() if len(found := scripts_of(figure)) != 1} == {}
+
+
+def test_a_script_names_the_figures_that_it_gives() -> None:
+    for script, pattern in patterns():
+        assert f'"{pattern.split(".")[0]}.' in code_of(SCRIPTS / script), f"{script} has no {pattern}"
+
+
+def test_a_figure_of_no_script_is_found() -> None:
+    assert scripts_of("nobody.figure") == []
+    assert len(scripts_of("engine.soak.lost")) == 1
 
 
 def test_three_documents_have_tables_at_least() -> None:
