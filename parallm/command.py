@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TextIO, TypeVar
 
@@ -16,13 +16,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallm import interrupts
+from parallm.checkpoint.folder_lock import folder_locked
 from parallm.command_line import asks_version, check_words, help_topics
 from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
 from parallm.config_errors import explain_composition
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import DeviceSettings
-from parallm.errors import ConfigError, ParallmError
+from parallm.errors import ConfigError, FolderInUse, ParallmError
 from parallm.help_pages import help_page
 from parallm.metrics.machine import describe_versions
 from parallm.metrics.sweep import Job, report_sweep
@@ -139,7 +140,7 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
         config = to_config(composed, kind)
         if keeps_log:
             check_writable(folder)
-        with _logging_to(folder / LOG if keeps_log else None):
+        with _alone_in(folder if keeps_log else None), _logging_to(folder / LOG if keeps_log else None):
             blas = load_blas(config.device)
             logger.info(blas.message)
             load_mlx()
@@ -167,6 +168,21 @@ def _end_sweep(jobs: list[Job]) -> None:
     remove_unused(folder)
     if folder.is_dir():
         report_sweep(jobs, folder, sys.stdout)
+
+
+@contextmanager
+def _alone_in(folder: Path | None) -> Iterator[None]:
+    """Nothing of a run is written, nor a model loaded, while another process has its folder. Raises FolderInUse."""
+    with ExitStack() as stack:
+        try:
+            if folder is not None:
+                stack.enter_context(folder_locked(folder))
+        except FolderInUse as error:
+            raise FolderInUse(
+                f"the run folder {error}; wait until that has ended, or choose another folder with name=NAME or "
+                "hydra.run.dir=FOLDER"
+            ) from error
+        yield
 
 
 def _complain(message: str, code: int) -> int:

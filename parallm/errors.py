@@ -16,6 +16,8 @@ ParallmError
   RunFolderError                  a run folder that cannot be written
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
+  FolderInUse                     a folder that another process has
+  NotStored                       what a client gave, and the disk does not take
   EnvironmentFailed               an environment that has scored nothing at all
   Unavailable                     what this process does not do, or not at this time
   TrainingStopped                 training cannot go on: the message says why
@@ -98,6 +100,14 @@ class CheckpointError(ParallmError):
 
 class ProblemError(ParallmError):
     """An environment whose problems cannot be read or have no answers."""
+
+
+class FolderInUse(ParallmError):
+    """A folder that another process has; the message names the process."""
+
+
+class NotStored(ParallmError):
+    """The disk does not take what a client gave; the message says what holds all the same."""
 
 
 class EnvironmentFailed(ParallmError):

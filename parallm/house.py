@@ -15,6 +15,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from parallm.checkpoint.adapter_store import AdapterStore
+from parallm.checkpoint.kept_table import KeptTable
 from parallm.device.blas import BlasReport, set_blas_threads
 from parallm.device.governor import Governor
 from parallm.device.lanes import Lanes
@@ -35,6 +36,7 @@ from parallm.model.reward_head import is_reward_model, refuse_reward_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
+from parallm.operators import open_table, restore
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.control.witnesses import Witness
@@ -65,6 +67,10 @@ class HouseSettings:
     engine_share: float = 0.5
     """Share of device seconds that a learner leaves to serving."""
     can_start_from_reward_model: bool = False
+    folder: Path | None = None
+    """What operators set is kept below it; nowhere if there is none."""
+    goes_on: bool = False
+    """Whether to begin with what operators have set there before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +92,13 @@ class House:
     engine: AsyncEngine
     start: Adapter
     """The version to go on from: the given adapter, or one whose product is zero."""
+    kept: KeptTable
+    """`adapters`, with what operators have set."""
+    store: AdapterStore
+
+    async def restore(self, given: Mapping[str, str], versions: Mapping[str, int]) -> list[str]:
+        """Serve what operators have left, and the adapters `given`; see `operators.restore`."""
+        return await restore(self.kept, self.store, given, versions)
 
     def of(self, name: str) -> "House":
         """The same, for training the policy `name`."""
@@ -127,7 +140,8 @@ async def with_house(
     try:
         resources.enter_context(writing_request_log(settings.server.request_log))
         traces = resources.enter_context(exporting_traces(settings.server.otlp_endpoint))
-        house = await _build_house(settings, blas, device, is_trained=bool(trained))
+        house = await _build_house(settings, blas, device, trained=trained)
+        resources.callback(house.kept.close)
         if listens is not None:
             app = create_app(
                 engine=house.engine,
@@ -140,7 +154,7 @@ async def with_house(
                 keys=listens.keys,
                 traces=traces,
                 device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
-                adapters=_adapter_store(settings.server, house, trained=trained),
+                adapters=house.store,
                 training=training,
                 trajectories=trajectories,
                 witnesses=witnesses,
@@ -179,25 +193,15 @@ def _frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _adapter_store(settings: ServerSettings, house: House, *, trained: tuple[str, ...]) -> AdapterStore:
-    return AdapterStore(
-        house.device,
-        house.model,
-        house.adapters,
-        root=settings.adapters_root,
-        max_bytes=settings.max_adapter_bytes,
-        max_names=settings.max_adapters,
-        trained=trained,
-    )
-
-
-async def _build_house(settings: HouseSettings, blas: BlasReport, device: DeviceThread, *, is_trained: bool) -> House:
+async def _build_house(
+    settings: HouseSettings, blas: BlasReport, device: DeviceThread, *, trained: tuple[str, ...]
+) -> House:
     engine = AsyncEngine(device, asyncio.get_running_loop())
     await on_device(device, wire_memory)
     model = await on_device(device, partial(load_shared_model, settings.model))
     lanes = await on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
     adapters = AdapterTable(policies=settings.policies)
-    begin = partial(starting_adapter, settings.model, model, settings.seed, is_trained=is_trained)
+    begin = partial(starting_adapter, settings.model, model, settings.seed, is_trained=bool(trained))
     start = await on_device(device, begin)
     if not settings.can_start_from_reward_model:
         way_out = "name it as rollout.reward_model.adapter, or train it further with learner=reward_model"
@@ -211,7 +215,27 @@ async def _build_house(settings: HouseSettings, blas: BlasReport, device: Device
     if settings.engine.warmup:
         adapted = [name for name in adapters.policies if adapters.resolve(name) is not None]
         await _warm_up(settings.engine, engine, model, [BASE, *adapted])
-    return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
+    kept = open_table(
+        settings.server, settings.folder, device, model, adapters, trained=trained, goes_on=settings.goes_on
+    )
+    store = AdapterStore(
+        device,
+        model,
+        kept,
+        root=settings.server.adapters_root,
+        max_bytes=settings.server.max_adapter_bytes,
+        max_names=settings.server.max_adapters,
+    )
+    return House(
+        device=device,
+        lanes=lanes,
+        model=model,
+        adapters=adapters,
+        engine=engine,
+        start=start,
+        kept=kept,
+        store=store,
+    )
 
 
 async def _warm_up(settings: EngineSettings, engine: AsyncEngine, model: SharedModel, names: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from parallm.checkpoint.manager import step_folders
 from parallm.config import RunConfig, policy_configs
 from parallm.errors import ConfigError, ParallmError, TrainingStopped
+from parallm.learner.presets import objective_of
 from parallm.metrics.display import Display, LoggedDisplay, NoDisplay
 from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.record import RunRecorder
@@ -28,7 +29,8 @@ from parallm.rollout.atropos.api import Registration
 from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
-from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_trajectories
+from parallm.rollout.scoring import MAX_REWARD
+from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_serving_state, has_trajectories
 from parallm.run_kinds import RunParts, keys_without_effect
 from parallm.trainer.loop import Loop
 
@@ -60,6 +62,7 @@ class PolicyRun:
     """Where it learns from what the environments of an Atropos run post."""
     trainer: Loop | None = None  # set by build.py as soon as there is a model
     adapters: AdapterTable | None = None  # the trainer's versions; set with it
+    resumed_version: int = 0  # whose weights the trainer goes on with; set with it
 
     @property
     def status(self) -> TrainingStatus:
@@ -126,7 +129,7 @@ def stop_all(runs: Sequence[PolicyRun]) -> None:
 def how_to_go_on(config: RunConfig, folder: Path, runs: Sequence[PolicyRun]) -> str:
     """What continues a run that was stopped."""
     newest = [step_folders(run.folder)[-1] for run in runs if step_folders(run.folder)]
-    if not newest and not has_trajectories(folder):
+    if not (newest or has_trajectories(folder) or has_serving_state(folder)):
         return "no step had finished, so the same command begins anew"
     if folder.parent.name.startswith(SWEEP_PREFIX):
         return "\n".join(f"to go on, set checkpoint.resume={short_path(path)}" for path in newest)
@@ -194,7 +197,10 @@ def _named_display(name: str, config: RunConfig, schedule: Schedule) -> Display:
 
 
 def _traffic(config: RunConfig, folder: Path) -> LiveTraffic | None:
-    return LiveTraffic(config.rollout, folder / TRAJECTORIES) if config.rollout.source == "live" else None
+    if config.rollout.source != "live":
+        return None
+    min_reward = 0.0 if objective_of(config.learner).advantage == "max_rl" else -MAX_REWARD
+    return LiveTraffic(config.rollout, folder / TRAJECTORIES, min_reward=min_reward)
 
 
 def _with_port(config: RunConfig) -> RunConfig:

@@ -175,11 +175,14 @@ class TrajectoryReport:
     """In the buffer, without a reward."""
     num_rewarded: int
     """In the buffer, with one."""
+    num_reserved: int = 0
+    """Taken by steps that no checkpoint holds yet: the end of the process would let them wait again."""
     oldest_seconds: float
     """Age of the oldest one in the buffer; 0 if it is empty."""
     num_collected: int
-    """Since the process began, as the next two."""
+    """Since the run began, as the next two."""
     num_trained: int
+    """By steps that a checkpoint holds."""
     dropped: Mapping[str, int]
     """By reason."""
 

@@ -95,8 +95,9 @@ def prints(text: str, figure: str) -> bool:
 
 def patterns() -> list[tuple[str, str]]:
     """Scripts of scripts/README.md with the patterns of their figures."""
-    table = re.findall(r"^\| `(\S+)` \|.*\|(.*)\|$", (SCRIPTS / "README.md").read_text(), flags=re.MULTILINE)
-    return [(script, pattern) for script, cell in table for pattern in re.findall("`([^`]+)`", cell)]
+    _, table = (SCRIPTS / "README.md").read_text().split("| script | figures |")
+    rows_of_it = re.findall(r"^\| `(\S+)` \|(.*)\|$", table, flags=re.MULTILINE)
+    return [(script, pattern) for script, cell in rows_of_it for pattern in re.findall("`([^`]+)`", cell)]
 
 
 def scripts_of(figure: str) -> list[str]:

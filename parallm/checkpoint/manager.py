@@ -47,7 +47,7 @@ class CheckpointManager:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             temporary.mkdir()
             write_checkpoint(state, temporary)
-            self._put_in_place(temporary, final)
+            put_in_place(temporary, final)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._save_error(final, error, needed) from error
@@ -57,7 +57,7 @@ class CheckpointManager:
             shutil.rmtree(temporary, ignore_errors=True)
         for path in self.checkpoints():
             if _step(path) > state.step:
-                self._set_aside(path, f"it is newer than step {state.step}, from which this run went on")
+                set_aside(path, f"it is newer than step {state.step}, from which this run went on")
         self._prune()
         logger.info("saved %s", final)
         return final
@@ -90,21 +90,6 @@ class CheckpointManager:
         """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
         return best_of(self.checkpoints())
 
-    def _put_in_place(self, temporary: Path, final: Path) -> None:
-        replaced = self._folder / f"{REPLACED}{final.name}"
-        if replaced.exists():  # an earlier save could not remove it
-            self._delete(replaced)
-        if final.exists():
-            final.rename(replaced)
-        try:
-            temporary.rename(final)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(final)
-            raise
-        sync(self._folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-
     def _save_error(self, final: Path, error: OSError, needed: int) -> CheckpointError:
         if error.errno not in DISK_FULL:
             return CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged")
@@ -119,7 +104,7 @@ class CheckpointManager:
             try:
                 return path, read_checkpoint(path)
             except CheckpointError as error:
-                self._set_aside(path, str(error))
+                set_aside(path, str(error))
         return self._folder, None
 
     def _named(self, path: Path) -> tuple[Path, TrainingState]:
@@ -131,30 +116,11 @@ class CheckpointManager:
             f"there are {', '.join(choices) or 'none in that folder or this run'}"
         )
 
-    def _set_aside(self, path: Path, reason: str) -> None:
-        names = (path.with_name(f"{ASIDE}{path.name}.{number}") for number in count())
-        aside = next(name for name in names if not name.exists())
-        try:
-            path.rename(aside)
-        except OSError as error:
-            raise CheckpointError(f"{path} should be set aside, as {reason}; that failed: {error}") from error
-        logger.warning("checkpoint %s was set aside as %s: %s", path, aside.name, reason)
-
     def _prune(self) -> None:
         keep = {*self.checkpoints()[-self._settings.keep :], self.best()}
         for path in self.checkpoints():
             if path not in keep:
-                self._delete(path)
-
-    def _delete(self, path: Path) -> None:
-        # renamed first: half a checkpoint must never bear the name of one
-        names = (path.with_name(f"{TEMPORARY}{path.name}.{number}-{os.getpid()}") for number in count())
-        doomed = next(name for name in names if not name.exists())
-        try:
-            path.rename(doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            logger.warning("the old checkpoint %s could not be deleted: %s", path, error)
+                _delete(path)
 
     def _clean_up(self) -> None:
         for path in self._folder.glob(f"{REPLACED}*"):
@@ -170,6 +136,34 @@ class CheckpointManager:
                 logger.info("removed %s, left by a process that ended while saving", path)
 
 
+def set_aside(path: Path, reason: str) -> None:
+    """Let `path` have a name that nothing reads. Raises CheckpointError."""
+    names = (path.with_name(f"{ASIDE}{path.name}.{number}") for number in count())
+    aside = next(name for name in names if not name.exists())
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise CheckpointError(f"{path} should be set aside, as {reason}; that failed: {error}") from error
+    logger.warning("%s was set aside as %s: %s", path, aside.name, reason)
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Let the folder `temporary` be `final`, in place of another one of that name. Raises OSError, changing nothing."""
+    replaced = final.with_name(f"{REPLACED}{final.name}")
+    if replaced.exists():  # an earlier save could not remove it
+        _delete(replaced)
+    if final.exists():
+        final.rename(replaced)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
 def best_of(checkpoints: Iterable[Path]) -> Path | None:
     """The one with the highest evaluation, the newest of equals; None if none was evaluated."""
     scores = [(score, path) for path in checkpoints if (score := read_score(path)) is not None]
@@ -181,6 +175,17 @@ def step_folders(folder: Path) -> tuple[Path, ...]:
     if not folder.is_dir():
         return ()
     return tuple(sorted((path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)), key=_step))
+
+
+def _delete(path: Path) -> None:
+    # renamed first: half a checkpoint must never bear the name of one
+    names = (path.with_name(f"{TEMPORARY}{path.name}.{number}-{os.getpid()}") for number in count())
+    doomed = next(name for name in names if not name.exists())
+    try:
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        logger.warning("the old checkpoint %s could not be deleted: %s", path, error)
 
 
 def _step(path: Path) -> int:

@@ -171,6 +171,10 @@ class Learner:
         """Continue from a checkpoint."""
         self._versions.restore(adapter, optimizer_state)
 
+    def renumber(self, version: int) -> Adapter:
+        """Give the newest version a higher number. Returns the version to publish."""
+        return self._versions.renumber(version)
+
     def roll_back(self) -> Adapter:
         """Undo the newest update. Returns the version to publish."""
         return self._versions.roll_back()

@@ -80,7 +80,9 @@ def create_app(
     """
     meters, doors = Meters(base_name), Doors()
     statistics = Statistics(catalog)
-    splits = Splits(catalog, policies) if adapters is None else Splits(catalog, policies, adapters.hold)
+    splits = Splits(catalog, policies)
+    if adapters is not None:
+        splits = Splits(catalog, policies, adapters.set_splits, adapters.splits)
     steering = SteeredEngine(engine, told_to(witnesses or {}, catalog, policies, statistics.count))
     service = Service(
         engine=MeteredEngine(steering, meters, settings, traces, catalog),

@@ -10,8 +10,10 @@ from parallm.errors import (
     ContextTooLong,
     EngineFull,
     EngineStopped,
+    FolderInUse,
     InvalidRequest,
     NotFinite,
+    NotStored,
     ParallmError,
     Unavailable,
     UnknownModel,
@@ -114,8 +116,12 @@ def _failure_of_access(error: Exception) -> Failure | None:
 
 def _failure_of_control(error: Exception) -> Failure | None:
     match error:
+        case FolderInUse():
+            return failure(409, str(error), code="folder_in_use")
         case Unavailable():
             return failure(409, str(error), code="unavailable")
+        case NotStored():
+            return failure(507, str(error), kind="server_error", code="not_stored")
         case CheckpointError():
             return failure(500, str(error), kind="server_error", code="checkpoint_failed")
         case AdapterMissing():

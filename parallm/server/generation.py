@@ -63,6 +63,7 @@ async def respond_whole(service: Service, http: Request, answers: WholeAnswers) 
     whole = await service.workers.run_if_long(partial(answers.whole, model, completions), seconds=seconds)
     ended = [(prompt, completion) for prompt, group in enumerate(completions) for completion in group]
     (whole,) = _echoing(answers, [_recorded(answers.head, whole, ended)])
+    await _written(answers.head)
     return await service.workers.run_if_long(partial(json_response, whole), seconds=seconds)
 
 
@@ -109,10 +110,13 @@ async def _encoded(service: Service, answers: Answers, begun: Beginning) -> Asyn
         opening = _counting(answers, answers.opening(model), num_tokens)
         num_tokens += _noted(ended, *first)
         chunks = _counting(answers, _chunks(service, answers, model, *first), num_tokens)
+        await _written(answers.head)
         yield encode_events(_echoing(answers, [*opening, *chunks]))
         async for prompt, event in begun.events:
             num_tokens += _noted(ended, prompt, event)
             if chunks := _chunks(service, answers, model, prompt, event):
+                if event.completion is not None:
+                    await _written(answers.head)
                 yield encode_events(_echoing(answers, _counting(answers, chunks, num_tokens)))
         if answers.head.usage_chunk:
             yield encode_events(_echoing(answers, [answers.usage_chunk(model, answers.head.whole_usage(ended))]))
@@ -153,6 +157,12 @@ def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: 
         final = answers.final_chunk(model, prompt, event.completion)
         chunks.append(_recorded(answers.head, final, [(prompt, event.completion)]))
     return chunks
+
+
+async def _written(head: Head) -> None:
+    """A client that knows a trajectory's id can rely on it."""
+    if head.recorder is not None:
+        await head.recorder.written()
 
 
 def _recorded(head: Head, answer: BaseModel, ended: Sequence[tuple[int, Completion]]) -> BaseModel:

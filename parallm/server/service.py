@@ -1,6 +1,6 @@
 """What the routes need from the rest of the program, as narrow faces: no import of MLX, none of the trainer."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -149,7 +149,10 @@ class Tokenizer(TokenTexts, Protocol):
 
 
 class Adapters(Protocol):
-    """The face of `checkpoint.adapter_store.AdapterStore` that the server uses. Raises AdapterError, UnknownModel."""
+    """The face of `checkpoint.adapter_store.AdapterStore` that the server uses.
+
+    All changes raise AdapterError, UnknownModel, and NotStored or FolderInUse where they could not outlive the process.
+    """
 
     async def load(self, name: str, path: str) -> AdapterCard:
         """Load a folder as the next version of `name` and serve it. Raises AdapterMissing, too."""
@@ -161,13 +164,18 @@ class Adapters(Protocol):
         """The served version with these tensors in place of its own, as the next version."""
         ...
 
-    def unload(self, name: str, version: int | None = None) -> None: ...
-    def promote(self, name: str, version: int) -> None: ...
-    def roll_back(self, name: str) -> int: ...
-    def set_alias(self, alias: str, name: str, version: int) -> None: ...
-    def remove_alias(self, alias: str, name: str) -> None: ...
-    def hold(self, models: Iterable[str]) -> None:
-        """Keep what these names mean in memory, and nothing of an earlier call."""
+    async def unload(self, name: str, version: int | None = None) -> None: ...
+    async def promote(self, name: str, version: int) -> None: ...
+    async def roll_back(self, name: str) -> int: ...
+    async def set_alias(self, alias: str, name: str, version: int) -> None: ...
+    async def remove_alias(self, alias: str, name: str) -> None: ...
+    async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep the models of these splits in memory, and nothing for the sake of splits before."""
+        ...
+
+    @property
+    def splits(self) -> Mapping[str, Mapping[str, float]]:
+        """Those that an earlier process has left."""
         ...
 
 
@@ -207,8 +215,16 @@ class Trajectories(Protocol):
         """Take in a completion of a request that `check` let pass; False for one that nothing can be learned from."""
         ...
 
+    def knows(self, trajectory_id: str) -> bool:
+        """Whether a trajectory has this id, or had it not long ago."""
+        ...
+
     def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:
         """Returns the sum. Raises UnknownTrajectory, Unavailable, InvalidRequest."""
+        ...
+
+    async def written(self) -> None:
+        """Wait until the end of the process would lose no completion and no reward so far. Raises NotStored."""
         ...
 
     def report(self) -> TrajectoryReport: ...

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from parallm.settings import settings
 
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}$")]
 KeyRole = Literal["inference", "training", "admin"]
 """What a key is good for; each includes those before it. `roles.py` says which route needs which."""
 
@@ -108,5 +109,11 @@ class ServerSettings:
     """The only folder that clients may load adapters from by path; null: none."""
     max_adapter_bytes: int = Field(default=512 * 1024 * 1024, ge=1024)
     """Weights of an adapter that is loaded or uploaded; larger uploads are cut off."""
+    adapters: dict[AdapterName, str] = Field(default_factory=dict)
+    """Adapters to serve from the start, by name: a folder of an adapter, a checkpoint or a run, of which the best
+    version counts, or RUN@VERSION."""
+    state: str = "auto"
+    """What clients with the role admin set (adapters, aliases, splits, what names mean) is kept for the next process:
+    `auto` in the run folder while training, else in checkpoints/NAME; a folder; or `off`."""
     max_adapters: int = Field(default=64, ge=1)
     """Names of adapters in memory that clients may fill."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import CheckpointError, TrainingStopped, Unavailable
 from parallm.metrics.step import StepMetrics
+from parallm.model.adapter import Adapter
 from parallm.reports import TrainingStatus, UpdateReport
 from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.guard import Guard, Verdict
@@ -46,7 +47,7 @@ class Loop(ABC):
         self._publication = Publication(parts.adapters, parts.policy, settings)
         self._guard = Guard(settings.guard, compares=compares)
         self._recovery = Recovery(parts, self._guard, self._publication)
-        self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
+        self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every, on_save=self._on_save)
         self._stopping = asyncio.Event()
         self.pacing = Pacing(self._save_now)
         self._step = 0  # finished steps
@@ -66,6 +67,9 @@ class Loop(ABC):
         """Whether there is something to train on, for loops that wait for others to bring it."""
         return True
 
+    def _on_save(self, step: int) -> None:  # noqa: B027  # most loops need not know
+        """A checkpoint holds what the steps until `step` have learned."""
+
     async def _give_up_work_ahead(self) -> None:  # noqa: B027  # most loops have none
         """Drop what is under way for later steps: the run ends, or the version it was made with was undone."""
 
@@ -83,6 +87,11 @@ class Loop(ABC):
             logger.warning("rewards of other problems are not compared: what is best begins anew")
             counters["publication"] = {**counters["publication"], "best": None}
         self._publication.resume(counters["publication"], BEST)
+
+    def renumbered(self, adapter: Adapter) -> None:
+        """The learner has given its newest version this higher number."""
+        self._version = adapter.version
+        self._publication.renumbered(adapter)
 
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save, and leave."""

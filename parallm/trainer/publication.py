@@ -48,6 +48,10 @@ class Publication:
             return  # there was no update to undo
         self._give_out(adapter, serve=self._served > (adapter.parent or 0))
 
+    def renumbered(self, adapter: Adapter) -> None:
+        """Give out `adapter`, whose weights had the number of its parent; clients get it if they got that."""
+        self._give_out(adapter, serve=not self._waits or self._served == adapter.parent)
+
     def counters(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"best": self._best, "served": self._served}

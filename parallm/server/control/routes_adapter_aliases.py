@@ -80,7 +80,7 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
             card = await store(given).load(body.name, body.path)
             return json_response(NameMeans(name=card.name, version=card.version))
         assert body.version is not None
-        store(given).promote(body.name, body.version)
+        await store(given).promote(body.name, body.version)
         return json_response(NameMeans(name=body.name, version=body.version))
 
     return router

@@ -92,6 +92,7 @@ class Gauges(Collector):
             report = one.report()
             kept.add_metric([policy, "waiting"], report.num_waiting)
             kept.add_metric([policy, "rewarded"], report.num_rewarded)
+            kept.add_metric([policy, "reserved"], report.num_reserved)
             collected.add_metric([policy], report.num_collected)
             trained.add_metric([policy], report.num_trained)
             for reason, count in report.dropped.items():

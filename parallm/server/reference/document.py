@@ -54,6 +54,8 @@ class Document:
     media_type: str = "application/json"
     events: str = "events `data: JSON`, the last one `data: [DONE]`"
     """What a stream is, for a body that can ask for one."""
+    is_stored: bool = False
+    """Whether what it changes outlives the process, as what admins change does."""
 
 
 def usage(num_prompt: int, num_answered: int) -> Mapping[str, object]:

@@ -171,6 +171,7 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
                 "policy": {
                     "num_waiting": 5,
                     "num_rewarded": 3,
+                    "num_reserved": 0,
                     "oldest_seconds": 41.5,
                     "num_collected": 200,
                     "num_trained": 176,
@@ -184,6 +185,7 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
         example={"reward": {"right": 1, "short": 0.5}},
         answers=(TrajectoryRewardAnswer,),
         answer={"id": "cmpl-1f-0", "reward": 1.5},
+        is_stored=True,
     ),
     "GET /debug/training": Document(answer=STATUS),
     "POST /v1/training/pause": _training,

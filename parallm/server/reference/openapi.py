@@ -38,12 +38,14 @@ ERRORS: Mapping[int, str] = {
     403: "The key's role does not allow this route, the route is switched off, or a page of another origin asks.",
     404: "No such model, version or alias.",
     408: "The body came too slowly.",
-    409: "This process does not do that, or not any more: it trains nothing, or takes no such weights. "
+    409: "This process does not do that, or not any more: it trains nothing, takes no such weights, or another process "
+    "keeps what operators set. "
     "In vLLM's dialect of `/generate`: somebody has aborted the request.",
     413: "The body is larger than `server.max_body_bytes`.",
     429: "The queue is full, or too many large bodies come at once; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
     504: "The answer was not complete by its deadline.",
+    507: "The disk does not take it. Nothing has changed, but that a reward counts until the process ends.",
 }
 
 
@@ -113,6 +115,8 @@ def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, A
     statuses = {403, 503}
     if role != "public":
         statuses |= {401} if has_keys else set()
+    if role == "admin" or document.is_stored:
+        statuses |= {507}
     if role in ("training", "admin"):
         statuses |= {400, 404, 408, 409, 413}
     elif document.bodies:
