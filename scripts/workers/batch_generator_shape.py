@@ -114,7 +114,8 @@ class Bench:
             distinct = random_prompts(self._shape.vocabulary, prompts, length, next(turn))
             return self._complete([one for one in distinct for _ in range(rows_each)], new, settings)
 
-        start = self._job.peer_settings or {**DEFAULTS, "prompts": min(rows, DEFAULTS["prompts"]), "rows": rows}
+        own = {"prompts": min(rows, DEFAULTS["prompts"]), "rows": rows} | ({"copies": False} if rows_each > 1 else {})
+        start = self._job.peer_settings or {**DEFAULTS, **own}
         timed(start)
         trials = self._tried(start, choices, lambda settings: timed(settings)[0])
         best = trials[0].settings if trials else start
