@@ -108,7 +108,7 @@ async def _train_and_answer(
         server=config.server,
         policies=tuple(policy_configs(config)),
         seed=config.seed,
-        engine_share=config.learner.engine_share,
+        learner=config.learner,
         can_start_from_reward_model=all(run.config.learner.trains == "reward_model" for run in runs),
         folder=folder,
         goes_on=config.checkpoint.resume == "auto",
@@ -125,6 +125,7 @@ async def _train_and_answer(
             training=training,
             trajectories=live,
             witnesses=ledgers,
+            reward_models=lambda: {run.name: run.reward_model for run in runs if run.reward_model is not None},
         )
     finally:
         display.close()

@@ -10,6 +10,7 @@ from parallm.config import RunConfig
 from parallm.errors import CheckpointError, ConfigError
 from parallm.house import House, on_device
 from parallm.learner.learner import Learner
+from parallm.learner.presets import objective_of
 from parallm.lessons import Lessons
 from parallm.model.adapter import Adapter
 from parallm.model_names import of_alias
@@ -20,11 +21,13 @@ from parallm.rollout.atropos.scored_group import Limits
 from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
+from parallm.rollout.live.environment_scores import own_scores
 from parallm.rollout.problem_stream import Stream, make_stream
 from parallm.run_kinds import CHOICES, RunParts, recorded_keys
 from parallm.trainer.client_trainer import ClientTrainer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
+from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.live_trainer import LiveTrainer
 from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
@@ -63,7 +66,17 @@ async def make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
     run.adapters = parts.adapters
     await resume(run, house, parts, trainer)
     if run.traffic is not None:
-        run.traffic.connect(partial(house.model.tokenizer.decode, special=True))
+        scores = own_scores(config.environment.name, lessons.environment)
+        run.traffic.connect(partial(house.model.tokenizer.decode, special=True), scores)
+    if lessons.pairs is None and lessons.demonstrations is None:
+        run.given_updates = GivenUpdates(
+            trainer,
+            parts,
+            advantage=objective_of(config.learner).advantage,
+            max_off_policy_steps=config.trainer.max_off_policy_steps,
+            max_tokens=config.rollout.max_tokens,
+            num_token_ids=house.model.vocabulary_size,
+        )
     if run.atropos is not None:
         _connect(run.atropos, config, house, parts.policy, version=parts.learner.adapter.version)
     return trainer
@@ -143,7 +156,7 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
         ),
     )
     fingerprint = await on_device(house.device, partial(fingerprint_of, house.model, house.start))
-    reward_model = await open_reward_model(
+    reward_model = run.reward_model = await open_reward_model(
         config.rollout.reward_model, config.learner, house.device, house.model, house.lanes
     )
     checkpoints = CheckpointManager(run.folder, config.checkpoint)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol, TextIO, TypeVar
+from typing import Protocol, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,6 +27,7 @@ from parallm.errors import ConfigError, FolderInUse, ParallmError
 from parallm.help_pages import help_page
 from parallm.metrics.machine import describe_versions
 from parallm.metrics.sweep import Job, report_sweep
+from parallm.process_log import LogForm, LogLevel, error_line, logging_to
 from parallm.recipe_files import check_asked, read_recipes, register_recipes
 from parallm.run_folder import (
     CONFIG,
@@ -43,6 +44,10 @@ from parallm.run_folder import (
 class CommandConfig(Protocol):
     """What every command's configuration has."""
 
+    @property
+    def log_level(self) -> LogLevel | None: ...
+    @property
+    def log_format(self) -> LogForm: ...
     @property
     def device(self) -> DeviceSettings:
         """Must be followed before MLX is loaded."""
@@ -136,11 +141,14 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
     code = FAILED
+    form: LogForm = "text"
     try:
         config = to_config(composed, kind)
+        form = config.log_format
         if keeps_log:
             check_writable(folder)
-        with _alone_in(folder if keeps_log else None), _logging_to(folder / LOG if keeps_log else None):
+        log = folder / LOG if keeps_log else None
+        with _alone_in(folder if keeps_log else None), logging_to(log, config.log_level, form):
             blas = load_blas(config.device)
             logger.info(blas.message)
             load_mlx()
@@ -148,9 +156,9 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
                 (folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
             code = run(config, folder, blas)
     except ConfigError as error:
-        code = _complain(str(error), WRONG_CONFIG)
+        code = _complain(str(error), WRONG_CONFIG, form)
     except ParallmError as error:
-        code = _complain(str(error), FAILED)
+        code = _complain(str(error), FAILED, form)
     finally:
         if code != SUCCESS or not keeps_log:
             remove_unused(folder)
@@ -185,38 +193,7 @@ def _alone_in(folder: Path | None) -> Iterator[None]:
         yield
 
 
-def _complain(message: str, code: int) -> int:
+def _complain(message: str, code: int, form: LogForm = "text") -> int:
     for line in message.splitlines():
-        sys.stderr.write(f"parallm: {line}\n")
+        sys.stderr.write(f"parallm: {line}\n" if form == "text" else f"{error_line(line)}\n")
     return code
-
-
-@contextmanager
-def _logging_to(path: Path | None) -> Iterator[None]:
-    """Warnings go to the terminal, everything from INFO on to the file, if there is one."""
-    handlers: list[logging.Handler] = [_Terminal(logging.WARNING)]
-    handlers[0].setFormatter(logging.Formatter("parallm: %(levelname)s: %(message)s"))
-    if path is not None:
-        handlers.append(logging.FileHandler(path, delay=True))
-        handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    package = logging.getLogger("parallm")
-    package.setLevel(logging.INFO)
-    for handler in handlers:
-        package.addHandler(handler)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            package.removeHandler(handler)
-            handler.close()
-
-
-class _Terminal(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at the moment. A display that shows log records itself takes its place."""
-
-    def __init__(self, level: int) -> None:
-        logging.Handler.__init__(self, level)  # StreamHandler's own would set the stream
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]  # a property where the base has an attribute
-        return sys.stderr

@@ -21,6 +21,7 @@ from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import DisplaySettings, MetricsSettings
 from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSettings
 from parallm.policies import PolicyName, PolicyPart, check_policies, values_of
+from parallm.process_log import LogForm, LogLevel
 from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.run_folder import NAME_PATTERN
 from parallm.server.settings import ServerSettings
@@ -34,7 +35,17 @@ MANDATORY = "???"
 
 
 @settings
-class RunConfig:
+class LogConfig:
+    """Keys of every command."""
+
+    log_level: LogLevel | None = None
+    """Lowest level of log records; null: info in run.log and warning on standard error."""
+    log_format: LogForm = "text"
+    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
+
+
+@settings
+class RunConfig(LogConfig):
     """Everything that a run depends on. One field per part: folder of conf/, field here, folder of parallm/."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
@@ -66,7 +77,7 @@ class RunConfig:
 
 
 @settings
-class ServeConfig:
+class ServeConfig(LogConfig):
     """Everything that `parallm.serve` depends on."""
 
     name: str = Field(default="serve", pattern=NAME_PATTERN)
@@ -84,7 +95,7 @@ class ServeConfig:
 
 
 @settings
-class EvaluateConfig:
+class EvaluateConfig(LogConfig):
     """What `parallm.evaluate` compares, and how."""
 
     name: str = Field(default="evaluate", pattern=NAME_PATTERN)
@@ -119,7 +130,7 @@ class QuantizeSettings:
 
 
 @settings
-class ExportConfig:
+class ExportConfig(LogConfig):
     """What `parallm.export` writes, and from what: `model.path` and `model.adapter`."""
 
     name: str = Field(default="export", pattern=NAME_PATTERN)

@@ -37,11 +37,17 @@ class InvalidRequest(ParallmError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested tokens do not fit the context, of `limit` tokens where that is what they exceed."""
+    """Prompt and requested tokens do not fit the context, of `limit` tokens where that is what they exceed.
 
-    def __init__(self, message: str, parameter: str | None = None, *, limit: int | None = None) -> None:
-        super().__init__(message, parameter)
+    `setting` is the key that raises the limit. `for_clients` is the message without it, since clients cannot set it.
+    """
+
+    def __init__(
+        self, message: str, parameter: str | None = None, *, limit: int | None = None, setting: str | None = None
+    ) -> None:
+        super().__init__(message if setting is None else f"{message} or raise {setting}", parameter)
         self.limit = limit
+        self.for_clients = message
 
 
 class UnknownModel(ParallmError, KeyError):

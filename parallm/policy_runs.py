@@ -29,9 +29,11 @@ from parallm.rollout.atropos.api import Registration
 from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import MAX_REWARD
 from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_serving_state, has_trajectories
 from parallm.run_kinds import RunParts, keys_without_effect
+from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.loop import Loop
 
 ENDED = ("finished", "failed")
@@ -63,11 +65,19 @@ class PolicyRun:
     trainer: Loop | None = None  # set by build.py as soon as there is a model
     adapters: AdapterTable | None = None  # the trainer's versions; set with it
     resumed_version: int = 0  # whose weights the trainer goes on with; set with it
+    reward_model: RewardModel | None = None  # of its rollouts; set with the trainer
+    given_updates: GivenUpdates | None = None  # None where it trains on no completions; set with the trainer
 
     @property
     def status(self) -> TrainingStatus:
-        fresh = TrainingStatus(state="starting", total_steps=self.config.trainer.steps)
-        return fresh if self.trainer is None else self.trainer.status
+        if self.trainer is None:
+            return TrainingStatus(state="starting", total_steps=self.config.trainer.steps)
+        pacing = self.trainer.pacing
+        status = dataclasses.replace(self.trainer.status, checkpoint_saves=self.trainer.num_saves)
+        if pacing.is_pausing:
+            return dataclasses.replace(status, state="pausing")
+        is_paused = pacing.is_paused and status.state == "collecting"  # the loop has not looked yet
+        return dataclasses.replace(status, state="paused") if is_paused else status
 
     @property
     def was_stopped(self) -> bool:

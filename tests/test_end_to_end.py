@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,15 @@ def test_training_is_paused_stepped_saved_and_resumed_over_http(start: Start, tm
         (saved,) = client.post("/training/checkpoint").json()["folders"].values()
         assert saved.endswith(f"step_{stepped['step']:06d}")
         assert (tmp_path / saved / "manifest.json").is_file()
+        found = client.get("/v1/training/status").json()
+        assert (found["checkpoint_saves"], found["training_enabled"], found["state"]) == (1, True, "paused")
+        assert found["current_lora"] == found["available_checkpoints"][-1] == f"checkpoint-{found['version']}"
+        assert datetime.fromisoformat(found["last_update"]) <= datetime.now(UTC)
+        assert found["trajectories_collected"] >= 8 * stepped["step"]
+        assert client.put("/v1/shares", json={"serving_share": 0.9}).json()["serving_share"] == 0.9
+        metrics = client.get("/v1/metrics").json()["metrics"]
+        assert metrics["checkpoint_saves_total"][0]["value"] == 1
+        assert {one["labels"]["kind"] for one in metrics["parallm:device_memory_bytes"]} == {"active", "peak", "cache"}
         refused = client.put("/v1/adapters/policy", content=b"zip")
         assert "is trained by this run" in refused.json()["error"]["message"]
         client.post("/v1/training/resume").raise_for_status()
@@ -382,6 +392,13 @@ def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_pat
             answer = client.post("/v1/completions", json={"model": model} | ask | changes).json()
             return answer["choices"][0]["token_ids"], answer["model"]
 
+        moved = client.post("/load_adapter", json={"adapter_path": str(root / "one")}).json()
+        assert (moved["status"], moved["policy_version"]) == ("success", 1)
+        with Path(packed).open("rb") as file:
+            assert client.post("/upload_adapter", files={"file": file}).json()["policy_version"] == 2
+        assert tokens("base", lora_adapter="checkpoint-1")[1] == "policy@1"
+        assert client.post("/model/switch-lora", json={"version": "checkpoint-1"}).json()["version"] == 1
+        assert tokens("policy") == tokens("policy@1") != tokens("latest")
         loaded = client.post("/load_lora_adapter", json={"lora_name": "poet", "lora_path": "one"})
         assert loaded.json()["status"] == "ok"
         first = tokens("poet")

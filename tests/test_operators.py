@@ -22,6 +22,7 @@ from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.model.starting_adapter import starting_adapter
 from parallm.operators import check_given, open_table, restore
 from parallm.server.settings import ServerSettings
 
@@ -71,7 +72,8 @@ def start(device: DeviceThread, model: SharedModel, tmp_path: Path) -> Iterator[
 
 
 def store_of(device: DeviceThread, model: SharedModel, kept: KeptTable) -> AdapterStore:
-    return AdapterStore(device, model, kept, root=None, max_bytes=10**7, max_names=2)
+    start = device.call(partial(starting_adapter, ModelSettings(), model, 0)).result(60)
+    return AdapterStore(device, model, kept, root=None, max_bytes=10**7, max_names=2, start=start)
 
 
 def names(kept: KeptTable) -> list[str]:

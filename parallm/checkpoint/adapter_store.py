@@ -5,6 +5,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,7 +46,9 @@ class AdapterStore:
         root: str | None,
         max_bytes: int,
         max_names: int,
+        start: Adapter,
     ) -> None:
+        """`start` completes uploaded tensors of a name without versions: an adapter of `model.lora`'s form."""
         self._device = device
         self._model = model
         self._kept = kept
@@ -54,6 +57,7 @@ class AdapterStore:
         self._max_bytes = max_bytes
         self._max_names = max_names
         self._trained = kept.trained
+        self._start = start
         self._lock = asyncio.Lock()  # a name's next version must not be given out twice
 
     async def load(self, name: str, path: str) -> AdapterCard:
@@ -80,6 +84,8 @@ class AdapterStore:
 
     async def update(self, name: str, weights: bytes) -> AdapterCard:
         """The served version of `name` with these tensors in place of its own, as the next version.
+
+        Where `name` is the base so far, they are those of an adapter of `model.lora`'s form.
 
         `weights` is a safetensors file with names of PEFT or of mlx-lm; tensors that it lacks stay as they are. Raises
         AdapterError, UnknownModel.
@@ -146,9 +152,7 @@ class AdapterStore:
         return read_adapter(folder, model.sites, model_type=model.model_type, name=name, version=version)
 
     def _changed(self, name: str, weights: bytes) -> Adapter:
-        served = self._table.resolve(name)
-        if served is None:
-            raise AdapterError(f"{name} is the base so far; load or upload a whole adapter first")
+        served = self._table.resolve(name) or replace(self._start, name=name)
         return changed(served, weights, self._table.next_version(name), self._model.model_type)
 
     async def _publish(self, adapter: Adapter, where: str) -> AdapterCard:
@@ -167,7 +171,10 @@ class AdapterStore:
                 f"{name[:100]!r} cannot be a name: letters, digits and _ . : - make one, and {BEST} is an alias"
             )
         if name in self._trained:
-            raise AdapterError(f"{name} is trained by this run, which makes its versions; choose another name")
+            raise AdapterError(
+                f"{name} is trained by this run, which makes its versions; give the adapter another name, or start a "
+                "run that trains it further with model.adapter=FOLDER"
+            )
         if name not in names and len(names) >= self._max_names:
             raise AdapterError(f"{len(names)} adapters are loaded, the limit; unload one or raise server.max_adapters")
 
@@ -207,7 +214,10 @@ def changed(served: Adapter, weights: bytes, version: int, model_type: str) -> A
     for name, array in arrays.items():
         shape = served.arrays[name].shape if name in served.arrays else None
         if array.shape != shape:
-            raise AdapterError(f"{name} has shape {array.shape}; in {served.name}@{served.version} it has {shape}")
+            raise AdapterError(
+                f"{name} has shape {array.shape}; in {served.name}@{served.version} it has {shape}; upload an adapter "
+                "of another form as a zip archive with its adapter_config.json"
+            )
     return make_adapter(
         {**served.arrays, **arrays},
         name=served.name,

@@ -13,11 +13,13 @@ from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, re
 from parallm.checkpoint.run_facts import RunFacts
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, TrainingState
-from parallm.errors import CheckpointError
+from parallm.errors import CheckpointError, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
+NAMED = "named"
+CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 TEMPORARY = ".tmp-"
 REPLACED = ".old-"
 ASIDE = "aside_"
@@ -40,27 +42,33 @@ class CheckpointManager:
         Raises CheckpointError, leaving the older checkpoints and no leftovers, if it cannot be written.
         """
         final = self._folder / f"step_{state.step:06d}"
-        temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
-        needed = needed_bytes(state)
-        try:
-            if shutil.disk_usage(self._folder).free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            temporary.mkdir()
-            write_checkpoint(state, temporary)
-            put_in_place(temporary, final)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise self._save_error(final, error, needed) from error
-        except (TypeError, ValueError, RuntimeError) as error:  # one statistic must not cost the run
-            raise CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        self._write(state, final)
         for path in self.checkpoints():
             if _step(path) > state.step:
                 set_aside(path, f"it is newer than step {state.step}, from which this run went on")
         self._prune()
         logger.info("saved %s", final)
         return final
+
+    def save_as(self, state: TrainingState, name: str) -> Path:
+        """Save `state` as `named/NAME`, which is never deleted. Raises CheckpointError, InvalidRequest."""
+        self.check_name(name)
+        final = self._folder / NAMED / name
+        self._write(state, final)
+        logger.info("saved %s", final)
+        return final
+
+    def check_name(self, name: str) -> None:
+        """Raise InvalidRequest if a checkpoint of this name exists, or if the name is not allowed."""
+        if not CHECKPOINT_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"{name[:100]!r} cannot be the name of a checkpoint; use up to 64 letters, digits and _ . -",
+                "checkpoint_name",
+            )
+        if (self._folder / NAMED / name).exists():
+            raise InvalidRequest(
+                f"there is a checkpoint called {name} already, which stays; choose another name", "checkpoint_name"
+            )
 
     def load(
         self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
@@ -89,6 +97,26 @@ class CheckpointManager:
     def best(self) -> Path | None:
         """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
         return best_of(self.checkpoints())
+
+    def _write(self, state: TrainingState, final: Path) -> None:
+        temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
+        needed = needed_bytes(state)
+        try:
+            if shutil.disk_usage(self._folder).free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            temporary.mkdir()
+            write_checkpoint(state, temporary)
+            if final.parent != self._folder:
+                final.parent.mkdir(exist_ok=True)
+                sync(self._folder)
+            put_in_place(temporary, final)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self._save_error(final, error, needed) from error
+        except (TypeError, ValueError, RuntimeError) as error:  # one statistic must not cost the run
+            raise CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def _save_error(self, final: Path, error: OSError, needed: int) -> CheckpointError:
         if error.errno not in DISK_FULL:

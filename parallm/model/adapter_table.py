@@ -284,5 +284,6 @@ class AdapterTable:
     def _names(self, view: View) -> str:
         """Every name that resolves, for messages."""
         pinned = [versioned(*key) for key in sorted(view.present())]
-        names = [BASE, *self.policies, *sorted(view.served), *sorted(view.aliases), *pinned]
+        latest = [of_alias(LATEST, name) for name in sorted(view.newest)]
+        names = [BASE, *self.policies, *sorted(view.served), *latest, *sorted(view.aliases), *pinned]
         return ", ".join(dict.fromkeys(names))

@@ -30,6 +30,7 @@ class Entry:
             digest=adapter.digest,
             num_running=self.num_running,
             is_served=view.served.get(adapter.name) == adapter.version,
+            num_bytes=sum(array.nbytes for array in adapter.arrays.values()),
         )
 
 

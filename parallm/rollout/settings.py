@@ -56,7 +56,7 @@ class LiveSettings:
     weights: dict[str, float] = Field(default_factory=dict)
     """Weights of reward parts by name; a part that is not named weighs 1."""
     scoring_functions: dict[str, str] = Field(default_factory=dict)
-    """Names that clients may ask for, each with `package.module:function`."""
+    """Names that clients may ask for beside those of environments, each with `package.module:function`."""
 
 
 @settings

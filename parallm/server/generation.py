@@ -15,8 +15,9 @@ from parallm.server.answer_schemas import ChatAnswer, ChatChunk, CompletionAnswe
 from parallm.server.answers import Answers, Head, WholeAnswers, version_of
 from parallm.server.catalog import resolved, resolved_to
 from parallm.server.connection import json_response, while_connected
+from parallm.server.engine_face import Engine
 from parallm.server.merge import merged
-from parallm.server.service import Engine, Service
+from parallm.server.service import Service
 from parallm.server.sse import DONE, EventStream, encode_events, failed
 from parallm.server.worker_pool import SECONDS_A_LOGPROB
 from parallm.types import Completion, GenerationRequest, TokenEvent

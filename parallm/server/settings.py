@@ -42,6 +42,24 @@ def _check_host(name: str) -> str:
 
 
 @settings
+class SamplingDefaults:
+    """Sampling parameters of requests that do not set them; null: the API's default."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Sampling temperature, 0 for greedy; null: 1."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Probability mass of the likeliest tokens to sample from; null: 1, off."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Number of likeliest tokens to sample from; null: 0, off."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Minimum probability of a sampled token, as a share of the likeliest token's; null: 0, off."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    """Divisor of the logits of tokens in the prompt or the text so far; null: 1, off."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Limit of a completion, in place of `server.default_max_tokens`; null: that."""
+
+
+@settings
 class ServerSettings:
     enabled: bool = True
     """Answer HTTP at all."""
@@ -94,6 +112,12 @@ class ServerSettings:
     """Most alternatives per token of which a client may ask the log-probs."""
     max_stop: int = Field(default=16, ge=1)
     """Most stop strings of a request."""
+    generation_config: str = "parallm"
+    """Source of sampling defaults for `/v1/completions`, `/v1/chat/completions` and `/v1/responses`: `parallm` (as in
+    OpenAI's API), `auto` (the model's generation_config.json), or a folder with that file. Rollouts and requests with
+    `collect_trajectory` use none."""
+    override_generation_config: SamplingDefaults = SamplingDefaults()
+    """Sampling defaults that win over those of `server.generation_config`."""
     default_max_tokens: int = Field(default=512, ge=1)
     """`max_tokens` of requests that name none; less where the context ends before."""
     """For requests that name no `max_tokens`; less where the context ends before."""
@@ -105,6 +129,9 @@ class ServerSettings:
     """Bytes of a schema, a regular expression, choices, or the schemas of all tools that a model is made to call."""
     max_grammar_seconds: float = Field(default=10.0, gt=0)
     """Seconds to prepare a grammar. It is done beside the event loop, so other requests go on."""
+    reward_model: str | None = None
+    """Reward model of `POST /v1/rewards/score`, under the name `reward`: a run (its best version), RUN@VERSION, a
+    checkpoint or an adapter; null: the reward models of rollouts alone."""
     adapters_root: str | None = None
     """The only folder that clients may load adapters from by path; null: none."""
     max_adapter_bytes: int = Field(default=512 * 1024 * 1024, ge=1024)

@@ -32,9 +32,9 @@ class Publication:
         self._served = _version(adapters.resolve(policy))  # what was given out here to be served; 0 is the base
         self._was_held = False
 
-    def publish(self, adapter: Adapter) -> None:
-        """Give out a version that an update has made."""
-        self._give_out(adapter, serve=not self._waits)
+    def publish(self, adapter: Adapter, *, serve: bool | None = None) -> None:
+        """Give out a version that an update has made. `serve`: let clients get it, whatever the settings say."""
+        self._give_out(adapter, serve=not self._waits if serve is None else serve)
 
     def evaluated(self, report: EvaluationReport) -> None:
         """Serve the evaluated version if it is good enough, and say so if it is not."""

@@ -39,6 +39,7 @@ class Saver:
         self._make_state = make_state
         self._every = every
         self._on_save = on_save
+        self.num_saves = 0
         self.saved_step = 0  # of the newest checkpoint; written by `save` and by whoever resumes a run
 
     def is_due(self, step: int) -> bool:
@@ -48,9 +49,21 @@ class Saver:
         """Save the state after the last finished step; the checkpoint's folder. Raises CheckpointError."""
         state = self._make_state()
         folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
+        self.num_saves += 1
         self.saved_step = state.step
         self._on_save(state.step)
         return folder
+
+    async def save_as(self, name: str) -> Path:
+        """The same as a checkpoint of this name, which stays. Raises CheckpointError."""
+        state = self._make_state()
+        folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save_as(state, name)))
+        self.num_saves += 1
+        return folder
+
+    def forget(self) -> None:
+        """The newest checkpoint lacks what has been learned since."""
+        self.saved_step = -1
 
     async def try_save(self) -> None:
         """`save` while there are steps to come, which a full disk must not prevent."""

@@ -22,8 +22,9 @@ from parallm.model.adapter_files import write_mlx, write_peft
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
-from parallm.model.settings import ModelSettings
+from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.model.starting_adapter import starting_adapter
 
 Make = Callable[..., AdapterStore]
 Result = TypeVar("Result")
@@ -63,9 +64,11 @@ def table() -> AdapterTable:
 
 @pytest.fixture
 def make_store(device: DeviceThread, model: SharedModel, table: AdapterTable, folder: Path) -> Make:
+    start = device.call(partial(starting_adapter, ModelSettings(lora=LoraSettings(rank=2)), model, 0)).result(60)
+
     def make(*, trained: tuple[str, ...] = (), max_names: int = 8, root: str | None = str(folder)) -> AdapterStore:
         kept = KeptTable(device, table, trained=trained)
-        return AdapterStore(device, model, kept, root=root, max_bytes=10_000_000, max_names=max_names)
+        return AdapterStore(device, model, kept, root=root, max_bytes=10_000_000, max_names=max_names, start=start)
 
     return make
 
@@ -122,8 +125,18 @@ def test_raw_tensors_replace_those_of_the_served_version(make_store: Make, table
     mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"{site}.lora_a": tensor})
     with pytest.raises(AdapterError, match="in poet@2 it has"):
         run(store.update("poet", (tmp_path / "w.safetensors").read_bytes()))
-    with pytest.raises(AdapterError, match="policy is the base so far"):
-        run(store.update("policy", (tmp_path / "w.safetensors").read_bytes()))
+
+
+def test_tensors_alone_are_a_first_version_of_the_form_that_the_run_has(
+    make_store: Make, table: AdapterTable, folder: Path
+) -> None:
+    store = make_store()
+    (weights,) = (folder / "peft").glob("*.safetensors")
+    card = run(store.update("policy", weights.read_bytes()))
+    assert (card.version, card.rank, card.is_served) == (1, 2, True)
+    run(store.load("whole", "peft"))
+    whole = served(table, "whole").arrays
+    assert all(mx.array_equal(array, whole[name]).item() for name, array in served(table, "policy").arrays.items())
 
 
 def test_what_is_no_adapter_of_this_base_changes_nothing(make_store: Make, table: AdapterTable, folder: Path) -> None:

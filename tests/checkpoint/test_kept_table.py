@@ -29,6 +29,7 @@ from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.model.starting_adapter import starting_adapter
 
 Result = TypeVar("Result")
 
@@ -43,7 +44,15 @@ class Process:
         self.table = AdapterTable(policies=tuple(trained) or ("policy",))
         self.folder = ServingFolder(folder, model)
         self.kept = KeptTable(device, self.table, trained=trained, folder=self.folder, state=self.folder.read())
-        self.store = AdapterStore(device, model, self.kept, root=str(root), max_bytes=10_000_000, max_names=8)
+        self.store = AdapterStore(
+            device,
+            model,
+            self.kept,
+            root=str(root),
+            max_bytes=10_000_000,
+            max_names=8,
+            start=device.call(partial(starting_adapter, ModelSettings(), model, 0)).result(60),
+        )
         self.model = model
         for name, version in trained.items():
             if version:

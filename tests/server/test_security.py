@@ -26,6 +26,7 @@ from parallm.device.thread import DeviceThread
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
+from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.keys import read_keys
@@ -87,7 +88,8 @@ def with_store(make: Make, device: DeviceThread, tiny_model: Callable[[str], Pat
     """An application that takes adapters for a real model."""
     model = device.call(partial(load_shared_model, ModelSettings(path=str(tiny_model("llama"))))).result(60)
     kept = KeptTable(device, AdapterTable(), trained=())
-    return make(AdapterStore(device, model, kept, root=str(root), max_bytes=100_000, max_names=4))
+    start = device.call(partial(starting_adapter, ModelSettings(), model, 0)).result(60)
+    return make(AdapterStore(device, model, kept, root=str(root), max_bytes=100_000, max_names=4, start=start))
 
 
 def send_all(app: FastAPI, *requests: dict[str, Any]) -> list[httpx.Response]:

@@ -129,6 +129,35 @@ def test_a_stream_names_the_trajectory_when_it_can_be_rewarded(client: TestClien
     assert reward(client, told[0][1], 1).status_code == 200
 
 
+def test_the_request_of_the_first_users_is_collected_and_scored(client: TestClient, traffic: LiveTraffic) -> None:
+    traffic.connect(lambda tokens: "".join(map(chr, tokens)))
+    metadata = {"environment": "math", "difficulty": "hard"}
+    body: dict[str, Any] = {
+        "model": "base-model",
+        "lora_adapter": "checkpoint-3",
+        "prompt": "#### 7",
+        "collect_trajectory": True,
+        "scoring_function": "gsm8k",
+        "metadata": metadata,
+    }
+    chat = body | {"messages": [{"role": "user", "content": body["prompt"]}]}
+    del chat["prompt"]
+    with client:
+        for path, sent in (("/v1/completions", body), ("/v1/chat/completions", chat)):
+            answer = client.post(path, json=sent)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            assert answer.json()["model"] == "policy@3"
+            assert reward(client, choice["trajectory_id"], 1).status_code == 200  # nobody has said what is right
+            scored = client.post(path, json=sent | {"metadata": metadata | {"answer": "7"}})
+            assert scored.status_code == 200
+        while traffic.report().num_waiting:
+            client.get("/health")
+        assert (traffic.report().num_rewarded, traffic.report().dropped) == (4, {})
+        wrong = client.post("/v1/completions", json=body | {"metadata": {"answer": "seven"}})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "metadata")
+
+
 def test_a_chat_is_collected_with_its_whole_prompt(client: TestClient, traffic: LiveTraffic) -> None:
     for value in (0, 1):
         (choice,) = chat(client).json()["choices"]

@@ -12,6 +12,7 @@ from parallm.errors import InvalidRequest, Unavailable
 from parallm.reports import TrajectoryReport
 from parallm.rollout.environment_calls import EnvironmentFault
 from parallm.rollout.live.buffer import Buffer
+from parallm.rollout.live.environment_scores import EnvironmentScore
 from parallm.rollout.live.part_names import PartNames
 from parallm.rollout.live.piles import Pile, Piling, has_signal
 from parallm.rollout.live.recorded import Recorded, Wish, recorded_of
@@ -57,9 +58,14 @@ class LiveTraffic:
         self._num_stale = 0
         self._has_ended = False
 
-    def connect(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """From now on scoring functions are called; `decode` makes prompts of tokens."""
-        self._scoring.connect(decode)
+    def connect(
+        self, decode: Callable[[Sequence[int]], str], scores: Mapping[str, EnvironmentScore] | None = None
+    ) -> None:
+        """From now on scoring functions are called; `decode` makes prompts of tokens.
+
+        `scores` are those of the run's environment. Functions that the configuration names win.
+        """
+        self._scoring.connect(decode, scores or {})
         for one in self._buffer:
             self._scoring.begin(one, is_patient=True)
 
@@ -71,11 +77,8 @@ class LiveTraffic:
         """Raise InvalidRequest for what could not be trained on, and Unavailable when training has ended."""
         if self._has_ended:
             raise Unavailable("training has ended, so nothing is collected any more; leave out collect_trajectory")
-        if scoring_function is not None and scoring_function not in self._scoring.names:
-            known = ", ".join(self._scoring.names) or "none; name them in rollout.live.scoring_functions"
-            raise InvalidRequest(
-                f"no scoring_function {scoring_function[:50]!r}; there are {known}", "scoring_function"
-            )
+        if scoring_function is not None:
+            self._scoring.check(scoring_function, metadata)
         num_bytes, most = len(json.dumps(metadata)), self._settings.live.max_metadata_bytes
         if num_bytes > most:
             raise InvalidRequest(

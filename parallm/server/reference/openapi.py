@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from parallm import __version__
 from parallm.server.answer_schemas import ErrorAnswer
 from parallm.server.operation.roles import ROLES, Role
-from parallm.server.reference.document import Document
+from parallm.server.reference.document import FORM, Document
 from parallm.server.reference.documents import DOCUMENTS
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
@@ -36,7 +36,7 @@ ERRORS: Mapping[int, str] = {
     400: "A field is wrong, unknown or not supported; `param` names it.",
     401: "No API key or a wrong one.",
     403: "The key's role does not allow this route, the route is switched off, or a page of another origin asks.",
-    404: "No such model, version or alias.",
+    404: "No such model, version, alias or request.",
     408: "The body came too slowly.",
     409: "This process does not do that, or not any more: it trains nothing, takes no such weights, or another process "
     "keeps what operators set. "
@@ -96,8 +96,10 @@ def _describe(operation: dict[str, Any], document: Document, role: Role, *, has_
         content = {"schema": _any_of(document.bodies), **_examples(document)}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
     elif document.body_type != JSON:
-        binary = {"schema": {"type": "string", "format": "binary"}}
-        operation["requestBody"] = {"required": True, "content": {document.body_type: binary}}
+        file = {"type": "string", "format": "binary"}
+        form = {"type": "object", "required": ["file"], "properties": {"file": file, "name": {"type": "string"}}}
+        content = {"schema": form if document.body_type == FORM else file}
+        operation["requestBody"] = {"required": True, "content": {document.body_type: content}}
     operation["responses"] = _responses(document, role, has_keys=has_keys)
     if has_keys and role != "public":
         operation["security"] = [{"bearer": []}, {"x-api-key": []}]
@@ -112,7 +114,7 @@ def _examples(document: Document) -> dict[str, Any]:
 
 
 def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, Any]:
-    statuses = {403, 503}
+    statuses = {403, 503, *document.errors}
     if role != "public":
         statuses |= {401} if has_keys else set()
     if role == "admin" or document.is_stored:
