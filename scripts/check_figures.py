@@ -55,6 +55,11 @@ class Bar:
 
 
 BARS: Mapping[str, Bar] = {
+    "intervals.worst_coverage": Bar(least=0.93),
+    "intervals.worst_width_ratio": Bar(most=1.3),
+    "intervals.one_way_coverage": Bar(least=0.9),
+    "intervals.control_coverage": Bar(most=0.5),
+    "intervals.cases": Bar(),
     "quickstart.accuracy_before": Bar(most=0.45),
     "quickstart.accuracy_after": Bar(least=0.85),
     "quickstart.train_seconds": Bar(most=480),
@@ -170,8 +175,8 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles presets quickstart gsm8k parity engine http servers quantized speculation learner serving split "
-        "live server soak clients verifiers atropos offpolicy memory trl update grpo_gpu engine_gpu",
+        help="intervals oracles presets quickstart gsm8k parity engine http servers quantized speculation learner "
+        "serving split live server soak clients verifiers atropos offpolicy memory trl update grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -222,6 +227,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
 
     steps = ["trainer.steps=2", "trainer.evaluate_problems=64"] if arguments.quick else []
     found: dict[str, Callable[[], Figures]] = {
+        "intervals": partial(script, "check_intervals.py", *sized("--quick")),
         "oracles": partial(script, "check_learner.py"),
         "presets": partial(script, "check_learner.py", "--presets", *sized("grpo", "--seeds=1")),
         "parity": partial(

@@ -23,6 +23,8 @@ class JsonLines:
     def append(self, *rows: Mapping[str, Any]) -> None:
         """Write `rows`. A disk that refuses costs these rows, with a warning, and not the run."""
         text = "".join(to_json(row) + "\n" for row in rows)
+        if not text:
+            return
         try:
             # a backslash escape of a lone surrogate is what JSON asks for
             with self.file.open("a", encoding="utf-8", errors="backslashreplace") as lines:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from typing import Any
 
 from parallm.errors import ConfigError, UnknownModel
@@ -25,7 +26,7 @@ class Evaluations:
         if parts.evaluator is None and (settings.patience or settings.keep_best or settings.publish_if == "evaluation"):
             raise ConfigError(
                 "trainer.patience, keep_best and publish_if=evaluation go by evaluations, and this run has none; set "
-                "trainer.evaluate_problems above 0 and use an environment with a test split"
+                "trainer.evaluate_problems above 0 and use an environment with a test split, or learner.data_held_out"
             )
         if settings.patience and not settings.evaluate_every:
             raise ConfigError(
@@ -49,7 +50,8 @@ class Evaluations:
         return 0 < self._settings.patience <= self._since_best
 
     async def evaluate(self, step: int, stopped: asyncio.Event) -> EvaluationReport | None:
-        """Evaluate the newest version, report it, and let the alias `best` mean it if it is better than all before.
+        """Evaluate the newest version, report it, and let the alias `best` mean it if it is better than all before:
+        if its accuracy is higher, or without one the loss of held-out demonstrations lower.
 
         Without an evaluator, or when `stopped` is set before the end, there is no report.
         """
@@ -57,25 +59,30 @@ class Evaluations:
             return None
         version = self._parts.learner.adapter.version
         model = of_alias(LATEST, self._parts.policy)
-        report = await unless(stopped, self._parts.evaluator.evaluate(step, version, model))
-        if report is None:
+        found = await unless(
+            stopped, self._parts.evaluator.evaluate(step, version, model, self._parts.display.progress)
+        )
+        if found is None:
             logger.warning("the evaluation after step %d was dropped, since the run is to stop", step)
             return None
-        self._latest = report
-        self._parts.recorder.evaluation(report)
+        self._latest = report = found.report
+        self._parts.recorder.evaluation(report, found.completions)
         self._parts.display.evaluation(report)
         if version == 0:
             return report  # the base: neither a version that can be best, nor one that costs patience
-        if self._best is None or report.accuracy > self._best:
-            self._best, self._since_best = report.accuracy, 0
+        is_known = math.isfinite(report.score)
+        if is_known and (self._best is None or report.score > self._best):
+            self._best, self._since_best = report.score, 0
             self._parts.adapters.set_alias(BEST, version, name=self._parts.policy)
         else:
             self._since_best += 1
         return report
 
     def score(self, step: int) -> float | None:
-        """Held-out accuracy after `step` finished steps, if it was measured."""
-        return self._latest.accuracy if self._latest is not None and self._latest.step == step else None
+        """Score of the evaluation after `step` finished steps, if there was one."""
+        if self._latest is None or self._latest.step != step or not math.isfinite(self._latest.score):
+            return None
+        return self._latest.score
 
     def counters(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
