@@ -203,7 +203,6 @@ def unbounded() -> dict[str, tuple[float, Callable[[np.random.Generator, tuple[i
         "-1 or 1, 5%": of((-1, 1), (0.95, 0.05)),
         "-1 or 1, half": of((-1, 1), (0.5, 0.5)),
         "0, 0.1, 1 or 1.1": of((0, 0.1, 1, 1.1), (0.3, 0.3, 0.1, 0.3)),
-        "1 or -1, seldom": of((1, -1), (0.98, 0.02)),
         "uniform from 0 to 10": (5.0, lambda generator, shape: generator.uniform(0, 10, shape)),
         "normal around 0": (0.0, lambda generator, shape: generator.normal(0, 1, shape)),
         "normal around 3": (3.0, lambda generator, shape: generator.normal(3, 1, shape)),
@@ -264,7 +263,7 @@ def binomial(right: int, num: int, chance: float) -> float:
 
 def fewer(draws: int, num: int) -> int:
     """Samples of `num` values: fewer long ones."""
-    return max(500, min(draws, 50 * draws // num))
+    return max(1_000, min(draws, 100 * draws // num))
 
 
 if __name__ == "__main__":
