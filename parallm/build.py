@@ -49,7 +49,7 @@ from parallm.trainer.parts import Parts
 from parallm.trainer.restoring import restore
 from parallm.trainer.reward_training import open_reward_model, paired, reward_parts
 from parallm.trainer.saving import fingerprint_of, write_adapter
-from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
+from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized, with_held_out
 from parallm.trainer.trainer import Trainer
 from parallm.training_control import TrainingControl
 from parallm.types import LATEST, POLICY
@@ -161,7 +161,9 @@ async def _make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
         given = paired(lessons.pairs.train, house.model, per_step=per_step, seed=config.seed)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
     elif lessons.demonstrations is not None:
-        given = tokenized(lessons.demonstrations, house.model, per_step=per_step, seed=config.seed)
+        held_out = lessons.demonstrations.held_out[: config.trainer.evaluate_problems]
+        parts = with_held_out(parts, held_out, house.model)
+        given = tokenized(lessons.demonstrations.train, house.model, per_step=per_step, seed=config.seed)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
     elif run.traffic is not None:
         run.traffic.connect(partial(house.model.tokenizer.decode, special=True))

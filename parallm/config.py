@@ -189,6 +189,8 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
 def check_choices(config: RunConfig) -> None:
     """Raise ConfigError with one line for each pair of choices that contradict each other."""
     objective = objective_of(config.learner)
+    if config.trainer.evaluate_on == "data" and config.learner.trains == "policy" and objective.policy != "likelihood":
+        raise ConfigError("trainer.evaluate_on=data is for learner=sft; a policy that samples has no data to hold out")
     source = config.rollout.source
     if source == "environment":
         return

@@ -1,12 +1,14 @@
 """What one policy or reward model learns from; read before the model, since a large one takes minutes to load."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallm.config import RunConfig
 from parallm.environment.environment import AnyEnvironment, build_environment
+from parallm.environment.settings import ArithmeticSettings
 from parallm.learner.demonstrations import read_demonstrations
+from parallm.learner.given_data import GivenData
 from parallm.learner.pairs import Pairs, read_pairs
+from parallm.learner.presets import objective_of
 from parallm.rollout.splits import Splits, read_splits
 from parallm.trainer.reward_training import find_reward_model
 from parallm.types import Problem
@@ -16,7 +18,7 @@ from parallm.types import Problem
 class Lessons:
     environment: AnyEnvironment
     splits: Splits
-    demonstrations: Sequence[Problem] | None
+    demonstrations: GivenData[Problem] | None
     """Of a supervised run."""
     pairs: Pairs | None
     """Of a run that trains a reward model."""
@@ -24,13 +26,28 @@ class Lessons:
     @property
     def has_held_out(self) -> bool:
         """Whether there is something to evaluate on."""
-        return bool(self.splits.test if self.pairs is None else self.pairs.held_out)
+        given = [data.held_out for data in (self.pairs, self.demonstrations) if data is not None]
+        return any(given) or (self.pairs is None and bool(self.splits.test))
 
 
 def read_lessons(config: RunConfig) -> Lessons:
     """Raises ConfigError, ProblemError, and AdapterError for a reward model that is not there."""
     find_reward_model(config.rollout.reward_model)
-    demonstrations, pairs = read_demonstrations(config.learner), read_pairs(config.learner)
+    num_held_out = config.trainer.evaluate_problems
+    demonstrations = read_demonstrations(config.learner, holds_out=num_held_out > 0)
+    pairs = read_pairs(config.learner, holds_out=num_held_out > 0)
     environment = build_environment(config.environment)
-    splits = read_splits(environment, config.trainer.evaluate_problems)  # may download, so it comes last
+    splits = read_splits(
+        environment, num_held_out if plays_environment(config) else 0
+    )  # may download, so it comes last
     return Lessons(environment=environment, splits=splits, demonstrations=demonstrations, pairs=pairs)
+
+
+def plays_environment(config: RunConfig) -> bool:
+    """Whether evaluations ask for completions of the environment's held-out problems."""
+    if config.learner.trains == "reward_model":
+        return False
+    if objective_of(config.learner).policy != "likelihood":
+        return True
+    chosen = config.trainer.evaluate_on
+    return chosen == "environment" or (chosen == "auto" and config.environment != ArithmeticSettings())

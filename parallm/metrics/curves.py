@@ -21,7 +21,7 @@ def draw_curves(steps: Sequence[Row], evaluations: Sequence[Row], *, file: Path,
     panels = panels_of(steps, evaluations)
     num_rows = max(1, -(-len(panels) // NUM_COLUMNS))
     figure = Figure(figsize=(12, 0.6 + 3.1 * num_rows), dpi=110, layout="constrained")
-    figure.suptitle(f"{title}: {len(steps)} steps", fontsize=14)
+    figure.suptitle(f"{title}: {len(steps)} {'step' if len(steps) == 1 else 'steps'}", fontsize=14)
     places = figure.subplots(num_rows, NUM_COLUMNS, squeeze=False, sharex=True).flat
     for place, panel in zip(places, panels, strict=False):
         draw_panel(place, panel)
