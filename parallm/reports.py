@@ -141,7 +141,7 @@ class EvaluationReport:
     """Of a reward model: by how much the chosen completion of a pair scores higher. Its `accuracy` is the share of
     pairs in which it does, its `reward` the mean score of all completions."""
     loss: float | None = None
-    """Nats per token of held-out demonstrations; None where there are none."""
+    """Nats per token of held-out demonstrations, or per pair of a reward model; None where there are neither."""
     num_demonstrations: int = 0
 
     @property

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Row = Mapping[str, Any]
@@ -97,15 +97,14 @@ def _of_loss(steps: Sequence[Row], evaluations: Sequence[Row]) -> Iterator[Panel
     """Of supervised runs; the loss of a policy's objective says nothing about how good it is."""
     if any("reward/mean" in row for row in steps):
         return
+    is_of_pairs = any("update/margin" in row for row in steps)
+    known = [row for row in evaluations if row.get("heldout/loss") is not None]
+    marks = replace(series(known, "heldout/loss", "held out"), is_marked=True)
     loss = series(steps, "update/loss", "training", is_noisy=True)
-    of_held_out = series(
-        [row for row in evaluations if row.get("heldout/loss") is not None], "heldout/loss", "held out"
-    )
-    marked = Series(label=of_held_out.label, points=of_held_out.points, is_marked=True)
-    yield from _panel("loss (nats per token)" if marked.points else "loss", [loss, marked], scale="free")
+    yield from _panel(f"loss (nats per {'pair' if is_of_pairs else 'token'})", [loss, marks], scale="free")
     margins = held_out(evaluations, "heldout/margin", "heldout/margin_low", "heldout/margin_high", "held out (95%)")
     told_apart = series(steps, "update/accuracy", "training", is_noisy=True)
-    if told_apart.points:
+    if is_of_pairs:
         yield from _panel("pairs told apart", [told_apart, _accuracy(evaluations, "held out (95%)")], scale="share")
         yield from _panel("margin", [series(steps, "update/margin", "training", is_noisy=True), margins], scale="free")
     elif steps:

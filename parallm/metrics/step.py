@@ -139,8 +139,8 @@ def reward_model_row(update: UpdateReport, pairs: PairsReport) -> FlatRow:
 def evaluation_row(report: EvaluationReport) -> FlatRow:
     """Return the flat names of an evaluation; each mean over problems has a `_low` and a `_high`."""
     row: FlatRow = {"step": report.step, "heldout/version": report.version}
-    if report.loss is not None:
-        row |= {"heldout/loss": report.loss, "heldout/demonstrations": report.num_demonstrations}
+    row |= {} if report.loss is None else {"heldout/loss": report.loss}
+    row |= {"heldout/demonstrations": report.num_demonstrations} if report.num_demonstrations else {}
     return row if report.is_of_loss else row | problems_row(report)
 
 

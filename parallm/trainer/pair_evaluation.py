@@ -1,8 +1,10 @@
-"""What a reward model says about held-out pairs."""
+"""What a reward model says about held-out pairs. Axes: P pairs."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from parallm.device.thread import DeviceThread
 from parallm.learner.pairs import to_prompted
@@ -20,9 +22,11 @@ class PairEvaluator:
     device: DeviceThread
     learner: RewardLearner
     pairs: Sequence[TrajectoryGroup]
+    center: float
+    """Of the loss, see learner/reward_loss.py."""
 
     async def evaluate(self, step: int, version: int, model: str, progress: Progress) -> Evaluation:
-        """Accuracy, margin and mean score. `model` and `progress` are for evaluators that ask the engine."""
+        """Accuracy, margin, loss and mean score. `model` and `progress` are for evaluators that ask the engine."""
         scores = await asyncio.wrap_future(self.device.score(self._units()))
         assert scores is not None, "scoring ends with the scores"
         margins = [chosen - rejected for chosen, rejected in zip(scores[0::2], scores[1::2], strict=True)]
@@ -36,8 +40,15 @@ class PairEvaluator:
             high=accuracy.high,
             reward=mean_estimate(scores),
             margin=mean_estimate(margins),
+            loss=self._loss(scores),
         )
         return Evaluation(report=report)
+
+    def _loss(self, scores: Sequence[float]) -> float:
+        chosen_P, rejected_P = np.array(scores[0::2]), np.array(scores[1::2])
+        margin_P = np.array([pair.rewards[0] - pair.rewards[1] for pair in self.pairs])
+        losses_P = np.logaddexp(0.0, rejected_P + margin_P - chosen_P) + self.center * (chosen_P + rejected_P) ** 2
+        return float(losses_P.mean())
 
     def _units(self) -> Iterator[list[float] | None]:
         yield from self.learner.scorer().units([to_prompted(pair) for pair in self.pairs])

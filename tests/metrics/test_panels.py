@@ -86,8 +86,9 @@ def test_a_supervised_run_in_an_environment_shows_its_accuracy_too() -> None:
 
 
 def test_a_reward_model_shows_loss_accuracy_and_margin() -> None:
-    panels = panels_of(run(PAIRS), [{**ACCURACY, **MARGIN}])
-    assert titles(panels) == ["loss", "pairs told apart", "margin", "gradient norm before clipping"]
+    panels = panels_of(run(PAIRS), [{**ACCURACY, **MARGIN, "heldout/loss": 0.5}])
+    assert titles(panels) == ["loss (nats per pair)", "pairs told apart", "margin", "gradient norm before clipping"]
+    assert panels[0].series[1].points == ((0, 0.5),)
     assert panels[1].series[1].intervals == ((0.26, 0.34),)
     assert panels[2].series[1].points == ((0, 0.9),)
 
