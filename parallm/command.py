@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallm import interrupts
+from parallm.asked_environment import with_asked_environment
 from parallm.command_line import asks_version, check_words, help_topics
 from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
 from parallm.config_errors import explain_composition
@@ -136,7 +137,7 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
         sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
     code = FAILED
     try:
-        config = to_config(composed, kind)
+        config = to_config(with_asked_environment(composed), kind)
         if keeps_log:
             check_writable(folder)
         with _logging_to(folder / LOG if keeps_log else None):

@@ -25,7 +25,7 @@ LAYERS: tuple[set[str], ...] = (
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},
     {"trainer", "server"},
-    {"config_errors", "policies", "run_folder"},
+    {"config_errors", "policies", "asked_environment", "run_folder"},
     {"config", "key_meanings"},
     {"recipe_files", "given_model", "command_line"},
     {"policy_runs", "lessons", "house", "help_pages"},

@@ -35,6 +35,12 @@ def test_policies_play_their_environment_and_supervised_runs_one_that_was_asked_
     assert plays_environment(config(**parts)) is plays
 
 
+def test_one_of_several_policies_that_names_an_environment_has_asked_for_it() -> None:
+    policies = {"one": {"learner": SFT}, "other": {"learner": SFT, "environment": {"name": "arithmetic"}}}
+    configs = policy_configs(config(policies=policies))
+    assert {name: plays_environment(own) for name, own in configs.items()} == {"one": False, "other": True}
+
+
 def test_a_policy_that_samples_has_no_data_to_evaluate_on() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.evaluate_on=data is for learner=sft"):
         policy_configs(config(trainer={"evaluate_on": "data"}))
