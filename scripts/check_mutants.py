@@ -30,6 +30,14 @@ class Trial:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """What pytest says."""
+
+    code: int
+    output: str
+
+
 class CannotRun(Exception):
     """Nothing was found out."""
 
@@ -91,11 +99,12 @@ def check_controls(copy: Path, chosen: Sequence[Mutant]) -> None:
     where = run_python(copy, "-c", "import parallm; print(parallm.__file__)").stdout.strip()
     if not Path(where).is_relative_to(copy):
         raise CannotRun(f"the tests would import {where}, not the copy in {copy}")
-    tests = sorted({test for mutant in chosen for test in mutant.tests})
-    code = run_tests(copy, tests)
-    if code != PASSED:
-        raise CannotRun(f"without any mutant pytest ends with {code} for {' '.join(tests)}")
-    print(f"without any mutant: {len(tests)} tests and files pass", flush=True)
+    named = {test for mutant in chosen for test in mutant.tests}
+    tests = sorted(test for test in named if test.partition("::")[0] == test or test.partition("::")[0] not in named)
+    done = run_tests(copy, tests)
+    if done.code != PASSED:
+        raise CannotRun(f"{done.output}\nwithout any mutant pytest ends with {done.code}")
+    print(f"without any mutant all tests pass: {done.output.splitlines()[-1]}", flush=True)
     if try_mutant(copy, HARMLESS).is_noticed:
         raise CannotRun(f"{HARMLESS.name} was noticed, so what is noticed says nothing")
 
@@ -107,22 +116,23 @@ def try_mutant(copy: Path, mutant: Mutant) -> Trial:
     file.write_text(original.replace(mutant.old, mutant.new))
     began = time.perf_counter()
     try:
-        code = run_tests(copy, mutant.tests)
+        done = run_tests(copy, mutant.tests)
     finally:
         file.write_text(original)
-    if code not in (PASSED, FAILED):
-        raise CannotRun(f"{mutant.name}: pytest ends with {code} for {' '.join(mutant.tests)}")
-    trial = Trial(name=mutant.name, is_noticed=code == FAILED, seconds=time.perf_counter() - began)
+    if done.code not in (PASSED, FAILED):
+        raise CannotRun(f"{done.output}\n{mutant.name}: pytest ends with {done.code}")
+    trial = Trial(name=mutant.name, is_noticed=done.code == FAILED, seconds=time.perf_counter() - began)
     print(f"{'noticed ' if trial.is_noticed else 'SURVIVED'}  {trial.seconds:4.0f} s  {trial.name}", flush=True)
     return trial
 
 
-def run_tests(copy: Path, tests: Sequence[str]) -> int:
-    """The exit code of pytest; tests that hang have noticed something."""
+def run_tests(copy: Path, tests: Sequence[str]) -> Done:
+    """Tests that hang have noticed something."""
     try:
-        return run_python(copy, "-m", "pytest", "-q", "-x", *tests).returncode
+        done = run_python(copy, "-m", "pytest", "-q", "-x", *tests)
     except subprocess.TimeoutExpired:
-        return FAILED
+        return Done(code=FAILED, output=f"no end after {SECONDS_FOR_TESTS} s")
+    return Done(code=done.returncode, output=(done.stdout + done.stderr).strip())
 
 
 def run_python(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
