@@ -60,6 +60,8 @@ BARS: Mapping[str, Bar] = {
     "intervals.one_way_coverage": Bar(least=0.9),
     "intervals.control_coverage": Bar(most=0.5),
     "intervals.cases": Bar(),
+    "mutants.tried": Bar(least=30),
+    "mutants.survived": Bar(most=0),
     "quickstart.accuracy_before": Bar(most=0.45),
     "quickstart.accuracy_after": Bar(least=0.85),
     "quickstart.train_seconds": Bar(most=480),
@@ -175,8 +177,9 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="intervals oracles presets quickstart gsm8k parity engine http servers quantized speculation learner "
-        "serving split live server soak clients verifiers atropos offpolicy memory trl update grpo_gpu engine_gpu",
+        help="intervals mutants oracles presets quickstart gsm8k parity engine http servers quantized speculation "
+        "learner serving split live server soak clients verifiers atropos offpolicy memory trl update grpo_gpu "
+        "engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -228,6 +231,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
     steps = ["trainer.steps=2", "trainer.evaluate_problems=64"] if arguments.quick else []
     found: dict[str, Callable[[], Figures]] = {
         "intervals": partial(script, "check_intervals.py", *sized("--quick")),
+        "mutants": partial(script, "check_mutants.py", *sized("--only=checkpoint")),
         "oracles": partial(script, "check_learner.py"),
         "presets": partial(script, "check_learner.py", "--presets", *sized("grpo", "--seeds=1")),
         "parity": partial(
