@@ -148,7 +148,7 @@ MUTANTS = (
         file="parallm/trainer/guard.py",
         old='        self._skipped_in_row = counters["skipped_in_row"]\n',
         new="",
-        tests=("tests/trainer/test_guard.py",),
+        tests=("tests/trainer/test_supervised.py::test_a_resumed_run_remembers_its_faults",),
     ),
     Mutant(
         name="what was sampled with an undone version is trained on",
