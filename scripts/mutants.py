@@ -286,7 +286,14 @@ MUTANTS = (
         tests=("tests/learner/test_loss.py",),
     ),
     Mutant(
-        name="masked tokens count in the loss",
+        name="masked tokens count in the means of an update",
+        file="parallm/learner/learner.py",
+        old="        trained_N = batch.weights_N > 0\n",
+        new="        trained_N = batch.weights_N > -1\n",
+        tests=("tests/learner/test_reply_tokens.py", "tests/learner/test_learner.py"),
+    ),
+    Mutant(
+        name="masked tokens count in a held-out loss",
         file="parallm/learner/token_loss.py",
         old="np.array(scores.logprobs_N)[batch.weights_N > 0]",
         new="np.array(scores.logprobs_N)",

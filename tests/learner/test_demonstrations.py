@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,16 @@ def test_the_loss_of_held_out_lines_is_that_of_training_before_the_first_update(
     assert [one.num_completions for one in sums] == sorted(one.num_completions for one in sums)
     (*_, after), (*_, again) = learner.losses(groups), learner.losses(groups)
     assert before.mean > after.mean == again.mean
+
+
+def test_masked_tokens_are_not_in_the_loss(nano: SharedModel, lanes: Lanes) -> None:
+    group = to_group(Problem(problem_id="a", messages=QUESTION, answer=ANSWER), nano.tokenizer, 512)
+    (whole,) = group.trajectories
+    first = replace(whole, loss_mask=(True,) + (False,) * (len(whole.tokens) - 1))
+    start = make_adapter(initial_arrays(nano.sites, 4, mx.random.key(0)), version=0, rank=4, alpha=8.0)
+    learner = Learner(nano, lanes, LearnerSettings(preset="sft"), start=start, total_steps=1, seed=0)
+    (*_, all_tokens), (*_, one_token) = (
+        learner.losses([replace(group, trajectories=(one,))]) for one in (whole, first)
+    )
+    assert (all_tokens.num_tokens, one_token.num_tokens) == (len(whole.tokens), 1)
+    assert 0 < one_token.nats < all_tokens.nats
