@@ -152,7 +152,7 @@ def test_the_command_prints_a_table_and_leaves_a_report(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     (folder,) = (tmp_path / "checkpoints" / "evaluate").iterdir()
     assert f"report: {(folder / 'evaluation.json').relative_to(tmp_path)}" in result.stdout
-    assert [path.name for path in folder.iterdir()] == ["evaluation.json"]
+    assert {path.name for path in folder.iterdir()} == {"evaluation.json", "completions.jsonl"}
     assert "greedy accuracy" in result.stdout
 
 

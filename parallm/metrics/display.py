@@ -97,6 +97,10 @@ class LoggedDisplay:
         self._log.phase(status)
         self._shown.phase(status)
 
+    def progress(self, done: int, total: int) -> None:
+        self._log.progress(done, total)
+        self._shown.progress(done, total)
+
     def message(self, text: str) -> None:
         self._log.message(text)
         self._shown.message(text)

@@ -13,7 +13,7 @@ from rich.console import Console
 from parallm.metrics.display import LoggedDisplay, NoDisplay, make_display
 from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.live import LiveDisplay
-from parallm.metrics.live_table import fitting_columns, step_table
+from parallm.metrics.live_table import fitting_columns, numbers_now, step_table
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
@@ -221,6 +221,19 @@ def test_the_live_table_of_a_supervised_run_has_its_loss_and_nothing_of_samples(
 ) -> None:
     titles = [column.title for column in fitting_columns(200, [step(1, is_supervised=True)])]
     assert titles == ["step", "loss", "held out", "entropy", "gradient", "serving tok/s", "version", "time"]
+
+
+def test_the_live_table_of_a_supervised_run_has_the_held_out_loss(step: Callable[..., StepMetrics]) -> None:
+    report = EvaluationReport(step=1, version=1, loss=1.25, num_demonstrations=57)
+    steps = [step(1, is_supervised=True), step(2, is_supervised=True)]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(step_table(steps, [report], 100))
+    console.print(numbers_now(steps, [report], TrainingStatus(state="updating"), 100))
+    assert isinstance(console.file, io.StringIO)
+    title, _, first, second, now = console.file.getvalue().splitlines()[:5]
+    assert title.split()[:4] == ["step", "loss", "held", "out"]
+    assert (first.split()[2], second.split()[2]) == ("1.25", "-")
+    assert "held out loss 1.25" in now
 
 
 def test_lines_say_what_a_curriculum_has_skipped_and_what_waits(step: Callable[..., StepMetrics]) -> None:
