@@ -108,7 +108,7 @@ async def _published(house: House, folder: Path, name: str) -> Candidate:
     """Read an adapter and make it a model of the engine. Raises AdapterError if it does not fit the base."""
 
     def publish() -> Adapter:
-        adapter = read_adapter(folder, house.model.sites, name=name)
+        adapter = read_adapter(folder, house.model.sites, model_type=house.model.model_type, name=name)
         refuse_reward_model(adapter, str(folder), "its run's evaluations.jsonl says how well it tells pairs apart")
         house.adapters.publish(adapter)
         return adapter

@@ -14,7 +14,8 @@ from parallm.metrics.wording import short_path
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import base_of, read_adapter, write_mlx, write_peft
 from parallm.model.fuse import Quantization, fuse, model_bytes, write_model
-from parallm.model.load import check_local, find_folder, load_base
+from parallm.model.load import check_local, find_folder, load_base, read_model_type
+from parallm.model.peft_names import modules_of
 from parallm.model.reward_head import refuse_reward_model
 
 FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
@@ -26,7 +27,7 @@ def run_export(config: ExportConfig, folder: Path) -> int:
     """Write the folders and say where they are. Returns the exit code; raises ParallmError, leaving nothing behind."""
     output = _output(config, folder)
     check_local(config.model.path)
-    adapter = read_adapter(_named_adapter(config))
+    adapter = read_adapter(_named_adapter(config), model_type=read_model_type(config.model.path))
     temporary = output / f".tmp-export-{os.getpid()}"
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,9 @@ def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, st
         refuse_reward_model(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
     source = find_folder(config.model.path)
     base, base_config = load_base(source, config.model.path)
-    num_layers = len(base.layers)
+    num_layers, model_type = len(base.layers), read_model_type(config.model.path)
+    if "peft" in config.formats:
+        modules_of(adapter.targets, model_type)  # refuses what PEFT could not load before anything is written
     dtype = None if config.model.dtype == "auto" else getattr(mx, config.model.dtype)
     fused_config = fuse(base, base_config, adapter, dtype, _quantization(config))  # checks the fit; evaluates nothing
     fused_bytes = model_bytes(base)
@@ -88,7 +91,8 @@ def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, st
         write_mlx(adapter, folder / FOLDERS["mlx"], num_layers=num_layers)
         descriptions[FOLDERS["mlx"]] = "adapter for mlx-lm, --adapter-path"
     if "peft" in config.formats:
-        write_peft(adapter, folder / FOLDERS["peft"], config.model.path, base_of(_named_adapter(config)))
+        base_sha256 = base_of(_named_adapter(config))
+        write_peft(adapter, folder / FOLDERS["peft"], config.model.path, base_sha256, model_type=model_type)
         descriptions[FOLDERS["peft"]] = "adapter for PEFT, PeftModel.from_pretrained"
     if "fused" in config.formats:
         write_model(base, fused_config, source, folder / FOLDERS["fused"])

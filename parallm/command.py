@@ -1,6 +1,5 @@
 """What all commands share: compose, check, load the BLAS, run, and turn errors into one line and an exit code."""
 
-import importlib
 import logging
 import os
 import sys
@@ -22,6 +21,7 @@ from parallm.command_line import asks_version, check_words, help_topics
 from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
 from parallm.config_errors import explain_composition
 from parallm.device.blas import BlasReport, load_blas
+from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import DeviceSettings
 from parallm.errors import ConfigError, ParallmError
 from parallm.help_pages import help_page
@@ -143,7 +143,7 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
         with _logging_to(folder / LOG if keeps_log else None):
             blas = load_blas(config.device)
             logger.info(blas.message)
-            _require_mlx()
+            load_mlx()
             if keeps_log:
                 (folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
             code = run(config, folder, blas)
@@ -168,17 +168,6 @@ def _end_sweep(jobs: list[Job]) -> None:
     remove_unused(folder)
     if folder.is_dir():
         report_sweep(jobs, folder, sys.stdout)
-
-
-def _require_mlx() -> None:
-    """Raises ConfigError where MLX is installed without a backend."""
-    try:
-        importlib.import_module("mlx.core")  # by name and not at the top: the BLAS had to come first
-    except ImportError as error:
-        raise ConfigError(
-            f"MLX cannot start ({error}). On Linux an extra chooses its build: pip install 'parallm[cpu]', "
-            "or 'parallm[cuda12]' or 'parallm[cuda13]' for an NVIDIA GPU"
-        ) from error
 
 
 def _complain(message: str, code: int) -> int:

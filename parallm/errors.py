@@ -7,6 +7,7 @@ ParallmError
   UnknownTrajectory (KeyError)    a trajectory that was never there, or is not any more
   EngineFull                      the waiting queue is at its bound
   EngineStopped                   the device thread has ended
+  NotFinite                       the model computes NaN for a request
   ConfigError (ValueError)        a key, type or recipe that does not exist
   ModelError                      a model folder that cannot be loaded
   AdapterError                    an adapter that does not fit the base
@@ -15,6 +16,7 @@ ParallmError
   RunFolderError                  a run folder that cannot be written
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
+  EnvironmentFailed               an environment that has scored nothing at all
   Unavailable                     what this process does not do, or not at this time
   TrainingStopped                 training cannot go on: the message says why
 """
@@ -33,7 +35,11 @@ class InvalidRequest(ParallmError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested tokens do not fit the context."""
+    """Prompt and requested tokens do not fit the context, of `limit` tokens where that is what they exceed."""
+
+    def __init__(self, message: str, parameter: str | None = None, *, limit: int | None = None) -> None:
+        super().__init__(message, parameter)
+        self.limit = limit
 
 
 class UnknownModel(ParallmError, KeyError):
@@ -56,6 +62,10 @@ class EngineFull(ParallmError):
 
 class EngineStopped(ParallmError):
     """The device thread has ended; nothing can be computed any more."""
+
+
+class NotFinite(ParallmError):
+    """The model computes NaN for a request, so nothing can be sampled."""
 
 
 class ConfigError(ParallmError, ValueError):
@@ -88,6 +98,10 @@ class CheckpointError(ParallmError):
 
 class ProblemError(ParallmError):
     """An environment whose problems cannot be read or have no answers."""
+
+
+class EnvironmentFailed(ParallmError):
+    """An environment that has failed at every completion; the message has its traceback."""
 
 
 class Unavailable(ParallmError):

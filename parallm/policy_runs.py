@@ -29,6 +29,7 @@ from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
 from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_trajectories
+from parallm.run_kinds import RunParts, keys_without_effect
 from parallm.trainer.loop import Loop
 
 ENDED = ("finished", "failed")
@@ -78,6 +79,7 @@ def make_policy_runs(
     folders = {name: folder / name if config.policies else folder for name in configs}
     _check_resume(config, folder, set(folders.values()))
     _warn_of_twins(configs)
+    _warn_of_unused(configs, named=bool(config.policies))
     figures = config.metrics.figures or config.name
     runs = tuple(
         PolicyRun(
@@ -226,6 +228,13 @@ def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
             f"checkpoint.resume=auto: {folder} holds checkpoints of {names}, which this run does not train; name the "
             "same policies, or begin anew with checkpoint.resume=never"
         )
+
+
+def _warn_of_unused(configs: Mapping[str, RunConfig], *, named: bool) -> None:
+    for name, config in configs.items():
+        parts = RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
+        for line in keys_without_effect(parts):
+            logger.warning("%s%s", f"policies.{name}." if named else "", line)
 
 
 def _warn_of_twins(configs: Mapping[str, RunConfig]) -> None:

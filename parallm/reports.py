@@ -97,10 +97,23 @@ class UpdateReport:
     """What was not finite; None where nothing was changed because there was nothing to learn."""
     culprits: tuple[Culprit, ...] = ()
     """The trajectories to blame for the fault, as far as they are known."""
+    left_out: tuple[Culprit, ...] = ()
+    """Trajectories whose reward float32 cannot hold; the update was made without them."""
     kl_to_base: float | None = None
     """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
+    adapter_norm: float = math.nan
+    """Norm of all arrays of the adapter, before the update."""
+    adapter_delta_norm: float = math.nan
+    """Norm of the change of these arrays."""
+    has_moved: bool = True
+    """False if an update that went well left every weight what it was to the last bit: there is no new version."""
     pairs: PairsReport | None = None
     """Of a reward model, to which clipping, KL, entropy, parity and ratios do not apply: they are NaN."""
+
+    @property
+    def adapter_delta_relative(self) -> float:
+        """The change of the adapter as a share of its norm."""
+        return self.adapter_delta_norm / self.adapter_norm if self.adapter_norm else math.nan
 
 
 @dataclass(frozen=True, slots=True)

@@ -236,10 +236,11 @@ class FaultyEpisode:
     """A completion that its environment has failed to score or to reply to; it is never trained on."""
 
     kind: str
-    """`score` or `reply`, and `raised`, `timed_out`, `not_finite` or `malformed`, as `score_raised`; or `no_tokens`."""
+    """The call that failed and how, as `score_raised` or `reply_timed_out`; or `no_tokens`."""
     detail: str
     text: str
     tokens: tuple[int, ...]
+    traceback: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,10 +260,7 @@ class TrajectoryGroup:
 
     @property
     def has_signal(self) -> bool:
-        """False if all rewards are equal and finite: the learner must see what is not, to skip the step and say why.
-
-        Advantages of tokens are a signal by themselves.
-        """
+        """False if all rewards are equal and finite: the learner names what is not. Advantages of tokens are signal."""
         if any(any(one.token_advantages or ()) for one in self.trajectories):
             return True
         return len(set(self.rewards)) > 1 or not all(map(math.isfinite, self.rewards))

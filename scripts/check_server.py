@@ -1,7 +1,9 @@
 """Does a server stand broken requests, and two hundred clients at once? A real process on loopback is asked.
 
-Fuzzing: schemathesis over the whole /openapi.json, and malformed bodies of our own. No answer may be of 500 or above,
-the engine must answer afterwards, and memory must not grow.
+Fuzzing: schemathesis over the whole /openapi.json, malformed bodies of our own, and requests over every route of a run
+that learns from live traffic, broken in every part. No answer may be of 500 or above, but 504 where the request names a
+deadline; the engine must answer afterwards; memory and open files must not grow. A route with a planted fault is the
+control: it must be found.
 
 Load: clients that stream, wait, leave and are aborted by id, while adapters are uploaded, promoted and unloaded.
 Nothing may be lost, every finished greedy answer must be what its prompt and version gave alone, and in the end nothing
@@ -16,20 +18,24 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
-from job import absolute, base_job, blas_name, run_worker
+from job import SCRIPTS, absolute, base_job, blas_name, run_worker
 from malformed_bodies import Malformed
 from peers import DEFAULT_FOLDER
 from report import Figures, print_figures, print_table
+from route_requests import requests_over
 from server_fuzz import (
     Fuzzed,
     bodies_for,
+    fuzz_routes,
     fuzz_with_bodies,
     fuzz_with_schemathesis,
     joined,
+    operations_for,
     rows_of,
     settled_megabytes,
     show_errors,
@@ -46,6 +52,16 @@ FUZZED = (
     "server.max_adapter_bytes=300000",
 )
 """Limits that make a request that passes short, and that memory reaches early."""
+LIVE = (
+    "rollout=live",
+    "rollout.problems_per_step=2",
+    "rollout.group_size=2",
+    "rollout.live.wait_seconds=1",
+    "trainer.steps=1000000",
+    "trainer.evaluate_problems=0",
+)
+"""A run in which every route has something behind it."""
+CONTROL_REQUESTS = 1300
 LOADED = ("name=load", "engine.max_context=512")
 PROMPTS = 24
 SECONDS_TO_DRAIN = 30.0
@@ -58,6 +74,9 @@ def main() -> None:
     parser.add_argument("--blas", default="auto", help="auto, mkl, openblas or reference (default: %(default)s)")
     parser.add_argument("--only", choices=("fuzz", "load"), help="default: both")
     parser.add_argument("--bodies", type=int, default=2000, help="malformed ones of our own (default: %(default)s)")
+    parser.add_argument(
+        "--requests", type=int, default=100_000, help="over every route, broken in every part (default: %(default)s)"
+    )
     parser.add_argument(
         "--examples", type=int, default=8, help="of schemathesis for each route, twice (default: %(default)s)"
     )
@@ -78,6 +97,19 @@ def main() -> None:
 
 def fuzz(arguments: Namespace) -> Figures:
     """The model is always the embedded one: what is read of a body does not depend on it."""
+    bodies = fuzz_bodies(arguments)
+    routes = fuzz_routes_of_a_run(arguments)
+    return {
+        "fuzz.requests": bodies["requests"] + routes["requests"],
+        "fuzz.server_errors": bodies["server_errors"] + routes["server_errors"],
+        "fuzz.engine_alive": min(bodies["engine_alive"], routes["engine_alive"]),
+        "fuzz.memory_growth_mb": max(bodies["memory_growth_mb"], routes["memory_growth_mb"]),
+        "fuzz.files_growth": routes["files_growth"],
+        "fuzz.control_errors": find_planted_fault(arguments),
+    }
+
+
+def fuzz_bodies(arguments: Namespace) -> dict[str, float]:
     with (
         TemporaryDirectory() as name,
         running_server("parallm.serve", overrides(arguments, *FUZZED), Path(name)) as server,
@@ -92,15 +124,50 @@ def fuzz(arguments: Namespace) -> Figures:
     print_table(f"{ours.requests} malformed bodies in {ours.seconds:.0f} s", rows_of(ours))
     counts = ", ".join(f"{number} {status}" for status, number in sorted(theirs.statuses.items()))
     print(f"  schemathesis: {theirs.requests} requests in {theirs.seconds:.0f} s: {counts}")
+    return told(joined((ours, theirs)), before, growth, is_alive=is_alive)
+
+
+def fuzz_routes_of_a_run(arguments: Namespace) -> dict[str, float]:
+    with TemporaryDirectory() as name:
+        archives = made_archives(arguments, Path(name), 2)
+        with running_server("parallm.train", overrides(arguments, *FUZZED, *LIVE), Path(name)) as server:
+            operations = operations_for(server)
+            requests = requests_over(operations, archives, arguments.requests, arguments.seed)
+            first = asyncio.run(fuzz_routes(server, islice(requests, arguments.requests // 2)))
+            before, files = settled_megabytes(server), server.open_files()
+            second = asyncio.run(fuzz_routes(server, requests))
+            growth, files_after = settled_megabytes(server) - before, server.open_files()
+            is_alive = answers(server)
+    found = joined((first, second))
+    title = f"{found.requests} requests over {len(operations)} routes in {found.seconds:.0f} s"
+    print_table(title, rows_of(found))
+    print(f"  open files after half of all: {files}, in the end: {files_after}")
+    figures = told(found, before, growth, is_alive=is_alive)
+    return figures | {"files_growth": 0.0 if files is None or files_after is None else float(files_after - files)}
+
+
+def find_planted_fault(arguments: Namespace) -> float:
+    """How often a fault in one route was found."""
+    with TemporaryDirectory() as name:
+        planted = str(SCRIPTS / "workers" / "planted_fault.py")
+        with running_server(planted, overrides(arguments, *FUZZED, *LIVE), Path(name)) as server:
+            operations = operations_for(server)
+            one = [operation for operation in operations if operation.path == "/tokenize"]
+            number = max(CONTROL_REQUESTS, arguments.requests // len(operations))  # what each route gets
+            found = asyncio.run(fuzz_routes(server, requests_over(one, [], number, arguments.seed)))
+    print(f"  control: a planted fault was found {found.server_errors} times in {found.requests} requests")
+    return float(found.server_errors)
+
+
+def told(found: Fuzzed, before: float, growth: float, *, is_alive: bool) -> dict[str, float]:
     print(f"  memory after half of all: {before:.0f} MB, grown by {growth:.1f} MB in the end")
     print(f"  the engine {'answers' if is_alive else 'DOES NOT ANSWER'} afterwards")
-    for found in (ours, theirs):
-        show_errors(found)
+    show_errors(found)
     return {
-        "fuzz.requests": float(ours.requests + theirs.requests),
-        "fuzz.server_errors": float(ours.server_errors + theirs.server_errors),
-        "fuzz.engine_alive": float(is_alive),
-        "fuzz.memory_growth_mb": growth,
+        "requests": float(found.requests),
+        "server_errors": float(found.server_errors),
+        "engine_alive": float(is_alive),
+        "memory_growth_mb": growth,
     }
 
 
@@ -112,12 +179,16 @@ def fuzz_once(arguments: Namespace, server: Server, bodies: Sequence[Malformed],
         return ours, asyncio.run(work)
 
 
+def made_archives(arguments: Namespace, folder: Path, number: int) -> list[bytes]:
+    run_worker("random_adapters", replace(base_job(arguments), prompts=number, trajectories=str(folder)))
+    return [(folder / f"{place}.zip").read_bytes() for place in range(number)]
+
+
 def load(arguments: Namespace) -> Figures:
     model = absolute(arguments.model)
     with TemporaryDirectory() as name:
         folder = Path(name)
-        run_worker("random_adapters", replace(base_job(arguments), prompts=PINNED, trajectories=name))
-        archives = [(folder / f"{place}.zip").read_bytes() for place in range(PINNED)]
+        archives = made_archives(arguments, folder, PINNED)
         asked = overrides(arguments, *LOADED, f"model.path={model}", *arguments.overrides)
         with running_server("parallm.serve", asked, folder) as server:
             work = load_for(

@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         name="rows of the step that is repeated stay",
         file="parallm/metrics/json_lines.py",
-        old='        kept = [row for row in read_rows(self.file) if row["step"] < step]\n',
-        new='        kept = [row for row in read_rows(self.file) if row["step"] <= step]\n',
+        old='        kept = [row for row in read_rows(self.file) if row["step"] < self._drop_from]\n',
+        new='        kept = [row for row in read_rows(self.file) if row["step"] <= self._drop_from]\n',
         tests=("tests/metrics/test_json_lines.py",),
     ),
     # trainer

@@ -23,6 +23,11 @@ class Server:
     url: str
     process_id: int
 
+    def open_files(self) -> int | None:
+        """None where the system does not tell."""
+        folder = Path(f"/proc/{self.process_id}/fd")
+        return len(list(folder.iterdir())) if folder.is_dir() else None
+
     def resident_megabytes(self) -> float:
         told = subprocess.run(
             ["ps", "-o", "rss=", "-p", str(self.process_id)], capture_output=True, text=True, check=True
@@ -39,10 +44,11 @@ def server_process(program: str, overrides: list[str], folder: Path) -> Iterator
 
 @contextmanager
 def running_server(program: str, overrides: list[str], folder: Path) -> Iterator[Server]:
-    """As `server_process`, for those who look at the process, too."""
+    """As `server_process`, for those who look at the process, too. `program` is a module or a file."""
     port = free_port()
-    command = [sys.executable, "-m", program, f"server.port={port}", "metrics.display=lines", *overrides]
-    with running_command(command, port, folder / f"{program}.log", clean_environment()) as server:
+    given = [program] if program.endswith(".py") else ["-m", program]
+    command = [sys.executable, *given, f"server.port={port}", "metrics.display=lines", *overrides]
+    with running_command(command, port, folder / f"{Path(program).name}.log", clean_environment()) as server:
         yield server
 
 

@@ -45,6 +45,26 @@ RECURRENT = {
     "num_hidden_layers": 2,
     "max_position_embeddings": 512,
 }
+EXPERTS = DENSE | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+GATED_DELTA = DENSE | {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+    "tie_word_embeddings": False,
+}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": DENSE | {"tie_word_embeddings": False},
     "qwen2": DENSE | {"tie_word_embeddings": True},
@@ -87,6 +107,101 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5,
+    },
+    "qwen3_moe": EXPERTS
+    | {"num_experts": 4, "decoder_sparse_step": 1, "mlp_only_layers": [], "tie_word_embeddings": True},
+    "qwen3_5": GATED_DELTA,
+    "qwen3_5_moe": GATED_DELTA
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "deepseek_v3": EXPERTS
+    | LATENT
+    | {"n_shared_experts": 1, "n_routed_experts": 4, "q_lora_rank": 32, "first_k_dense_replace": 1},
+    "gpt_oss": DENSE | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    "lfm2": DENSE
+    | {
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 96,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1],
+    },
+    "lfm2_moe": EXPERTS
+    | {
+        "num_experts": 4,
+        "use_expert_bias": True,
+        "num_dense_layers": 1,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "full_attn_idxs": [1],
+    },
+    "nemotron_h": DENSE
+    | {
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": ["M", "*", "-", "E"],
+        "attention_bias": False,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "mamba_proj_bias": False,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "mlp_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    },
+    "falcon_h1": DENSE | MAMBA2 | {"mamba_d_ssm": 128, "tie_word_embeddings": False},
+    "granitemoehybrid": DENSE
+    | MAMBA2
+    | {
+        "attention_bias": False,
+        "embedding_multiplier": 4.0,
+        "attention_multiplier": 0.25,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "layer_types": ["mamba", "attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
+    },
+    "kimi_linear": DENSE
+    | LATENT
+    | {
+        "linear_attn_config": {
+            "kda_layers": [1],
+            "full_attn_layers": [2],
+            "num_heads": 4,
+            "head_dim": 16,
+            "short_conv_kernel_size": 4,
+        },
+        "model_max_length": 512,
+        "num_experts": 4,
+        "num_experts_per_token": 2,
+        "moe_intermediate_size": 32,
+        "num_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+    "recurrent_gemma": DENSE
+    | {
+        "attention_bias": False,
+        "conv1d_width": 4,
+        "logits_soft_cap": 30.0,
+        "attention_window_size": 16,
+        "block_types": ["recurrent", "attention"],
     },
 }
 

@@ -45,6 +45,21 @@ def test_the_network_choice_brings_a_key_of_the_environment() -> None:
     assert line == "server.api_keys: 'root' must be 'inference', 'training' or 'admin'"
 
 
+def test_an_allowed_host_that_no_request_can_name_is_refused() -> None:
+    (line,) = complaint_about("server.allowed_hosts=['http://llm.example.org:8000']")
+    assert line == (
+        "server.allowed_hosts: 'http://llm.example.org:8000' must be a name without scheme and port, such as "
+        "llm.example.org, or *"
+    )
+
+
+def test_the_name_of_a_key_that_reads_as_a_number_stands_in_quotes() -> None:
+    (line,) = complaint_about("server.api_keys=[{name: inf, role: admin, env: KEY}]")
+    assert line == "server.api_keys: inf must stand in quotes, since it reads as a number"
+    (key,) = config_of("server.api_keys=[{name: 'inf', role: admin, env: KEY}]").server.api_keys
+    assert key.name == "inf"
+
+
 def test_without_overrides_every_value_is_the_default_of_its_settings_class() -> None:
     assert config_of() == RunConfig(name="run")
 

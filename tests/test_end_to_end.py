@@ -313,7 +313,7 @@ def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_pat
     for name, value in (("one", 0.3), ("two", -0.4)):
         arrays = initial_arrays(nano.sites, 4, mx.random.key(3))
         made = {key: array + value if key.endswith("lora_b") else array for key, array in arrays.items()}
-        write_peft(make_adapter(made, version=0, rank=4, alpha=4), root / name, "nano")
+        write_peft(make_adapter(made, version=0, rank=4, alpha=4), root / name, "nano", model_type="llama")
     packed = shutil.make_archive(str(tmp_path / "two"), "zip", root / "two")
     command = start("name=serve", "server.port=0", f"server.adapters_root={root}", command="serve")
     url = command.wait_for(r"server +(http://\S+)")
@@ -414,13 +414,13 @@ run = train.run
 def run_late(config, folder, blas):
     from parallm import build
 
-    make_trainer = build._make_trainer
+    make_trainer = build.make_trainer
 
     async def make_late(*parts):
         await asyncio.sleep(2)
         return await make_trainer(*parts)
 
-    build._make_trainer = make_late
+    build.make_trainer = make_late
     return run(config, folder, blas)
 
 train.run = run_late
@@ -509,7 +509,7 @@ def test_a_prompt_longer_than_the_context_names_its_problem(start: Start, tmp_pa
     data = ("environment=gsm8k", f"environment.path={tmp_path}/data.jsonl")
     line = failed_start(start(*own, *data, "engine.max_context=64"), 1)
     assert re.search(
-        r"problem gsm8k/train/0: the prompt has \d+ tokens and max_tokens is 16; this model's maximum context length "
-        "is 64",
+        r"problem gsm8k/train/0: its prompt has \d+ tokens, and with rollout.max_tokens=16 it does not fit the context "
+        "of 64 tokens",
         line,
     )

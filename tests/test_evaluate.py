@@ -39,7 +39,7 @@ def write_adapter(model: SharedModel, folder: Path, *, version: int, rank: int, 
     if version % 2:
         write_mlx(adapter, folder, num_layers=model.num_layers)
     else:
-        write_peft(adapter, folder, "nano")
+        write_peft(adapter, folder, "nano", model_type="llama")
 
 
 @pytest.fixture
@@ -158,6 +158,6 @@ def test_the_command_prints_a_table_and_leaves_a_report(tmp_path: Path) -> None:
 
 def test_a_reward_model_is_refused(evaluate: Evaluate, nano: SharedModel, tmp_path: Path) -> None:
     policy = make_adapter(initial_arrays(nano.sites, 2, mx.random.key(1)), version=1, rank=2, alpha=4.0)
-    write_peft(with_reward_head(policy, nano, 0), tmp_path / "trained", "nano")
+    write_peft(with_reward_head(policy, nano, 0), tmp_path / "trained", "nano", model_type="llama")
     with pytest.raises(AdapterError, match="is a reward model: it scores completions and writes none"):
         evaluate(model={"adapter": str(tmp_path / "trained")})

@@ -32,6 +32,7 @@ from parallm.model.lora import initial_arrays
 from parallm.model.reward_head import read_reward_model, with_reward_head
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.trainer.saving import write_adapter
 from parallm.types import GenerationRequest, SamplingParams, TokenEvent
 
 ROOT = Path(__file__).parent.parent
@@ -120,6 +121,32 @@ def test_our_engine_serves_the_fused_model_too(
 ) -> None:
     fused = load_shared_model(ModelSettings(path=str(export() / "fused")))
     assert engine_tokens(fused, lanes, None, prompts) == engine_tokens(nano, lanes, adapter, prompts)
+
+
+def test_peft_is_refused_before_anything_is_written_where_names_are_unknown(
+    load_tiny: Callable[..., SharedModel], tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = load_tiny("falcon_h1")
+    made = make_adapter(initial_arrays(model.sites, 4, mx.random.key(1)), version=1, rank=4, alpha=8.0)
+    write_mlx(made, tmp_path / "trained", num_layers=model.num_layers)
+    values = {"model": {"path": str(tiny_model("falcon_h1")), "adapter": str(tmp_path / "trained")}}
+    values["output"] = str(tmp_path / "out")  # type: ignore[assignment]  # one of all keys
+    export = TypeAdapter(ExportConfig).validate_python
+    with pytest.raises(AdapterError, match=r"of falcon_h1 is not written in PEFT's format.*formats=\[mlx,fused\]"):
+        run_export(export(values), tmp_path / "run")
+    assert not (tmp_path / "out").exists()
+    assert run_export(export(values | {"formats": ["mlx"]}), tmp_path / "run") == 0
+    assert read_adapter(tmp_path / "out" / "adapter").digest == made.digest
+
+
+def test_a_run_leaves_out_a_format_that_it_cannot_write(
+    load_tiny: Callable[..., SharedModel], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load_tiny("falcon_h1")
+    made = make_adapter(initial_arrays(model.sites, 4, mx.random.key(1)), version=1, rank=4, alpha=8.0)
+    write_adapter(made, tmp_path, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
+    assert "adapter_peft is left out: an adapter of falcon_h1 is not written in PEFT's format" in caplog.text
 
 
 def test_both_adapter_formats_hold_the_adapter_to_the_bit(export: Export, adapter: Adapter) -> None:
@@ -217,7 +244,7 @@ def test_the_command_says_what_it_wrote(adapter: Adapter, nano: SharedModel, tmp
 
 def test_a_reward_model_is_exported_in_pefts_format_alone(nano: SharedModel, adapter: Adapter, tmp_path: Path) -> None:
     trained = with_reward_head(adapter, nano, 0)
-    write_peft(trained, tmp_path / "trained", nano.name, nano.sha256)
+    write_peft(trained, tmp_path / "trained", nano.name, nano.sha256, model_type="llama")
     values = {"model": {"adapter": str(tmp_path / "trained")}, "output": str(tmp_path / "out")}
     with pytest.raises(AdapterError, match=r"is a reward model: .* export it with formats=\[peft\] alone"):
         run_export(TypeAdapter(ExportConfig).validate_python(values), tmp_path / "run")

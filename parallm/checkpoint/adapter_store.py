@@ -3,7 +3,8 @@
 import asyncio
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,10 +17,11 @@ from parallm.checkpoint.foreign_files import check_folder, check_safetensors, in
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError
 from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_files import from_peft_names, read_adapter
+from parallm.model.adapter_files import read_adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.reward_head import refuse_reward_model
 from parallm.model.shared_model import SharedModel
+from parallm.model.stored_adapter import from_peft_names
 from parallm.types import AdapterCard
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
@@ -61,15 +63,16 @@ class AdapterStore:
             raise AdapterError(
                 "no folder is set that adapters may be loaded from; start with server.adapters_root=FOLDER"
             )
-        folder = await asyncio.to_thread(_safe_folder, self._root, path, self._max_bytes)
-        async with self._lock:
-            return await self._on_device(partial(self._publish_folder, name, folder))
+        with _named(self._root, "server.adapters_root"):
+            folder = await asyncio.to_thread(_safe_folder, self._root, path, self._max_bytes)
+            async with self._lock:
+                return await self._on_device(partial(self._publish_folder, name, folder))
 
     async def upload(self, name: str, archive: bytes) -> AdapterCard:
         """Take an adapter from a zip archive of its two files. Raises AdapterError."""
         self._check_name(name)
         async with self._lock:
-            with TemporaryDirectory(prefix="parallm-upload-") as temporary:
+            with TemporaryDirectory(prefix="parallm-upload-") as temporary, _named(Path(temporary), "the upload"):
                 folder = Path(temporary)
                 await asyncio.to_thread(_unpack_safely, archive, folder, self._max_bytes)
                 return await self._on_device(partial(self._publish_folder, name, folder))
@@ -81,7 +84,7 @@ class AdapterStore:
         AdapterError, UnknownModel.
         """
         self._check_name(name)
-        check_safetensors(io.BytesIO(weights), len(weights))
+        await asyncio.to_thread(check_safetensors, io.BytesIO(weights), len(weights))
         async with self._lock:
             return await self._on_device(partial(self._publish_tensors, name, weights))
 
@@ -112,15 +115,16 @@ class AdapterStore:
         self._table.hold(models)
 
     def _publish_folder(self, name: str, folder: Path) -> AdapterCard:
-        return self._publish(
-            read_adapter(folder, self._model.sites, name=name, version=self._table.next_version(name)), str(folder)
-        )
+        model, version = self._model, self._table.next_version(name)
+        adapter = read_adapter(folder, model.sites, model_type=model.model_type, name=name, version=version)
+        return self._publish(adapter, str(folder))
 
     def _publish_tensors(self, name: str, weights: bytes) -> AdapterCard:
         served = self._table.resolve(name)
         if served is None:
             raise AdapterError(f"{name} is the base so far; load or upload a whole adapter first")
-        return self._publish(_changed(served, weights, self._table.next_version(name)), name)
+        version, model_type = self._table.next_version(name), self._model.model_type
+        return self._publish(_changed(served, weights, version, model_type), name)
 
     def _publish(self, adapter: Adapter, where: str) -> AdapterCard:
         refuse_reward_model(adapter, where, "set rollout.reward_model.adapter for training with it")
@@ -155,10 +159,22 @@ def _unpack_safely(archive: bytes, folder: Path, max_bytes: int) -> None:
     check_folder(folder, folder, max_bytes)
 
 
-def _changed(served: Adapter, weights: bytes, version: int) -> Adapter:
+@contextmanager
+def _named(folder: Path, name: str) -> Iterator[None]:
+    """Errors of adapters say `name` for `folder`: where the server keeps its files is no client's business."""
+    try:
+        yield
+    except AdapterError as error:
+        message = str(error)
+        for path in {folder.resolve(), folder.absolute()} - {Path(folder.absolute().anchor)}:
+            message = message.replace(f"{path}/", "").replace(str(path), name)
+        raise type(error)(message) from error
+
+
+def _changed(served: Adapter, weights: bytes, version: int, model_type: str) -> Adapter:
     loaded = mx.load(io.BytesIO(weights), format="safetensors")
     assert isinstance(loaded, dict), "safetensors are names and arrays"
-    arrays = from_peft_names(loaded)
+    arrays = from_peft_names(loaded, model_type)
     for name, array in arrays.items():
         shape = served.arrays[name].shape if name in served.arrays else None
         if array.shape != shape:

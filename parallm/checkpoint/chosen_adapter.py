@@ -6,7 +6,7 @@ from pathlib import Path
 from parallm.checkpoint.files import ADAPTER, MANIFEST, read_version
 from parallm.checkpoint.manager import best_of, step_folders
 from parallm.errors import AdapterError
-from parallm.model.adapter_files import CONFIG
+from parallm.model.stored_configs import CONFIG
 
 NEWEST = "newest"
 ALL = "all"

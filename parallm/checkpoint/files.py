@@ -6,11 +6,13 @@ Knows nothing of other checkpoints, of temporary folders or of falling back: see
 import errno
 import hashlib
 import json
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from parallm.checkpoint.run_facts import RunFacts
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.checkpoint.trajectory_lines import groups_from_lines, groups_to_lines
 from parallm.errors import AdapterError, CheckpointError
@@ -22,12 +24,14 @@ STATE = "state.json"
 TRAJECTORIES = "trajectories.jsonl"
 MANIFEST = "manifest.json"
 FORMAT = 1
+DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
+"""Errors of reading a damaged file; Python's json gives up on deep nesting with RecursionError."""
 
 
 def write_checkpoint(state: TrainingState, folder: Path) -> None:
     """Write the files of `state` into `folder`, which exists and is empty, and wait until the disk has them.
 
-    Raises OSError if the disk does not take them, TypeError or ValueError if `state.counters` is not JSON.
+    Raises OSError if the disk does not take them, TypeError, ValueError or RuntimeError for what cannot be written.
     """
     made_of = state.fingerprint
     write_exactly(
@@ -64,26 +68,21 @@ def read_checkpoint(folder: Path) -> TrainingState:
             groups=groups_from_lines((folder / TRAJECTORIES).read_text()),
             score=values["score"],
             fingerprint=Fingerprint(**(saved | {"targets": tuple(saved["targets"])})),
+            facts=RunFacts(**values["facts"]) if values.get("facts") is not None else None,
         )
-    except (AdapterError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (AdapterError, *DAMAGE, AttributeError) as error:
         raise CheckpointError(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def read_score(folder: Path) -> float | None:
     """The evaluation of a checkpoint without reading or verifying the rest; None if there is none or it is damaged."""
-    try:
-        score = json.loads((folder / STATE).read_text())["score"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return score if isinstance(score, float) else None
+    score = _state_value(folder, "score")
+    return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def read_version(folder: Path) -> int | None:
     """The adapter version of a checkpoint without reading or verifying the rest; None if it is damaged."""
-    try:
-        version = json.loads((folder / STATE).read_text())["version"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    version = _state_value(folder, "version")
     return version if isinstance(version, int) else None
 
 
@@ -108,6 +107,15 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _state_value(folder: Path, key: str) -> object:
+    """None where the state is damaged, or no ordinary file: a pipe would be waited for."""
+    path = folder / STATE
+    try:
+        return json.loads(path.read_text())[key] if path.is_file() else None
+    except DAMAGE:
+        return None
+
+
 def _state_text(state: TrainingState) -> str:
     values = {
         "format": FORMAT,
@@ -116,12 +124,22 @@ def _state_text(state: TrainingState) -> str:
         "schedule_step": state.schedule_step,
         "score": None if state.score is None else float(state.score),
         "fingerprint": asdict(state.fingerprint),
+        "facts": None if state.facts is None else asdict(state.facts),
         "counters": dict(state.counters),
     }
     text = json.dumps(values, indent=2) + "\n"
-    if json.loads(text)["counters"] != values["counters"]:
-        raise ValueError("TrainingState.counters would not come back equal from JSON: it holds tuples, NaN or odd keys")
+    if not _is_same(json.loads(text)["counters"], values["counters"]):
+        raise ValueError("TrainingState.counters would not come back equal from JSON: it holds tuples or odd keys")
     return text
+
+
+def _is_same(read: Any, written: Any) -> bool:
+    """Whether both hold the same values, NaN at the same places."""
+    if isinstance(read, dict) and isinstance(written, dict):
+        return read.keys() == written.keys() and all(_is_same(read[key], written[key]) for key in read)
+    if isinstance(read, list) and isinstance(written, list):
+        return len(read) == len(written) and all(map(_is_same, read, written))
+    return bool(read == written or (read != read and written != written))
 
 
 def _verify(folder: Path) -> None:

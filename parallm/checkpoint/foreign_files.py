@@ -5,20 +5,25 @@ refused. Pure Python, for any thread.
 """
 
 import io
-import json
 import math
-import re
+import os
+import shutil
 import stat
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from parallm.errors import AdapterError, AdapterMissing
-from parallm.model.adapter_files import CONFIG, MLX_WEIGHTS, PEFT_WEIGHTS
+from parallm.model.adapter_files import MLX_WEIGHTS, PEFT_WEIGHTS
+from parallm.model.stored_configs import CONFIG, json_object, parse_config
 
 MEMBERS = (CONFIG, MLX_WEIGHTS, PEFT_WEIGHTS)
 MAX_CONFIG_BYTES = 1024 * 1024
-MAX_HEADER_BYTES = 16 * 1024 * 1024
+MAX_HEADER_BYTES = 4 * 1024 * 1024
+MAX_TENSORS = 16384
+MAX_AXES = 4
+MAX_NUMBER = 1 << 48
+"""Of a shape or a place: products of larger ones would take their time."""
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Types of tensors that adapters have, and their sizes."""
 
@@ -31,9 +36,9 @@ def inside(root: Path, wanted: str) -> Path:
     try:
         found = (root / wanted).resolve(strict=True)
     except (OSError, ValueError) as error:
-        raise AdapterMissing(f"{wanted!r} is not there; adapters are loaded from {root}") from error
+        raise AdapterMissing(f"{wanted!r} is not there; adapters are loaded from server.adapters_root") from error
     if not found.is_relative_to(root.resolve()):
-        raise AdapterError(f"{wanted!r} is outside of {root}, the only folder that adapters are loaded from")
+        raise AdapterError(f"{wanted!r} is outside of server.adapters_root, the only folder that adapters come from")
     return found
 
 
@@ -41,41 +46,48 @@ def check_folder(folder: Path, root: Path, max_bytes: int) -> None:
     """Raise AdapterError unless the adapter in `folder` can be read without danger."""
     for name in MEMBERS:
         if (folder / name).exists():
-            path = inside(root, str(folder / name))
-            size = path.stat().st_size
-            limit = MAX_CONFIG_BYTES if name == CONFIG else max_bytes
-            if size > limit:
-                raise AdapterError(f"{path} has {size} bytes, the limit is {limit}")
-            with path.open("rb") as file:
-                check_config(file.read()) if name == CONFIG else check_safetensors(file, size)
+            with _ordinary_file(inside(root, str(folder / name)), name) as file:
+                size = os.fstat(file.fileno()).st_size
+                _check_size(name, size, max_bytes)
+                parse_config(file.read()) if name == CONFIG else check_safetensors(file, size)
 
 
 def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
-    """Write the adapter in a zip archive to `folder`. Raises AdapterError; what is in `folder` is of no use then."""
+    """Write the adapter in a zip archive to `folder`. Raises AdapterError; what is in `folder` is of no use then.
+
+    The beginning of each file is looked at before the rest is unpacked.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as opened:
             infos = opened.infolist()
             _check_members(infos, max_bytes)
             for info in infos:
                 with opened.open(info) as member:
-                    content = member.read(info.file_size + 1)
-                if len(content) != info.file_size:
-                    raise AdapterError(f"{info.filename} has more bytes than the archive says")
-                (folder / info.filename).write_bytes(content)
+                    if info.filename == CONFIG:
+                        parse_config(member.read())
+                    else:
+                        check_safetensors(member, info.file_size)
+            for info in infos:
+                with opened.open(info) as member, (folder / info.filename).open("wb") as file:
+                    shutil.copyfileobj(member, file)
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
         raise AdapterError(f"the upload is no zip archive that can be read: {error}") from error
 
 
-def check_safetensors(file: BinaryIO, size: int) -> None:
+def check_safetensors(file: IO[bytes], size: int) -> None:
     """Raise AdapterError unless `file` of `size` bytes is a safetensors file of floating-point tensors, whole.
 
-    The format: https://github.com/huggingface/safetensors
+    Reads its header only. The format: https://github.com/huggingface/safetensors
     """
     length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+    if size < 8 or length > size - 8:
         raise AdapterError("the weights are no whole safetensors file; pickled files are never read")
-    header = _json_object(file.read(length), "the header of the weights")
+    if length > MAX_HEADER_BYTES:
+        raise AdapterError(f"the header of the weights has {length} bytes, the limit is {MAX_HEADER_BYTES}")
+    header = json_object(file.read(length), "the header of the weights")
     header.pop("__metadata__", None)
+    if len(header) > MAX_TENSORS:
+        raise AdapterError(f"the weights have {len(header)} tensors, the limit is {MAX_TENSORS}")
     end = 0
     for name, (begin, stop, wanted) in sorted(
         ((name, _extent(name, entry)) for name, entry in header.items()), key=lambda pair: pair[1]
@@ -87,13 +99,24 @@ def check_safetensors(file: BinaryIO, size: int) -> None:
         raise AdapterError("the weights have more or fewer bytes than their header says")
 
 
-def check_config(content: bytes) -> None:
-    """Raise AdapterError unless this is a JSON object of finite numbers whose patterns are harmless."""
-    config = _json_object(content, CONFIG)
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = config.get(key) or {}
-        if not isinstance(patterns, dict) or not all(map(_is_harmless, patterns)):
-            raise AdapterError(f"{key} in {CONFIG} should have short keys with at most one of * + {{ in each")
+def _ordinary_file(path: Path, name: str) -> BinaryIO:
+    """`path`, opened. Raises AdapterError for a pipe, a device or a socket, which is never waited for."""
+    try:
+        if stat.S_ISREG(path.stat().st_mode):
+            # the path may be another one by now, and opening a pipe would wait for a writer
+            file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file
+            file.close()
+    except OSError as error:
+        raise AdapterError(f"{name} cannot be opened: {error.strerror}") from error
+    raise AdapterError(f"{name} is no ordinary file")
+
+
+def _check_size(name: str, size: int, max_bytes: int) -> None:
+    limit = MAX_CONFIG_BYTES if name == CONFIG else max_bytes
+    if size > limit:
+        raise AdapterError(f"{name} has {size} bytes, the limit is {limit}")
 
 
 def _check_members(infos: list[zipfile.ZipInfo], max_bytes: int) -> None:
@@ -108,9 +131,7 @@ def _check_members(infos: list[zipfile.ZipInfo], max_bytes: int) -> None:
         mode = info.external_attr >> 16
         if stat.S_IFMT(mode) not in (0, stat.S_IFREG):
             raise AdapterError(f"{info.filename} in the upload is no ordinary file")
-        limit = MAX_CONFIG_BYTES if info.filename == CONFIG else max_bytes
-        if info.file_size > limit:
-            raise AdapterError(f"{info.filename} in the upload has {info.file_size} bytes, the limit is {limit}")
+        _check_size(info.filename, info.file_size, max_bytes)
 
 
 def _extent(name: str, entry: Any) -> tuple[int, int, int]:
@@ -121,27 +142,8 @@ def _extent(name: str, entry: Any) -> tuple[int, int, int]:
         numbers = [*shape, begin, stop]
     except (KeyError, TypeError, ValueError) as error:
         raise AdapterError(f"the tensor {name[:100]!r} has no whole description") from error
-    if kind not in BYTES:
+    if not isinstance(kind, str) or kind not in BYTES:
         raise AdapterError(f"the tensor {name[:100]!r} is of type {str(kind)[:20]}; adapters have {', '.join(BYTES)}")
-    if not all(type(number) is int and number >= 0 for number in numbers):
-        raise AdapterError(f"the tensor {name[:100]!r} has a shape or place that is no number")
+    if len(numbers) > MAX_AXES + 2 or not all(type(number) is int and 0 <= number < MAX_NUMBER for number in numbers):
+        raise AdapterError(f"the tensor {name[:100]!r} has a shape or place that is no number, or too many of them")
     return begin, stop, math.prod(shape) * BYTES[kind]
-
-
-def _json_object(content: bytes, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(content, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{what} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise AdapterError(f"{what} is no JSON object")
-    return value
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _is_harmless(pattern: str) -> bool:
-    # expressions with repetitions in repetitions take a time that is exponential in the length of a name
-    return len(pattern) <= 256 and len(re.findall(r"[*+{]", pattern)) <= 1

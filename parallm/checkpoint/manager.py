@@ -6,9 +6,11 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 
 from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
+from parallm.checkpoint.run_facts import RunFacts
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.errors import CheckpointError
@@ -35,7 +37,7 @@ class CheckpointManager:
     def save(self, state: TrainingState) -> Path:
         """Save `state` as `step_{step}`, then delete the checkpoints that are neither among the newest nor the best.
 
-        Raises CheckpointError, leaving the older checkpoints and no leftovers, if the disk does not take it.
+        Raises CheckpointError, leaving the older checkpoints and no leftovers, if it cannot be written.
         """
         final = self._folder / f"step_{state.step:06d}"
         temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
@@ -49,6 +51,8 @@ class CheckpointManager:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._save_error(final, error, needed) from error
+        except (TypeError, ValueError, RuntimeError) as error:  # one statistic must not cost the run
+            raise CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         for path in self.checkpoints():
@@ -58,11 +62,13 @@ class CheckpointManager:
         logger.info("saved %s", final)
         return final
 
-    def load(self, resume: str, fingerprint: Fingerprint | None = None) -> TrainingState | None:
+    def load(
+        self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
+    ) -> TrainingState | None:
         """The state to go on from: None for `never`, and for `auto` without a good one; else `resume` is a folder.
 
         `auto` sets damaged checkpoints aside with a warning. Raises CheckpointError if the named folder cannot be read,
-        or if what was found does not fit `fingerprint`.
+        or if what was found does not fit `fingerprint` and `facts`.
         """
         if resume == "never":
             return None
@@ -71,6 +77,8 @@ class CheckpointManager:
             return None
         if fingerprint is not None:
             fingerprint.check_fits(state.fingerprint, str(path))
+        if facts is not None and state.facts is not None:
+            facts.check_fits(state.facts, str(path), is_same_run=resume == "auto")
         logger.info("resuming from %s", path)
         return state
 
@@ -84,6 +92,8 @@ class CheckpointManager:
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         replaced = self._folder / f"{REPLACED}{final.name}"
+        if replaced.exists():  # an earlier save could not remove it
+            self._delete(replaced)
         if final.exists():
             final.rename(replaced)
         try:
@@ -122,9 +132,8 @@ class CheckpointManager:
         )
 
     def _set_aside(self, path: Path, reason: str) -> None:
-        aside = next(
-            name for number in range(10**6) if not (name := path.with_name(f"{ASIDE}{path.name}.{number}")).exists()
-        )
+        names = (path.with_name(f"{ASIDE}{path.name}.{number}") for number in count())
+        aside = next(name for name in names if not name.exists())
         try:
             path.rename(aside)
         except OSError as error:
@@ -139,7 +148,8 @@ class CheckpointManager:
 
     def _delete(self, path: Path) -> None:
         # renamed first: half a checkpoint must never bear the name of one
-        doomed = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
+        names = (path.with_name(f"{TEMPORARY}{path.name}.{number}-{os.getpid()}") for number in count())
+        doomed = next(name for name in names if not name.exists())
         try:
             path.rename(doomed)
             shutil.rmtree(doomed)

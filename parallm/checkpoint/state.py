@@ -6,6 +6,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from parallm.checkpoint.run_facts import RunFacts
 from parallm.errors import CheckpointError
 from parallm.model.adapter import Adapter
 from parallm.types import TrajectoryGroup
@@ -29,7 +30,7 @@ class Fingerprint:
 
     def check_fits(self, saved: "Fingerprint", where: str) -> None:
         """Raise CheckpointError, naming the first difference and the way out, unless `saved` can go on in this run."""
-        way_out = "set resume=never to start anew"
+        way_out = "set checkpoint.resume=never to start anew"
         if (saved.model_sha256, saved.num_layers) != (self.model_sha256, self.num_layers):
             raise CheckpointError(
                 f"{where} was trained on the base {saved.model} (sha256 {saved.model_sha256[:12]}), this run loads "
@@ -71,9 +72,12 @@ class TrainingState:
     """The optimizer's state by flattened name."""
     schedule_step: int
     counters: Mapping[str, Any]
-    """Data cursor, random states and counters; as JSON: no tuples, string keys only."""
+    """Data cursor, random states and counters; as JSON: no tuples, string keys only. Numbers that are not finite come
+    back as they were: state.json has `NaN`, `Infinity` and `-Infinity`, as Python's json writes and reads them."""
     groups: tuple[TrajectoryGroup, ...]
     """Sampled, not yet trained on."""
     score: float | None
     """Held-out accuracy of this version, if it was evaluated."""
     fingerprint: Fingerprint
+    facts: RunFacts | None = None
+    """None in checkpoints of versions that did not keep them."""

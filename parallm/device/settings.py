@@ -10,4 +10,5 @@ class DeviceSettings:
     blas: Literal["auto", "mkl", "openblas", "reference"] = "auto"
     """Linux CPUs only: the library behind matrix products. `auto` takes the first that is found, in this order."""
     blas_strict: bool = True
-    """MKL only: its reproducible mode, in which engine and learner log-probs are equal bit for bit."""
+    """MKL only: its reproducible mode, in which a row's product is the same in any company. Engine and learner
+    log-probs of most architectures are equal bit for bit then (tests/engine/test_parity.py)."""

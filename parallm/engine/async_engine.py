@@ -242,7 +242,8 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
     num_prompt, sampling = len(request.prompt_tokens), request.sampling
     if num_prompt == 0:
         raise InvalidRequest("the prompt has no tokens", "prompt")
-    if any(not 0 <= token < engine.model.vocabulary_size for token in request.prompt_tokens):
+    # two passes in C: for a step's long prompts a generator takes the event loop for a second
+    if min(request.prompt_tokens) < 0 or max(request.prompt_tokens) >= engine.model.vocabulary_size:
         raise InvalidRequest(f"token ids must be from 0 to {engine.model.vocabulary_size - 1}", "prompt")
     if request.n < 1:
         raise InvalidRequest(f"n is {request.n} and must be at least 1", "n")
@@ -256,6 +257,7 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
             f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}; this model's maximum context "
             f"length is {engine.max_context}; shorten them or raise engine.max_context",
             "max_tokens",
+            limit=engine.max_context,
         )
     engine.memory.check(request)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 import mlx.core as mx
 
 from parallm.device.lanes import Lanes
+from parallm.engine.broken_rows import BrokenRows, has_nan
 from parallm.engine.decoder import Decoder, Step
-from parallm.engine.kv_memory import KvMemory, max_rows
+from parallm.engine.kv_memory import KvMemory, max_context, max_rows
 from parallm.engine.out_of_memory import is_out_of_memory
 from parallm.engine.prefill import Prefill
 from parallm.engine.room import Room
@@ -19,9 +20,10 @@ from parallm.engine.sequence import Prompt, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.engine.speculation_choice import make_speculation
 from parallm.engine.traffic import Traffic
+from parallm.engine.version_switch import switch_versions
 from parallm.engine.views import AdapterViews
-from parallm.engine.waiting import begin_completions, insert
-from parallm.errors import EngineFull, EngineStopped, InvalidRequest
+from parallm.engine.waiting import NamesInUse, begin_completions, insert
+from parallm.errors import EngineFull, EngineStopped, ParallmError
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest, TokenEvent, TrafficClass
@@ -46,7 +48,7 @@ class Engine:
         """`runs_ahead`: launch each decode step before the one before is read, as pays where a GPU waits for Python."""
         self.model = model
         self.settings = settings
-        self.max_context = settings.max_context or min(model.max_context, 8192)
+        self.max_context = max_context(settings, model)
         self._adapters = adapters
         self._lanes = lanes
         self._views = AdapterViews(model)
@@ -58,22 +60,22 @@ class Engine:
         self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
         self.room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
         self.prefill = Prefill(model, lanes, self._views, self.memory, settings, adapters.holds, self.room.left)
+        self._broken = BrokenRows()
+        self._names = NamesInUse()
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # whose unit it is; None between units
 
     def add(self, request: GenerationRequest, streams: bool) -> None:
-        """Queue a validated request. Raises UnknownModel, EngineFull, or InvalidRequest for a name in use."""
+        """Queue a validated request. Raises UnknownModel, EngineFull (not for rollouts), InvalidRequest."""
         traffic = self._traffic[request.traffic]
-        if len(traffic.prompts) >= self.settings.max_waiting:
+        if request.traffic == "serving" and len(traffic.prompts) >= self.settings.max_waiting:
             raise EngineFull(f"{len(traffic.prompts)} requests wait already; try later or raise engine.max_waiting")
-        if any(one.request.request_id == request.request_id for one in traffic.sequences()):
-            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._num_requests += 1
         adapter = self._adapters.resolve(request.model)
         members = begin_completions(request, adapter, streams=streams, arrival=self._num_requests)
-        if adapter is not None:
-            for _ in members:
-                self._adapters.acquire(adapter)
+        self._names.begin(members)
+        for _ in members:
+            self._adapters.acquire(adapter)
         insert(traffic.prompts, Prompt.of(members))
         traffic.is_stuck = False
 
@@ -123,7 +125,7 @@ class Engine:
         """One unit of work for one traffic class. Running ahead, a decode step's tokens come with the next unit."""
         state = self._traffic[traffic]
         self._at_work = state.rows()
-        self._switch_versions(state)
+        switch_versions(state.switching(), self._adapters, lambda: self._read(state, state.take_steps()))
         prompts = self.room.next_prompts(traffic, max_rows(self.settings), self.prefill.most_prompts, self._lanes.width)
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
         if prompts and (traffic == "rollout" or state.decoded_last or state.num_rows == 0):
@@ -190,23 +192,6 @@ class Engine:
         streams = self._lanes.streams
         return [Decoder(self.model, self._views, self.memory.shard(), self.speculation, one) for one in streams]
 
-    def _switch_versions(self, state: Traffic) -> None:
-        """Move what switches in flight to the version that its name means now: rows, and prompts not yet begun.
-
-        A row keeps its keys and values, which the versions before have made.
-        """
-        switching = state.switching()
-        newest = {name: self._adapters.resolve(name) for name in {one.request.model for one in switching}}
-        moving = [one for one in switching if one.adapter is not newest[one.request.model]]
-        if moving:
-            self._read(state, state.take_steps())  # the tokens in flight are of the versions before
-        for one in moving:
-            if not one.has_left:
-                adapter = newest[one.request.model]
-                self._adapters.acquire(adapter)
-                self._adapters.release(one.adapter)
-                one.adapter = adapter
-
     def _compute_prompts(self, state: Traffic, prompts: list[Prompt]) -> None:
         """One chunk of each prompt, or the first of them whole; what was in flight is read meanwhile."""
         prompts = self.prefill.for_one_unit(prompts)
@@ -238,8 +223,9 @@ class Engine:
         if prompt.scores is not None:
             told = prompt.scores.read()
             for member in prompt.waiting:
-                member.prompt_logprobs = told
-        if prompt.request.sampling.max_tokens == 0:
+                member.prompt_logprobs, member.is_broken = told, has_nan(told)
+            self._give_up(self._broken.failures(prompt.waiting))
+        if prompt.request.sampling.max_tokens == 0 and prompt in state.prompts:
             for member in prompt.waiting:
                 member.end_unsampled()
             state.prompts.remove(prompt)
@@ -276,11 +262,19 @@ class Engine:
         mx.eval([step.arrays() for step in steps])
         rows = [row for step in steps for row in step.read(self.model.tokenizer, self.max_context)]
         state.num_tokens += sum(row.num_untold for row in rows)
-        events = [event for row in rows if (event := row.event(self.model.tokenizer)) is not None]
+        failed = self._broken.failures(rows)
+        whole = [row for row in rows if row.request.request_id not in failed]
+        events = [event for row in whole if (event := row.event(self.model.tokenizer)) is not None]
         if events:
             self._emit(events)  # first of all: what was sampled is told, whatever fails behind it
+        self._give_up(failed)
         self._keep_rows(state)
         self._drop_rows(state, lambda row: row.finish_reason is not None)
+
+    def _give_up(self, failed: Mapping[str, ParallmError]) -> None:
+        for request_id, error in failed.items():
+            self.abort(request_id)
+            self._report([request_id], error)
 
     def _keep_rows(self, state: Traffic) -> None:
         """Keep what rows that have ended have computed, for a turn that goes on from there."""
@@ -296,5 +290,5 @@ class Engine:
 
     def _end(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            if sequence.adapter is not None:
-                self._adapters.release(sequence.adapter)
+            self._names.end(sequence)
+            self._adapters.release(sequence.adapter)

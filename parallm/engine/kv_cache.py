@@ -168,6 +168,11 @@ class SlotCache(OwnCache):
         for pool, new in zip(self.state, self._format.pack(keys, values), strict=True):
             pool[slots, :, part] = new
 
+    def clear(self, slot: int) -> None:
+        """Write zeros over a slot. What lies behind a row's end is multiplied by zero, and NaN times zero is NaN."""
+        for pool in self.state:
+            pool[slot : slot + 1] = 0
+
     def resize(self, slots: slice | mx.array) -> list[mx.array]:
         """Bring the pools to the present layout and keep these slots, as the first ones; what is to be evaluated."""
         self.state = [self._resized(pool, slots) for pool in self.state]

@@ -13,7 +13,7 @@ from parallm.engine.prompt_shapes import allocated
 from parallm.engine.settings import EngineSettings
 from parallm.engine.shard import ShardMaker
 from parallm.engine.traffic import Traffic
-from parallm.errors import ContextTooLong
+from parallm.errors import ConfigError, ContextTooLong
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 
@@ -21,6 +21,8 @@ DEVICE_SHARE = 0.4
 """Of what an accelerator has left beside the base: the learner keeps up to half of it for its backward."""
 CPU_SHARE = 0.25
 """Of the free RAM: other programs live there too, and on a CPU time runs out long before keys and values do."""
+LONGEST_DEFAULT_CONTEXT = 8192
+"""Models claim up to a million tokens; more than this is asked for by engine.max_context."""
 ROWS, CPU_ROWS = 128, 256
 """On a CPU a row takes less time the more there are; see the README. None takes memory before it runs."""
 PREFIX_SHARE = 0.5
@@ -94,6 +96,18 @@ class KvMemory:
 def max_rows(settings: EngineSettings) -> int:
     """Rows of a class that decode at the same time."""
     return settings.max_rows or (CPU_ROWS if mx.default_device() == mx.Device(mx.cpu) else ROWS)
+
+
+def max_context(settings: EngineSettings, model: SharedModel) -> int:
+    """Tokens of prompt and completion together. Raises ConfigError for more positions than the model knows."""
+    if settings.max_context is None:
+        return min(model.max_context, LONGEST_DEFAULT_CONTEXT)
+    if settings.max_context > model.max_context:
+        raise ConfigError(
+            f"engine.max_context={settings.max_context}: the model knows {model.max_context} positions, and what "
+            "it writes after them is noise; lower it, or stretch them by rope_scaling in the model's config.json"
+        )
+    return settings.max_context
 
 
 def default_limit() -> int:

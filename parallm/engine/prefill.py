@@ -150,7 +150,7 @@ class Prefill:
         """Keep what rows that have ended have computed; what is to be evaluated before their slots change."""
         kept: list[mx.array] = []
         for place, row in enumerate(decoder.rows):
-            if row.finish_reason is not None and row.request.is_continued:
+            if row.finish_reason is not None and row.request.is_continued and not row.is_broken:
                 num_computed = len(row.request.prompt_tokens) + len(row.tokens) - 1
                 kept += self._keep(row, num_computed, partial(decoder.shard.copies, place))
         return kept

@@ -106,6 +106,8 @@ class Sequence:
     """Tokens whose step was launched: those in `tokens`, and those of steps not read yet."""
     num_cached_prompt_tokens: int = 0
     """Prompt tokens that were known when it began, and not computed."""
+    is_broken: bool = False
+    """A log-probability was NaN: what the model computes for it is of no use, and neither are its keys and values."""
     has_left: bool = False
     """It ended or was aborted; what a step in flight samples for it is dropped."""
     prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
@@ -183,6 +185,11 @@ class Sequence:
         return self._fills(self.num_launched, max_context)
 
     @property
+    def may_be_broken(self) -> bool:
+        """Whether its keys and values may hold NaN: known, or not known because it goes before a step was read."""
+        return self.is_broken or (self.finish_reason is None and self.num_launched > len(self.tokens))
+
+    @property
     def num_untold(self) -> int:
         """Tokens that no event has been made of, nor been asked for."""
         return len(self.tokens) - self._num_told
@@ -204,6 +211,9 @@ class Sequence:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.top_logprobs.append(tuple(tops[: sampling.top_logprobs]) if tops else ())
+        if math.isnan(logprob):
+            self.is_broken, self.finish_reason = True, "abort"
+            return
         is_end = token in self._ends
         if not is_end and (self.streams or sampling.stop):
             stops = sampling.stop if len(self.tokens) >= sampling.min_tokens else ()

@@ -34,7 +34,7 @@ class EngineSettings:
     max_context: int | None = Field(default=None, ge=8)
     """Tokens of prompt and completion together; null: what the model allows, at most 8192."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Requests that may wait; one more is refused."""
+    """Requests of clients that may wait; one more is refused. Those of training and evaluations always wait."""
     kv_cache_bytes: int | None = Field(default=None, ge=1)
     """Bytes of keys and values, of running rows, of prompts, and kept for later ones; null: 40% of what an accelerator
     has left beside the base, on a CPU a quarter of the free RAM."""

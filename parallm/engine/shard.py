@@ -98,6 +98,9 @@ class BatchedShard:
         self.rows += sequences
 
     def leave(self, rows: Ordered[int], *, waits: bool) -> None:
+        for row in rows:
+            if self.rows[row].may_be_broken:
+                self._slots.clear(row)
         moves = _moves(rows, len(self.rows))
         self._slots.leave(moves, [self.rows[row].num_cached for _, row in moves], len(rows), waits=waits)
         fill(self.rows, moves, len(rows))

@@ -62,6 +62,11 @@ class Slots:
                 layer.join(_index(new), prompts, _index(places))
         self._of_rows += new
 
+    def clear(self, row: int) -> None:
+        """Forget what a row has written: its numbers are not finite, and its slot becomes another row's."""
+        for layer in self.caches:
+            layer.clear(self._of_rows[row])
+
     def leave(self, moves: Sequence[tuple[int, int]], lengths: Sequence[int], num_leaving: int, *, waits: bool) -> None:
         """Take so many rows out: `moves` are the (free place, row from behind) of those that stay, and their lengths.
 

@@ -47,8 +47,9 @@ class Traffic:
 
     def switching(self) -> list[Sequence]:
         """What switches versions in flight: rows, and prompts not yet begun."""
-        fresh = [one for prompt in self.prompts if prompt.num_computed == 0 for one in prompt.waiting]
-        return [one for one in (*self.rows(), *fresh) if one.request.switches_in_flight]
+        rows = [row for row in self.rows() if row.request.switches_in_flight]
+        switching = (one for one in self.prompts if one.request.switches_in_flight and one.num_computed == 0)
+        return [*rows, *(member for prompt in switching for member in prompt.waiting)]
 
     def admit(self, prompt: Prompt, num_bytes: int) -> None:
         prompt.num_bytes = num_bytes

@@ -1,13 +1,34 @@
 """Requests that come: their completions, and the order in which prompts wait."""
 
 import secrets
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence as Ordered
 
 from parallm.engine.sequence import Prompt, Sequence
 from parallm.errors import InvalidRequest
 from parallm.model.adapter import Adapter
 from parallm.seeds import mix
 from parallm.types import GenerationRequest
+
+
+class NamesInUse:
+    """Ids of the requests whose completions have not all ended."""
+
+    def __init__(self) -> None:
+        self._unfinished: Counter[str] = Counter()
+
+    def begin(self, members: Ordered[Sequence]) -> None:
+        """Take the id of a request with these completions. Raises InvalidRequest if it is in use."""
+        name = members[0].request.request_id
+        if name in self._unfinished:
+            raise InvalidRequest(f"request id {name!r} is in use", "request_id")
+        self._unfinished[name] = len(members)
+
+    def end(self, sequence: Sequence) -> None:
+        name = sequence.request.request_id
+        self._unfinished[name] -= 1
+        if not self._unfinished[name]:
+            del self._unfinished[name]
 
 
 def begin_completions(

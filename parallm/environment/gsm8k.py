@@ -97,10 +97,10 @@ def read_jsonl(file: Path) -> Iterator[Row]:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield Row(source=f"{file}, line {number}", values=json.loads(line))
-    except json.JSONDecodeError as error:
-        raise ProblemError(f"{file}, line {number}: not JSON: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ProblemError(f"{file} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ProblemError(f"{file}, line {number}: not JSON: {error}") from error
 
 
 def read_hub(name: str, split: Split) -> Iterator[Row]:

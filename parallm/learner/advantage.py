@@ -21,6 +21,8 @@ from parallm.errors import TrainingStopped
 from parallm.learner.settings import Advantage
 
 STANDARD_DEVIATION_EPSILON = 1e-4
+LARGEST = float(np.finfo(np.float32).max)
+"""Advantages are float32, so a larger reward is as good as infinite."""
 
 
 def advantages(

@@ -95,7 +95,7 @@ def _read(reward_min: float, where: str, key: str) -> list[Problem]:
             f"{max(rewards, default=None)}, learner.data_reward_min={reward_min:g}"
         )
     logger.info("%s: %d of %d completions count", path, len(accepted), len(rows))
-    return [_demonstration(f"{key}: line {number} of {path}", row) for number, row in accepted]
+    return [_demonstration(path, f"{key}: line {number}", row) for number, row in accepted]
 
 
 def json_rows(path: Path, key: str) -> list[tuple[int, Mapping[str, Any]]]:
@@ -122,7 +122,7 @@ def messages_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
 def _row(line: str, where: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ProblemError(f"{where} is no JSON: {error}") from error
     if not isinstance(row, dict):
         raise ProblemError(f"{where} is no object with a prompt")
@@ -135,8 +135,10 @@ def _is_accepted(row: Mapping[str, Any], reward_min: float) -> bool:
     return bool(row.get("finish_reason", "stop") == "stop")
 
 
-def _demonstration(where: str, row: Mapping[str, Any]) -> Problem:
+def _demonstration(path: Path, name: str, row: Mapping[str, Any]) -> Problem:
+    """`name` stays the same where the file moves, so that a run can go on."""
+    where = f"{name} of {path}"
     completion = row.get("completion")
     if not isinstance(completion, str) or not completion:
         raise ProblemError(f"{where} has no text under completion; it has {sorted(row)}")
-    return Problem(problem_id=where, messages=messages_of(row, where), answer=completion)
+    return Problem(problem_id=name, messages=messages_of(row, where), answer=completion)

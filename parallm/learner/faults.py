@@ -6,17 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from parallm.learner.advantage import LARGEST
 from parallm.learner.batch import MicroBatch
 from parallm.learner.policy_gradient import TokenStatistics
 from parallm.reports import Culprit, FaultKind
-from parallm.types import TrajectoryGroup
+from parallm.types import Trajectory, TrajectoryGroup
 
 NUM_NAMED = 3
 """Trajectories that a message names; the report holds all."""
-LARGEST = float(np.finfo(np.float32).max)
-"""Advantages are float32, so a larger reward is as good as infinite."""
 WORDS: dict[FaultKind, str] = {
-    "reward": "a reward is not finite",
+    "reward": "no reward is a number that float32 can hold",
     "behaviour": "a log-prob that the engine sampled with is not finite",
     "advantage": "an advantage is not finite",
     "logprob": "a log-prob of the learner is not finite",
@@ -28,18 +27,33 @@ WORDS: dict[FaultKind, str] = {
 
 
 class Faults:
-    """The faults of one update. Rewards and sampled log-probs are looked at when it is made, before any forward."""
+    """The faults of one update. Rewards and sampled log-probs are looked at when it is made, before any forward.
+
+    A reward that float32 cannot hold is no fault of the policy: its completion is left out, unless no other is left.
+    """
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
-        self._completions = [
-            Culprit(problem_id=one.problem_id, group=place, index=index, reason="")
-            for place, group in enumerate(groups)
-            for index, one in enumerate(group.trajectories)
-        ]
         self._found: dict[FaultKind, list[Culprit]] = {}
-        for place, one in enumerate(one for group in groups for one in group.trajectories):
-            if not abs(one.reward) <= LARGEST:
-                self._blame("reward", place, f"reward {one.reward}")
+        self._completions: list[Culprit] = []
+        left_out: list[Culprit] = []
+        self.groups: list[TrajectoryGroup] = []
+        """The groups without the completions that are left out."""
+        for place, group in enumerate(groups):
+            named = [
+                Culprit(problem_id=one.problem_id, group=place, index=index, reason=_reason(one))
+                for index, one in enumerate(group.trajectories)
+            ]
+            left_out += [one for one in named if one.reason]
+            kept = [one for one in named if not one.reason]
+            self._completions += kept
+            if kept:
+                trajectories = tuple(group.trajectories[one.index] for one in kept)
+                self.groups.append(replace(group, trajectories=trajectories) if len(kept) < len(named) else group)
+        self.left_out = tuple(left_out) if self.groups else ()
+        """Completions whose reward float32 cannot hold."""
+        if left_out and not self.groups:
+            self._found["reward"] = left_out
+        for place, one in enumerate(one for group in self.groups for one in group.trajectories):
             logprobs_T = np.where(one.loss_mask, one.logprobs, 0.0)
             if not np.isfinite(logprobs_T).all():
                 self._blame("behaviour", place, _first("the sampled log-prob", logprobs_T))
@@ -59,9 +73,7 @@ class Faults:
         """One line that names the fault and the first culprits; None without a fault."""
         if self.kind is None:
             return None
-        named = [f"problem {one.problem_id}, completion {one.index}: {one.reason}" for one in self.culprits[:NUM_NAMED]]
-        more = len(self.culprits) - len(named)
-        listed = "; ".join(named) + (f"; and {more} more" if more else "")
+        listed = named_culprits(self.culprits)
         return f"{WORDS[self.kind]} ({listed})" if listed else WORDS[self.kind]
 
     def look_at(
@@ -100,6 +112,21 @@ class Faults:
     def _blame(self, kind: FaultKind, place: int, reason: str) -> None:
         """`place` counts the completions of the step."""
         self._found.setdefault(kind, []).append(replace(self._completions[place], reason=reason))
+
+
+def named_culprits(culprits: Sequence[Culprit]) -> str:
+    """The first few in a line."""
+    named = [f"problem {one.problem_id}, completion {one.index}: {one.reason}" for one in culprits[:NUM_NAMED]]
+    more = len(culprits) - len(named)
+    return "; ".join(named) + (f"; and {more} more" if more else "")
+
+
+def _reason(trajectory: Trajectory) -> str:
+    """Why it cannot be compared with others; empty if it can."""
+    if not abs(trajectory.reward) <= LARGEST:
+        return f"reward {trajectory.reward}"
+    given = np.asarray(trajectory.token_advantages or (), np.float64)
+    return "" if (np.abs(given) <= LARGEST).all() else "its token advantages"
 
 
 def _broken_rows(batch: MicroBatch, values_N: np.ndarray) -> list[tuple[int, np.ndarray]]:

@@ -25,7 +25,7 @@ from parallm.learner.preparation import Prepared, prepare
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.learner.token_loss import TokenLoss, token_losses
-from parallm.learner.versions import Proposal, Versions
+from parallm.learner.versions import Proposal, Versions, with_change
 from parallm.model.adapter import Adapter
 from parallm.model.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
@@ -116,19 +116,25 @@ class Learner:
         """The newest version."""
         return self._versions.adapter
 
+    @property
+    def needs_all_groups(self) -> bool:
+        """Whether it learns from groups whose rewards are all equal, too."""
+        return self._objective.needs_all_groups
+
     def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
         """One optimizer step over `groups`. Yields after each round of micro-batches, the report last.
 
         A step in which something is not finite changes nothing, neither weights nor moments, and says in `skipped`,
-        `fault` and `culprits` what it was. `max_tokens` is the limit of a completion, which Dr. GRPO divides by.
+        `fault` and `culprits` what it was; completions with rewards that cannot be are `left_out`. `max_tokens` is the
+        limit of a completion, which Dr. GRPO divides by.
         """
         totals, faults = Totals(), Faults(groups)
         factors = Factors(self.adapter, self._model)
         prepared = Prepared(batches=[])
         if faults.kind is None:
             prepared = yield from prepare(
-                self._micro_batches(groups, max_tokens),
-                groups,
+                self._micro_batches(faults.groups, max_tokens),
+                faults.groups,
                 self._objective,
                 self._gradient.score,
                 policy=factors.view,
@@ -156,7 +162,8 @@ class Learner:
         skipped = faults.message or _nothing_to_learn(totals, norm)
         if skipped is None and proposal is not None:
             skipped = self._step(proposal, step, faults)
-        yield self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
+        report = self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
+        yield with_change(report, proposal)
 
     def losses(self, groups: Sequence[TrajectoryGroup]) -> Iterator[TokenLoss]:
         """Score completions with the newest version, without dropout and without learning, in units as `update`."""
@@ -259,6 +266,7 @@ class Learner:
             skipped=skipped,
             fault=faults.kind,
             culprits=faults.culprits,
+            left_out=faults.left_out,
         )
 
 

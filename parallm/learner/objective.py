@@ -47,6 +47,16 @@ class Objective:
         """Whether the base's own log-probs are needed."""
         return self.kl_coefficient > 0 and self.kl_to == "base"
 
+    @property
+    def needs_all_groups(self) -> bool:
+        """Whether groups whose rewards are all equal have a gradient: that of KL to the base, or of the entropy bonus.
+
+        KL in the reward makes the rewards differ; where their standard deviation divides them, KL alone would count as
+        much as rewards do, so such groups stay out. KL to the sampler is left out with them, as in prime-rl.
+        """
+        is_amplified = self.kl_placement == "reward" and self.advantage == "group_std"
+        return self.entropy_coefficient > 0 or (self.needs_base and not is_amplified)
+
 
 def token_weight(objective: Objective, *, length: int, num_tokens: int, num_completions: int, max_tokens: int) -> float:
     """What one token's loss counts in the step's loss.

@@ -4,13 +4,13 @@ A line is {"prompt": "...", "chosen": "...", "rejected": "..."}, or has `message
 there is one, is by how much the chosen completion's score should be higher at least.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from parallm.errors import ConfigError, ProblemError
+from parallm.learner.advantage import LARGEST
 from parallm.learner.demonstrations import given_trajectory, json_rows, messages_of
 from parallm.learner.given_data import GivenData, read_given
 from parallm.learner.objective import Objective
@@ -83,21 +83,22 @@ def to_prompted(group: TrajectoryGroup) -> Prompted:
 
 def _read(where: str, key: str) -> list[Pair]:
     path = Path(where).expanduser()
-    pairs = [_pair(path, number, row, key) for number, row in json_rows(path, key)]
+    pairs = [_pair(path, f"{key}: line {number}", row) for number, row in json_rows(path, key)]
     if not pairs:
         raise ProblemError(f"{key}: {path} has no lines")
     return pairs
 
 
-def _pair(path: Path, number: int, row: Mapping[str, Any], key: str) -> Pair:
-    where = f"{key}: line {number} of {path}"
+def _pair(path: Path, name: str, row: Mapping[str, Any]) -> Pair:
+    """`name` stays the same where the file moves, so that a run can go on."""
+    where = f"{name} of {path}"
     texts: dict[str, str] = {}
-    for name in ("chosen", "rejected"):
-        text = row.get(name)
+    for field in ("chosen", "rejected"):
+        text = row.get(field)
         if not isinstance(text, str) or not text:
-            raise ProblemError(f"{where} has no text under {name}; it has {sorted(row)}")
-        texts[name] = text
+            raise ProblemError(f"{where} has no text under {field}; it has {sorted(row)}")
+        texts[field] = text
     margin = row.get("margin", 0.0)
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise ProblemError(f"{where}: margin is {margin!r}, not a finite number")
-    return Pair(pair_id=where, messages=messages_of(row, where), margin=float(margin), **texts)
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST:
+        raise ProblemError(f"{where}: margin is {margin!r}, not a number that float32 can hold")
+    return Pair(pair_id=name, messages=messages_of(row, where), margin=float(margin), **texts)

@@ -22,6 +22,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from parallm.errors import ConfigError
+from parallm.learner.key_uses import unused_keys
 from parallm.learner.objective import Objective
 from parallm.learner.settings import LearnerSettings
 
@@ -49,12 +50,19 @@ PRESETS: Mapping[str, Objective] = {
 
 
 def objective_of(settings: LearnerSettings) -> Objective:
-    """The preset with the user's changes. Raises ConfigError for choices that contradict each other."""
+    """The preset with the user's changes. Raises ConfigError, with a line for each, for choices that contradict each
+    other or that the loss does not use."""
     chosen: dict[str, Any] = {field.name: getattr(settings, field.name) for field in fields(Objective)}
-    objective = replace(
-        PRESETS[settings.preset], **{name: value for name, value in chosen.items() if value is not None}
-    )
-    if found := _contradictions(objective):
+    given = {name: value for name, value in chosen.items() if value is not None}
+    objective = replace(PRESETS[settings.preset], **given)
+    if settings.trains == "reward_model":
+        found = [
+            f"learner.{key}={value} is about the loss of a policy, and learner=reward_model has its own; leave it out"
+            for key, value in given.items()
+        ]
+    else:
+        found = [*unused_keys(given, objective), *_contradictions(objective)]
+    if found:
         raise ConfigError("\n".join(found))
     return objective
 
@@ -82,4 +90,11 @@ def _contradictions(objective: Objective) -> list[str]:
             "learner.kl_placement=reward with learner.kl_to=behaviour takes nothing off any reward: a policy has no "
             "distance to itself; choose kl_to=base or kl_placement=loss"
         )
+    if objective.policy == "likelihood" and objective.kl_coefficient > 0:
+        for key, wrong, right in (("kl_to", "behaviour", "base"), ("kl_placement", "reward", "loss")):
+            if getattr(objective, key) == wrong:
+                found.append(
+                    f"learner.{key}={wrong} needs completions that a policy has sampled, and those of "
+                    f"learner.policy=likelihood are given; choose learner.{key}={right}"
+                )
     return found

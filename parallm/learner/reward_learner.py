@@ -23,7 +23,7 @@ from parallm.learner.pairs import to_prompted
 from parallm.learner.reward_loss import pair_loss
 from parallm.learner.reward_scores import RewardScorer, last_hidden, make_passes, scores_of
 from parallm.learner.settings import LearnerSettings
-from parallm.learner.versions import Proposal, Versions
+from parallm.learner.versions import Proposal, Versions, with_change
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_arrays import REWARD_HEAD
 from parallm.model.dora import scaling_of
@@ -108,7 +108,8 @@ class RewardLearner:
         proposal = self._versions.propose(gradient_N, step)
         norm = float(proposal.norm.item())
         self._advance(proposal, norm, totals.loss, step, faults)
-        yield self._report(totals, groups, norm, step, seconds + time.perf_counter() - began, faults)
+        report = self._report(totals, groups, norm, step, seconds + time.perf_counter() - began, faults)
+        yield with_change(report, proposal)
 
     def scorer(self) -> RewardScorer:
         """Scores with the version that is the newest now."""

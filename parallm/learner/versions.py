@@ -9,6 +9,7 @@ from parallm.learner.optimizer import AdapterOptimizer, scaled_to_norm
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import Adapter, next_version
 from parallm.model.adapter_arrays import Checksums, checksums
+from parallm.reports import UpdateReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +21,28 @@ class GoodState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """How far an adapter is moved. Not evaluated."""
+
+    delta_norm: mx.array
+    """Norm of the new arrays less the old ones."""
+    adapter_norm: mx.array
+    """Norm of the old arrays."""
+    has_moved: mx.array
+    """False where every number is what it was."""
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return self.delta_norm, self.adapter_norm, self.has_moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
     """What a gradient would make of the newest version. Not evaluated."""
 
     norm: mx.array
     """Of the gradient, before it is clipped."""
+    change: "Change"
     numbers_N: mx.array
     """Of the new arrays, in `Versions.layout`."""
     arrays: Arrays
@@ -34,7 +52,7 @@ class Proposal:
 
     def everything(self) -> list[mx.array]:
         """All arrays that are needed if it is taken."""
-        sums = [self.norm, self.checksums.sums, self.checksums.is_finite]
+        sums = [self.norm, *self.change.arrays, self.checksums.sums, self.checksums.is_finite]
         return [self.numbers_N, *self.arrays.values(), *self.optimizer.values(), *sums]
 
 
@@ -57,15 +75,28 @@ class Versions:
     def propose(self, gradient_N: mx.array, step: int) -> Proposal:
         """What a gradient in `layout` would make. Changes nothing, so that it can be built while the device is still
         at work on the gradient."""
-        norm = mx.linalg.norm(gradient_N)
+        norm, before_N = mx.linalg.norm(gradient_N), self._numbers()
         clipped_N = scaled_to_norm(gradient_N, norm, self._settings.max_gradient_norm)
-        numbers_N, optimizer = self._optimizer.propose(self._numbers(), clipped_N, step)
+        numbers_N, optimizer = self._optimizer.propose(before_N, clipped_N, step)
         arrays = self.layout.split(numbers_N)
-        return Proposal(norm=norm, numbers_N=numbers_N, arrays=arrays, optimizer=optimizer, checksums=checksums(arrays))
+        return Proposal(
+            norm=norm,
+            change=_change(before_N, numbers_N),
+            numbers_N=numbers_N,
+            arrays=arrays,
+            optimizer=optimizer,
+            checksums=checksums(arrays, self.adapter.largest_scale),
+        )
 
     def advance(self, proposal: Proposal, step: int) -> None:
-        """Make it the next version. Raises AdapterNotFinite, changing nothing, if its weights are not finite."""
+        """Make it the next version, or only take its moments where it moves no weight.
+
+        Raises AdapterNotFinite, changing nothing, if its weights are not finite.
+        """
         mx.eval(proposal.everything())
+        if not proposal.change.has_moved.item():
+            self._optimizer.restore(proposal.optimizer)
+            return
         adapter = next_version(self.adapter, proposal.arrays, proposal.checksums, step + 1)
         self._good = GoodState(adapter=self.adapter, optimizer=self._optimizer.state())
         self._optimizer.restore(proposal.optimizer)
@@ -99,3 +130,24 @@ class Versions:
         if self._joined is not None and self._joined[0] is self.adapter:
             return self._joined[1]
         return self.layout.join(self.adapter.arrays)
+
+
+def with_change(report: UpdateReport, proposal: Proposal | None) -> UpdateReport:
+    """`report` with how far the update has moved the adapter; unchanged where it was skipped."""
+    if proposal is None or report.skipped is not None:
+        return report
+    change = proposal.change
+    return replace(
+        report,
+        adapter_norm=float(change.adapter_norm.item()),
+        adapter_delta_norm=float(change.delta_norm.item()),
+        has_moved=bool(change.has_moved.item()),
+    )
+
+
+def _change(before_N: mx.array, after_N: mx.array) -> Change:
+    return Change(
+        delta_norm=mx.linalg.norm(after_N - before_N),
+        adapter_norm=mx.linalg.norm(before_N),
+        has_moved=(after_N != before_N).any(),
+    )

@@ -10,7 +10,7 @@ from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
 from parallm.metrics.time_left import Schedule, TimeLeft
 from parallm.metrics.wording import accuracy, duration, number, percent
-from parallm.reports import EvaluationReport, TrainingStatus
+from parallm.reports import EvaluationReport, TrainingStatus, UpdateReport
 
 
 class LinesDisplay:
@@ -79,13 +79,19 @@ def step_line(metrics: StepMetrics, schedule: Schedule | None, time_left: str) -
     parts += _of_training(metrics) if metrics.is_supervised else _of_samples(metrics)
     if update is not None:
         parts += [f"entropy {number(update.entropy)}"] if update.pairs is None else []
-        parts += [f"gradient {number(update.gradient_norm)}", f"version {update.version}"]
+        parts += [f"gradient {number(update.gradient_norm)}", *_of_move(update), f"version {update.version}"]
     if update is None or update.skipped is not None:
         parts.append(f"no update: {'no group had a signal' if update is None else update.skipped}")
     if not metrics.is_supervised:
         parts.append(f"rollout {number(metrics.rollout_tokens_per_second)} tok/s")
     parts += [f"serving {number(metrics.serving_tokens_per_second)} tok/s", duration(metrics.total_seconds), time_left]
     return "  ".join(filter(None, parts))
+
+
+def _of_move(update: UpdateReport) -> list[str]:
+    if update.skipped is not None:
+        return []
+    return [f"moved {number(update.adapter_delta_relative)}" if update.has_moved else "moved nothing"]
 
 
 def _of_samples(metrics: StepMetrics) -> list[str]:

@@ -40,6 +40,7 @@ COLUMNS = (
     Column("KL", "update/kl_to_behaviour", supervised=False),
     Column("entropy", "update/entropy", width=7),
     Column("gradient", "update/gradient_norm"),
+    Column("moved", "update/adapter_delta_relative"),
     Column("length", "completion/length_mean", width=6, supervised=False),
     Column("cut", "completion/truncated_fraction", percent, width=6, supervised=False),
     Column("rollout tok/s", "rollout/tokens_per_second", width=13, supervised=False),
@@ -61,6 +62,7 @@ KEPT_FIRST = (
     "version",
     "gradient",
     "rollout tok/s",
+    "moved",
     "cut",
     "serving tok/s",
 )

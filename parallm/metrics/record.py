@@ -82,6 +82,10 @@ class RunRecorder:
         above the curves, else the prefix. Without `peak_gb` the resident memory of this process counts, which leaves
         out what a GPU holds.
         """
+        for lines in (self._steps, self._samples, self._evaluations):
+            lines.flush()
+            if lines.num_unwritten:
+                logger.warning("%d rows of %s could not be written to the end", lines.num_unwritten, lines.file)
         summary = RunSummary(
             folder=self.folder,
             steps=read_rows(self._steps.file),

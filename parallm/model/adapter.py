@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -51,6 +51,10 @@ class Adapter:
         return {site: self.alphas.get(site, self.alpha) / divisor for site, divisor in divisors.items()}
 
     @property
+    def largest_scale(self) -> float:
+        return max(self.scales.values())
+
+    @property
     def num_parameters(self) -> int:
         return sum(array.size for array in self.arrays.values())
 
@@ -78,13 +82,13 @@ def make_adapter(
 
     `ranks` and `alphas` are those of sites that differ from `rank` and `alpha`, `checksums` those of float32 `arrays`,
     where they are known. Raises AdapterError if there is no site, if a site lacks an array, or if an array is not of
-    its rank, AdapterNotFinite if one holds NaN or infinity.
+    its rank, AdapterNotFinite if one holds NaN or infinity, or would with its scale.
     """
     single = {key: arrays[key].astype(mx.float32) for key in sorted(arrays)}
     targets = tuple(sorted({key.rpartition(".")[0] for key in single if key != REWARD_HEAD}))
     check_arrays(targets, single, {site: ranks.get(site, rank) for site in targets})
     mx.eval(single)
-    return Adapter(
+    made = Adapter(
         name=name,
         version=version,
         parent=parent,
@@ -97,13 +101,14 @@ def make_adapter(
         dropout=float(dropout),
         targets=targets,
         arrays=MappingProxyType(single),
-        digest=arrays_digest(single, checksums),
+        digest="",
     )
+    return replace(made, digest=arrays_digest(single, made.largest_scale, checksums))
 
 
 def next_version(adapter: Adapter, arrays: Mapping[str, mx.array], checksums: Checksums, step: int) -> Adapter:
     """The version after `adapter`, of the same form, with the arrays that `step` steps have made. Raises
-    AdapterNotFinite if one holds NaN or infinity."""
+    AdapterNotFinite if one holds NaN or infinity, or would with its scale."""
     return make_adapter(
         arrays,
         name=adapter.name,

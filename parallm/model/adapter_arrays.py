@@ -19,6 +19,7 @@ class Checksums:
     sums: mx.array
     """(2,) uint32."""
     is_finite: mx.array
+    """Also times the largest scale of the adapter, and in bfloat16."""
 
 
 def check_arrays(targets: tuple[str, ...], arrays: Mapping[str, mx.array], ranks: Mapping[str, int]) -> None:
@@ -52,8 +53,8 @@ def _check_site(site: str, arrays: Mapping[str, mx.array], rank: int) -> None:
         raise AdapterError(f"{site} has {b.shape[1]} outputs and magnitudes m of shape {m.shape}")
 
 
-def checksums(arrays: Mapping[str, mx.array]) -> Checksums:
-    """Of all values in the order of the names. Not evaluated.
+def checksums(arrays: Mapping[str, mx.array], scale: float = 1.0) -> Checksums:
+    """Of all values in the order of the names; `scale` is the largest of the adapter's. Not evaluated.
 
     They are worked out where the arrays are: reading them all would move them out of a GPU's memory. Each is the sum
     modulo 2^32 of MurmurHash3's finalizer (https://github.com/aappleby/smhasher) over a value's bits and place.
@@ -62,26 +63,36 @@ def checksums(arrays: Mapping[str, mx.array]) -> Checksums:
     values_N = mx.concatenate([arrays[name].reshape(-1).astype(mx.float32) for name in sorted(arrays)])
     places_N = mx.arange(values_N.size, dtype=mx.uint32)
     sums = mx.stack([_mixed(values_N.view(mx.uint32) ^ (places_N * factor)).sum() for factor in _FACTORS])
-    return Checksums(sums=sums, is_finite=mx.isfinite(values_N).all())
+    return Checksums(sums=sums, is_finite=_are_finite(values_N, scale).all())
 
 
-def arrays_digest(arrays: Mapping[str, mx.array], found: Checksums | None = None) -> str:
+def arrays_digest(arrays: Mapping[str, mx.array], scale: float = 1.0, found: Checksums | None = None) -> str:
     """SHA-256 over the names, the shapes and the checksums of `arrays`, which are `found` if they are known.
 
-    Raises AdapterNotFinite, naming an array, if one holds NaN or infinity. Every version passes here when it is made,
-    so none that holds such values is ever trained on or served.
+    Raises AdapterNotFinite, naming an array, if one holds NaN or infinity, or values that the adapter's largest `scale`
+    makes infinite. Every version passes here when it is made, so none that holds such values is ever trained on or
+    served: rows of several versions share products, in which an infinite factor would reach the others.
     """
-    found = found or checksums(arrays)
+    found = found or checksums(arrays, scale)
     mx.eval(found.sums, found.is_finite)
     names = sorted(arrays)
     if not found.is_finite.item():
-        broken = next(name for name in names if not mx.isfinite(arrays[name]).all().item())
+        broken = next(name for name in names if not _are_finite(arrays[name], scale).all().item())
+        if mx.isfinite(arrays[broken]).all().item():
+            raise AdapterNotFinite(
+                f"{broken} times the adapter's largest scale {scale:g} is more than float32 and bfloat16 hold (3.4e38)"
+            )
         raise AdapterNotFinite(f"{broken} holds values that are not finite; take an earlier version of the adapter")
     shapes = [(name, arrays[name].shape) for name in names]
     return hashlib.sha256(f"{shapes} {found.sums.tolist()}".encode()).hexdigest()
 
 
 _FACTORS = (0x9E3779B1, 0x85EBCA77)
+
+
+def _are_finite(values: mx.array, scale: float) -> mx.array:
+    # 1%: bfloat16 rounds to infinity a little below the largest float32
+    return mx.isfinite(values * (1.01 * max(scale, 1.0)))
 
 
 def _mixed(bits_N: mx.array) -> mx.array:

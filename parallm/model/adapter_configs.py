@@ -1,6 +1,7 @@
-"""What the config files of mlx-lm's and PEFT's adapters say."""
+"""Config files of mlx-lm's and PEFT's adapters as they are written; `stored_configs` reads them."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -45,8 +46,14 @@ def evened(adapter: Adapter, rank: int, scale: float) -> dict[str, mx.array]:
     return arrays
 
 
-def peft_config(adapter: Adapter, base_name: str) -> dict[str, Any]:
-    found = None if outside_layers(adapter.targets) else layered_names(adapter.targets)
+def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) -> dict[str, Any]:
+    """`modules` are the names of the sites in the file."""
+    targets = list(modules.values())
+    # beside a text model there may be others, whose layers have the same names
+    is_wrapped = any("language_model" in target.split(".") for target in targets)
+    found = None if is_wrapped or outside_layers(targets) else layered_names(targets)
+    ranks = {modules[site]: rank for site, rank in adapter.ranks.items()}
+    alphas = {modules[site]: _whole(alpha) for site, alpha in adapter.alphas.items()}
     is_reward_model = REWARD_HEAD in adapter.arrays
     return {
         "peft_type": "LORA",
@@ -54,10 +61,10 @@ def peft_config(adapter: Adapter, base_name: str) -> dict[str, Any]:
         "base_model_name_or_path": base_name,
         "r": adapter.rank,
         "lora_alpha": _whole(adapter.alpha),
-        "rank_pattern": to_pattern(adapter.ranks, adapter.targets),
-        "alpha_pattern": {key: _whole(alpha) for key, alpha in to_pattern(adapter.alphas, adapter.targets).items()},
+        "rank_pattern": to_pattern(ranks, targets),
+        "alpha_pattern": to_pattern(alphas, targets),
         "lora_dropout": adapter.dropout,
-        "target_modules": list(found.names if found else adapter.targets),
+        "target_modules": list(found.names) if found else targets,
         "layers_to_transform": list(found.layers) if found else None,
         "layers_pattern": "layers" if found else None,
         "use_rslora": adapter.rslora,

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from parallm.errors import AdapterError, UnknownModel
 from parallm.model.adapter import Adapter
 from parallm.model_names import check_name, is_number, latest_of, of_alias, plain, versioned
-from parallm.types import BASE, LATEST, POLICY, AdapterCard
+from parallm.types import BASE, BEST, LATEST, POLICY, AdapterCard
 
 Key = tuple[str, int]
 """Name and version."""
+RESERVED = {BASE, LATEST, BEST}
+"""Names that no adapter can have: trainers and rollouts ask for them."""
 
 
 class AdapterTable:
@@ -29,7 +31,7 @@ class AdapterTable:
         if keep < 1:
             raise AdapterError(f"the adapter table keeps {keep} versions; at least 1 is needed to serve")
         for name in policies:
-            check_name(name, taken={BASE, LATEST})
+            check_name(name, taken=RESERVED)
         self._keep = keep
         self.policies = policies
         self._view = _View()  # swapped whole, so that other threads never see a half-made change
@@ -51,7 +53,7 @@ class AdapterTable:
                     f"{adapter.name} is at version {highest}; publish version {highest + 1} or above, "
                     f"not {adapter.version}"
                 )
-            check_name(adapter.name, taken=set(self._view.aliases) | {BASE, LATEST})
+            check_name(adapter.name, taken=RESERVED | set(self._view.aliases))
             entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
             newest_versions = self._view.newest | {adapter.name: adapter.version}
             served = self._view.served | ({adapter.name: adapter.version} if serve else {})
@@ -206,7 +208,10 @@ class AdapterTable:
         if key in view.unloaded:
             raise UnknownModel(f"{name}@{number} was unloaded; there are {self._names(view)}")
         if key in self._dropped:
-            raise UnknownModel(f"{name}@{number} was dropped to bound memory; there are {self._names(view)}")
+            raise UnknownModel(
+                f"{name}@{number} was dropped: the newest {self._keep} versions stay, and those that an alias, a split "
+                f"or a request uses; there are {self._names(view)}"
+            )
         if name in self.policies and int(number) == 0:
             return None
         raise UnknownModel(f"no version {name}@{number}; there are {self._names(view)}")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -10,9 +11,12 @@ from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd
 from parallm.errors import InvalidRequest
 from parallm.model.chat_output import OutputFormat
 from parallm.model.chat_template import ChatTemplate
+from parallm.model.control_tokens import ControlTokens
 from parallm.model.grammar import GrammarCompiler
 from parallm.types import Grammar, Message
 
+TEXTS_BY_MODEL = frozenset({"content", "reasoning_content"})
+"""Of a turn of the assistant."""
 REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
 
 
@@ -28,6 +32,8 @@ class ChatTokenizer:
         self.template = ChatTemplate(self._tokenizer)
         self.output = OutputFormat(wrapper)
         self._hidden = self._hidden_tokens()
+        self._controls = ControlTokens(self._tokenizer, self.output.marks)
+        self._texts: dict[int, str] = {}  # of single tokens: an answer with log-probs asks for the same ones again
         self._grammars = GrammarCompiler(
             self._tokenizer,
             self.eos_token_ids,
@@ -40,16 +46,25 @@ class ChatTokenizer:
         """Names that the chat template reads and a client may set."""
         return self.template.variables if self.has_chat_template else frozenset()
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of plain text, with the special tokens that the tokenizer adds by itself."""
-        return tuple(self._tokenizer.encode(text))
+    @cached_property
+    def longest_token(self) -> int:
+        """No token stands for more characters. As bytes of a byte-level vocabulary count, it may be fewer."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
+        """Token ids of plain text.
+
+        `add_special`: with the special tokens that the tokenizer adds by itself. `parse_special`: texts of control
+        tokens become the tokens.
+        """
+        return self._controls.encode(text if parse_special else self._controls.guarded(text), add_special=add_special)
 
     def encode_more(self, text: str) -> tuple[int, ...]:
         """Token ids of text that follows other text: nothing is added to it."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        return self.encode(text, add_special=False)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of the chat template with the generation prompt.
+        """Token ids of the chat template with the generation prompt. Control tokens in the messages are text.
 
         A model without a template gets the messages' contents joined by newlines. Raises InvalidRequest where the
         template refuses the messages.
@@ -58,10 +73,14 @@ class ChatTokenizer:
         return self.encode_more(text) if self.has_chat_template else self.encode(text)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The text that `encode_chat` encodes. Raises InvalidRequest where the template refuses the messages."""
+        """What `encode_more` makes the tokens of `encode_chat` of; it may hold marks of `ControlTokens`.
+
+        Raises InvalidRequest where the template refuses the messages.
+        """
+        turns = self._guarded([{"role": message.role, "content": message.content} for message in messages])
         if not self.has_chat_template:
-            return "\n".join(message.content for message in messages) + "\n"
-        return self.template.render([{"role": message.role, "content": message.content} for message in messages])
+            return "\n".join(str(turn["content"]) for turn in turns) + "\n"
+        return self.template.render(turns)
 
     def encode_prompt(
         self,
@@ -73,11 +92,16 @@ class ChatTokenizer:
     ) -> ChatPrompt:
         """A chat in the template's own terms: each turn has `role`, `content` and what else the template reads.
 
-        Raises InvalidRequest where the template refuses it or does not know tools or a variable.
+        Control tokens in what is given are text. Raises InvalidRequest where the template refuses it or does not know
+        tools or a variable.
         """
+        guarded = self._guarded(turns)
         if not self.has_chat_template:
-            return ChatPrompt(tokens=self.encode(_joined(turns, tools, variables, end)))
-        text = self.template.render(turns, tools=tools, variables=variables, end=end)
+            return ChatPrompt(tokens=self.encode(_joined(guarded, tools, variables, end)))
+        tools = self._controls.guarded(tools)
+        if variables:
+            variables = {name: self._controls.guarded(value) for name, value in variables.items()}
+        text = self.template.render(guarded, tools=tools, variables=variables, end=end)
         if end == "unfinished":
             in_reasoning = self.output.opens_reasoning(str(turns[-1]["content"]))
         else:
@@ -109,6 +133,16 @@ class ChatTokenizer:
         ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
         return tuple(tokens[: ends[0] + 1]) if ends else (*tokens, self._tokenizer.eos_token_id)
 
+    def _guarded(self, turns: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
+        """`turns` with their texts guarded; those of the model may hold the marks of its reasoning and its calls."""
+        if not self._controls.may_be_in([value for turn in turns for value in turn.values()]):
+            return turns
+        by_model = [TEXTS_BY_MODEL if turn.get("role") == "assistant" else frozenset() for turn in turns]
+        return [
+            {key: self._controls.guarded(value, by_model=key in keys) for key, value in turn.items()}
+            for turn, keys in zip(turns, by_model, strict=True)
+        ]
+
     def _rendered(self, messages: Sequence[Message], answer: str | None) -> str:
         if not self.has_chat_template:
             return "" if answer is None else answer
@@ -118,7 +152,10 @@ class ChatTokenizer:
 
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens shown."""
-        return str(self._tokenizer.decode([token]))
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = str(self._tokenizer.decode([token]))
+        return text
 
     def _hidden_tokens(self) -> frozenset[int] | None:
         """Tokens without text, for a model some of whose marks are special tokens; None where all of these are hidden.

@@ -65,7 +65,7 @@ class OutputFormat:
         try:
             parsed = self._parsed(text, [dict(tool) for tool in tools])
             return [_tool_call(item) for item in (parsed if isinstance(parsed, list) else [parsed])]
-        except ValueError:
+        except (ValueError, RecursionError):  # Python's json gives up on deep nesting with the latter
             return []
 
     def _parsed(self, text: str, tools: list[dict[str, object]]) -> Any:

@@ -24,6 +24,7 @@ from mlx_lm.utils import dequantize_model, make_shards, quantize_model, save_con
 from parallm.errors import AdapterError, ModelError
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import write_arrays
+from parallm.model.precision import cast
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def fuse(
         weight = layers[site].weight
         layers[site].weight = merged_weight(weight, adapter, site).astype(weight.dtype if dtype is None else dtype)
     if dtype is not None:
-        base.set_dtype(dtype)
+        cast(base, dtype)
     plain = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
     described = with_dtype(plain, str(layers[adapter.targets[0]].weight.dtype).removeprefix("mlx.core."))
     return described if quantization is None else _quantize(base, described, quantization)

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +19,6 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     StrictDataclassError,
 )
-from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model, load_tokenizer
 
 from parallm.errors import ModelError
@@ -28,7 +28,8 @@ from parallm.model.chat import ChatTokenizer
 from parallm.model.cuda import on_cuda
 from parallm.model.fingerprint import fingerprint
 from parallm.model.lora import Binding
-from parallm.model.quantized import arrange_quantized
+from parallm.model.precision import cast, choose_dtype
+from parallm.model.quantized import arrange_quantized, check_experts
 from parallm.model.rotary import install_rotary
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch, find_trunk
@@ -40,7 +41,10 @@ logger = logging.getLogger(__name__)
 NANO = Path(__file__).parent / "nano"
 LONGEST_REASON = 500  # characters of an error of the libraries, which may list every tensor
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
-LONGEST_DEFAULT_CONTEXT = 8192  # models claim up to a million tokens; more than this is asked for by engine.max_context
+UNBOUNDED = sys.maxsize
+"""Positions of a model whose config.json names no limit, such as a recurrent one."""
+ROPE_WITHIN = ("default", "su", "longrope", "llama3")
+"""Ways to scale rotary positions that max_position_embeddings already counts in."""
 
 
 def load_shared_model(settings: ModelSettings) -> SharedModel:
@@ -59,14 +63,15 @@ def share_model(
     """Freeze and evaluate a model of mlx-lm, and put LoRA sites on it. `config` is that of its config.json.
 
     Raises AdapterError for targets that the model does not have, ModelError for a way to keep quantized weights of a
-    model that has none.
+    model that has none, and for a model that cannot compute on this device.
     """
-    dtype = _dtype(settings.dtype, base)
-    base.set_dtype(dtype)
+    model_type = _model_type(config)
+    dtype = choose_dtype(settings.dtype, base)
+    check_experts(base, settings.quantized, dtype, model_type)
+    cast(base, dtype)
     sha256 = fingerprint(base)  # of what is stored, however it is kept here
     arrange_quantized(base, settings.quantized, dtype)
-    base.freeze()
-    base.eval()
+    _freeze(base, settings.path, model_type)
     install_attention(base)
     install_swiglu(base)
     install_rotary(base)
@@ -75,23 +80,29 @@ def share_model(
     mx.eval(base.parameters())
     owner, name = find_trunk(base)
     text_config = config.get("text_config", config)
-    model_type = str(config.get("model_type", "unknown"))
     model = SharedModel(
         name=settings.path,
+        model_type=model_type,
         base=base,
+        dtype=dtype,
         sha256=sha256,
         binding=binding,
         sites=sites,
         tokenizer=tokenizer,
         vocabulary_size=int(text_config.get("vocab_size") or base.args.vocab_size),
-        max_context=_max_context(text_config),
+        max_context=max_positions(text_config),
         trunk_owner=owner,
         trunk_name=name,
         joined=(),
         groups=(),
         batches_exactly=can_batch(base, model_type),
     )
-    return _with_joined(_checked_split(model, model_type))
+    try:
+        return _with_joined(_checked_split(model, model_type))
+    except (RuntimeError, ValueError) as error:  # MLX reports operations that a device lacks through these
+        raise ModelError(
+            f"model.path={settings.path}: {model_type} cannot compute a first token here: {_reason(error)}"
+        ) from error
 
 
 def check_local(path: str) -> None:
@@ -141,6 +152,13 @@ def load_base(folder: Path, path: str) -> tuple[nn.Module, dict[str, Any]]:
         raise ModelError(f"model.path={path}: {folder} cannot be loaded: {_reason(error)}") from error
 
 
+def read_model_type(path: str) -> str:
+    """The architecture of a model of mlx-lm, by its config.json alone. Raises ModelError."""
+    folder = find_folder(path)
+    _check_complete(folder, path)
+    return _model_type(json.loads((folder / "config.json").read_text()))
+
+
 def _check_complete(folder: Path, path: str) -> None:
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path={path}: {folder} has no config.json; it must be a Hugging Face model folder")
@@ -162,6 +180,17 @@ def _load_tokenizer(folder: Path, config: dict[str, Any]) -> ChatTokenizer:
         return ChatTokenizer(load_tokenizer(folder, eos_token_ids=_as_list(config.get("eos_token_id"))))
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {_reason(error)}") from error
+
+
+def _freeze(base: nn.Module, path: str, model_type: str) -> None:
+    try:
+        base.freeze()
+    except AttributeError as error:  # of a class that never calls the constructor of nn.Module
+        raise ModelError(
+            f"model.path={path}: mlx-lm's class of {model_type} cannot be frozen ({_reason(error)}), so no adapter can "
+            "be trained beside it; choose a base of another architecture"
+        ) from error
+    base.eval()
 
 
 def _with_joined(model: SharedModel) -> SharedModel:
@@ -191,22 +220,19 @@ def _splits_exactly(model: SharedModel, tokens_1T: mx.array, whole_TV: mx.array)
     return bool(mx.array_equal(whole_TV, split_TV))
 
 
-def _dtype(wanted: str, base: nn.Module) -> mx.Dtype:
-    if wanted != "auto":
-        return getattr(mx, wanted)  # the settings allow only names of dtypes
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    # bfloat16 products run at 7 GFLOP/s on a CPU, float32 ones at 200
-    return mx.float32 if on_cpu else _stored_dtype(base)
+def max_positions(config: Mapping[str, Any]) -> int:
+    """Positions that the model knows: those it was trained for, times what its rotary scaling stretches them by."""
+    known = next((int(config[key]) for key in CONTEXT_KEYS if config.get(key)), UNBOUNDED)
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if known == UNBOUNDED or kind in ROPE_WITHIN:
+        return known
+    trained = int(scaling.get("original_max_position_embeddings") or known)
+    return max(known, int(trained * float(scaling.get("factor") or 1)))
 
 
-def _stored_dtype(base: nn.Module) -> mx.Dtype:
-    norms = [p for _, p in tree_flatten(base.parameters()) if mx.issubdtype(p.dtype, mx.floating)]
-    return norms[0].dtype
-
-
-def _max_context(config: dict[str, Any]) -> int:
-    """Positions that the model has, under the name that its architecture uses."""
-    return next((int(config[key]) for key in CONTEXT_KEYS if config.get(key)), LONGEST_DEFAULT_CONTEXT)
+def _model_type(config: Mapping[str, Any]) -> str:
+    return str(config.get("model_type", "unknown"))
 
 
 def _as_list(tokens: int | list[int] | None) -> list[int] | None:

@@ -9,6 +9,8 @@ import mlx.core as mx
 
 from parallm.model.exponentials import clipped_exp
 
+LOWEST = float(mx.finfo(mx.float32).min)
+
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
@@ -37,8 +39,9 @@ class Softmax:
         return mx.take_along_axis(self.scaled_NV, tokens_NK, axis=-1) - self.logsumexp_N[:, None]
 
     def entropies(self) -> mx.array:
-        """In nats, (N,)."""
-        weighted_N = (self.exponentials_NV * self.scaled_NV).sum(axis=-1)
+        """In nats, (N,). A logit of minus infinity adds nothing."""
+        finite_NV = mx.maximum(self.scaled_NV, LOWEST)  # 0 x -inf would be NaN
+        weighted_N = (self.exponentials_NV * finite_NV).sum(axis=-1)
         return self.logsumexp_N - weighted_N / self.sums_N
 
 

@@ -13,11 +13,12 @@ from typing import Literal
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import dequantize_model
 
 from parallm.device.memory import free_memory
 from parallm.errors import ModelError
+from parallm.model.precision import cast
 
 UNPACKED_SHARE = 0.5
 """Of the free memory: what unpacked weights may take where nobody has chosen."""
@@ -30,17 +31,27 @@ def arrange_quantized(base: nn.Module, choice: Choice, dtype: mx.Dtype) -> None:
 
     Raises ModelError for a choice other than `auto` where nothing is quantized.
     """
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    needed = unpacked_bytes(base, dtype)
-    if choice != "auto" and not needed:
+    if choice != "auto" and not unpacked_bytes(base, dtype):
         raise ModelError(f"model.quantized={choice}: no layer of this model is quantized; leave the setting out")
-    fits = needed <= UNPACKED_SHARE * free_memory()
-    if choice == "unpacked" or (choice == "auto" and on_cpu and fits):
+    if _unpacks(base, choice, dtype):
         dequantize_model(base)
-        base.set_dtype(dtype)  # formats whose scales are no floats are unpacked into bfloat16
-    elif on_cpu:
+        cast(base, dtype)  # formats whose scales are no floats are unpacked into bfloat16
+    elif _on_cpu():
         own = [(name, _unpacking(module)) for name, module in base.named_modules() if type(module) in UNPACKING]
         base.update_modules(tree_unflatten(own))
+
+
+def check_experts(base: nn.Module, choice: Choice, dtype: mx.Dtype, model_type: str) -> None:
+    """Raise ModelError for a mixture whose experts MLX cannot multiply in `dtype` here. Evaluates nothing."""
+    if dtype == mx.float32 or not _on_cpu():
+        return
+    kinds = (SwitchLinear, QuantizedSwitchLinear) if _unpacks(base, choice, dtype) else SwitchLinear
+    if any(isinstance(module, kinds) for module in base.modules()):
+        name = str(dtype).removeprefix("mlx.core.")
+        raise ModelError(
+            f"model.dtype={name}: {model_type} has experts, which MLX multiplies only in float32 on a CPU; "
+            "set model.dtype=float32"
+        )
 
 
 def unpacked_bytes(base: nn.Module, dtype: mx.Dtype) -> int:
@@ -74,6 +85,16 @@ UNPACKING: dict[type[nn.Module], type[nn.Module]] = {
     nn.QuantizedLinear: UnpackingLinear,
     nn.QuantizedEmbedding: UnpackingEmbedding,
 }
+
+
+def _unpacks(base: nn.Module, choice: Choice, dtype: mx.Dtype) -> bool:
+    """Whether the weights of quantized layers are written out; true also where there are none to keep packed."""
+    fits = unpacked_bytes(base, dtype) <= UNPACKED_SHARE * free_memory()
+    return choice == "unpacked" or (choice == "auto" and _on_cpu() and fits)
+
+
+def _on_cpu() -> bool:
+    return mx.default_device() == mx.Device(mx.cpu)
 
 
 def _unpacking(layer: nn.Module) -> nn.Module:

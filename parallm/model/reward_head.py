@@ -56,7 +56,7 @@ def read_reward_model(folder: Path, model: SharedModel) -> Adapter:
             f"(sha256 {here[:12]}), which this run loads; its scores would mean nothing. Set model.path and "
             "model.dtype to those of its run, or train a reward model on this base with learner=reward_model"
         )
-    adapter = read_adapter(folder, model.sites)
+    adapter = read_adapter(folder, model.sites, model_type=model.model_type)
     if not is_reward_model(adapter):
         raise AdapterError(
             f"the adapter in {folder} is no reward model: it has no {REWARD_HEAD}; train one with learner=reward_model"

@@ -12,22 +12,25 @@ LayerRange = Annotated[str, Field(pattern=r"^(all|\d+-\d+)$")]
 
 @settings
 class LoraSettings:
-    rank: Rank = 16
-    """Rank of the adapter's product; more can learn more and costs more memory."""
+    """A key that is null is as `model.adapter` has it, and in a new adapter as its docstring says."""
+
+    rank: Rank | None = None
+    """Rank of the adapter's product; more can learn more and costs more memory; null: 16."""
     ranks: dict[str, Rank] = Field(default_factory=dict)
     """Another rank for the layers whose path ends with a name, e.g. {q_proj: 8}; the longest name that fits counts."""
-    alpha: float = Field(default=32.0, gt=0)
-    """The adapter's product is scaled by alpha / rank."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead, so that a higher rank does not learn more slowly."""
-    dora: bool = False
-    """Train the length of each output's weights apart from their direction."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the inputs of an adapter that each update drops."""
-    targets: str | tuple[str, ...] = "all-linear"
-    """`all-linear` (all but embedding, head, routers and experts), or names of linear layers, e.g. [q_proj, v_proj]."""
-    layers: int | tuple[int, ...] | LayerRange = "all"
-    """Which layers of the model have targets: `all`, a number (the last so many), a list, or a range such as 8-15."""
+    alpha: float | None = Field(default=None, gt=0)
+    """The adapter's product is scaled by alpha / rank; null: 32."""
+    rslora: bool | None = None
+    """Scale by alpha / sqrt(rank) instead, so that a higher rank does not learn more slowly; null: false."""
+    dora: bool | None = None
+    """Train the length of each output's weights apart from their direction; null: false."""
+    dropout: float | None = Field(default=None, ge=0, lt=1)
+    """Share of the inputs of an adapter that each update drops, also of a given adapter; null: as it has it, else 0."""
+    targets: str | tuple[str, ...] | None = None
+    """`all-linear` (all but embedding, head, routers and experts), or names of linear layers, e.g. [q_proj, v_proj];
+    null: all-linear."""
+    layers: int | tuple[int, ...] | LayerRange | None = None
+    """Layers that have targets: `all`, a number of last ones, a list, or a range such as 8-15; null: all."""
 
 
 @settings

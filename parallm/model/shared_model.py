@@ -32,7 +32,11 @@ class SharedModel:
     """Frozen base arrays, tokenizer and LoRA sites. Built by `model.load`, changed by nobody."""
 
     name: str
+    model_type: str
+    """Of config.json: the architecture."""
     base: nn.Module
+    dtype: mx.Dtype
+    """The floating type of the base, in which it computes; see `precision.cast` for the few arrays of another one."""
     sha256: str
     """The base's fingerprint; see `fingerprint.py`."""
     binding: Binding
@@ -78,12 +82,6 @@ class SharedModel:
         """An empty cache for one row in mlx-lm's own classes; `PlainCache` where rows can be batched."""
         cache: list[Any] = make_prompt_cache(self.base)
         return [PlainCache() for _ in cache] if self.batches_exactly else cache
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The floating type of the base's unquantized arrays."""
-        dtypes = (array.dtype for _, array in tree_flatten(self.base.parameters()))
-        return next(dtype for dtype in dtypes if mx.issubdtype(dtype, mx.floating))
 
     @property
     def num_layers(self) -> int:

@@ -46,13 +46,3 @@ def to_pattern(values: Mapping[str, Value], targets: Sequence[str]) -> dict[str,
         alike = all(values.get(other) == value for other in targets if other.endswith(f".{ending}"))
         pattern[ending if alike else site] = value
     return pattern
-
-
-def from_pattern(pattern: Mapping[str, Value], targets: Sequence[str]) -> dict[str, Value]:
-    """What PEFT makes of a rank_pattern or alpha_pattern: the first expression that matches the end of a path."""
-    values: dict[str, Value] = {}
-    for site in targets:
-        key = next((key for key in pattern if re.match(rf"(.*\.)?({key})$", site)), None)
-        if key is not None:
-            values[site] = pattern[key]
-    return values

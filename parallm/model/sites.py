@@ -1,6 +1,7 @@
 """Which linear layers of a base become LoRA sites, and of which rank."""
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,14 +12,18 @@ from parallm.errors import AdapterError
 from parallm.model.lora import Binding, LoraLinear
 from parallm.model.settings import LoraSettings
 
-ROUTERS = {"gate", "router"}
+logger = logging.getLogger(__name__)
+
+EXPERTS = SwitchLinear | QuantizedSwitchLinear
+ROUTERS = frozenset({"gate", "router"})
 """How mlx-lm's models call what chooses experts; `gate_proj` and `shared_expert_gate` are other layers."""
 
 
 def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> dict[str, tuple[int, int]]:
     """Wrap the linear layers of `base` that `settings` chooses. Returns site -> (inputs, outputs).
 
-    Raises AdapterError naming the targets that no linear layer of the model has, or the layers that it does not have.
+    Warns where the experts of a mixture stay without LoRA. Raises AdapterError naming the targets that no linear layer
+    of the model has, or the layers that it does not have.
     """
     layer_of = {id(module): index for index, layer in enumerate(base.layers) for module in layer.modules()}
     linears = {
@@ -26,32 +31,37 @@ def install_sites(base: nn.Module, settings: LoraSettings, binding: Binding) -> 
         for name, module in base.named_modules()
         if isinstance(module, nn.Linear | nn.QuantizedLinear) and id(module) in layer_of  # neither embedding nor head
     }
-    layers = _layers(settings.layers, len(base.layers))
-    if settings.targets == "all-linear":
+    layers = _layers("all" if settings.layers is None else settings.layers, len(base.layers))
+    if settings.targets in (None, "all-linear"):
         # as PEFT's all-linear with transformers 5; beside frozen experts an adapted router could only reshuffle them
         targeted = sorted(linears.keys() - _routers(base, linears))
     else:
-        targeted = _named(linears, settings.targets)
+        targeted = _named(linears, settings.targets, _experts(base))
     chosen = [name for name in targeted if layer_of[id(linears[name])] in layers]
     if not chosen:
         raise AdapterError(
-            f"model.lora.targets={settings.targets} and model.lora.layers={settings.layers} have no layer in common; "
-            f"targets are, for example, {targeted[0]}"
+            f"model.lora.targets={settings.targets or 'all-linear'} and model.lora.layers={settings.layers} have no "
+            f"layer in common; targets are, for example, {targeted[0]}"
         )
     wrapped = [(name, LoraLinear(linears[name], name, binding)) for name in chosen]
     base.update_modules(tree_unflatten(wrapped))
+    if experts := _experts(base):
+        logger.warning(
+            "LoRA sites are %d linear layers, without the experts of this mixture (%d layers such as %s)",
+            *(len(chosen), len(experts), experts[0]),
+        )
     return {name: _linear_shape(linears[name]) for name in chosen}
 
 
-def site_ranks(sites: Iterable[str], settings: LoraSettings) -> dict[str, int]:
-    """The sites whose rank is not `settings.rank`. Raises AdapterError for a name in `ranks` that fits no site."""
-    fitting = {site: [name for name in settings.ranks if _is_end(name, site)] for site in sites}
+def site_ranks(sites: Iterable[str], ranks: Mapping[str, int], rank: int) -> dict[str, int]:
+    """The sites for which `ranks` has another rank than `rank`. Raises AdapterError for a name that fits no site."""
+    fitting = {site: [name for name in ranks if _is_end(name, site)] for site in sites}
     used = {name for names in fitting.values() for name in names}
-    if unused := sorted(settings.ranks.keys() - used):
+    if unused := sorted(ranks.keys() - used):
         known = sorted({site.rsplit(".", 1)[-1] for site in fitting})
         raise AdapterError(f"model.lora.ranks: {unused} are no targets of this run; choices: {known}")
-    ranks = {site: settings.ranks[max(names, key=len)] for site, names in fitting.items() if names}
-    return {site: rank for site, rank in ranks.items() if rank != settings.rank}
+    of_sites = {site: ranks[max(names, key=len)] for site, names in fitting.items() if names}
+    return {site: own for site, own in of_sites.items() if own != rank}
 
 
 class InputRecorder:
@@ -96,18 +106,28 @@ def _routers(base: nn.Module, linears: Mapping[str, nn.Module]) -> set[str]:
     with_experts = {
         id(module)
         for layer in base.layers
-        if any(isinstance(module, SwitchLinear | QuantizedSwitchLinear) for module in layer.modules())
+        if any(isinstance(module, EXPERTS) for module in layer.modules())
         for module in layer.modules()
     }
     return {name for name, linear in linears.items() if ROUTERS & set(name.split(".")) and id(linear) in with_experts}
 
 
-def _named(linears: Mapping[str, nn.Module], targets: str | tuple[str, ...]) -> list[str]:
+def _experts(base: nn.Module) -> list[str]:
+    """The layers that hold a matrix for each expert."""
+    return sorted(name for name, module in base.named_modules() if isinstance(module, EXPERTS))
+
+
+def _named(linears: Mapping[str, nn.Module], targets: str | tuple[str, ...], experts: Sequence[str]) -> list[str]:
     wanted = (targets,) if isinstance(targets, str) else targets
     chosen = [name for name in linears if any(_is_end(w, name) for w in wanted)]
     missing = [w for w in wanted if not any(_is_end(w, name) for name in chosen)]
     if missing or not chosen:
         known = sorted({name.rsplit(".", 1)[-1] for name in linears})
+        if expert := next((w for w in missing if any(_is_end(w, name) for name in experts)), None):
+            raise AdapterError(
+                f"model.lora.targets: {expert} names experts of a mixture, which get no LoRA here; choices: all-linear "
+                f"or of {known}"
+            )
         raise AdapterError(
             f"model.lora.targets: the model has no linear layer {missing}; choices: all-linear or of {known}"
         )

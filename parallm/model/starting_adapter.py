@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,52 +12,71 @@ from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.model.dora import initial_magnitudes
 from parallm.model.lora import initial_arrays
-from parallm.model.settings import ModelSettings
+from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.site_names import to_pattern
 from parallm.model.sites import site_ranks
 from parallm.seeds import mix
 from parallm.types import POLICY
 
+RANK, ALPHA = 16, 32.0
 
-def starting_adapter(settings: ModelSettings, model: SharedModel, seed: int, name: str = POLICY) -> Adapter:
-    """The given adapter, or version 0 of a new one. Raises AdapterError if the given one is not of the run's form."""
-    if settings.adapter is not None:
-        found = read_adapter(Path(settings.adapter), model.sites, rank=settings.lora.rank, name=name)
-        _check_form(found, settings, model)
-        return found if found.version > 0 else dataclasses.replace(found, version=1)
-    lora = settings.lora
-    ranks = site_ranks(model.sites, lora)
-    arrays = initial_arrays(model.sites, lora.rank, mx.random.key(mix(seed, 0)), ranks=ranks)
+
+def starting_adapter(
+    settings: ModelSettings, model: SharedModel, seed: int, *, name: str = POLICY, is_trained: bool = True
+) -> Adapter:
+    """The given adapter, or version 0 of a new one.
+
+    What `model.lora` says of the form counts for a new adapter. A given one has a form, and is trained with the dropout
+    of `model.lora`, if there is one. Raises AdapterError, with one line for each key, if it is not of the form that is
+    asked for.
+    """
+    if settings.adapter is None:
+        return _new_adapter(settings.lora, model, seed, name)
+    found = read_adapter(Path(settings.adapter), model.sites, model_type=model.model_type, name=name)
+    if wrong := [*_contradictions(found, settings.lora, model, is_trained=is_trained)]:
+        raise AdapterError("\n".join(f"the adapter in {settings.adapter} {line}" for line in wrong))
+    dropout = found.dropout if settings.lora.dropout is None else settings.lora.dropout
+    return dataclasses.replace(found, version=max(1, found.version), dropout=dropout)
+
+
+def _new_adapter(lora: LoraSettings, model: SharedModel, seed: int, name: str) -> Adapter:
+    rank = lora.rank or RANK
+    ranks = site_ranks(model.sites, lora.ranks, rank)
+    arrays = initial_arrays(model.sites, rank, mx.random.key(mix(seed, 0)), ranks=ranks)
     if lora.dora:
         arrays |= initial_magnitudes(model)
     return make_adapter(
         arrays,
         name=name,
         version=0,
-        rank=lora.rank,
-        alpha=lora.alpha,
+        rank=rank,
+        alpha=lora.alpha or ALPHA,
         ranks=ranks,
-        rslora=lora.rslora,
-        dropout=lora.dropout,
+        rslora=bool(lora.rslora),
+        dropout=lora.dropout or 0.0,
     )
 
 
-def _check_form(found: Adapter, settings: ModelSettings, model: SharedModel) -> None:
-    """Raise AdapterError unless the adapter is of the form that `model.lora` describes."""
-    for name, theirs, ours in (
-        ("dora", found.is_dora, settings.lora.dora),
-        ("rslora", found.rslora, settings.lora.rslora),
+def _contradictions(found: Adapter, lora: LoraSettings, model: SharedModel, *, is_trained: bool) -> Iterator[str]:
+    for key, theirs, ours in (
+        ("rank", found.rank, lora.rank),
+        ("alpha", found.alpha, lora.alpha),
+        ("rslora", found.rslora, lora.rslora),
+        ("dora", found.is_dora, lora.dora),
     ):
-        if theirs != ours:
-            raise AdapterError(
-                f"the adapter in {settings.adapter} has {name} {theirs}, the run {ours}; "
-                f"set model.lora.{name}={str(theirs).lower()}"
+        if ours is not None and ours != theirs:
+            yield (
+                f"has {key} {theirs}, the run {ours}; set model.lora.{key}={str(theirs).lower()}, or leave "
+                f"model.lora.{key} out"
             )
-    ranks = {site: rank for site, rank in site_ranks(model.sites, settings.lora).items() if site in found.targets}
-    if dict(found.ranks) != ranks:
+    ranks = site_ranks(model.sites, lora.ranks, found.rank)
+    if lora.ranks and dict(found.ranks) != {site: rank for site, rank in ranks.items() if site in found.targets}:
         pattern = json.dumps(to_pattern(found.ranks, found.targets)).replace('"', "")
-        raise AdapterError(
-            f"the ranks of the adapter in {settings.adapter} are not those of model.lora.ranks; set "
-            f"'model.lora.ranks={pattern}'"
+        yield f"has other ranks than model.lora.ranks; set 'model.lora.ranks={pattern}', or leave model.lora.ranks out"
+    missing = sorted(model.sites.keys() - set(found.targets))
+    if is_trained and missing and (lora.targets, lora.layers) != (None, None):
+        yield (
+            f"adapts {len(found.targets)} layers, model.lora.targets and model.lora.layers choose {len(model.sites)}, "
+            f"such as {missing[0]}; leave both out, or choose its layers"
         )

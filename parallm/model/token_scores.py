@@ -12,7 +12,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from parallm.model.cuda import Kernel, kernel, on_cuda
-from parallm.model.logprobs import Softmax, softmax_of
+from parallm.model.logprobs import LOWEST, Softmax, softmax_of
 
 
 class TokenScores(Protocol):
@@ -54,7 +54,7 @@ class _PlainScores:
 
 def _entropy_gradient(softmax: Softmax, gradient_N: mx.array) -> mx.array:
     """Gradient of each row's entropy with respect to its scaled logits, -p (log p + entropy), times `gradient_N`."""
-    logprobs_NV = softmax.scaled_NV - softmax.logsumexp_N[:, None]
+    logprobs_NV = mx.maximum(softmax.scaled_NV - softmax.logsumexp_N[:, None], LOWEST)
     surprise_NV = logprobs_NV + softmax.entropies()[:, None]
     return -gradient_N[:, None] * softmax.probabilities() * surprise_NV
 

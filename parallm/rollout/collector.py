@@ -13,7 +13,7 @@ from parallm.rollout.functions import prompt_of
 from parallm.rollout.ledger import Ledger
 from parallm.rollout.problem_stream import Stream
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.scoring import log_faults
+from parallm.rollout.scoring import NO_TOKENS, FaultLog
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.shaping import loss_mask, shape
 from parallm.rollout.stage import GenerateAll, ScoredEpisode, Stage
@@ -37,6 +37,10 @@ class Collection:
     @property
     def with_signal(self) -> tuple[TrajectoryGroup, ...]:
         return tuple(group for group in self.sampled if group.has_signal)
+
+    def to_train(self, *, needs_all: bool) -> tuple[TrajectoryGroup, ...]:
+        """The groups with signal, or with `needs_all` every group of which something was scored."""
+        return tuple(group for group in self.sampled if group.trajectories) if needs_all else self.with_signal
 
     @property
     def num_tokens(self) -> int:
@@ -75,16 +79,19 @@ class Collector:
             score_seconds=settings.score_seconds,
             reward_model=reward_model,
         )
+        self.stream = stream
         self.ledger = Ledger(stream)
         self.curriculum = Curriculum(self.ledger, settings.curriculum, seed)
         self._settings = settings
         self._seed = seed
+        self._fault_log = FaultLog()
 
     async def collect(self, step: int, model: str) -> Collection:
         """Sample `problems_per_step` groups; where too few of them have signal, replace the others.
 
         Groups without signal (all rewards equal) teach nothing: https://arxiv.org/abs/2503.14476, dynamic sampling.
-        Raises what generating raises; an environment's faults are counted and logged.
+        Where nothing at all could be scored, others would not be either. Raises what generating raises; an
+        environment's faults are counted and logged.
         """
         began = time.perf_counter()
         wanted = self._settings.problems_per_step
@@ -93,7 +100,8 @@ class Collector:
         groups = list(first)
         for _ in range(self._settings.refill_rounds):
             num_with_signal = sum(group.has_signal for group in groups)
-            if num_with_signal >= wanted * self._settings.refill_below:
+            is_scored = any(group.trajectories for group in groups)
+            if num_with_signal >= wanted * self._settings.refill_below or not is_scored:
                 break
             problems, more = self._draw(wanted - num_with_signal, step)
             skipped += more
@@ -124,7 +132,7 @@ class Collector:
         requests = [self._request(problem, step, first_place + place, model) for place, problem in enumerate(problems)]
         rows = await self._stage.play(problems, requests)
         groups = [self._group(*pair) for pair in zip(problems, rows, strict=True)]
-        log_faults(f"step {step + 1}", [(group.problem, fault) for group in groups for fault in group.faulty])
+        self._fault_log.log(f"step {step + 1}", [(group.problem, one) for group in groups for one in group.faulty])
         return groups
 
     def _request(self, problem: Problem, step: int, place: int, model: str) -> GenerationRequest:
@@ -161,7 +169,7 @@ class Collector:
 def fault_of(scored: ScoredEpisode) -> FaultyEpisode | None:
     """Why an episode cannot be trained on: its score's fault, or that nothing was sampled."""
     if scored.score.fault is None and not scored.episode.tokens:
-        return FaultyEpisode(kind="no_tokens", detail="the engine has sampled nothing", text="", tokens=())
+        return FaultyEpisode(kind=NO_TOKENS, detail="the engine has sampled nothing", text="", tokens=())
     return scored.score.fault
 
 

@@ -5,10 +5,14 @@ import ctypes
 import inspect
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
+
+MAX_LINES = 40
+"""Lines of a traceback that are kept: the last ones, where the error is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,8 @@ class EnvironmentFault:
 
     kind: str
     detail: str
+    traceback: str = ""
+    """The environment's own part of the traceback, if it raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +118,29 @@ def attempt(function: Callable[[], object]) -> Outcome:
     except TimeIsUp:
         raise
     except BaseException as error:  # noqa: BLE001  sys.exit() in a score must not end the run either
-        return Outcome(fault=EnvironmentFault("raised", repr(error)))
+        return Outcome(fault=_raised(error))
 
 
 async def settle(awaitable: Any) -> Outcome:
     try:
         return Outcome(value=await awaitable)
     except (Exception, SystemExit) as error:  # noqa: BLE001  an environment may raise anything
-        return Outcome(fault=EnvironmentFault("raised", repr(error)))
+        return Outcome(fault=_raised(error))
+
+
+def _raised(error: BaseException) -> EnvironmentFault:
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, frames)).rstrip().splitlines()
+    return EnvironmentFault("raised", _shown(error), "\n".join(lines[-MAX_LINES:]))
+
+
+def _shown(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # noqa: BLE001  its class is the environment's, too
+        return f"{type(error).__name__}, whose repr raises"
 
 
 def interrupt(thread: threading.Thread) -> None:

@@ -1,7 +1,7 @@
 """What a version does on held-out problems: greedy accuracy, rewards, and pass@k of samples."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from parallm.environment.environment import AnyEnvironment, environment_of
@@ -10,7 +10,7 @@ from parallm.reports import EvaluatedCompletion, Evaluation, EvaluationReport
 from parallm.rollout.estimates import mean_estimate, pass_at, share_estimate, support
 from parallm.rollout.functions import prompt_of
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.scoring import REWARD_MODEL, log_faults
+from parallm.rollout.scoring import REWARD_MODEL, FaultLog, refuse_without_scores
 from parallm.rollout.settings import EpisodeSettings
 from parallm.rollout.stage import ScoredEpisode, Stage
 from parallm.seeds import mix
@@ -65,9 +65,13 @@ class Evaluator:
     rollout: EpisodeSettings = EpisodeSettings()
     """For the number of turns and the time limit of a score."""
     reward_model: RewardModel | None = None
+    fault_log: FaultLog = field(default_factory=FaultLog)
 
     async def evaluate(self, step: int, version: int, model: str, progress: Progress) -> Evaluation:
-        """What `model` does on the problems, with the greedy completions."""
+        """What `model` does on the problems, with the greedy completions.
+
+        Raises EnvironmentFailed if not one completion could be scored.
+        """
         outcomes = await self.outcomes(model, progress)
         return Evaluation(report=self.report(outcomes, step, version), completions=outcomes.greedy)
 
@@ -131,7 +135,9 @@ class Evaluator:
         )
         rows = await stage.play(problems, requests)
         scores = [(problem, one.score) for problem, row in zip(problems, rows, strict=True) for one in row]
-        log_faults("evaluation", [(problem, score.fault) for problem, score in scores if score.fault])
+        faults = [(problem, score.fault) for problem, score in scores if score.fault]
+        self.fault_log.log("evaluation", faults)
+        refuse_without_scores("evaluation", [fault for _, fault in faults], len(scores) - len(faults))
         return rows
 
     async def _generated(self, progress: Progress, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:

@@ -1,7 +1,8 @@
 """Problems in a shuffled order that follows from the seed alone: epoch after epoch, each problem once per epoch."""
 
+import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from parallm.environment.environment import AnyEnvironment, Mixed
@@ -19,6 +20,10 @@ class Stream(Protocol):
     cursor: int
     """Problems given so far; written by `take` and by whoever resumes a run."""
 
+    @property
+    def digest(self) -> str:
+        """Digest of the problems and of their order but for the seed: a cursor means the same in equal streams."""
+
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems."""
 
@@ -32,6 +37,10 @@ class ProblemStream:
         self.cursor = 0
         self._epoch = -1  # of `_order`
         self._order: list[int] = []
+
+    @property
+    def digest(self) -> str:
+        return _sha256(map(repr, self._problems))
 
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems."""
@@ -66,6 +75,10 @@ class MixedStream:
         blocks, place = divmod(value, len(self._plan))
         for name, stream in self._streams.items():
             stream.cursor = blocks * self._plan.count(name) + self._plan[:place].count(name)
+
+    @property
+    def digest(self) -> str:
+        return _sha256([*self._plan, *(stream.digest for stream in self._streams.values())])
 
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems."""
@@ -103,3 +116,10 @@ def make_stream(environment: AnyEnvironment, problems: Sequence[Problem], seed: 
             raise ConfigError(f"environment.parts.{name}.weight is less than one draw in {BLOCK}; raise it")
         streams[name] = ProblemStream(own, mix(seed, place))
     return MixedStream(streams, plan)
+
+
+def _sha256(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode(errors="surrogatepass") + b"\n")
+    return digest.hexdigest()

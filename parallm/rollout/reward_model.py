@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from parallm.model.chat import ChatTokenizer
 from parallm.rollout.episode import Episode
-from parallm.rollout.scoring import REWARD_MODEL, Score
+from parallm.rollout.scoring import MAX_REWARD, REWARD_MODEL, Score
 from parallm.types import FaultyEpisode, Prompted
 
 Rate = Callable[[Sequence[Prompted]], Awaitable[list[float]]]
@@ -54,10 +54,11 @@ class RewardModel:
 
     def _with_part(self, episode: Episode, score: Score, value: float) -> Score:
         reward = score.reward + self.weight * value
-        if math.isfinite(reward):
+        if abs(reward) <= MAX_REWARD:
             return Score(parts={**score.parts, REWARD_MODEL: value}, reward=reward)
+        kind = "score_too_large" if math.isfinite(reward) else "score_not_finite"
         detail = f"the reward model's score is {value}"
-        fault = FaultyEpisode(kind="score_not_finite", detail=detail, text=episode.text, tokens=tuple(episode.tokens))
+        fault = FaultyEpisode(kind=kind, detail=detail, text=episode.text, tokens=tuple(episode.tokens))
         return Score(parts={}, reward=math.nan, fault=fault)
 
 

@@ -2,11 +2,13 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from parallm.environment.environment import AnyEnvironment, MultiTurnEnvironment, StatefulEnvironment, environment_of
+from parallm.errors import EnvironmentFailed
 from parallm.rollout.environment_calls import EnvironmentFault, Outcome
 from parallm.rollout.episode import Episode
 from parallm.types import FaultyEpisode, Problem
@@ -16,6 +18,13 @@ logger = logging.getLogger(__name__)
 CORRECT = "correct"
 REWARD_MODEL = "rollout/reward_model"
 """The part of a reward model, which says nothing about right and wrong."""
+MAX_REWARD = 1e9
+"""Of a reward or a part of one, either way. Advantages are float32, and so is the sum of the squares of a gradient,
+which is in proportion to them: beyond it one completion could make that of a whole step infinite."""
+NO_TOKENS = "no_tokens"
+"""The kind of fault of a completion that the engine has sampled nothing for."""
+MAX_TRACEBACKS = 20
+"""Tracebacks of a run in its log: an environment may make up its code as it goes."""
 NUM_SHOWN = 3
 MAX_LETTERS = 2000
 
@@ -30,12 +39,13 @@ class Score:
 
     @property
     def is_correct(self) -> bool:
-        """The part `correct` is 1; where an environment has none, all its parts are."""
+        """The part `correct` is 1; where an environment has none, all its parts are, and there are some."""
         if self.fault is not None:
             return False
         if CORRECT in self.parts:
             return self.parts[CORRECT] == 1
-        return all(part == 1 for name, part in self.parts.items() if name != REWARD_MODEL)
+        own = [part for name, part in self.parts.items() if name != REWARD_MODEL]
+        return bool(own) and all(part == 1 for part in own)
 
 
 def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], object]:
@@ -55,8 +65,9 @@ def to_score(environment: AnyEnvironment, episode: Episode, outcome: Outcome) ->
     parts: dict[str, float] = {}
     fault = episode.fault or outcome.fault or read_parts(outcome.value, parts)
     reward = sum(own.weights.get(name, 0.0) * value for name, value in parts.items())
-    if fault is None and not math.isfinite(reward):
-        fault = EnvironmentFault("not_finite", f"the parts {parts} add up to {reward}")
+    if fault is None and not abs(reward) <= MAX_REWARD:
+        kind = "too_large" if math.isfinite(reward) else "not_finite"
+        fault = EnvironmentFault(kind, f"the parts {parts} add up to {reward}; the limit is {MAX_REWARD:g} either way")
     if fault is None:
         return Score(parts=parts, reward=reward)
     named = FaultyEpisode(
@@ -64,6 +75,7 @@ def to_score(environment: AnyEnvironment, episode: Episode, outcome: Outcome) ->
         detail=fault.detail,
         text=episode.text,
         tokens=tuple(episode.tokens),
+        traceback=fault.traceback,
     )
     return Score(parts={}, reward=math.nan, fault=named)
 
@@ -81,18 +93,54 @@ def read_parts(value: object, parts: dict[str, float]) -> EnvironmentFault | Non
             return EnvironmentFault("malformed", f"the part {name!r} is {part!r:.80}, not a number")
         if not math.isfinite(number):
             return EnvironmentFault("not_finite", f"the part {name!r} is {number}")
+        if abs(number) > MAX_REWARD:
+            return EnvironmentFault(
+                "too_large", f"the part {name!r} is {number}; the limit is {MAX_REWARD:g} either way"
+            )
         parts[str(name)] = number
     return None
 
 
-def log_faults(when: str, faults: Iterable[tuple[Problem, FaultyEpisode]]) -> None:
-    """Name the faults in the log, the first ones of each kind with their texts; `when` is such as `step 3`."""
-    kinds: dict[str, list[tuple[Problem, FaultyEpisode]]] = {}
-    for problem, fault in faults:
-        kinds.setdefault(fault.kind, []).append((problem, fault))
-    for kind, found in kinds.items():
-        for problem, fault in found[:NUM_SHOWN]:
-            text = fault.text if len(fault.text) <= MAX_LETTERS else fault.text[:MAX_LETTERS] + " ..."
-            logger.warning("%s, %s: %s; problem %s, text %r", when, kind, fault.detail, problem.problem_id, text)
-        if len(found) > NUM_SHOWN:
-            logger.warning("%s, %s: %d more completions", when, kind, len(found) - NUM_SHOWN)
+class FaultLog:
+    """Names the faults of a run in its log, and each traceback once."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def log(self, when: str, faults: Iterable[tuple[Problem, FaultyEpisode]]) -> None:
+        """The first faults of each kind with their texts; `when` is such as `step 3`."""
+        kinds: dict[str, list[tuple[Problem, FaultyEpisode]]] = {}
+        for problem, fault in faults:
+            kinds.setdefault(fault.kind, []).append((problem, fault))
+        for kind, found in kinds.items():
+            for problem, fault in found[:NUM_SHOWN]:
+                text = fault.text if len(fault.text) <= MAX_LETTERS else fault.text[:MAX_LETTERS] + " ..."
+                logger.warning("%s, %s: %s; problem %s, text %r", when, kind, fault.detail, problem.problem_id, text)
+            if len(found) > NUM_SHOWN:
+                logger.warning("%s, %s: %d more completions", when, kind, len(found) - NUM_SHOWN)
+            for _, fault in found:
+                self._log_traceback(when, kind, fault)
+
+    def _log_traceback(self, when: str, kind: str, fault: FaultyEpisode) -> None:
+        place = error_place(fault)
+        if place and place not in self._known and len(self._known) < MAX_TRACEBACKS:
+            self._known.add(place)
+            logger.warning("%s, %s, where it was raised first:\n%s", when, kind, fault.traceback)
+
+
+def error_place(fault: FaultyEpisode) -> str:
+    """The frames of a traceback without its message, which may differ from completion to completion."""
+    return "\n".join(line for line in fault.traceback.splitlines() if line.startswith("  "))
+
+
+def refuse_without_scores(when: str, faults: Sequence[FaultyEpisode], num_scored: int) -> None:
+    """Raise EnvironmentFailed, with the first traceback, if an environment has failed at every single completion."""
+    faults = [fault for fault in faults if fault.kind != NO_TOKENS]
+    if num_scored or not faults:
+        return
+    first = next((fault for fault in faults if fault.traceback), faults[0])
+    counts = dict(Counter(fault.kind for fault in faults))
+    raise EnvironmentFailed(
+        f"{when}: not one of {len(faults)} completions could be scored ({counts}); correct the environment. The first: "
+        f"{first.traceback or first.detail}"
+    )

@@ -1,5 +1,6 @@
 """Problems -> scored episodes: generation, the environment's replies between turns, and its scores at the end."""
 
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +15,15 @@ from parallm.environment.environment import (
 from parallm.errors import ContextTooLong
 from parallm.model.chat import ChatTokenizer
 from parallm.model.turns import ASSISTANT, reply_tokens
-from parallm.rollout.environment_calls import EnvironmentCalls, EnvironmentFault, Outcome
+from parallm.rollout.environment_calls import EnvironmentCalls, EnvironmentFault, Outcome, attempt
 from parallm.rollout.episode import Episode
 from parallm.rollout.functions import heard
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import Score, score_call, to_score
 from parallm.seeds import mix
 from parallm.types import Completion, GenerationRequest, Message, Problem
+
+logger = logging.getLogger(__name__)
 
 GenerateAll = Callable[[Sequence[GenerationRequest]], Awaitable[list[list[Completion]]]]
 """`AsyncEngine.generate_all`, or anything like it."""
@@ -97,7 +100,7 @@ class Stage:
             episode
             for row, own in zip(rows, scores, strict=True)
             for episode, score in zip(row, own, strict=True)
-            if score.fault is not None
+            if score.fault is not None and episode.fault is None
         )
         if self._reward_model is not None:
             scores = await self._reward_model.rated(rows, scores)
@@ -107,11 +110,15 @@ class Stage:
         ]
 
     def _begin(self, problem: Problem, request: GenerationRequest, completions: Sequence[Completion]) -> list[Episode]:
-        counterparts = open_episodes(self._environment, problem, len(completions))
+        opened = attempt(partial(open_episodes, self._environment, problem, len(completions)))
+        fault = opened.fault or fault_of_open(opened.value, len(completions))
+        counterparts = [None] * len(completions) if fault is not None else opened.value
         episodes = []
         for completion, counterpart in zip(completions, counterparts, strict=True):
             episode = Episode(problem=problem, request=request, index=completion.index, counterpart=counterpart)
             self._take(episode, completion)
+            if fault is not None:
+                episode.fault, episode.is_over = fault, True
             episodes.append(episode)
         return episodes
 
@@ -185,8 +192,15 @@ class Stage:
 def close_counterparts(episodes: Iterable[Episode]) -> None:
     """End what an environment still does for episodes that will not be scored."""
     for episode in episodes:
-        if episode.counterpart is not None:
-            episode.counterpart.close()
+        if episode.counterpart is not None and (fault := attempt(episode.counterpart.close).fault) is not None:
+            logger.warning("problem %s: closing an episode has failed: %s", episode.problem.problem_id, fault.detail)
+
+
+def fault_of_open(value: object, count: int) -> EnvironmentFault | None:
+    """Anything but a counterpart for each of `count` episodes is `malformed`."""
+    if isinstance(value, Sequence) and len(value) == count:
+        return None
+    return EnvironmentFault("malformed", f"open returned {value!r:.80}, not {count} counterparts")
 
 
 def fault_of_reply(value: object) -> EnvironmentFault | None:
@@ -207,5 +221,13 @@ async def generate_for(
     try:
         return await generate_all(requests)
     except ContextTooLong as error:
-        longest = max(range(len(requests)), key=lambda place: len(requests[place].prompt_tokens))
-        raise ContextTooLong(f"problem {problems[longest].problem_id}: {error}", error.parameter) from error
+        problem, request = max(zip(problems, requests, strict=True), key=lambda pair: len(pair[1].prompt_tokens))
+        if error.limit is None:
+            raise ContextTooLong(f"problem {problem.problem_id}: {error}", error.parameter) from error
+        raise ContextTooLong(
+            f"problem {problem.problem_id}: its prompt has {len(request.prompt_tokens)} tokens, and with "
+            f"rollout.max_tokens={request.sampling.max_tokens} it does not fit the context of {error.limit} tokens; "
+            "lower rollout.max_tokens, leave the problem out, or raise engine.max_context if the model knows more",
+            error.parameter,
+            limit=error.limit,
+        ) from error

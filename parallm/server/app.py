@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
+from parallm.server.body_budget import BodyBudget
 from parallm.server.connection import error_response
 from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
 from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
@@ -41,6 +42,7 @@ from parallm.server.operation.gauges import Gauges
 from parallm.server.operation.keys import StoredKey
 from parallm.server.operation.metered_engine import MeteredEngine
 from parallm.server.operation.meters import Meters
+from parallm.server.operation.origins import Origins
 from parallm.server.operation.roles import ROLES, check_roles
 from parallm.server.operation.routes_operation import operation_routes
 from parallm.server.operation.traces import Traces
@@ -89,6 +91,7 @@ def create_app(
         base_name=base_name,
         policies=policies,
         started=int(time.time()),
+        bodies=BodyBudget(settings.max_body_bytes),
         trajectories=trajectories or {},
         routed=splits.routed,
         device_seconds=device_seconds,
@@ -135,7 +138,8 @@ def create_app(
     for router in routers:
         app.include_router(router)
     _allow_origins(app, settings)
-    app.add_middleware(Front, meters=meters, doors=doors)  # added last, so it is outermost
+    origins = Origins(settings, has_keys=bool(keys))
+    app.add_middleware(Front, meters=meters, doors=doors, origins=origins)  # added last, so it is outermost
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)

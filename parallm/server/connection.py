@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -10,32 +11,77 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from parallm.server.failures import BodyTooLarge, DeadlineExceeded, Draining, Failure
+from parallm.server.failures import BodyTooLarge, BodyTooSlow, DeadlineExceeded, Draining, Failure
 from parallm.server.operation.request_context import RequestContext, current_request
 from parallm.server.parse import parse_body
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
+from parallm.server.worker_pool import SECONDS_A_BYTE, SECONDS_ON_LOOP
+
+BODY_SECONDS = 20.0
+LEAST_BYTES_A_SECOND = 4096
+"""A connection is held for a slow client, and not for one that stands still."""
 
 Result = TypeVar("Result")
 Body = TypeVar("Body", bound=Wire)
 
 
-async def read_body(http: Request, max_bytes: int, setting: str = "max_body_bytes") -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says."""
+async def read_body(
+    http: Request,
+    max_bytes: int,
+    setting: str = "max_body_bytes",
+    *,
+    grow: Callable[[int], None] = lambda _: None,
+) -> bytes:
+    """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says.
+
+    Raises BodyTooSlow. `grow` gets the number of bytes that are there.
+    """
     body = bytearray()
     too_large = BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
     if max_bytes < announced_bytes(http.headers) < math.inf:
         raise too_large
-    async for chunk in http.stream():
+    async for chunk in timely_chunks(http):
         body += chunk
         if len(body) > max_bytes:
             raise too_large
+        grow(len(body))
     return bytes(body)
 
 
+async def timely_chunks(http: Request) -> AsyncGenerator[bytes, None]:
+    """The body as it comes. Raises BodyTooSlow for less than `LEAST_BYTES_A_SECOND` after the first `BODY_SECONDS`."""
+    stream, num_bytes = aiter(http.stream()), 0
+    ends = asyncio.get_running_loop().time() + BODY_SECONDS
+    while True:
+        try:
+            async with asyncio.timeout_at(ends + num_bytes / LEAST_BYTES_A_SECOND):
+                chunk = await anext(stream, None)
+        except TimeoutError as error:
+            raise BodyTooSlow(
+                f"{num_bytes} bytes of the request body came in time; send at least {LEAST_BYTES_A_SECOND} a second"
+            ) from error
+        if chunk is None:
+            return
+        num_bytes += len(chunk)
+        yield chunk
+
+
+async def received(service: Service, http: Request, read: Callable[[bytes], Result]) -> Result:
+    """What `read` makes of the body: on a thread if it is long, as long as the client waits.
+
+    Raises BodyTooLarge, BodyTooSlow, EngineFull, and what `read` raises.
+    """
+    with service.bodies.reading() as grow:
+        body = await read_body(http, service.settings.max_body_bytes, grow=grow)
+        if len(body) * SECONDS_A_BYTE <= SECONDS_ON_LOOP:
+            return read(body)
+        return await while_connected(http.receive, service.workers.run(partial(read, body)))
+
+
 async def body_of(service: Service, http: Request, schema: type[Body]) -> Body:
-    """The body as `schema`; no body is an empty object. Raises BodyTooLarge, InvalidRequest."""
-    return parse_body(await read_body(http, service.settings.max_body_bytes) or b"{}", schema)
+    """The body as `schema`; no body is an empty object. Raises as `received`, and InvalidRequest."""
+    return await received(service, http, lambda body: parse_body(body or b"{}", schema))
 
 
 def json_response(wire: BaseModel, status: int = 200) -> Response:

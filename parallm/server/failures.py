@@ -11,6 +11,7 @@ from parallm.errors import (
     EngineFull,
     EngineStopped,
     InvalidRequest,
+    NotFinite,
     ParallmError,
     Unavailable,
     UnknownModel,
@@ -25,6 +26,10 @@ class BodyTooLarge(InvalidRequest):
     """The request body is larger than `server.max_body_bytes`."""
 
 
+class BodyTooSlow(ParallmError):
+    """The client sends the request body more slowly than a connection is held for."""
+
+
 class WrongKey(ParallmError):
     """No API key, or one that this server does not know."""
 
@@ -35,6 +40,10 @@ class NotAllowed(ParallmError):
 
 class ForeignOrigin(NotAllowed):
     """A browser sent this for a page of another origin."""
+
+
+class ForeignHost(NotAllowed):
+    """The request calls this server by a name that is not one of its own."""
 
 
 class Draining(ParallmError):
@@ -67,6 +76,8 @@ def failure_of(error: Exception) -> Failure:
             return failure(400, str(error), param=error.parameter, code="context_length_exceeded")
         case InvalidRequest():
             return failure(400, str(error), param=error.parameter, code="invalid_value")
+        case BodyTooSlow():
+            return failure(408, str(error), code="request_timeout", headers={"Connection": "close"})
         case UnknownModel():
             return failure(404, str(error), param="model", code="model_not_found")
         case UnknownTrajectory():
@@ -74,6 +85,9 @@ def failure_of(error: Exception) -> Failure:
         case EngineFull():
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)
+        case NotFinite():
+            # not 5xx: clients would send it again, and get the same
+            return failure(422, str(error), param="model", code="not_finite")
         case EngineStopped():
             return failure(503, str(error), kind="server_error", code="engine_stopped")
         case _:

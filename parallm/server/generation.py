@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from parallm.server.connection import json_response, while_connected
 from parallm.server.merge import merged
 from parallm.server.service import Engine, Service
 from parallm.server.sse import DONE, EventStream, encode_events, failed
+from parallm.server.worker_pool import SECONDS_A_LOGPROB
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
 logger = logging.getLogger(__name__)
@@ -57,11 +59,11 @@ async def respond_whole(service: Service, http: Request, answers: WholeAnswers) 
     requests = answers.head.requests
     completions = await while_connected(http.receive, generate_all(service.engine, requests))
     model = resolved_to(requests[0].model, version_of(completions[0][0]), service.catalog())
-    whole = answers.whole(model, completions)
-    for prompt, group in enumerate(completions):
-        for completion in group:
-            whole = _recorded(answers.head, whole, prompt, completion)
-    return json_response(_echoing(answers, [whole])[0])
+    seconds = _seconds_to_write(completions)
+    whole = await service.workers.run_if_long(partial(answers.whole, model, completions), seconds=seconds)
+    ended = [(prompt, completion) for prompt, group in enumerate(completions) for completion in group]
+    (whole,) = _echoing(answers, [_recorded(answers.head, whole, ended)])
+    return await service.workers.run_if_long(partial(json_response, whole), seconds=seconds)
 
 
 async def respond_stream(service: Service, http: Request, answers: Answers) -> Response:
@@ -149,15 +151,32 @@ def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: 
         name = answers.head.requests[prompt].model
         model = resolved_to(name, version_of(event.completion), service.catalog())
         final = answers.final_chunk(model, prompt, event.completion)
-        chunks.append(_recorded(answers.head, final, prompt, event.completion))
+        chunks.append(_recorded(answers.head, final, [(prompt, event.completion)]))
     return chunks
 
 
-def _recorded(head: Head, answer: BaseModel, prompt: int, completion: Completion) -> BaseModel:
-    """The answer with the trajectory's id, where the client wants one, in the choice of this completion."""
+def _recorded(head: Head, answer: BaseModel, ended: Sequence[tuple[int, Completion]]) -> BaseModel:
+    """The answer with trajectories' ids, where the client wants them, in the choices of these prompts' completions."""
     if head.recorder is None or not isinstance(answer, CompletionAnswer | ChatAnswer | ChatChunk):
         return answer
-    place = head.choice_index(prompt, completion.index)
-    told = {"trajectory_id": head.recorder.record(head.answer_id, prompt, place, completion)}
-    choices = [choice.model_copy(update=told) if choice.index == place else choice for choice in answer.choices]
+    ids: dict[int, str | None] = {}
+    for prompt, completion in ended:
+        place = head.choice_index(prompt, completion.index)
+        ids[place] = head.recorder.record(head.answer_id, prompt, place, completion)
+    choices = [
+        choice.model_copy(update={"trajectory_id": ids[choice.index]}) if choice.index in ids else choice
+        for choice in answer.choices
+    ]
     return answer.model_copy(update={"choices": choices})
+
+
+def _seconds_to_write(completions: Sequence[Sequence[Completion]]) -> float:
+    """An estimate from the number of tokens and of the likely ones beside them."""
+    num_entries = sum(
+        len(one.tokens)
+        + sum(map(len, one.top_logprobs or ()))
+        + sum(1 + len(place.top) for place in one.prompt_logprobs or () if place is not None)
+        for group in completions
+        for one in group
+    )
+    return num_entries * SECONDS_A_LOGPROB

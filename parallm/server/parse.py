@@ -13,6 +13,10 @@ from parallm.server.schemas import Wire
 
 Body = TypeVar("Body", bound=Wire)
 
+MANY = 50_000
+LEAST_BYTES = 16
+"""Of a body for each list in it, and for each object and field, once there are many: prompts and messages have more."""
+
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "allowed_token_ids": (),
@@ -64,6 +68,7 @@ def parse_body(body: bytes, schema: type[Body]) -> Body:
 
 def read_object(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises InvalidRequest."""
+    _check_density(body)
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -71,6 +76,17 @@ def read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest("the request body should be a JSON object")
     return value
+
+
+def _check_density(body: bytes) -> None:
+    """Raises InvalidRequest for a body that is mostly brackets or names: nothing runs while objects are made of it."""
+    for mark in (b"[", b"{", b":"):
+        number = body.count(mark)
+        if number > MANY and number * LEAST_BYTES > len(body):
+            raise InvalidRequest(
+                f"the request body has {number} times {mark.decode()!r} in {len(body)} bytes, the limit is once in "
+                f"{LEAST_BYTES}; send several requests"
+            )
 
 
 def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]] = NEUTRAL) -> Body:

@@ -136,6 +136,10 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts, json_schema_input_type=PromptForms)]
+    add_special_tokens: bool = True
+    """Begin the tokens of a text as the tokenizer begins one by itself."""
+    parse_special: bool | None = None
+    """Whether texts of control tokens in a prompt become the tokens; null: `server.parse_special`."""
     max_tokens: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
     """0 with `echo` or `prompt_logprobs`: nothing is sampled."""
     logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None

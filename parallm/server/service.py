@@ -6,7 +6,9 @@ from typing import Any, Protocol
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus, TrajectoryReport
+from parallm.server.body_budget import BodyBudget
 from parallm.server.settings import ServerSettings
+from parallm.server.worker_pool import WorkerPool
 from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent, TrafficClass
 
 
@@ -118,7 +120,12 @@ class Tokenizer(TokenTexts, Protocol):
         """What a client may set in the chat template."""
         ...
 
-    def encode(self, text: str) -> tuple[int, ...]: ...
+    @property
+    def longest_token(self) -> int:
+        """No token stands for more characters."""
+        ...
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]: ...
     def encode_more(self, text: str) -> tuple[int, ...]:
         """Of text that follows other text."""
         ...
@@ -226,11 +233,13 @@ class Service:
     """Unix seconds."""
     device_seconds: Callable[[], Mapping[str, float]]
     """By kind of work, since the start."""
+    bodies: BodyBudget
     trajectories: Mapping[str, Trajectories] = field(default_factory=dict)
     """By policy, of those that learn from what clients ask for."""
     note_trajectory: Callable[[str, GenerationRequest, Completion], None] = lambda *_: None
     """Told of each trajectory's id."""
     swaps: Callable[[], Mapping[str, int]] = dict
     """How often the bare name of each adapter has come to mean another version."""
+    workers: WorkerPool = field(default_factory=WorkerPool)
     routed: Callable[[Sequence[GenerationRequest]], list[GenerationRequest]] = list
     """The requests of one answer, to the models that a split of their name chooses."""

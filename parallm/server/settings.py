@@ -1,8 +1,9 @@
 """Settings of the HTTP server."""
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from parallm.settings import settings
 
@@ -10,11 +11,18 @@ KeyRole = Literal["inference", "training", "admin"]
 """What a key is good for; each includes those before it. `roles.py` says which route needs which."""
 
 
+def _refuse_number(value: object) -> object:
+    """Names such as `inf` and `12` reach us as numbers, unless they stand in quotes."""
+    if isinstance(value, bool | int | float):
+        raise ValueError("should stand in quotes, since it reads as a number")
+    return value
+
+
 @settings
 class ApiKey:
     """One key. Exactly one of `env`, `file` and `sha256` says where it is: no key stands in a printed config."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    name: Annotated[str, BeforeValidator(_refuse_number)] = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the key in the log; clients never see it."""
     role: KeyRole
     """Rights of the key: `inference` asks for completions, `training` also trains, `admin` also loads adapters."""
@@ -24,6 +32,12 @@ class ApiKey:
     """File with the key; white space around it does not count."""
     sha256: str | None = Field(default=None, pattern=r"^[0-9a-fA-F]{64}$")
     """Digest of the key, as `printf %s KEY | sha256sum` prints it."""
+
+
+def _check_host(name: str) -> str:
+    if not re.fullmatch(r"\*|[A-Za-z0-9._-]+", name):
+        raise ValueError("should be a name without scheme and port, such as llm.example.org, or *")
+    return name
 
 
 @settings
@@ -46,10 +60,18 @@ class ServerSettings:
     """None: every route is open, and the server listens on this machine only unless `control_routes` is false."""
     control_routes: bool = True
     """False refuses every route of the roles training and admin."""
+    allowed_hosts: tuple[Annotated[str, AfterValidator(_check_host)], ...] = ()
+    """Names such as `llm.example.org` by which proxies and other machines call this server; `*` is every name.
+
+    Addresses, `localhost`, `host` and the name of this machine are always its own. Where there are keys and `host` is
+    an address that other machines reach, every name is, as long as none is given here.
+    """
     cors_origins: tuple[str, ...] = ()
     """Origins such as `https://example.org` whose pages may read answers in a browser; `*` is every one."""
     drain_seconds: float = Field(default=20.0, ge=0)
     """How long answers may go on after the signal to end; new requests get 503 meanwhile."""
+    max_connections: int | None = Field(default=None, ge=1)
+    """Open at once. Beyond it those whose clients stand still are closed; null: 1,000, or half of the open files."""
     request_seconds: float | None = Field(default=None, gt=0)
     """Seconds after which an answer must be complete; null: no limit but what a client asks for with
     `x-request-timeout`."""
@@ -73,6 +95,9 @@ class ServerSettings:
     """Most stop strings of a request."""
     default_max_tokens: int = Field(default=512, ge=1)
     """`max_tokens` of requests that name none; less where the context ends before."""
+    """For requests that name no `max_tokens`; less where the context ends before."""
+    parse_special: bool = True
+    """Whether texts of control tokens in raw prompts become the tokens. In the contents of chats they never do."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused before they are read as JSON."""
     max_grammar_bytes: int = Field(default=64 * 1024, ge=1)

@@ -100,9 +100,9 @@ class Divergence:
 
     def _signs_of_update(self, update: UpdateReport) -> list[Sign | None]:
         history, fallen = self._history, self._reward_has_fallen()
-        if len(history.start_entropies) < PATIENCE:
+        if len(history.start_entropies) < PATIENCE and math.isfinite(update.entropy):
             history.start_entropies = [*history.start_entropies, update.entropy]
-        start = fmean(history.start_entropies)
+        start = fmean(history.start_entropies or [math.nan])
         low = min(self._settings.min_entropy, ENTROPY_LEFT * start)
         return [
             self._sign(

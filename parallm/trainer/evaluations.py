@@ -5,7 +5,8 @@ import logging
 import math
 from typing import Any
 
-from parallm.errors import ConfigError, UnknownModel
+from parallm.checkpoint.files import read_score, read_version
+from parallm.errors import AdapterError, ConfigError, EnvironmentFailed, UnknownModel
 from parallm.interrupts import unless
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_table import AdapterTable
@@ -36,6 +37,7 @@ class Evaluations:
         self._parts = parts
         self._settings = settings
         self._best: float | None = None
+        self._best_version: int | None = None  # the newest of equals
         self._since_best = 0  # evaluations in a row that were no better
         self._latest: EvaluationReport | None = None
 
@@ -50,33 +52,49 @@ class Evaluations:
         return 0 < self._settings.patience <= self._since_best
 
     async def evaluate(self, step: int, stopped: asyncio.Event) -> EvaluationReport | None:
-        """Evaluate the newest version, report it, and let the alias `best` mean it if it is better than all before:
-        if its accuracy is higher, or without one the loss of held-out demonstrations lower.
+        """Evaluate the newest version, report it, and let the alias `best` mean it if none was better: if none had a
+        higher accuracy, or without one a lower loss of held-out demonstrations.
 
-        Without an evaluator, or when `stopped` is set before the end, there is no report.
+        Without an evaluator, or when `stopped` is set before the end, there is no report. Raises EnvironmentFailed for
+        one that can score nothing before the first step; later it may be able to again.
         """
         if self._parts.evaluator is None:
             return None
         version = self._parts.learner.adapter.version
         model = of_alias(LATEST, self._parts.policy)
-        found = await unless(
-            stopped, self._parts.evaluator.evaluate(step, version, model, self._parts.display.progress)
-        )
+        try:
+            found = await unless(
+                stopped, self._parts.evaluator.evaluate(step, version, model, self._parts.display.progress)
+            )
+        except EnvironmentFailed as error:
+            if step == 0:
+                raise
+            logger.error("after step %d there is no evaluation, and training goes on: %s", step, error)
+            return None
         if found is None:
             logger.warning("the evaluation after step %d was dropped, since the run is to stop", step)
             return None
         self._latest = report = found.report
         self._parts.recorder.evaluation(report, found.completions)
         self._parts.display.evaluation(report)
-        if version == 0:
-            return report  # the base: neither a version that can be best, nor one that costs patience
-        is_known = math.isfinite(report.score)
-        if is_known and (self._best is None or report.score > self._best):
-            self._best, self._since_best = report.score, 0
-            self._parts.adapters.set_alias(BEST, version, name=self._parts.policy)
-        else:
-            self._since_best += 1
+        self._rank(report)
         return report
+
+    def _rank(self, report: EvaluationReport) -> None:
+        """The base costs no patience before it was trained, and cannot be the best version."""
+        counts = report.version > 0 and math.isfinite(report.score)
+        is_better = counts and (self._best is None or report.score > self._best)
+        if report.step > 0:
+            self._since_best = 0 if is_better else self._since_best + 1
+        if is_better or (counts and report.score == self._best):
+            self._best, self._best_version = report.score, report.version
+            self._mark_best(report.version)
+
+    def _mark_best(self, version: int) -> None:
+        try:
+            self._parts.adapters.set_alias(BEST, version, name=self._parts.policy)
+        except AdapterError as error:
+            logger.error("version %d is the best so far and cannot be called so: %s", version, error)
 
     def score(self, step: int) -> float | None:
         """Score of the evaluation after `step` finished steps, if there was one."""
@@ -84,12 +102,37 @@ class Evaluations:
             return None
         return self._latest.score
 
+    def is_best(self, step: int) -> bool:
+        """Whether the version after `step` finished steps was evaluated, and none before was better."""
+        return self.score(step) is not None and self._parts.learner.adapter.version == self._best_version
+
     def counters(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"best": self._best, "since_best": self._since_best}
+        return {"best": self._best, "best_version": self._best_version, "since_best": self._since_best}
 
     def resume(self, counters: dict[str, Any]) -> None:
-        self._best, self._since_best = counters["best"], int(counters.get("since_best", 0))
+        """Go on with the best version, or, where it was not saved, with the best of those that were."""
+        self._since_best = int(counters.get("since_best", 0))
+        self._best, self._best_version = counters["best"], counters.get("best_version")
+        if self._best_version is None:
+            return
+        if self._parts.adapters.holds(self._parts.policy, self._best_version):
+            self._mark_best(self._best_version)
+            return
+        lost = self._best_version
+        self._best, self._best_version = self._best_saved()
+        logger.warning(
+            "version %d, the best so far, was not saved; %s",
+            lost,
+            "none is the best now" if self._best is None else f"the best is version {self._best_version} now",
+        )
+
+    def _best_saved(self) -> tuple[float | None, int | None]:
+        path = self._parts.checkpoints.best()
+        version = None if path is None else read_version(path)
+        if path is None or version is None or not self._parts.adapters.holds(self._parts.policy, version):
+            return None, None
+        return read_score(path), version
 
 
 def adapter_to_keep(adapters: AdapterTable, policy: str, keep_best: bool) -> Adapter | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from parallm.metrics.json_lines import to_json, write_whole
-from parallm.reports import Culprit, UpdateReport
+from parallm.reports import Culprit, FaultKind, UpdateReport
+from parallm.rollout.scoring import error_place
 from parallm.types import FaultyEpisode, Problem, Trajectory, TrajectoryGroup
 
 MAX_FAULTY = 16
@@ -24,12 +25,17 @@ def write_faults(
     trained: Sequence[TrajectoryGroup],
     sampled: Sequence[TrajectoryGroup],
 ) -> Path | None:
-    """Write the culprits of `update`, which has seen `trained`, and the completions of `sampled` without a reward.
+    """Write the culprits of `update`, which has seen `trained`, what it left out, and the completions of `sampled`
+    without a reward.
 
     Returns the file, None if there is nothing to keep. A disk that refuses costs the file and not the run.
     """
-    rows = [] if update is None else [_culprit(step, update, one, trained[one.group]) for one in update.culprits]
-    rows += [_faulty(step, problem, one) for problem, one in _first_of_each_kind(sampled)]
+    rows = []
+    if update is not None:
+        rows += [_culprit(step, "reward", one, trained[one.group]) for one in update.left_out]
+        rows += [_culprit(step, update.fault, one, trained[one.group]) for one in update.culprits]
+    places: set[str] = set()
+    rows += [_faulty(step, problem, one, places) for problem, one in _first_of_each_kind(sampled)]
     if not rows:
         return None
     file = folder / "faults" / f"step_{step}.jsonl"
@@ -51,12 +57,12 @@ def _first_of_each_kind(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Pro
                 yield group.problem, one
 
 
-def _culprit(step: int, update: UpdateReport, culprit: Culprit, group: TrajectoryGroup) -> dict[str, Any]:
+def _culprit(step: int, fault: FaultKind | None, culprit: Culprit, group: TrajectoryGroup) -> dict[str, Any]:
     """All that is needed to compute it again; what JSON cannot hold is null and stands in `reason`."""
     trajectory: Trajectory = group.trajectories[culprit.index]
     return {
         "step": step,
-        "fault": update.fault,
+        "fault": fault,
         "reason": culprit.reason,
         **_problem(group.problem),
         "index": culprit.index,
@@ -76,12 +82,17 @@ def _culprit(step: int, update: UpdateReport, culprit: Culprit, group: Trajector
     }
 
 
-def _faulty(step: int, problem: Problem, episode: FaultyEpisode) -> dict[str, Any]:
-    """All that is needed to score it again."""
+def _faulty(step: int, problem: Problem, episode: FaultyEpisode, known: set[str]) -> dict[str, Any]:
+    """All that is needed to score it again. Of completions that failed at the same place the first has the traceback;
+    `known` are the places so far."""
+    place = error_place(episode)
+    is_new = bool(place) and place not in known
+    known.add(place)
     return {
         "step": step,
         "fault": episode.kind,
         "reason": episode.detail,
+        **({"traceback": episode.traceback} if is_new else {}),
         **_problem(problem),
         "text": episode.text,
         "tokens": episode.tokens,

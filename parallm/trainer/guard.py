@@ -26,7 +26,8 @@ class Verdict:
 
 
 class Guard:
-    """Counts faults over a run and decides. A fault is a step in which something was not finite.
+    """Counts faults over a run and decides. A fault is a step in which something was not finite; rewards that are not
+    skip a step in which there are no others, and say nothing about the policy.
 
     `trainer.guard.max_skips` faults without a good update between them call for a roll-back. After
     `trainer.guard.max_rollbacks` roll-backs of a run the next one is refused and training stops: what comes back
@@ -42,12 +43,13 @@ class Guard:
         self._idle = 0  # steps that had nothing to learn from
         self._idle_in_row = 0
         self._empty = 0  # completions without a token
+        self._unmoved_in_row = 0  # updates that have moved no weight
 
     def judge(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> Verdict:
         """Take in one step with all of its sampled groups. Call it once a step, in order."""
         # the rules of divergence are about samples and their rewards
         signs = [] if metrics.is_supervised else self._divergence.look(metrics)
-        warnings = [*self._empty_completions(groups), *self._idle_step(metrics.update)]
+        warnings = [*self._empty_completions(groups), *self._idle_step(metrics.update), *self._unmoved(metrics.update)]
         warnings += [sign.text for sign in signs if not sign.stops]
         fatal = next((sign.text for sign in signs if sign.stops), None)
         action, reason = self._after(metrics.update)
@@ -75,6 +77,7 @@ class Guard:
             "idle": self._idle,
             "idle_in_row": self._idle_in_row,
             "empty": self._empty,
+            "unmoved_in_row": self._unmoved_in_row,
             "divergence": self._divergence.counters(),
         }
 
@@ -85,6 +88,7 @@ class Guard:
         self._idle = counters["idle"]
         self._idle_in_row = counters["idle_in_row"]
         self._empty = counters["empty"]
+        self._unmoved_in_row = counters.get("unmoved_in_row", 0)
         self._divergence.resume(counters["divergence"])
 
     def _after(self, update: UpdateReport | None) -> tuple[Action, str]:
@@ -93,8 +97,10 @@ class Guard:
                 self._skipped_in_row = 0
             return "go_on", ""
         self._skipped[update.fault] += 1
-        self._skipped_in_row += 1
         reason = f"nothing was changed: {update.skipped}"
+        if update.fault == "reward":
+            return "skip", reason
+        self._skipped_in_row += 1
         if self._skipped_in_row < self._settings.max_skips:
             return "skip", reason
         in_row = f"{self._skipped_in_row} steps in a row changed nothing, the last one because {update.skipped}"
@@ -123,3 +129,14 @@ class Guard:
             return []  # the step's line says so every time
         why = "every completion of a problem got the same reward" if update is None else update.skipped
         return [f"nothing was trained: {why}"]
+
+    def _unmoved(self, update: UpdateReport | None) -> list[str]:
+        if update is None or update.skipped is not None:
+            return []
+        self._unmoved_in_row = 0 if update.has_moved else self._unmoved_in_row + 1
+        if self._unmoved_in_row != 1:
+            return []  # the step's line says so every time
+        why = "" if update.learning_rate == 0 else ", since its step is too small for float32 beside the weights"
+        return [
+            f"the update has moved no weight at learner.learning_rate={update.learning_rate:g}{why}: no new version"
+        ]

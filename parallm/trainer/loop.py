@@ -5,6 +5,7 @@ from.
 """
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from parallm.trainer.recovery import Recovery
 from parallm.trainer.saving import Saver
 from parallm.trainer.settings import TrainerSettings
 from parallm.types import BEST, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
 
 State = Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "paused", "finished", "failed"]
 
@@ -48,6 +51,7 @@ class Loop(ABC):
         self.pacing = Pacing(self._save_now)
         self._step = 0  # finished steps
         self._version = parts.learner.adapter.version  # that the last finished step has left
+        self._has_updated = False  # in the step that has not finished; its version may be the same
         self.status = TrainingStatus(state="starting", total_steps=settings.steps)
 
     @abstractmethod
@@ -69,9 +73,16 @@ class Loop(ABC):
         """Go on after `state`; the adapter and the optimizer were restored on the device thread already."""
         self._step = self._saver.saved_step = state.step
         self._version = state.version
-        self._evaluations.resume(dict(state.counters))
-        self._publication.resume(state.counters["publication"], BEST)
-        self._guard.resume(state.counters["guard"])
+        counters = dict(state.counters)
+        if not self._parts.facts.draws_as(state.facts):
+            logger.warning("the problems or their order are not those of step %d: they begin anew", state.step)
+        if self._parts.facts.scores_as(state.facts):
+            self._evaluations.resume(counters)
+            self._guard.resume(counters["guard"])
+        else:
+            logger.warning("rewards of other problems are not compared: what is best begins anew")
+            counters["publication"] = {**counters["publication"], "best": None}
+        self._publication.resume(counters["publication"], BEST)
 
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save, and leave."""
@@ -123,7 +134,8 @@ class Loop(ABC):
             raise TrainingStopped(verdict.reason)
         if self._evaluations.is_due(self._step):
             await self._evaluate()
-        if self._saver.is_due(self._step) and not self._is_over():
+        is_kept = self._settings.keep_best and self._evaluations.is_best(self._step)
+        if (self._saver.is_due(self._step) or is_kept) and not self._is_over():
             self._set("saving")
             await self._saver.try_save()
 
@@ -131,13 +143,14 @@ class Loop(ABC):
         return self.was_stopped or self._step >= self._settings.steps or self._evaluations.is_hopeless
 
     async def _update(self, groups: Sequence[TrajectoryGroup], *, max_tokens: int) -> UpdateReport:
-        """Train on `groups` and publish the new version, if there is one."""
+        """Train on `groups` and publish the new version, if there is one: none where no weight has moved."""
         units: Iterator[UpdateReport | None] = self._parts.learner.update(
             groups, step=self._step, max_tokens=max_tokens
         )
         report = await asyncio.wrap_future(self._parts.device.iterate(units))
         assert report is not None, "an update ends with its report"
-        if report.skipped is None:
+        self._has_updated = report.skipped is None
+        if report.skipped is None and report.has_moved:
             self._publication.publish(self._parts.learner.adapter)
         return report
 
@@ -153,7 +166,7 @@ class Loop(ABC):
     def _finish(self, metrics: StepMetrics, sampled: Sequence[TrajectoryGroup] = ()) -> None:
         """Count a step that was judged as finished, and report it."""
         self._step += 1
-        self._version = self._parts.learner.adapter.version
+        self._version, self._has_updated = self._parts.learner.adapter.version, False
         metrics = replace(metrics, guard=self._guard.row())
         self._parts.recorder.step(metrics, sampled)
         self._parts.display.step(metrics)
@@ -180,7 +193,8 @@ class Loop(ABC):
 
     async def _rescue(self) -> None:
         """Save the finished steps, unless the error left a step half done."""
-        if self._saver.saved_step < self._step and self._parts.learner.adapter.version == self._version:
+        is_between = self._parts.learner.adapter.version == self._version and not self._has_updated
+        if self._saver.saved_step < self._step and is_between:
             self._set("saving")
             await self._saver.rescue()
 
@@ -201,6 +215,7 @@ class Loop(ABC):
             groups=(),  # what was sampled ahead is sampled again: its problems are the first that are drawn
             score=self._evaluations.score(self._step),
             fingerprint=self._parts.fingerprint,
+            facts=self._parts.facts,
         )
 
     def _served(self) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from parallm.checkpoint.manager import CheckpointManager
+from parallm.checkpoint.run_facts import RunFacts
 from parallm.checkpoint.state import Fingerprint
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
@@ -29,6 +30,7 @@ class Parts:
     evaluator: Evaluator | PairEvaluator | DemonstrationEvaluator | None
     checkpoints: CheckpointManager
     fingerprint: Fingerprint
+    facts: RunFacts
     recorder: RunRecorder
     display: Display
 

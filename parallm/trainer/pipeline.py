@@ -19,6 +19,7 @@ class Batch:
     """What one step trains on."""
 
     collection: Collection
+    trained: tuple[TrajectoryGroup, ...]
     off_policy: OffPolicyReport
 
 
@@ -33,13 +34,22 @@ class Pipeline:
     """
 
     def __init__(
-        self, collector: Collector, version: Callable[[], int], *, policy: str, limit: int, num_steps: int
+        self,
+        collector: Collector,
+        version: Callable[[], int],
+        *,
+        policy: str,
+        limit: int,
+        num_steps: int,
+        needs_all_groups: bool = False,
     ) -> None:
+        """`needs_all_groups`: train on groups without signal, too."""
         self._collector = collector
         self._version = version  # the learner's present one
         self._model = of_alias(LATEST, policy)
         self._limit = limit
         self._num_steps = num_steps
+        self._needs_all = needs_all_groups
         self._tasks: dict[int, asyncio.Task[Collection]] = {}
 
     async def take(self, step: int) -> Batch:
@@ -65,12 +75,14 @@ class Pipeline:
     async def _fresh(self, step: int, collection: Collection) -> Batch:
         """The batch without groups that are too old, which are sampled anew with the present version."""
         version = self._version()
-        stale = [group for group in collection.with_signal if is_stale(group, version, self._limit)]
+        trained = collection.to_train(needs_all=self._needs_all)
+        stale = [group for group in trained if is_stale(group, version, self._limit)]
         if stale:
             logger.warning("step %d: %d groups are too old for version %d", step + 1, len(stale), version)
             anew = await self._collector.again(stale, step, len(collection.sampled), self._model)
             collection = _replaced(collection, dict(zip(map(id, stale), anew, strict=True)))
-        return Batch(collection=collection, off_policy=off_policy_report(collection.with_signal, version, len(stale)))
+            trained = collection.to_train(needs_all=self._needs_all)
+        return Batch(collection=collection, trained=trained, off_policy=off_policy_report(trained, version, len(stale)))
 
 
 def _replaced(collection: Collection, by_identity: dict[int, TrajectoryGroup]) -> Collection:

@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 class Publication:
     """With `trainer.publish_if=always` each version is served at once. With `evaluation` it waits for one.
 
-    That a version is finite is checked where it is made, in `make_adapter`. Requests that run finish on the version
-    they began with, whatever happens here.
+    A version that an operator has promoted stays until an operator promotes the newest one. That a version is finite is
+    checked where it is made, in `make_adapter`. Requests that run finish on the version they began with, whatever
+    happens here.
     """
 
     def __init__(self, adapters: AdapterTable, policy: str, settings: TrainerSettings) -> None:
@@ -29,8 +30,8 @@ class Publication:
         self._waits = settings.publish_if == "evaluation"
         self._margin = settings.publish_margin
         self._best: float | None = None
-        started = adapters.resolve(policy)
-        self._served = 0 if started is None else started.version  # what clients get; 0 is the base
+        self._served = _version(adapters.resolve(policy))  # what was given out here to be served; 0 is the base
+        self._was_held = False
 
     def publish(self, adapter: Adapter) -> None:
         """Give out a version that an update has made."""
@@ -45,8 +46,7 @@ class Publication:
 
     def roll_back(self, adapter: Adapter) -> None:
         """Give out `adapter`, whose weights are the last good ones; clients get it if they got its bad successor."""
-        newest = self._adapters.resolve(of_alias(LATEST, self._policy))
-        if adapter.version <= (0 if newest is None else newest.version):
+        if adapter.version <= _version(self._adapters.resolve(of_alias(LATEST, self._policy))):
             return  # there was no update to undo
         self._give_out(adapter, serve=self._served > (adapter.parent or 0))
 
@@ -69,9 +69,26 @@ class Publication:
             self._serve_alias(fallback, counters["served"])
 
     def _give_out(self, adapter: Adapter, *, serve: bool) -> None:
+        serve = not self._is_held() and serve
         self._adapters.publish(adapter, serve=serve)
         if serve:
             self._served = adapter.version
+
+    def _is_held(self) -> bool:
+        """Whether clients get what an operator has chosen; the newest version is no choice against newer ones."""
+        served = _version(self._adapters.resolve(self._policy))
+        newest = _version(self._adapters.resolve(of_alias(LATEST, self._policy)))
+        is_held = served not in (self._served, newest)
+        if is_held and not self._was_held:
+            logger.warning(
+                "clients get version %d of %s, as was asked for; newer ones wait until the newest is promoted",
+                served,
+                self._policy,
+            )
+        if not is_held:
+            self._served = served
+        self._was_held = is_held
+        return is_held
 
     def _serve_alias(self, alias: str, wanted: int) -> None:
         try:
@@ -92,8 +109,9 @@ class Publication:
     def _judge(self, report: EvaluationReport) -> None:
         best = report.score if self._best is None else self._best
         if report.score >= best - self._margin:
-            self._adapters.promote(report.version, name=self._policy)
-            self._served = report.version
+            if not self._is_held():
+                self._adapters.promote(report.version, name=self._policy)
+                self._served = report.version
             return
         logger.warning(
             "version %d is not served: its %s, the best was %s (trainer.publish_margin=%g); %s stays %s",
@@ -109,3 +127,7 @@ def _compared(report: EvaluationReport, best: float) -> tuple[str, str]:
     if report.is_of_loss:
         return f"held-out loss is {-report.score:.3f}", f"{-best:.3f}"
     return f"held-out accuracy is {100 * report.score:.1f}%", f"{100 * best:.1f}%"
+
+
+def _version(adapter: Adapter | None) -> int:
+    return 0 if adapter is None else adapter.version

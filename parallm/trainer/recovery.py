@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from parallm.learner.faults import named_culprits
 from parallm.metrics.step import StepMetrics
 from parallm.trainer.fault_files import write_faults
 from parallm.trainer.guard import Guard, Verdict
@@ -32,6 +33,14 @@ class Recovery:
         verdict = self._guard.judge(metrics, sampled)
         for text in verdict.warnings:
             logger.warning("step %d: %s", metrics.step, text)
+        if metrics.update is not None and metrics.update.left_out:
+            left_out = metrics.update.left_out
+            logger.warning(
+                "step %d: %d completions were left out of training, whose rewards float32 cannot hold (%s)",
+                metrics.step,
+                len(left_out),
+                named_culprits(left_out),
+            )
         if metrics.update is not None and metrics.update.fault is not None:
             logger.warning("step %d: %s", metrics.step, verdict.reason)
         folder = self._parts.recorder.folder

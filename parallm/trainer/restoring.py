@@ -5,7 +5,7 @@ import logging
 from pathlib import Path
 
 from parallm.checkpoint.state import TrainingState
-from parallm.errors import AdapterError
+from parallm.errors import AdapterError, CheckpointError
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.trainer.parts import Parts
@@ -17,16 +17,23 @@ logger = logging.getLogger(__name__)
 def restore(parts: Parts, state: TrainingState, *, serve: bool) -> None:
     """Bring back the learner, the newest version, and under its alias the best one that is still on disk.
 
-    Without `serve` the trainer says what clients get. Runs on the device thread.
+    Without `serve` the trainer says what clients get. Raises CheckpointError beside a given adapter of a later version,
+    which a checkpoint that does not say what it began from may meet. Runs on the device thread.
     """
-    newest = dataclasses.replace(state.adapter, name=parts.policy)  # a named checkpoint may be of another policy
+    known = _versions(parts)
+    if max(known, default=0) > state.version:
+        raise CheckpointError(
+            f"model.adapter is version {max(known)} of {parts.policy}, and the checkpoint version {state.version}: "
+            "going on would sample from the former; leave model.adapter out"
+        )
+    # a named checkpoint may be of another policy; how much is dropped is the run's to say
+    newest = dataclasses.replace(state.adapter, name=parts.policy, dropout=parts.learner.adapter.dropout)
     parts.learner.restore(newest, dict(state.optimizer))
     versions = {state.version: newest}
     best = parts.checkpoints.best()
     best_adapter = _best_adapter(best, parts.policy) if best is not None else None
     if best_adapter is not None and 0 < best_adapter.version <= state.version:
         versions.setdefault(best_adapter.version, best_adapter)
-    known = _versions(parts)
     for version in sorted(versions):
         if version > max(known, default=0):
             parts.adapters.publish(versions[version], serve=serve)

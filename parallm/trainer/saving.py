@@ -8,9 +8,9 @@ from pathlib import Path
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.device.thread import DeviceThread
-from parallm.errors import CheckpointError, ParallmError
+from parallm.errors import AdapterError, CheckpointError, ParallmError
 from parallm.model.adapter import Adapter
-from parallm.model.adapter_files import write_mlx, write_peft
+from parallm.model.adapter_files import write_exactly, write_mlx, write_peft
 from parallm.model.reward_head import is_reward_model
 from parallm.model.shared_model import SharedModel
 
@@ -62,14 +62,18 @@ class Saver:
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
     """Write `adapter` in both formats, for use elsewhere; a reward model in the one that knows such.
 
-    Raises CheckpointError if the disk does not take it.
+    PEFT's is left out, with a warning, where transformers' names of the layers are not known. Raises CheckpointError
+    if the disk does not take it.
     """
+    depth = model.num_layers
     try:
         if is_reward_model(adapter):
-            write_peft(adapter, folder / "adapter", model.name, model.sha256)
-        else:
-            write_mlx(adapter, folder / "adapter", num_layers=model.num_layers)
-            write_peft(adapter, folder / "adapter_peft", model.name)
+            write_exactly(adapter, folder / "adapter", num_layers=depth, base_name=model.name, base_sha256=model.sha256)
+            return
+        write_mlx(adapter, folder / "adapter", num_layers=depth)
+        write_peft(adapter, folder / "adapter_peft", model.name, model_type=model.model_type)
+    except AdapterError as error:
+        logger.warning("adapter_peft is left out: %s", error)
     except OSError as error:
         raise CheckpointError(
             f"{folder / 'adapter'} could not be written: {error}; the same adapter is in the last checkpoint"

@@ -74,7 +74,8 @@ class SupervisedTrainer(Loop):
 
     def resume(self, state: TrainingState) -> None:
         super().resume(state)
-        self._cursor = self._demonstrations.stream.cursor = int(state.counters["cursor"])
+        if self._parts.facts.draws_as(state.facts):
+            self._cursor = self._demonstrations.stream.cursor = int(state.counters["cursor"])
 
     async def _one_step(self) -> Verdict:
         began, served = time.perf_counter(), self._served()

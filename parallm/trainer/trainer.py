@@ -6,7 +6,10 @@ from typing import Any
 
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import TrainingStopped
+from parallm.learner.learner import Learner
+from parallm.reports import UpdateReport
 from parallm.rollout.collector import Collection
+from parallm.rollout.scoring import refuse_without_scores
 from parallm.rollout.settings import RolloutSettings
 from parallm.trainer.guard import Verdict
 from parallm.trainer.loop import Loop
@@ -21,6 +24,7 @@ class Trainer(Loop):
 
     def __init__(self, parts: Parts, settings: TrainerSettings, rollout: RolloutSettings, *, save_every: int) -> None:
         super().__init__(parts, settings, compares=parts.learner.adapter.dropout == 0, save_every=save_every)
+        assert isinstance(parts.learner, Learner), "a reward model samples nothing"
         self._rollout = rollout
         self._pipeline = Pipeline(
             parts.collector,
@@ -28,20 +32,24 @@ class Trainer(Loop):
             policy=parts.policy,
             limit=settings.max_off_policy_steps,
             num_steps=settings.steps,
+            needs_all_groups=parts.learner.needs_all_groups,
         )
-        self._idle_steps = 0  # in a row without a group with signal
+        self._idle_steps = 0  # in a row that have changed nothing
+        self._has_scored = False  # whether this process has seen the environment score anything
 
     def resume(self, state: TrainingState) -> None:
         super().resume(state)
-        self._parts.collector.ledger.restore(state.counters)
-        self._parts.collector.curriculum.restore(state.counters)
-        self._idle_steps = int(state.counters["idle_steps"])
+        if self._parts.facts.draws_as(state.facts):
+            self._parts.collector.ledger.restore(state.counters)
+        if self._parts.facts.scores_as(state.facts):
+            self._parts.collector.curriculum.restore(state.counters)
+            self._idle_steps = int(state.counters["idle_steps"])
 
     async def _one_step(self) -> Verdict:
         began, served = time.perf_counter(), self._served()
         self._set("collecting")
         batch = await self._pipeline.take(self._step)
-        collection, groups = batch.collection, batch.collection.with_signal
+        collection, groups = batch.collection, batch.trained
         self._set("updating")
         update_began = time.perf_counter()
         update = await self._update(groups, max_tokens=self._rollout.max_tokens) if groups else None
@@ -55,25 +63,29 @@ class Trainer(Loop):
             served_tokens=self._served() - served,
         )
         verdict = await self._judge(metrics, trained=groups, sampled=collection.sampled)
-        self._account_for(collection)
+        self._account_for(collection, update)
         self._finish(metrics, collection.sampled)
-        self._check_signal(collection)
+        self._check_signal(collection, update)
         return verdict
 
-    def _account_for(self, collection: Collection) -> None:
+    def _account_for(self, collection: Collection, update: UpdateReport | None) -> None:
         """What the present step leaves to later ones, besides a version."""
         self._parts.collector.ledger.settle(self._step)
         self._parts.collector.curriculum.learn(collection.sampled)
-        self._idle_steps = 0 if collection.with_signal else self._idle_steps + 1
+        self._idle_steps = 0 if update is not None and update.skipped is None else self._idle_steps + 1
 
-    def _check_signal(self, collection: Collection) -> None:
+    def _check_signal(self, collection: Collection, update: UpdateReport | None) -> None:
+        """Raise EnvironmentFailed if nothing was ever scored, TrainingStopped after many steps without a lesson."""
+        num_scored = sum(len(group.trajectories) for group in collection.sampled)
+        self._has_scored |= num_scored > 0
+        if not self._has_scored:
+            faults = [one for group in collection.sampled for one in group.faulty]
+            refuse_without_scores(f"step {self._step}", faults, num_scored)
         if self._idle_steps >= self._rollout.max_idle_steps:
-            rewards = sorted({reward for group in collection.sampled for reward in group.rewards})
+            why = _why_idle(collection, num_scored) if update is None else f"nothing was changed: {update.skipped}"
             raise TrainingStopped(
-                f"in {self._idle_steps} steps every completion of a problem got the same reward (the last ones: "
-                f"{rewards[:5]}; faults: {dict(collection.faults)}), so there is nothing to learn from; choose "
-                "problems that the model solves sometimes, raise rollout.group_size or rollout.temperature, or check "
-                "the environment's score"
+                f"in {self._idle_steps} steps there was nothing to learn from (rollout.max_idle_steps). In the last "
+                f"one {why}"
             )
 
     async def _give_up_work_ahead(self) -> None:
@@ -82,3 +94,15 @@ class Trainer(Loop):
     def _counters(self) -> Mapping[str, Any]:
         ledger, curriculum = self._parts.collector.ledger, self._parts.collector.curriculum
         return {"idle_steps": self._idle_steps, **ledger.state(), **curriculum.state()}
+
+
+def _why_idle(collection: Collection, num_scored: int) -> str:
+    failed = f"{sum(collection.faults.values())} completions could not be scored ({dict(collection.faults)})"
+    if not num_scored:
+        return f"{failed}, and there were no others; correct the environment: its tracebacks are in the log"
+    rewards = sorted({reward for group in collection.sampled for reward in group.rewards})
+    return (
+        f"every completion of a problem got the same reward ({rewards[:5]})"
+        f"{f', and {failed}' if collection.faults else ''}; choose problems that the model solves sometimes, raise "
+        "rollout.group_size or rollout.temperature, or check the environment's score"
+    )

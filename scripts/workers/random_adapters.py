@@ -34,7 +34,8 @@ def main(job: Job) -> None:
                 noise = mx.random.normal(array.shape, key=mx.random.key(len(name) + 1000 * place))
                 arrays[name] = noise * (SIZE / math.sqrt(RANK))
         with TemporaryDirectory() as folder:
-            write_peft(make_adapter(arrays, version=1, rank=RANK, alpha=RANK), Path(folder), job.model)
+            adapter = make_adapter(arrays, version=1, rank=RANK, alpha=RANK)
+            write_peft(adapter, Path(folder), job.model, model_type=model.model_type)
             with zipfile.ZipFile(Path(job.trajectories) / f"{place}.zip", "w") as archive:
                 for path in Path(folder).iterdir():
                     archive.write(path, path.name)

@@ -1,5 +1,8 @@
 import asyncio
 import io
+import json
+import shutil
+import tempfile
 import zipfile
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -45,7 +48,7 @@ def folder(device: DeviceThread, model: SharedModel, tmp_path_factory: pytest.Te
         arrays = initial_arrays(model.sites, 2, mx.random.key(1), ranks={})
         made = make_adapter({name: array + 0.25 for name, array in arrays.items()}, version=7, rank=2, alpha=4)
         write_mlx(made, root / "mlx", num_layers=model.num_layers)
-        write_peft(made, root / "peft", "tiny")
+        write_peft(made, root / "peft", "tiny", model_type="llama")
 
     device.call(write).result(60)
     return root
@@ -137,6 +140,87 @@ def test_what_is_no_adapter_of_this_base_changes_nothing(make_store: Make, table
     assert table.cards() == ()
 
 
+@pytest.fixture
+def changed(folder: Path, tmp_path: Path) -> Callable[..., bytes]:
+    """The archive of an adapter with another config, or another first tensor: `changed("peft", lora_alpha=1e39)`."""
+
+    def make(form: str, *, tensor: float | None = None, **config: object) -> bytes:
+        copy = Path(shutil.copytree(folder / form, tmp_path / form, dirs_exist_ok=True))
+        path = copy / "adapter_config.json"
+        values = json.loads(path.read_text())
+        values.get("lora_parameters", values).update(config)
+        path.write_text(json.dumps(values))
+        if tensor is not None:
+            (weights,) = copy.glob("*.safetensors")
+            arrays = dict(mx.load(str(weights)))
+            first = min(arrays)
+            mx.save_safetensors(str(weights), arrays | {first: mx.full(arrays[first].shape, tensor)})
+        return archive_of(copy)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("form", "changes", "reason"),
+    [
+        ("mlx", {"scale": 1e39}, "times the adapter's largest scale 1e.39 is more than float32 and bfloat16 hold"),
+        ("mlx", {"scale": 1e308}, "times the adapter's largest scale inf"),
+        ("mlx", {"scale": float("inf")}, "Infinity is no number of JSON"),
+        ("mlx", {"scale": -1}, r"lora_parameters\.scale in adapter_config\.json is -1"),
+        ("peft", {"lora_alpha": 1e39}, "times the adapter's largest scale 5e.38"),
+        ("peft", {"tensor": 3.3e38}, "times the adapter's largest scale 2"),
+        ("peft", {"tensor": float("nan")}, "holds values that are not finite"),
+        ("peft", {"alpha_pattern": {"q_proj": None}}, "alpha_pattern"),
+        ("peft", {"alpha_pattern": {"q_proj": 1e39}}, "times the adapter's largest scale 5e.38"),
+        ("peft", {"rank_pattern": {"(x?)?" * 50: 16}}, "is an expression that is not read here"),
+        ("peft", {"rank_pattern": {"q_proj": 7}}, "rank 7 needs|expected"),
+    ],
+)
+def test_an_upload_whose_numbers_mean_nothing_is_refused_and_nothing_published(
+    form: str,
+    changes: dict[str, object],
+    reason: str,
+    make_store: Make,
+    table: AdapterTable,
+    changed: Callable[..., bytes],
+) -> None:
+    with pytest.raises(AdapterError, match=reason) as caught:
+        run(make_store().upload("poet", changed(form, **changes)))
+    assert table.cards() == ()
+    assert tempfile.gettempdir() not in str(caught.value)
+
+
+def test_messages_name_no_folder_of_the_server(make_store: Make, folder: Path, changed: Callable[..., bytes]) -> None:
+    (folder / "empty").mkdir(exist_ok=True)
+    (folder / "broken").mkdir(exist_ok=True)
+    (folder / "broken" / "adapter_config.json").write_text("{}")
+    store = make_store()
+    paths = ("", "empty", "nothing", "../x", "mlx@3", "broken", "peft/adapter_config.json", str(folder / "empty"))
+    tries = [store.load("poet", path) for path in paths]
+    tries += [
+        store.upload("poet", content) for content in (b"no archive", changed("mlx", rank=3), changed("peft", r=3))
+    ]
+    for attempt in tries:
+        with pytest.raises(AdapterError) as caught:
+            run(attempt)
+        assert str(folder) not in str(caught.value)
+        assert tempfile.gettempdir() not in str(caught.value)
+
+
+def test_raw_tensors_that_a_scale_makes_infinite_are_refused(
+    make_store: Make, table: AdapterTable, tmp_path: Path
+) -> None:
+    store = make_store()
+    run(store.load("poet", "peft"))
+    before = served(table, "poet")
+    site = before.targets[0]
+    tensor = mx.full(before.arrays[f"{site}.lora_b"].T.shape, 3e38)
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"base_model.model.{site}.lora_B.weight": tensor})
+    with pytest.raises(AdapterError, match="times the adapter's largest scale 2"):
+        run(store.update("poet", (tmp_path / "w.safetensors").read_bytes()))
+    assert served(table, "poet").version == 1
+
+
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a\nb", "poet@1", "base", "latest", "12", "x" * 200])
 def test_names_that_could_mean_something_else_are_refused(make_store: Make, name: str) -> None:
     with pytest.raises(AdapterError, match="cannot be a name"):
@@ -179,3 +263,16 @@ def test_aliases_are_set_and_removed(make_store: Make, table: AdapterTable) -> N
     store.remove_alias("good", "poet")
     with pytest.raises(AdapterError, match="cannot be an alias"):
         store.set_alias("a b", "poet", 1)
+
+
+def test_messages_stay_whole_where_the_root_is_the_present_folder(
+    make_store: Make, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "broken").mkdir(exist_ok=True)
+    (folder / "broken" / "adapter_config.json").write_text("{}")
+    with pytest.raises(
+        AdapterError, match=r"the adapter in broken|adapter_config\.json lacks lora_parameters"
+    ) as caught:
+        run(make_store(root=".").load("poet", "broken"))
+    assert "server.adapters_root" not in str(caught.value)

@@ -1,5 +1,6 @@
 """What FOLDER and FOLDER@VERSION mean."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,18 @@ def test_a_run_without_evaluations_is_its_newest_checkpoint(make_state: MakeStat
     for step in (10, 20):
         manager.save(make_state(step))
     assert find_adapter(str(tmp_path)) == tmp_path / "step_000020" / "adapter"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "deep"])
+def test_a_state_that_is_a_pipe_or_nested_for_ever_is_passed_over(run: Path, kind: str) -> None:
+    state = run / "step_000020" / "state.json"
+    state.unlink()
+    if kind == "pipe":
+        os.mkfifo(state)
+    else:
+        state.write_text("[" * 100_000)
+    assert find_adapter(str(run)) == run / "step_000010" / "adapter"
+    assert find_adapter(f"{run}@30") == run / "step_000030" / "adapter"
 
 
 def test_a_version_of_a_run_is_named_after_an_at(run: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,7 +76,11 @@ def test_a_named_checkpoint_of_another_run_is_loaded(make_state: MakeState, tmp_
     assert loaded.step == 7
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_byte, Path.unlink])
+def nest_deeply(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_byte, nest_deeply, Path.unlink])
 @pytest.mark.parametrize("file", MANIFESTED)
 def test_a_damaged_newest_checkpoint_costs_one_checkpoint(
     make_state: MakeState, damage: Callable[[Path], None], file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -98,12 +103,21 @@ def test_the_warning_names_the_reason(make_state: MakeState, tmp_path: Path, cap
 def test_every_single_flipped_bit_of_the_manifest_is_noticed_or_harmless(make_state: MakeState, tmp_path: Path) -> None:
     path = manager(tmp_path).save(make_state(1)) / "manifest.json"
     content = path.read_bytes()
-    for position in range(0, len(content), 7):
-        path.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
-        try:
-            assert files.read_checkpoint(path.parent).step == 1
-        except CheckpointError:
-            continue
+    overlooked = []
+    for place, bit in product(range(len(content)), range(8)):
+        flipped = content[:place] + bytes([content[place] ^ (1 << bit)]) + content[place + 1 :]
+        path.write_bytes(flipped)
+        if is_read(path.parent) and json.loads(flipped) != json.loads(content):
+            overlooked.append((place, bit))
+    assert overlooked == []
+
+
+def is_read(folder: Path) -> bool:
+    try:
+        files.read_checkpoint(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def test_a_damaged_checkpoint_that_was_named_is_an_error(make_state: MakeState, tmp_path: Path) -> None:
@@ -146,6 +160,22 @@ def test_saving_a_step_again_replaces_it(make_state: MakeState, tmp_path: Path) 
     manager(tmp_path).save(make_state(1))
     path = manager(tmp_path).save(make_state(1, score=0.5))
     assert (files.read_checkpoint(path).score, names(tmp_path)) == (0.5, ["step_000001"])
+
+
+def test_what_could_not_be_removed_of_a_step_does_not_keep_it_from_being_saved_again(
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    checkpoints = manager(tmp_path)
+    with monkeypatch.context() as patch:  # as where another process holds a file of it open on a network disk
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        for score in (0.1, 0.2, 0.3):
+            path = checkpoints.save(make_state(1, score=score))
+    assert ".old-step_000001" in names(tmp_path)
+    assert files.read_checkpoint(path).score == 0.3
+    path = checkpoints.save(make_state(1, score=0.4))
+    assert files.read_checkpoint(path).score == 0.4
+    manager(tmp_path)
+    assert names(tmp_path) == ["step_000001"]
 
 
 def test_the_newest_and_the_best_are_kept(make_state: MakeState, tmp_path: Path) -> None:
@@ -276,6 +306,44 @@ def test_a_really_full_disk_leaves_the_older_checkpoint_whole(
     assert loaded.step == 1
 
 
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, str, int]]:
+    """What the disk is asked for, in order: (fsync, path, bytes at that moment) and (rename, the new path, 0)."""
+    calls: list[tuple[str, str, int]] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recorded_fsync(descriptor: int) -> None:
+        asked = os.fstat(descriptor)
+        (path,) = (path for path in (tmp_path, *tmp_path.rglob("*")) if os.path.samestat(path.stat(), asked))
+        calls.append(("fsync", path.relative_to(tmp_path).as_posix(), 0 if path.is_dir() else asked.st_size))
+        fsync(descriptor)
+
+    def recorded_rename(path: Path, target: Path) -> Path:
+        calls.append(("rename", target.relative_to(tmp_path).as_posix(), 0))
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(Path, "rename", recorded_rename)
+    return calls
+
+
+def test_a_checkpoint_gets_its_name_when_the_disk_has_all_of_it_and_the_disk_has_the_name_afterwards(
+    make_state: MakeState, disk_calls: list[tuple[str, str, int]], tmp_path: Path
+) -> None:
+    """After a power loss there is the old state or the new one, and a save that has returned is on the disk."""
+    checkpoints = manager(tmp_path)
+    for score in (0.1, 0.2):  # the second one replaces the first
+        disk_calls.clear()
+        path = checkpoints.save(make_state(1, score=score))
+        renamed = disk_calls.index(("rename", "step_000001", 0))
+        before = {name: size for kind, name, size in disk_calls[:renamed] if kind == "fsync"}
+        temporary = f".tmp-step_000001-{os.getpid()}"
+        sizes = {f"{temporary}/{file}": (path / file).stat().st_size for file in MANIFESTED}
+        assert before == sizes | {temporary: 0, f"{temporary}/adapter": 0}
+        assert disk_calls[renamed + 1 :] == [("fsync", ".", 0)]
+    assert disk_calls[renamed - 1] == ("rename", ".old-step_000001", 0)
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_with_the_reason(
     make_state: MakeState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -285,6 +353,29 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_the_reason(
     with pytest.raises(CheckpointError, match=r"could not be saved: .*; older checkpoints are unchanged"):
         checkpoints.save(make_state(1))
     tmp_path.unlink()
+
+
+@pytest.mark.parametrize("counters", [{"seeds": {1: 2}}, {"random": object()}], ids=["odd keys", "no JSON"])
+def test_a_statistic_that_cannot_be_written_costs_nothing_but_that_save(
+    make_state: MakeState, counters: dict[str, object], tmp_path: Path
+) -> None:
+    checkpoints = manager(tmp_path)
+    checkpoints.save(make_state(1))
+    with pytest.raises(CheckpointError, match=r"step_000002 could not be saved: .*; older checkpoints are unchanged"):
+        checkpoints.save(dataclasses.replace(make_state(2), counters=counters))
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_arrays_that_cannot_be_computed_cost_nothing_but_that_save(
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 9 bytes")
+
+    monkeypatch.setattr(files, "write_arrays", fail)
+    with pytest.raises(CheckpointError, match=r"could not be saved: .malloc. Unable to allocate 9 bytes; older"):
+        manager(tmp_path).save(make_state(1))
+    assert names(tmp_path) == []
 
 
 SAVE_FOREVER = """

@@ -281,6 +281,23 @@ def test_a_full_queue_refuses_and_leaves_nothing_behind(with_engine: Callable[..
     with_engine(work, max_waiting=3)
 
 
+def test_rollouts_wait_in_whatever_number_and_take_no_place_of_clients(
+    with_engine: Callable[..., None], ask: Ask
+) -> None:
+    async def work(engine: AsyncEngine, _: DeviceThread) -> None:
+        rollouts = [replace(ask(f"r{i}", PROMPT, 5), traffic="rollout") for i in range(40)]
+        sampling = asyncio.create_task(engine.generate_all(rollouts))
+        more = asyncio.create_task(
+            engine.generate_all([replace(one, request_id=f"{one.request_id}b") for one in rollouts])
+        )
+        await asyncio.sleep(0)
+        clients = [ask(f"c{i}", PROMPT, 5) for i in range(3)]
+        assert len(await engine.generate_all(clients)) == 3
+        assert len(await sampling) == len(await more) == 40
+
+    with_engine(work, max_waiting=3)
+
+
 def test_a_failed_step_reaches_its_requests_and_the_next_one_works(
     with_engine: Callable[..., None], ask: Ask, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

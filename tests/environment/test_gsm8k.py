@@ -69,9 +69,10 @@ def test_a_row_that_cannot_be_scored_is_named_by_file_and_line(tmp_path: Path, r
     assert f"{file}, line 2" in str(caught.value)
 
 
-def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ['{"question": ', "[" * 100_000])
+def test_a_line_that_is_not_json_is_named(tmp_path: Path, line: str) -> None:
     file = write(tmp_path / "own.jsonl", ROWS[0])
-    file.write_text(file.read_text(encoding="utf-8") + '\n{"question": ', encoding="utf-8")
+    file.write_text(f"{file.read_text(encoding='utf-8')}\n{line}", encoding="utf-8")
     with pytest.raises(ProblemError, match="line 3: not JSON"):
         Gsm8k(Gsm8kSettings(path=str(file))).problems("train")
 

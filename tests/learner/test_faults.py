@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -65,9 +66,6 @@ def changed(groups: Sequence[TrajectoryGroup], group: int, index: int, /, **valu
 @pytest.mark.parametrize(
     ("place", "values", "fault", "reason"),
     [
-        ((0, 1), {"reward": math.nan}, "reward", "reward nan"),
-        ((1, 0), {"reward": -math.inf}, "reward", "reward -inf"),
-        ((1, 0), {"reward": 1e300}, "reward", "reward 1e+300"),
         ((1, 1), {"logprobs": math.nan}, "behaviour", "the sampled log-prob of token 0 is nan"),
         ((0, 0), {"logprobs": math.inf}, "behaviour", "the sampled log-prob of token 0 is inf"),
         # a ratio whose square is too large for float32, and one that is so itself; bad completions are not clipped
@@ -75,9 +73,6 @@ def changed(groups: Sequence[TrajectoryGroup], group: int, index: int, /, **valu
         ((0, 1), {"logprobs": -300.0}, "loss", "the squared ratio of token 0 is inf"),
     ],
     ids=[
-        "reward nan",
-        "reward inf",
-        "reward of no float32",
         "log-prob nan",
         "log-prob inf",
         "gradient inf",
@@ -107,14 +102,55 @@ def test_what_is_not_finite_changes_nothing_and_is_traced_to_its_trajectory(
     assert learner.adapter.digest == untroubled.adapter.digest
 
 
-def test_a_reward_that_is_not_finite_costs_no_forward_pass(
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"reward": math.nan}, "reward nan"),
+        ({"reward": -math.inf}, "reward -inf"),
+        ({"reward": 1e39}, "reward 1e+39"),
+        ({"token_advantages": (1.0, math.nan, 0.0)}, "its token advantages"),
+    ],
+    ids=["nan", "inf", "no float32", "advantages"],
+)
+@pytest.mark.parametrize("advantage", ["group_mean", "batch_std", "reinforce_pp"])
+def test_a_reward_that_float32_cannot_hold_leaves_out_its_completion_alone(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup], advantage: str, values: dict[str, Any], reason: str
+) -> None:
+    learner, untroubled = make_learner(advantage=advantage), make_learner(advantage=advantage)
+    report = update(learner, changed(groups, 0, 1, **values))
+    assert (report.skipped, report.fault, report.culprits) == (None, None, ())
+    assert [(one.group, one.index, one.reason) for one in report.left_out] == [(0, 1, reason)]
+    first, *others = groups
+    without = replace(first, trajectories=(first.trajectories[0], first.trajectories[2]))
+    assert update(untroubled, [without, *others]).loss == report.loss
+    assert learner.adapter.digest == untroubled.adapter.digest
+
+
+def test_later_faults_are_traced_past_what_was_left_out(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    broken = changed(changed(groups, 0, 1, reward=math.nan), 0, 2, logprobs=math.nan)
+    broken = changed(changed(broken, 1, 0, reward=math.inf), 1, 1, reward=math.inf)
+    report = update(make_learner(), broken)
+    assert report.fault == "behaviour"
+    assert [(one.group, one.index) for one in report.culprits] == [(0, 2)]
+    assert [(one.group, one.index) for one in report.left_out] == [(0, 1), (1, 0), (1, 1)]
+
+
+def test_without_any_reward_nothing_is_computed_and_nothing_changes(
     make_learner: MakeLearner, groups: list[TrajectoryGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(PolicyGradient, "__call__")
-    report = update(make_learner(), changed(groups, 0, 2, reward=math.nan))
+    learner = make_learner()
+    report = update(learner, changed(changed(groups[1:], 0, 0, reward=math.nan), 0, 1, reward=1e39))
     assert report.fault == "reward"
-    assert (report.num_tokens, report.parity.num_tokens) == (0, 0)
+    assert report.skipped == (
+        "no reward is a number that float32 can hold (problem p, completion 0: reward nan; problem p, completion 1: "
+        "reward 1e+39)"
+    )
+    assert (report.num_tokens, report.parity.num_tokens, report.left_out) == (0, 0, ())
     assert all(map(math.isnan, (report.loss, report.gradient_norm, report.entropy, report.kl_to_behaviour)))
+    assert report.version == learner.adapter.version == 3
 
 
 @pytest.mark.filterwarnings("ignore:overflow")

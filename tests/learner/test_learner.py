@@ -217,11 +217,33 @@ def test_no_groups_at_all_change_nothing(make_learner: MakeLearner) -> None:
     assert update(make_learner(), []).skipped == "no tokens with signal"
 
 
-def test_a_learning_rate_of_zero_keeps_the_weights(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:
-    learner = make_learner(learning_rate=0.0)
-    before = learner.adapter.digest
-    assert update(learner, groups).skipped is None
-    assert learner.adapter.digest == before
+@pytest.mark.parametrize("rate", [0.0, 1e-30])
+def test_an_update_that_moves_no_weight_makes_no_version_and_keeps_its_moments(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup], rate: float
+) -> None:
+    learner = make_learner(learning_rate=rate)
+    before = learner.adapter
+    for step in range(2):
+        report = update(learner, groups, step)
+        assert (report.skipped, report.has_moved, report.adapter_delta_norm) == (None, False, 0.0)
+        assert report.version == before.version
+        assert learner.adapter is before
+        assert learner.optimizer_state()["b.step"].item() == step + 1
+    assert learner.roll_back() is before
+
+
+def test_an_update_tells_how_far_it_has_moved_the_adapter(
+    make_learner: MakeLearner, groups: list[TrajectoryGroup]
+) -> None:
+    learner = make_learner()
+    before = learner.adapter.arrays
+    report = update(learner, groups)
+    after = learner.adapter.arrays
+    old, moved = (np.concatenate([np.array(one[name]).ravel() for name in before]) for one in (before, after))
+    assert report.has_moved
+    assert report.adapter_norm == pytest.approx(np.linalg.norm(old), rel=1e-5)
+    assert report.adapter_delta_norm == pytest.approx(np.linalg.norm(moved - old), rel=1e-3)
+    assert report.adapter_delta_relative == pytest.approx(report.adapter_delta_norm / report.adapter_norm)
 
 
 def test_updates_make_what_was_rewarded_more_likely(make_learner: MakeLearner, groups: list[TrajectoryGroup]) -> None:

@@ -51,7 +51,10 @@ def test_only_dppo_has_kl_and_it_needs_no_base() -> None:
     ("choices", "complaint"),
     [
         ({"dual_clip_ratio_max": 1.1}, r"dual_clip_ratio_max=1\.1 must be above 1 \+ learner\.clip_high = 1\.28"),
-        ({"correction_ratio_min": 3.0}, r"correction_ratio_min=3 must not be above learner\.correction_ratio_max=2"),
+        (
+            {"correction_ratio_min": 3.0, "correction": "token_mask"},
+            r"correction_ratio_min=3 must not be above learner\.correction_ratio_max=2",
+        ),
         ({"policy": "vespo", "correction": "token_mask"}, "correction=token_mask would do so twice"),
         (
             {"kl_placement": "reward", "kl_to": "behaviour", "kl_coefficient": 0.1},
@@ -71,5 +74,25 @@ def test_choices_that_contradict_each_other_are_refused(choices: dict[str, objec
 
 def test_all_contradictions_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as raised:
-        objective_of(LearnerSettings(dual_clip_ratio_max=1.1, correction_ratio_min=3.0))
+        objective_of(LearnerSettings(dual_clip_ratio_max=1.1, kl_estimator="k1"))
     assert len(str(raised.value).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("choices", "needs_all"),
+    [
+        ({}, False),
+        ({"kl_coefficient": 0.01}, True),
+        ({"kl_coefficient": 0.01, "kl_to": "behaviour"}, False),
+        ({"preset": "dppo"}, False),
+        ({"entropy_coefficient": 0.01}, True),
+        ({"preset": "rloo", "kl_coefficient": 0.05}, True),
+        ({"preset": "grpo", "kl_coefficient": 0.05, "kl_placement": "reward"}, False),  # its std would blow KL up
+        ({"preset": "dr_grpo", "kl_coefficient": 0.05, "kl_placement": "reward"}, True),
+    ],
+    ids=str,
+)
+def test_groups_of_equal_rewards_are_needed_where_something_else_has_a_gradient(
+    choices: dict[str, object], needs_all: bool
+) -> None:
+    assert objective_of(LearnerSettings(**choices)).needs_all_groups == needs_all  # type: ignore[arg-type]

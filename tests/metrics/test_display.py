@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from parallm.metrics.display import LoggedDisplay, NoDisplay, make_display
-from parallm.metrics.lines import LinesDisplay
+from parallm.metrics.lines import LinesDisplay, step_line
 from parallm.metrics.live import LiveDisplay
 from parallm.metrics.live_table import fitting_columns, numbers_now, step_table
 from parallm.metrics.log_capture import PROGRESS
@@ -140,7 +140,7 @@ def test_closing_live_gives_the_cursor_back_and_may_happen_twice(terminal: Termi
 def test_narrow_terminals_keep_the_most_wanted_columns() -> None:
     assert [column.title for column in fitting_columns(20)] == ["step", "reward"]
     assert [column.title for column in fitting_columns(1)] == ["step"]
-    assert len(fitting_columns(200)) == 13
+    assert len(fitting_columns(200)) == 14
 
 
 def test_an_evaluation_with_samples_says_pass_at_k(evaluation: Callable[..., EvaluationReport]) -> None:
@@ -220,7 +220,7 @@ def test_the_live_table_of_a_supervised_run_has_its_loss_and_nothing_of_samples(
     step: Callable[..., StepMetrics],
 ) -> None:
     titles = [column.title for column in fitting_columns(200, [step(1, is_supervised=True)])]
-    assert titles == ["step", "loss", "held out", "entropy", "gradient", "serving tok/s", "version", "time"]
+    assert titles == ["step", "loss", "held out", "entropy", "gradient", "moved", "serving tok/s", "version", "time"]
 
 
 def test_the_live_table_of_a_supervised_run_has_the_held_out_loss(step: Callable[..., StepMetrics]) -> None:
@@ -285,3 +285,13 @@ def test_the_log_has_what_a_display_shows_and_a_display_no_line_of_it_twice(
     shown = plain(terminal.getvalue())
     assert shown.count("resumed") == (choice != "off")
     assert sum(line.startswith("evaluation at step 0") for line in shown) == (choice != "off")
+
+
+def test_a_step_says_how_far_the_adapter_moved(step: Callable[..., StepMetrics]) -> None:
+    update = step(1).update
+    assert update is not None
+    moved = replace(update, adapter_norm=5.0, adapter_delta_norm=0.01)
+    assert "  moved 0.0020  " in step_line(step(1, update=moved), None, "")
+    still = replace(moved, adapter_delta_norm=0.0, has_moved=False)
+    assert "  moved nothing  version 1  " in step_line(step(1, update=still), None, "")
+    assert "moved" not in step_line(step(1, update=replace(update, skipped="the gradient is zero")), None, "")

@@ -67,6 +67,11 @@ def test_one_evaluation_after_the_steps_is_not_the_one_before() -> None:
     assert (figures["run.accuracy_before"], figures["run.accuracy_after"]) == (None, 0.7)
 
 
+def test_of_equally_good_versions_the_newest_is_the_best() -> None:
+    rows = dict(summary(STEPS, [evaluation(0, 0.0625), evaluation(3, 0.0), evaluation(5, 0.0625)]).rows())
+    assert rows["best version"] == "5 (6.2%)"
+
+
 def test_the_table_gives_accuracies_with_their_interval() -> None:
     rows = dict(summary(STEPS, [evaluation(0, 0.3), evaluation(5, 0.7)]).rows())
     assert rows["held-out accuracy after"] == "70.0% (66.0% to 74.0%), 512 problems, step 5"

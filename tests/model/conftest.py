@@ -16,13 +16,14 @@ def variant() -> Callable[..., Adapter]:
     """An adapter of any form with products and stretches that are not zero: `variant(model, 3, rank=2, dora=True)`."""
 
     def make(model: SharedModel, version: int = 1, *, rank: int = 4, **fields: object) -> Adapter:
-        lora = LoraSettings(rank=rank, alpha=2.0 * rank, **fields)  # type: ignore[arg-type]  # by name, from the test
-        ranks = site_ranks(model.sites, lora)
+        lora = LoraSettings(rank=rank, **fields)  # type: ignore[arg-type]  # by name, from the test
+        ranks = site_ranks(model.sites, lora.ranks, rank)
         arrays = initial_arrays(model.sites, rank, mx.random.key(version), ranks=ranks)
         magnitudes = initial_magnitudes(model) if lora.dora else {}
         keys = iter(mx.random.split(mx.random.key(100 + version), len(arrays) + len(magnitudes)))
         arrays = {name: mx.random.normal(array.shape, key=next(keys)) * 0.2 for name, array in arrays.items()}
         arrays |= {name: m * mx.random.uniform(0.5, 1.5, m.shape, key=next(keys)) for name, m in magnitudes.items()}
-        return make_adapter(arrays, version=version, rank=rank, alpha=lora.alpha, ranks=ranks, rslora=lora.rslora)
+        rslora = bool(lora.rslora)
+        return make_adapter(arrays, version=version, rank=rank, alpha=2.0 * rank, ranks=ranks, rslora=rslora)
 
     return make

@@ -1,8 +1,9 @@
 import mlx.core as mx
 import pytest
 
-from parallm.errors import AdapterError
-from parallm.model.adapter import Adapter, make_adapter
+from parallm.errors import AdapterError, AdapterNotFinite
+from parallm.model.adapter import Adapter, make_adapter, next_version
+from parallm.model.adapter_arrays import checksums
 
 SITE = "model.layers.0.self_attn.q_proj"
 
@@ -55,3 +56,34 @@ def test_a_site_without_its_second_array_is_refused_by_name() -> None:
 def test_arrays_of_another_rank_are_refused_with_both_shapes() -> None:
     with pytest.raises(AdapterError, match=r"lora_a \(6, 2\), lora_b \(2, 4\); rank 3 needs \(inputs, 3\)"):
         make_adapter(arrays(), version=1, rank=3, alpha=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "alpha"),
+    [
+        *(("lora_b", 1.0, alpha) for alpha in (2e39, 1e308)),
+        *(("lora_b", 0.0, 1e308), ("lora_b", 1e37, 400.0)),
+        *((name, 3.395e38, 2.0) for name in ("lora_a", "lora_b")),
+    ],
+)
+def test_what_a_scale_makes_infinite_is_refused(name: str, value: float, alpha: float) -> None:
+    given = arrays() | {f"{SITE}.{name}": mx.full(arrays()[f"{SITE}.{name}"].shape, value)}
+    with pytest.raises(
+        AdapterNotFinite, match=r"times the adapter's largest scale .* is more than float32 and bfloat16"
+    ):
+        make_adapter(given, version=1, rank=2, alpha=alpha)
+
+
+def test_a_trained_version_is_refused_by_its_checksums() -> None:
+    start = make_adapter(arrays(), version=1, rank=2, alpha=4000.0)
+    large = arrays() | {f"{SITE}.lora_b": mx.full((2, 4), 1e36)}
+    with pytest.raises(AdapterNotFinite, match=r"lora_b times the adapter's largest scale 2000"):
+        next_version(start, large, checksums(large, start.largest_scale), step=1)
+    assert next_version(start, arrays(), checksums(arrays(), start.largest_scale), step=1).version == 2
+
+
+def test_the_largest_scale_is_that_of_any_site() -> None:
+    other = SITE.replace("q_proj", "k_proj")
+    both = arrays() | {f"{other}.lora_a": mx.zeros((6, 1)), f"{other}.lora_b": mx.zeros((1, 4))}
+    made = make_adapter(both, version=1, rank=2, alpha=4, ranks={other: 1}, alphas={other: 9.0})
+    assert made.largest_scale == 9.0

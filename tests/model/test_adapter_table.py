@@ -131,6 +131,23 @@ def test_a_version_in_use_stays_until_its_last_sequence_ends() -> None:
     assert [card.version for card in table.cards()] == [3]
 
 
+def test_a_version_stays_as_long_as_a_client_may_rely_on_it() -> None:
+    table = table_of(*range(1, 31))
+    assert [card.version for card in table.cards()] == [*range(30, 22, -1)]
+    table.promote(23)
+    table.set_alias("best", 24)
+    table.hold(["policy@25"])
+    table.acquire(table.resolve("policy@26"))
+    for version in range(31, 61):
+        table.publish(adapter(version), serve=False)
+    assert [card.version for card in table.cards()] == [*range(60, 52, -1), 26, 25, 24, 23]
+    told = (
+        r"policy@27 was dropped: the newest 8 versions stay, and those that an alias, a split or a request uses; there"
+    )
+    with pytest.raises(UnknownModel, match=told):
+        table.resolve("policy@27")
+
+
 def test_running_versions_do_not_count_against_the_bound() -> None:
     table = AdapterTable(keep=2)
     for version in (1, 2, 3, 4):
@@ -146,6 +163,14 @@ def test_an_aliased_version_stays_until_the_alias_moves() -> None:
     assert version_of(table, "best") == 2
     table.set_alias("best", 3)
     assert [(card.version, card.aliases) for card in table.cards()] == [(3, ("latest", "best"))]
+
+
+@pytest.mark.parametrize("name", ["base", "latest", "best"])
+def test_what_trainers_and_rollouts_ask_for_is_no_name_of_an_adapter(name: str) -> None:
+    with pytest.raises(AdapterError, match=f"'{name}' cannot be a name here"):
+        table_of(1).publish(adapter(1, name))
+    with pytest.raises(AdapterError, match=f"'{name}' cannot be a name here"):
+        AdapterTable(policies=(name,))
 
 
 @pytest.mark.parametrize("alias", ["", "base", "policy", "latest", "a@1", "12"])

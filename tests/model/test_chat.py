@@ -1,4 +1,5 @@
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -115,3 +116,24 @@ def test_without_a_template_tools_and_variables_are_refused() -> None:
         plain.encode_prompt(turns, tools=[{"type": "function"}])
     with pytest.raises(InvalidRequest, match="no chat template"):
         plain.encode_prompt(turns, variables={"effort": 1})
+
+
+def test_no_token_stands_for_more_characters_than_the_longest(tokenizer: ChatTokenizer) -> None:
+    vocabulary = tokenizer._tokenizer.get_vocab().values()
+    assert max(len(tokenizer.token_text(token)) for token in vocabulary) == tokenizer.longest_token
+
+
+def test_threads_get_the_tokens_that_one_alone_gets(tokenizer: ChatTokenizer) -> None:
+    """The server encodes short texts on its event loop and long ones on threads."""
+    texts = ["Tom has 12 apples", "a<|assistant|>b" * 20, "\U0001f600" * 50, " " * 300]
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    alone = [
+        (tokenizer.encode(text), tokenizer.encode_prompt(chat).tokens) for text, chat in zip(texts, chats, strict=True)
+    ]
+
+    def encode(place: int) -> bool:
+        which = place % len(texts)
+        return (tokenizer.encode(texts[which]), tokenizer.encode_prompt(chats[which]).tokens) == alone[which]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(encode, range(400)))

@@ -66,8 +66,14 @@ def test_marks_that_are_special_tokens_reach_the_reader(tmp_path: Path) -> None:
     assert sections(tokenizer, [text]) == [("tool", 'add[ARGS]{"a": 2}')]
 
 
+DEEP = '{"name": "add", "arguments": "' + "[" * 3000 + '"}'
+"""A call whose arguments are JSON as a text, and too deep to be read."""
+
+
 @pytest.mark.parametrize("name", NOTATIONS)
-@pytest.mark.parametrize("text", ["[", "{", "add(", "[1, 2]", '{"name": null}', "[ARGS]", "<function=", "{" * 3000])
+@pytest.mark.parametrize(
+    "text", ["[", "{", "add(", "[1, 2]", '{"name": null}', "[ARGS]", "<function=", "{" * 3000, DEEP]
+)
 def test_nonsense_is_no_call(tmp_path: Path, name: str, text: str) -> None:
     assert tokenizer_of(tmp_path, NOTATIONS[name][0]).output.parse_calls(text, [ADD]) == []
 

@@ -1,6 +1,7 @@
 """Which texts a grammar lets through, token by token."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +135,19 @@ def test_completions_go_their_own_ways(tokenizer: ChatTokenizer) -> None:
     first.accept(one)
     second.accept(three)
     assert first.allowed() != second.allowed()
+
+
+@pytest.mark.parametrize("regex", ["(x?)?" * 50 + "x" * 50, "(a+)+b", "(.*a){30}", "([a-z]+)*1", "(.*)*(.*)*(.*)*x"])
+def test_expressions_of_clients_are_followed_in_a_time_that_grows_with_the_text(
+    regex: str, tokenizer: ChatTokenizer
+) -> None:
+    """A library that tries all ways through an expression would take longer than the universe is old."""
+    start = time.process_time()
+    mask = tokenizer.compile_grammar(source("regex", regex)).start()
+    for token in tokenizer.encode("a" * 60):
+        mask.accept(token)
+        mask.allowed()
+    assert time.process_time() - start < 2
 
 
 def test_what_the_grammar_does_not_allow_leaves_nothing_to_say(tokenizer: ChatTokenizer) -> None:

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
 from parallm.errors import AdapterError, ModelError
-from parallm.model.load import NANO, _reason, _stored_dtype, check_local, find_folder, load_shared_model
+from parallm.model.load import NANO, UNBOUNDED, _reason, check_local, find_folder, load_shared_model, max_positions
 from parallm.model.lora import Scaling, one_adapter
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -78,12 +78,6 @@ def test_the_dtype_can_be_chosen(folder: Path, dtype: str) -> None:
     assert model.dtype == getattr(mx, dtype)
     assert logits(model).dtype == getattr(mx, dtype)
     assert mx.allclose(logits(model).astype(mx.float32), logits(load(folder)), atol=0.5, rtol=0.1).item()
-
-
-def test_the_stored_dtype_is_that_of_the_floating_arrays(folder: Path) -> None:
-    base, _ = load_model(folder)
-    base.set_dtype(mx.bfloat16)
-    assert _stored_dtype(base) == mx.bfloat16
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -217,6 +211,22 @@ def test_a_config_that_transformers_refuses_is_an_error_of_the_model(
         load(broken)
 
 
+def test_a_model_class_that_cannot_be_frozen_is_an_error_of_the_model(tiny_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match=r"model\.path=.*: mlx-lm's class of recurrent_gemma cannot be frozen"):
+        load(tiny_model("recurrent_gemma"))
+
+
+def test_a_model_that_cannot_compute_a_token_is_an_error_of_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: object, *_: object, **__: object) -> mx.array:
+        raise RuntimeError("[Primitive::eval] Not implemented here.")
+
+    monkeypatch.setattr("mlx_lm.models.llama.Model.__call__", broken)
+    with pytest.raises(ModelError, match=r"model\.path=.*: llama cannot compute a first token here: .*Not implemented"):
+        load(folder)
+
+
 def test_unknown_targets_are_refused_with_the_choices(folder: Path) -> None:
     with pytest.raises(AdapterError, match=r"no linear layer \['zz_proj'\]; choices: all-linear or of \['down_proj'"):
         load(folder, lora=LoraSettings(targets=("q_proj", "zz_proj")))
@@ -231,3 +241,33 @@ def test_the_fingerprint_tells_bases_apart(folder: Path, tiny_model: Callable[[s
 
 def test_the_fingerprint_is_the_bases_whatever_is_adapted(folder: Path) -> None:
     assert load(folder, lora=LoraSettings(targets=("q_proj",))).sha256 == load(folder).sha256
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"n_ctx": 512, "rope_scaling": None}, 512),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 2.0}}, 8192),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192},
+            },
+            131072,
+        ),
+        ({"state_size": 8}, UNBOUNDED),
+    ],
+    ids=["plain", "old name", "linear", "yarn", "llama3", "recurrent"],
+)
+def test_a_model_knows_the_positions_that_it_was_trained_for_and_stretched_to(
+    config: dict[str, object], positions: int
+) -> None:
+    assert max_positions(config) == positions

@@ -71,7 +71,7 @@ def test_mlx_lms_format_is_refused(nano: SharedModel, tmp_path: Path) -> None:
 
 
 def test_a_policy_is_no_reward_model(nano: SharedModel, tmp_path: Path) -> None:
-    write_peft(policy_of(nano), tmp_path, nano.name, nano.sha256)
+    write_peft(policy_of(nano), tmp_path, nano.name, nano.sha256, model_type="llama")
     with pytest.raises(AdapterError, match="is no reward model: it has no reward_head"):
         read_reward_model(tmp_path, nano)
 
@@ -91,7 +91,7 @@ def test_a_run_with_more_sites_has_the_same_base(nano: SharedModel, tmp_path: Pa
 def test_one_from_elsewhere_is_taken_by_its_shapes_with_a_warning(
     nano: SharedModel, load_tiny: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_peft(with_reward_head(policy_of(nano), nano, 5), tmp_path, "nano")
+    write_peft(with_reward_head(policy_of(nano), nano, 5), tmp_path, "nano", model_type="llama")
     assert read_reward_model(tmp_path, nano).version == 0
     assert "does not say which base it was trained on" in caplog.text
     with pytest.raises(AdapterError, match=r"set model\.path to the base that it was trained on"):
@@ -99,7 +99,7 @@ def test_one_from_elsewhere_is_taken_by_its_shapes_with_a_warning(
 
 
 def test_a_classifier_with_several_classes_is_refused(nano: SharedModel, tmp_path: Path) -> None:
-    write_peft(with_reward_head(policy_of(nano), nano, 5), tmp_path, "nano")
+    write_peft(with_reward_head(policy_of(nano), nano, 5), tmp_path, "nano", model_type="llama")
     tensors, metadata = read_arrays(tmp_path / "adapter_model.safetensors")
     tensors["base_model.model.score.weight"] = mx.zeros((3, 128))
     write_arrays(tmp_path / "adapter_model.safetensors", tensors, metadata)

@@ -48,6 +48,23 @@ def test_a_router_is_adapted_where_it_is_named(tiny_model: Callable[[str], Path]
     assert set(load_shared_model(settings).sites.values()) == {(64, 4)}
 
 
+@pytest.mark.parametrize("targets", [("switch_mlp.gate_proj",), ("q_proj", "switch_mlp.down_proj"), ("up_proj",)])
+def test_targets_that_are_experts_alone_are_refused_as_experts(
+    targets: tuple[str, ...], tiny_model: Callable[[str], Path]
+) -> None:
+    settings = ModelSettings(path=str(tiny_model("qwen3_moe")), lora=LoraSettings(targets=targets))
+    with pytest.raises(AdapterError, match=r"model\.lora\.targets: .*_proj names experts of a mixture.*no LoRA here"):
+        load_shared_model(settings)
+
+
+@pytest.mark.parametrize(("architecture", "says"), [("mixtral", True), ("qwen3_5_moe", True), ("llama", False)])
+def test_experts_that_are_left_out_are_said(
+    architecture: str, says: bool, tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    load_shared_model(ModelSettings(path=str(tiny_model(architecture))))
+    assert ("without the experts of this mixture" in caplog.text) == says
+
+
 def test_targets_are_ends_of_paths(sites_of: Callable[..., dict[str, tuple[int, int]]]) -> None:
     assert sites_of(targets=("q_proj", "layers.1.mlp.up_proj")) == {
         "model.layers.0.self_attn.q_proj": (64, 64),
@@ -81,8 +98,7 @@ def test_targets_outside_the_chosen_layers_are_refused(sites_of: Callable[..., d
 
 def test_the_longest_name_that_fits_decides_the_rank_of_a_site(load_tiny: Callable[..., SharedModel]) -> None:
     sites = load_tiny("llama").sites
-    lora = LoraSettings(rank=4, ranks={"q_proj": 8, "layers.1.self_attn.q_proj": 2, "v_proj": 4})
-    ranks = site_ranks(sites, lora)
+    ranks = site_ranks(sites, {"q_proj": 8, "layers.1.self_attn.q_proj": 2, "v_proj": 4}, 4)
     assert ranks == {"model.layers.0.self_attn.q_proj": 8, "model.layers.1.self_attn.q_proj": 2}
     arrays = initial_arrays(sites, 4, mx.random.key(0), ranks=ranks)
     assert arrays["model.layers.0.self_attn.q_proj.lora_a"].shape == (64, 8)
@@ -92,4 +108,4 @@ def test_the_longest_name_that_fits_decides_the_rank_of_a_site(load_tiny: Callab
 
 def test_a_rank_for_what_is_no_target_is_refused(load_tiny: Callable[..., SharedModel]) -> None:
     with pytest.raises(AdapterError, match=r"model\.lora\.ranks: \['qproj'\] are no targets of this run; choices: "):
-        site_ranks(load_tiny("llama").sites, LoraSettings(ranks={"qproj": 8}))
+        site_ranks(load_tiny("llama").sites, {"qproj": 8}, 16)

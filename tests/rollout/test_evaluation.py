@@ -7,7 +7,10 @@ import pytest
 from parallm.environment.environment import AnyEnvironment, Mixed
 from parallm.errors import ContextTooLong
 from parallm.reports import Evaluation, EvaluationReport
+from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator, Samples
+from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, GenerationRequest, Message, Problem, Split
 
 
@@ -40,7 +43,7 @@ class Silent:
         self.requests: list[GenerationRequest] = []
 
     async def generate_all(
-        self, requests: Sequence[GenerationRequest], progress: Callable[[int], None]
+        self, requests: Sequence[GenerationRequest], progress: Callable[[int], None] = lambda done: None
     ) -> list[list[Completion]]:
         self.requests += requests
         for done in range(1, sum(request.n for request in requests) + 1):
@@ -156,6 +159,28 @@ def test_every_evaluation_samples_with_the_same_seeds_one_for_each_problem() -> 
     seeds = [request.sampling.seed for request in sampled]
     assert seeds[:2] == seeds[2:]
     assert len(set(seeds)) == 2
+
+
+def test_an_evaluation_never_samples_with_the_seeds_of_a_training_step() -> None:
+    silent = Silent()
+    environment = Counted(a={"correct": 1}, b={"correct": 1})
+    evaluated(evaluator_of(environment, silent.generate_all, SAMPLES))
+    settings = RolloutSettings(problems_per_step=2)
+    collector = Collector(
+        silent.generate_all,
+        Letters(),  # type: ignore[arg-type]  # it has just the method that is used
+        environment,
+        ProblemStream(environment.problems("train"), seed=SAMPLES.seed),
+        settings,
+        seed=SAMPLES.seed,
+    )
+    for step in range(20):
+        asyncio.run(collector.collect(step, "policy"))
+    of_evaluation = {request.sampling.seed for request in silent.requests if request.n == SAMPLES.count}
+    of_training = {request.sampling.seed for request in silent.requests if request.n == settings.group_size}
+    assert len(of_evaluation) == 2
+    assert len(of_training) >= 40
+    assert of_evaluation.isdisjoint(of_training)
 
 
 def test_the_names_of_one_evaluations_requests_differ() -> None:

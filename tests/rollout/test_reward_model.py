@@ -116,8 +116,11 @@ def test_what_cannot_be_scored_by_the_environment_is_not_shown_to_the_reward_mod
     assert rows[0][1].score.parts["rollout/reward_model"] == 7.0
 
 
-def test_a_score_that_is_not_finite_costs_its_episode(tokenizer: ChatTokenizer) -> None:
-    ((one,),) = play(tokenizer, Rater(math.nan), ["right|"])
+@pytest.mark.parametrize(("score", "kind"), [(math.nan, "score_not_finite"), (1e30, "score_too_large")])
+def test_a_score_that_cannot_be_learned_from_costs_its_episode(
+    tokenizer: ChatTokenizer, score: float, kind: str
+) -> None:
+    ((one,),) = play(tokenizer, Rater(score), ["right|"])
     assert one.score.fault is not None
-    assert (one.score.fault.kind, one.score.fault.detail) == ("score_not_finite", "the reward model's score is nan")
+    assert (one.score.fault.kind, one.score.fault.detail) == (kind, f"the reward model's score is {score}")
     assert one.score.parts == {}

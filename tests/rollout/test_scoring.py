@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parallm.errors import EnvironmentFailed
 from parallm.rollout.collector import Collection, Collector
 from parallm.rollout.problem_stream import ProblemStream
-from parallm.rollout.scoring import log_faults
+from parallm.rollout.scoring import REWARD_MODEL, FaultLog, Score, refuse_without_scores
 from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, FaultyEpisode, GenerationRequest, Message, Problem, Split
 
@@ -23,7 +24,7 @@ PROBLEMS = [
 class Scoring:
     """Scores a completion, whose text is its index, with what the given function says."""
 
-    weights: Mapping[str, float] = {"right": 2.0, "huge": 1e300}
+    weights: Mapping[str, float] = {"right": 2.0, "huge": 1e10}
 
     def __init__(self, answer: Callable[[int], object]) -> None:
         self._answer = answer
@@ -40,7 +41,7 @@ def collect(engine: Any, answer: Callable[[int], object], **values: Any) -> Coll
         def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
             return (5,)
 
-    settings = RolloutSettings(problems_per_step=2, group_size=4, refill_rounds=0, **values)
+    settings = RolloutSettings(**{"problems_per_step": 2, "group_size": 4, "refill_rounds": 0} | values)
     # the fake has just the method that is used
     collector = Collector(engine.generate_all, Letters(), Scoring(answer), ProblemStream(PROBLEMS, 0), settings, 0)  # type: ignore[arg-type]
     return asyncio.run(collector.collect(2, "policy"))
@@ -51,7 +52,8 @@ def collect(engine: Any, answer: Callable[[int], object], **values: Any) -> Coll
     [
         ({"right": math.nan}, "score_not_finite", "the part 'right' is nan"),
         ({"seen": -math.inf, "right": 1}, "score_not_finite", "the part 'seen' is -inf"),
-        ({"huge": 1e300}, "score_not_finite", "the parts {'huge': 1e+300} add up to inf"),
+        ({"huge": 1e300}, "score_too_large", "the part 'huge' is 1e+300; the limit is 1e+09 either way"),
+        ({"huge": -1e9}, "score_too_large", "the parts {'huge': -1000000000.0} add up to -1e+19; the limit"),
         ({"right": "1"}, "score_malformed", "the part 'right' is '1', not a number"),
         ({"right": np.ones(2)}, "score_malformed", "the part 'right' is array([1., 1.]), not a number"),
         ({"right": 10**400}, "score_malformed", "the part 'right' is 1000"),
@@ -119,18 +121,62 @@ def test_a_score_over_its_time_is_a_fault(engine: Any) -> None:
 def test_faults_are_named_in_the_log_with_their_texts(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     collect(engine, lambda index: {"right": 1 / index})
-    lines = [record.getMessage() for record in caplog.records]
+    *lines, last = caplog.messages
     assert sorted(lines) == [
         f"step 3, score_raised: ZeroDivisionError('division by zero'); problem {name}, text '0'"
         for name in ("p0", "p1")
     ]
+    assert last.startswith(
+        "step 3, score_raised, where it was raised first:\nTraceback (most recent call last):\n  File"
+    )
+    assert f'File "{__file__}", line ' in last
 
 
 def test_many_faults_of_a_kind_and_long_texts_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
     fault = FaultyEpisode(kind="score_raised", detail="ValueError()", text="x" * 5000, tokens=())
-    log_faults("step 4", [(PROBLEMS[0], fault)] * 10)
+    FaultLog().log("step 4", [(PROBLEMS[0], fault)] * 10)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 4
     assert lines[-1] == "step 4, score_raised: 7 more completions"
     assert lines[0].endswith("x ...'")
     assert len(lines[0]) < 2100
+
+
+def test_a_traceback_is_logged_once_for_each_place_whatever_its_message_is(caplog: pytest.LogCaptureFixture) -> None:
+    def raised(line: int, message: str) -> FaultyEpisode:
+        frame = f'  File "own.py", line {line}, in score\n    1 / 0'
+        text = f"Traceback (most recent call last):\n{frame}\nValueError: {message}"
+        return FaultyEpisode(kind="score_raised", detail=message, text="", tokens=(), traceback=text)
+
+    log = FaultLog()
+    for when in ("step 1", "step 2"):
+        log.log(when, [(PROBLEMS[0], raised(7, "a")), (PROBLEMS[0], raised(7, "b")), (PROBLEMS[0], raised(9, "a"))])
+    told = [line.splitlines()[2] for line in caplog.messages if "where it was raised first" in line]
+    assert told == ['  File "own.py", line 7, in score', '  File "own.py", line 9, in score']
+
+
+def test_nothing_to_tell_right_from_wrong_is_not_right() -> None:
+    assert not Score(parts={}, reward=0.0).is_correct
+    assert not Score(parts={REWARD_MODEL: 1.0}, reward=1.0).is_correct
+    assert Score(parts={REWARD_MODEL: -3.0, "exact": 1.0}, reward=1.0).is_correct
+
+
+def test_an_environment_that_has_scored_nothing_is_refused_with_its_traceback() -> None:
+    plain = FaultyEpisode(kind="score_malformed", detail="score returned 1.0", text="", tokens=())
+    raised = replace(plain, kind="score_raised", detail="ValueError()", traceback="Traceback\n  File x")
+    silent = replace(plain, kind="no_tokens", detail="nothing")
+    with pytest.raises(EnvironmentFailed) as failed:
+        refuse_without_scores("step 1", [silent, plain, raised, raised], 0)
+    assert str(failed.value) == (
+        "step 1: not one of 3 completions could be scored ({'score_malformed': 1, 'score_raised': 2}); correct the "
+        "environment. The first: Traceback\n  File x"
+    )
+    refuse_without_scores("step 1", [raised], 1)
+    refuse_without_scores("step 1", [silent], 0)
+    refuse_without_scores("step 1", [], 0)
+
+
+def test_where_nothing_can_be_scored_no_more_is_sampled(engine: Any) -> None:
+    collection = collect(engine, lambda index: None, refill_rounds=3)
+    assert len(collection.sampled) == 2
+    assert len(collect(engine, lambda index: {"right": 1}, refill_rounds=3).sampled) == 8

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 from mlx_lm.utils import load_tokenizer
@@ -239,3 +240,44 @@ def test_an_episode_whose_environment_fails_is_closed_and_the_others_go_on(token
     assert first.score.fault.kind == "reply_raised"
     assert second.score.reward == 2
     assert [episode.is_closed for episode in environment.opened] == [True, False]
+
+
+class Unopened(Counting):
+    """Fails to begin an episode: `open` does what it is given."""
+
+    def __init__(self, answer: Callable[[], Any]) -> None:
+        super().__init__()
+        self._answer = answer
+
+    def open(self, problem: Problem, count: int) -> Any:
+        return self._answer()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "detail"),
+    [
+        (lambda: 1 / 0, "reply_raised", "ZeroDivisionError('division by zero')"),
+        (lambda: None, "reply_malformed", "open returned None, not 2 counterparts"),
+        (lambda: [CountingEpisode(is_broken=False)], "reply_malformed", "open returned [<"),
+    ],
+    ids=["raises", "none", "too few"],
+)
+def test_episodes_that_cannot_begin_are_faults(
+    tokenizer: ChatTokenizer, answer: Callable[[], Any], kind: str, detail: str
+) -> None:
+    for one in play(Script(tokenizer, ["12|", "13|"]), Unopened(answer), tokenizer):
+        assert one.score.fault is not None
+        assert one.score.fault.kind == kind
+        assert one.score.fault.detail.startswith(detail)
+
+
+def test_an_episode_that_cannot_be_closed_is_named(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(CountingEpisode, "close", lambda _: 1 / 0)
+    first, second = play(Script(tokenizer, ["12|", "13|"], ["14|"]), Counting(broken=0), tokenizer)
+    assert first.score.fault is not None
+    assert second.score.reward == 2
+    assert caplog.messages == [
+        f"problem {PROBLEM.problem_id}: closing an episode has failed: ZeroDivisionError('division by zero')"
+    ]

@@ -77,8 +77,9 @@ class CharacterTokenizer:
 
     output = PlainOutput()
     template_variables: frozenset[str] = frozenset()
+    longest_token = 5
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
 
     def encode_prompt(self, turns: Sequence[Mapping[str, object]], **asked: Any) -> ChatPrompt:
@@ -349,7 +350,7 @@ def call(app: FastAPI) -> Callable[..., httpx.Response]:
 def send_to(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, timeout=10, **options)
 
     return asyncio.run(send())

@@ -88,7 +88,8 @@ def client(engine: Any, tokenizer: Any, adapters: FakeAdapters) -> TestClient:
             settings=ServerSettings(max_adapter_bytes=2048),
             base_name="nano",
             adapters=adapters,
-        )
+        ),
+        base_url="http://localhost",
     )
 
 

@@ -65,7 +65,7 @@ def test_atropos_gets_one_object_in_a_list_for_each_token_the_sampled_one_first(
 
 def test_atropos_without_logprobs_and_without_max_tokens_gets_vllms_sixteen_tokens(call: Call) -> None:
     body = {"prompt": {"prompt_token_ids": [97] * 30}, "timeout": 20}
-    answer = call("POST", "http://test//generate", json=body).json()
+    answer = call("POST", "http://localhost//generate", json=body).json()
     assert answer["logprobs"] is None
     assert (len(answer["token_ids"][0]), answer["finish_reasons"]) == (16, ["length"])
 
@@ -259,6 +259,22 @@ def test_openai_answers_give_the_clients_ids_back_and_say_which_log_probs_they_h
         assert answer["id"].endswith("cmpl-r1")
     assert {chunk["step_id"] for chunk in chunks_of(chat(stream=True, **asked))} == {"s9"}
     assert "logprobs_mode" not in json.dumps(complete().json())
+
+
+def test_control_tokens_are_tokenized_in_texts_alone_and_there_unless_it_is_asked_not_to(
+    call_hermes: Call, hermes: Any
+) -> None:
+    text = f"{hermes.token_text(3)}hi"
+
+    def tokens(**fields: Any) -> list[int]:
+        found: list[int] = call_hermes("POST", "/tokenize", json=fields).json()["tokens"]
+        return found
+
+    assert tokens(prompt=text) == tokens(prompt=text, parse_special=True) == list(hermes.encode(text))
+    assert tokens(prompt=text, parse_special=False) == list(hermes.encode(text, parse_special=False))
+    contents = ("hi", text)
+    counts = [tokens(messages=[{"role": "user", "content": content}]).count(3) for content in contents]
+    assert counts[0] == counts[1]
 
 
 def test_a_chat_is_tokenized_as_it_is_answered(call_hermes: Call, engine: Any) -> None:

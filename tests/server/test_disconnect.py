@@ -71,7 +71,8 @@ async def steps_around_leaving(device: DeviceThread, path: str, stream: bool) ->
     _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(server.url).port)
     body = {"model": "policy", "prompt": [5, 9, 44], "n": 2, "max_tokens": 100, "stream": stream, "ignore_eos": True}
     text = json.dumps(body)
-    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(text)}\r\n\r\n"
+    writer.write((head + text).encode())
     while len(core.steps) < 6:
         await asyncio.sleep(0.005)
     writer.transport.abort()

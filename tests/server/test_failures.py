@@ -9,7 +9,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from parallm.errors import EngineFull, EngineStopped
+from parallm.errors import EngineFull, EngineStopped, NotFinite
 
 Call = Callable[..., httpx.Response]
 
@@ -39,6 +39,17 @@ def test_a_stopped_engine_is_503(complete: Call, call: Call, engine: Any, stream
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_numbers_that_are_not_finite_are_the_models_fault_and_not_asked_again(
+    complete: Call, engine: Any, stream: bool
+) -> None:
+    engine.refusal = NotFinite("with hot@1 the model computes numbers that are not finite")
+    response = complete(stream=stream)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (422, "model", "not_finite")
+    assert "hot@1" in error["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_bug_is_500_without_its_details(complete: Call, engine: Any, stream: bool) -> None:
     engine.refusal = RuntimeError("secret")
     response = complete(stream=stream)
@@ -54,7 +65,12 @@ def test_a_prompt_beyond_the_context_is_named_so(complete: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("crash", "code"), [(EngineStopped("gone"), "engine_stopped"), (RuntimeError("secret"), "internal_error")]
+    ("crash", "code"),
+    [
+        (EngineStopped("gone"), "engine_stopped"),
+        (NotFinite("hot@1"), "not_finite"),
+        (RuntimeError("secret"), "internal_error"),
+    ],
 )
 def test_a_failure_within_a_stream_is_an_event_and_no_done(
     complete: Call, engine: Any, crash: Exception, code: str

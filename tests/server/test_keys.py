@@ -40,7 +40,7 @@ def send(engine: Any, tokenizer: Any) -> Send:
             keys=read_keys(settings),
         )
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
     return lambda *arguments, **options: asyncio.run(call(*arguments, **options))

@@ -44,7 +44,7 @@ def series(text: str) -> dict[str, float]:
 
 
 def test_metrics_count_tokens_ends_and_routes_under_vllms_names(app: FastAPI) -> None:
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         for stream in (False, True):
             client.post("/v1/completions", json=BODY | {"n": 2, "max_tokens": 3, "stream": stream})
         client.post("/v1/chat/completions", json={"model": "nobody", "messages": [{"role": "user", "content": "x"}]})
@@ -87,7 +87,7 @@ def test_metrics_are_openmetrics_where_asked_for(call: Call) -> None:
 
 
 def test_no_label_of_a_metric_comes_from_a_client(app: FastAPI) -> None:
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         before = len(series(client.get("/metrics").text))
         for place in range(20):
             client.request(f"VERB{place}", f"/v1/{place}")
@@ -117,7 +117,7 @@ def test_an_answer_that_takes_too_long_is_aborted(
     app_with: Callable[..., FastAPI], engine: Any, header: dict[str, str]
 ) -> None:
     engine.is_endless = True
-    with TestClient(app_with(request_seconds=60 if header else 0.05)) as client:
+    with TestClient(app_with(request_seconds=60 if header else 0.05), base_url="http://localhost") as client:
         whole = client.post("/v1/completions", json=BODY, headers=header)
         stream = client.post("/v1/completions", json=BODY | {"stream": True}, headers=header)
     assert (whole.status_code, whole.json()["error"]["code"]) == (504, "deadline_exceeded")
@@ -133,7 +133,7 @@ def test_a_time_that_is_none_is_refused(call: Call) -> None:
 
 
 def test_a_prompt_above_its_limit_is_refused_on_every_route(app_with: Callable[..., FastAPI]) -> None:
-    with TestClient(app_with(max_prompt_tokens=4)) as client:
+    with TestClient(app_with(max_prompt_tokens=4), base_url="http://localhost") as client:
         refused = client.post("/v1/completions", json=BODY)
         chat = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
         assert client.post("/v1/chat/completions", json=chat).status_code == 400

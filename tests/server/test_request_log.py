@@ -54,7 +54,7 @@ def test_a_failure_is_logged_with_the_id_of_its_request(
     app: FastAPI, engine: Any, tmp_path: Path, stream: bool
 ) -> None:
     engine.crash = RuntimeError("broken\nglass")
-    with writing_request_log(str(tmp_path / "log")), TestClient(app) as client:
+    with writing_request_log(str(tmp_path / "log")), TestClient(app, base_url="http://localhost") as client:
         client.post("/v1/completions", json=BODY | {"stream": stream}, headers={"x-request-id": "r1"})
     failed, request = lines_of(tmp_path / "log")
     assert (failed["level"], failed["request_id"], request["request_id"]) == ("error", "r1", "r1")

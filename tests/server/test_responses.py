@@ -160,7 +160,7 @@ def test_an_answer_that_takes_too_long_ends_with_an_event(call: Call, engine: An
 def test_an_aborted_answer_is_incomplete_without_a_reason(app: FastAPI, engine: Any) -> None:
     engine.is_endless = True
     body = {"model": "policy", "input": "hello", "max_output_tokens": 5}
-    with TestClient(app) as client, ThreadPoolExecutor() as pool:
+    with TestClient(app, base_url="http://localhost") as client, ThreadPoolExecutor() as pool:
         asked = pool.submit(client.post, "/v1/responses", json=body)
         while not engine.requests:
             time.sleep(0.01)

@@ -92,7 +92,7 @@ def with_store(make: Make, device: DeviceThread, tiny_model: Callable[[str], Pat
 def send_all(app: FastAPI, *requests: dict[str, Any]) -> list[httpx.Response]:
     async def run() -> list[httpx.Response]:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=10) as client:
             return [await client.request(**request) for request in requests]
 
     return asyncio.run(run())
@@ -101,7 +101,7 @@ def send_all(app: FastAPI, *requests: dict[str, Any]) -> list[httpx.Response]:
 def request_to(row: str, headers: dict[str, str], **more: Any) -> dict[str, Any]:
     method, _, path = row.partition(" ")
     named = re.sub(r"\{\w+\}", "poet", path)
-    return {"method": method, "url": f"http://test{named}", "headers": headers, **more}
+    return {"method": method, "url": f"http://localhost{named}", "headers": headers, **more}
 
 
 def test_no_route_answers_without_a_key_or_with_a_wrong_one(make: Make) -> None:
@@ -223,7 +223,7 @@ def send_as_much_as_is_taken(port: int, path: str, is_chunked: bool) -> tuple[st
     length = "Transfer-Encoding: chunked" if is_chunked else f"Content-Length: {SENT}"
     framed = b"%x\r\n%s\r\n" % (len(piece), piece) if is_chunked else piece
     with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
-        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+        connection.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{length}\r\n\r\n".encode())
         num_sent = 0
         try:
             while num_sent < SENT:

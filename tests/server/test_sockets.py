@@ -19,7 +19,7 @@ async def health(app: FastAPI, settings: ServerSettings, **client_options: objec
     server = HttpServer(app, bind(settings), settings)
     await server.start()
     try:
-        base = "http://local" if settings.uds else server.url
+        base = "http://localhost" if settings.uds else server.url
         async with httpx.AsyncClient(base_url=base, **client_options) as client:  # type: ignore[arg-type]
             return (await client.get("/health")).status_code
     finally:
@@ -69,6 +69,28 @@ def test_https_with_a_certificate_and_clients_that_show_theirs(app: FastAPI, cer
         asyncio.run(health(app, settings, verify=trusting, trust_env=False))
     trusting.load_cert_chain(certificate, certificate + ".key")
     assert asyncio.run(health(app, settings, verify=trusting, trust_env=False)) == 200
+
+
+def test_connections_that_never_begin_with_tls_make_room_for_clients(app: FastAPI, certificate: str) -> None:
+    settings = ServerSettings(
+        port=0, drain_seconds=0, ssl_certfile=certificate, ssl_keyfile=certificate + ".key", max_connections=4
+    )
+
+    async def run() -> list[int]:
+        server = HttpServer(app, bind(settings), settings)
+        await server.start()
+        port = httpx.URL(server.url).port
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        trusting = ssl.create_default_context(cafile=certificate)
+        async with httpx.AsyncClient(base_url=server.url, verify=trusting, trust_env=False) as client:
+            statuses = [(await client.get("/health")).status_code for _ in range(3)]
+        ended = await asyncio.gather(*(reader.read() for reader, _ in silent[:16]), return_exceptions=True)
+        for _, writer in silent:
+            writer.close()
+        await server.stop()
+        return statuses if len(ended) == 16 else []
+
+    assert asyncio.run(run()) == [200, 200, 200]
 
 
 def test_a_wrong_certificate_stops_the_start_before_the_port_is_taken(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ REQUEST = GenerationRequest(request_id="r", prompt_tokens=(1,), sampling=Samplin
 
 def test_measured_shares_are_within_two_points_of_the_weights(app: Any) -> None:
     weights = {"policy@3": 0.7, "policy@2": 0.2, "base": 0.1}
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         assert client.put("/v1/splits/policy", json={"weights": weights}).json()["shares"] == pytest.approx(weights)
         for _ in range(2000):
             assert client.post("/v1/completions", json={"model": "policy", "prompt": "a"}).status_code == 200
@@ -139,7 +139,7 @@ def test_another_version_answers_where_one_is_unloaded_between_its_choice_and_th
         settings=ServerSettings(),
         base_name="nano",
     )
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         client.put("/v1/splits/policy", json={"weights": {"policy@2": 1, "policy@3": 1e-9}})
         answer = client.post(path, json={"model": "policy", "stream": stream, **body})
         assert (answer.status_code, [one.model for one in engine.requests]) == (200, ["policy@3"]), answer.text

@@ -43,7 +43,7 @@ def test_several_policies_are_in_the_list_before_their_first_version_and_each_in
         base_name="nano",
         policies=("poet", "coder"),
     )
-    with TestClient(app) as client:
+    with TestClient(app, base_url="http://localhost") as client:
         assert [entry["id"] for entry in client.get("/v1/models").json()["data"]] == ["poet", "coder", "base"]
         policies = client.get("/v1/training/status").json()["policies"]
     assert [(name, one["state"], one["step"]) for name, one in policies.items()] == [

@@ -138,7 +138,7 @@ def test_a_probe_that_leaves_during_a_pause_waits_no_longer(app: FastAPI) -> Non
         pass
 
     async def main() -> None:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             await client.post("/pause?mode=keep")
             scope = {"type": "http", "method": "GET", "path": "/health_generate", "query_string": b"", "headers": []}
             probe = asyncio.create_task(app(scope, receive, send))
@@ -174,7 +174,7 @@ def on_one_loop(app: FastAPI) -> Callable[[Callable[[httpx.AsyncClient], Awaitab
 
     async def main(work: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=10) as client:
             await work(client)
 
     return lambda work: asyncio.run(main(work))

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ class FakeTraining:
     state: Any = "collecting"
     asked: list[tuple[str, str | None]] = field(default_factory=list)
     error: Exception | None = None
+    is_endless: bool = False
 
     def pause(self, policy: str | None) -> None:
         self._note("pause", policy, "paused")
@@ -26,9 +28,13 @@ class FakeTraining:
 
     async def step(self, policy: str | None) -> None:
         self._note("step", policy, "paused")
+        if self.is_endless:
+            await asyncio.Event().wait()
 
     async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
         self._note("checkpoint", policy, "paused")
+        if self.is_endless:
+            await asyncio.Event().wait()
         return {"policy": "checkpoints/run/step_000004"}
 
     def _note(self, what: str, policy: str | None, state: str) -> None:
@@ -54,7 +60,8 @@ def client(engine: Any, tokenizer: Any, training: FakeTraining) -> TestClient:
             settings=ServerSettings(),
             base_name="nano",
             training=training,
-        )
+        ),
+        base_url="http://localhost",
     )
 
 
@@ -95,3 +102,12 @@ def test_a_process_that_only_serves_says_so(call: Callable[..., httpx.Response])
         answer = call("POST", path, json={})
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "unavailable")
     assert call("POST", "/v1/training/pause", json={"now": 1}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/training/update", "/v1/training/checkpoint"])
+def test_who_waits_for_a_step_has_a_deadline_and_may_leave(
+    client: TestClient, training: FakeTraining, path: str
+) -> None:
+    training.is_endless = True
+    answer = client.post(path, headers={"x-request-timeout": "0.05"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")

@@ -43,7 +43,8 @@ def make_client(engine: Any, tokenizer: Any, **trajectories: LiveTraffic) -> Tes
             settings=ServerSettings(),
             base_name="nano",
             trajectories=trajectories,
-        )
+        ),
+        base_url="http://localhost",
     )
 
 
@@ -100,6 +101,15 @@ def test_prompts_of_one_request_are_numbered_through(client: TestClient, traffic
         assert choice["trajectory_id"] == f"{answer['id']}-{place}"
         assert reward(client, choice["trajectory_id"], place).status_code == 200
     assert sorted(group.rewards for group in taken(traffic)) == [(0.0, 1.0), (2.0, 3.0)]
+
+
+def test_metadata_of_many_prompts_are_checked_once(
+    client: TestClient, traffic: LiveTraffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    monkeypatch.setattr(traffic, "check", lambda *asked: checked.append(asked[2]))
+    assert complete(client, prompt=["a"] * 100, metadata={"a": 1}).status_code == 200
+    assert checked == [{"a": 1}]
 
 
 @pytest.mark.parametrize("ask", [complete, chat])

@@ -147,3 +147,16 @@ def test_adapters_of_several_names_are_told_apart() -> None:
     assert resolved_to("poet", 1, cards) == "poet@1"
     assert resolved_to("coder", 0, cards) == "coder@0"
     assert resolved_to("latest", 0, ()) == "policy@0"
+
+
+@pytest.mark.parametrize("server_parses", [True, False])
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_control_tokens_in_raw_prompts_are_tokens_unless_it_is_asked_not_to(
+    server_parses: bool, asked: bool | None, hermes: Any
+) -> None:
+    fields = {"model": "policy", "prompt": f"{hermes.token_text(3)}hi"}
+    body = CompletionBody.model_validate(fields | ({} if asked is None else {"parse_special": asked}))
+    settings = ServerSettings(parse_special=server_parses)
+    (request,) = completion_requests(body, "r", tokenizer=hermes, settings=settings, max_context=2000)
+    assert (3 in request.prompt_tokens) == (server_parses if asked is None else asked)
+    assert hermes.decode(request.prompt_tokens, special=True) == fields["prompt"]

@@ -37,7 +37,8 @@ def client(engine: Any, tokenizer: Any, memory: Memory) -> TestClient:
             settings=ServerSettings(),
             base_name="nano",
             witnesses={"policy": memory},
-        )
+        ),
+        base_url="http://localhost",
     )
 
 

@@ -127,7 +127,8 @@ def break_gradient(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Trains as the command does; `train(environment, folder, trainer={"steps": 2})` adds settings to tiny ones.
 
-    Curves are drawn for who asks for them: drawing takes longer than most of these runs.
+    Curves are drawn for who asks for them: drawing takes longer than most of these runs. `keys` are those that the
+    configuration has for the environment.
     """
 
     def run(
@@ -136,6 +137,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         seed: int = 0,
         *,
         draws: bool = False,
+        keys: Mapping[str, Any] | None = None,
         **parts: Mapping[str, Any],
     ) -> int:
         if not draws:
@@ -143,7 +145,9 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         chosen = environment or Parity()
         monkeypatch.setattr("parallm.lessons.build_environment", lambda _: chosen)
         values = {name: {**TINY.get(name, {}), **parts.get(name, {})} for name in {*TINY, *parts}}
-        config = TypeAdapter(RunConfig).validate_python({**values, "seed": seed})
+        config = TypeAdapter(RunConfig).validate_python(
+            {**values, "seed": seed, "environment": keys or {"name": "arithmetic"}}
+        )
         (tmp_path / folder).mkdir(exist_ok=True)
         return run_training(config, tmp_path / folder, load_blas(config.device))
 

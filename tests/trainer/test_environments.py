@@ -82,6 +82,19 @@ def test_a_run_with_a_calculator_goes_on_as_if_nothing_had_been(train: Train, tm
         assert rows_of(tmp_path / "run", name) == rows_of(tmp_path / "whole", name)
 
 
+@pytest.mark.parametrize(("coefficient", "ahead"), [(0.0, 0), (0.1, 0), (0.1, 1)])
+def test_groups_without_signal_are_trained_on_where_kl_to_the_base_acts_on_them(
+    train: Train, trained: list[TrajectoryGroup], tmp_path: Path, coefficient: float, ahead: int
+) -> None:
+    settings = {"learner": {"kl_coefficient": coefficient}, "rollout": {"problems_per_step": 6, "group_size": 2}}
+    train(trainer={"steps": 2, "max_off_policy_steps": ahead}, **settings)
+    rows = rows_of(tmp_path / "run")
+    sampled, with_signal = (sum(row[f"groups/{name}"] for row in rows) for name in ("sampled", "with_signal"))
+    assert with_signal < sampled
+    assert len(trained) == (sampled if coefficient else with_signal)
+    assert {group.has_signal for group in trained} == ({True, False} if coefficient else {True})
+
+
 class Judged:
     """Asks the base what it thinks of each completion; an even number of letters is praise."""
 

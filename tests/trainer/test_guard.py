@@ -69,11 +69,18 @@ def make_guard(*, compares: bool = True, **values: Any) -> Guard:
 
 def test_three_faults_in_a_row_roll_back_and_after_two_roll_backs_training_stops() -> None:
     guard = make_guard()
-    verdicts = judged(guard, [faulty("reward")] * 9)
+    verdicts = judged(guard, [faulty("behaviour")] * 9)
     assert [verdict.action for verdict in verdicts] == ["skip", "skip", "roll_back"] * 2 + ["skip", "skip", "stop"]
-    assert verdicts[0].reason == "nothing was changed: a reward is not finite"
-    assert verdicts[8].reason.startswith("3 steps in a row changed nothing, the last one because a reward is not fin")
+    assert verdicts[0].reason == "nothing was changed: a behaviour is not finite"
+    assert verdicts[8].reason.startswith("3 steps in a row changed nothing, the last one because a behaviour is not")
     assert "2 roll-backs have not helped" in verdicts[8].reason
+
+
+def test_rewards_that_cannot_be_learned_from_never_roll_back_and_never_stop() -> None:
+    guard = make_guard()
+    assert actions(guard, [faulty("reward")] * 20) == ["skip"] * 20
+    assert actions(guard, [faulty("loss"), faulty("reward"), faulty("loss"), faulty("loss")])[-1] == "roll_back"
+    assert guard.row()["guard/skipped_reward"] == 21
 
 
 def test_a_good_update_between_faults_starts_the_count_anew() -> None:
@@ -96,14 +103,14 @@ def test_roll_backs_are_counted_over_the_whole_run() -> None:
 
 def test_the_counts_are_metrics_by_kind() -> None:
     guard = make_guard()
-    judged(guard, [faulty("reward"), faulty("logprob"), faulty("reward"), replace(STEP, update=None)])
+    judged(guard, [faulty("loss"), faulty("logprob"), faulty("loss"), replace(STEP, update=None)])
     assert guard.row() == {
         "guard/skipped": 3,
         "guard/rollbacks": 1,
         "guard/idle": 1,
         "guard/empty_completions": 0,
         "guard/skipped_logprob": 1,
-        "guard/skipped_reward": 2,
+        "guard/skipped_loss": 2,
     }
 
 
@@ -118,6 +125,26 @@ def test_equal_rewards_and_a_zero_gradient_are_named_once_and_counted_each_time(
         ("nothing was trained: the gradient is zero",),
     ]
     assert guard.row()["guard/idle"] == 4
+
+
+def test_updates_that_move_nothing_are_named_once_in_a_row_with_their_learning_rate() -> None:
+    off, fine = step(has_moved=False, learning_rate=0.0), step(has_moved=False, learning_rate=1e-12)
+    guard = make_guard()
+    verdicts = judged(guard, [off, off, STEP])
+    resumed = make_guard()
+    resumed.resume(json.loads(json.dumps(guard.counters())))
+    verdicts += judged(resumed, [fine, faulty("loss"), fine])
+    assert [verdict.warnings for verdict in verdicts] == [
+        ("the update has moved no weight at learner.learning_rate=0: no new version",),
+        (),
+        (),
+        (
+            "the update has moved no weight at learner.learning_rate=1e-12, since its step is too small for float32 "
+            "beside the weights: no new version",
+        ),
+        (),
+        (),
+    ]
 
 
 def test_completions_without_a_token_are_named_and_counted() -> None:
@@ -166,6 +193,14 @@ def test_an_entropy_out_of_bounds_stops_a_run_whose_reward_has_fallen_too(entrop
     stopped = next(verdict for verdict in verdicts if verdict.action == "stop")
     assert stopped.reason.startswith("training diverges: the entropy is")
     assert says in stopped.reason
+
+
+def test_an_entropy_that_is_not_finite_is_nothing_to_compare_with() -> None:
+    guard = make_guard()
+    assert set(actions(guard, [step(entropy=math.nan)] * 3 + [step(entropy=math.inf)])) == {"go_on"}
+    judged(guard, [step(entropy=0.5, reward=0.6)] * 10)
+    assert "stop" in actions(guard, [step(entropy=2.0, reward=0.1)] * 7)
+    assert guard.counters()["divergence"]["start_entropies"] == [0.5] * 5
 
 
 def test_a_reward_that_falls_by_no_more_than_noise_is_no_divergence() -> None:

@@ -1,6 +1,7 @@
 """Several policies on one base: each becomes what it would have become alone, and none sees another's versions."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import ConfigError, TrainingStopped
 from parallm.model.adapter_files import read_adapter
+from parallm.reports import Evaluation
+from parallm.rollout.evaluation import Evaluator
 
 Train = Callable[..., int]
 
@@ -52,21 +55,38 @@ def test_policies_that_were_interrupted_go_on(train: Train, tmp_path: Path) -> N
         assert states[0].adapter.digest == states[1].adapter.digest
 
 
-def test_each_policy_waits_for_its_own_evaluations_before_it_is_served(train: Train, tmp_path: Path) -> None:
-    waits = {"publish_if": "evaluation", "evaluate_every": 1, "evaluate_problems": 4}
-    policies = {"poet": {"trainer": waits | {"publish_margin": 1.0}}, "coder": {"trainer": {"keep_best": False}}}
-    train(trainer={"steps": 2}, policies=policies)
-    for name in policies:
-        state = newest_state(tmp_path / "run" / name)
-        assert (state.version, state.counters["publication"]["served"]) == (2, 2)
-        assert read_adapter(tmp_path / "run" / name / "adapter").name == name
+def test_each_policy_waits_for_its_own_evaluations_before_it_is_served(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"poet": [0.5, 0.6, 0.1], "singer": [0.5, 0.1, 0.1], "coder": [0.5, 0.6, 0.1]}  # base, version 1, version 2
+    evaluate = Evaluator.evaluate
+
+    async def evaluated(
+        self: Evaluator, step: int, version: int, model: str, progress: Callable[[int, int], None]
+    ) -> Evaluation:
+        evaluation = await evaluate(self, step, version, model, progress)
+        accuracy = found[model.removesuffix("@latest")][step]
+        return replace(evaluation, report=replace(evaluation.report, accuracy=accuracy))
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluated)
+    waits = {"publish_if": "evaluation", "publish_margin": 0.0}
+    policies = {"poet": {"trainer": waits}, "singer": {"trainer": waits}, "coder": {}}
+    train(trainer={"steps": 2, "evaluate_every": 1, "evaluate_problems": 4}, policies=policies)
+    states = {name: newest_state(tmp_path / "run" / name) for name in policies}
+    served = {name: state.counters["publication"]["served"] for name, state in states.items()}
+    assert served == {"poet": 1, "singer": 0, "coder": 2}
+    assert {state.version for state in states.values()} == {2}
+    left = {name: tmp_path / "run" / name / "adapter" for name in policies}
+    assert {name: read_adapter(path).version for name, path in left.items() if path.exists()} == {"poet": 1, "coder": 2}
 
 
 def test_a_policy_that_fails_does_not_stop_the_others(
     train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policies = {"broken": {"rollout": {"max_tokens": 5000}}, "poet": {}}
-    with pytest.raises(TrainingStopped, match=r"^broken: .*maximum context length is"):
+    policies = {"broken": {"rollout": {"max_tokens": 1000}}, "poet": {}}
+    with pytest.raises(
+        TrainingStopped, match=r"^broken: .* with rollout\.max_tokens=1000 it does not fit the context of"
+    ):
         train(trainer={"steps": 2}, policies=policies)
     assert newest_state(tmp_path / "run" / "poet").step == 2
     assert read_adapter(tmp_path / "run" / "poet" / "adapter").version == 2

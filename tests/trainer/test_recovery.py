@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,29 @@ from parallm.errors import ConfigError, TrainingStopped
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.reports import Estimate, Evaluation, EvaluationReport
+from parallm.rollout.episode import Episode
 from parallm.rollout.evaluation import Evaluator, Progress
-from parallm.rollout.settings import RolloutSettings
-from parallm.rollout.shaping import Shaped, shape
-from parallm.rollout.stage import ScoredEpisode
+from parallm.rollout.trajectory import trajectory_of
 from parallm.trainer.fault_files import write_faults
-from parallm.types import FaultyEpisode, Message, Problem, TrajectoryGroup
+from parallm.types import FaultyEpisode, Message, Problem, Trajectory, TrajectoryGroup
 
 Train = Callable[..., int]
 PLAIN = {"refill_rounds": 0}  # 2 problems x 4 completions: step N scores completions 8 N - 7 to 8 N
 
 
 NAN_LATER, INF_LATER = -1e6, -2e6
-"""Scores that become rewards that are not finite behind the check of scores, which would leave out the completion."""
+"""Scores that become a sampled log-prob of NaN, and a reward of infinity behind the check of scores."""
 
 
 @pytest.fixture(autouse=True)
-def broken_shaping(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(scored: ScoredEpisode, settings: RolloutSettings) -> Shaped:
-        value = {NAN_LATER: math.nan, INF_LATER: math.inf}.get(scored.score.reward)
-        return shape(scored, settings) if value is None else Shaped(parts={"even": value}, reward=value)
+def broken_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(episode: Episode, *, reward: float, **fields: Any) -> Trajectory:
+        if reward == NAN_LATER:
+            whole = trajectory_of(episode, reward=0.25 + episode.index / 8, **fields)
+            return replace(whole, logprobs=(math.nan,) * len(whole.tokens))
+        return trajectory_of(episode, reward=math.inf if reward == INF_LATER else reward, **fields)
 
-    monkeypatch.setattr("parallm.rollout.collector.shape", broken)
+    monkeypatch.setattr("parallm.rollout.collector.trajectory_of", broken)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -53,7 +55,7 @@ def test_after_three_faults_in_a_row_the_newest_update_is_undone_and_training_go
     folder = tmp_path / "run"
     assert [row["guard/skipped"] for row in rows_of(folder)] == [0, 0, 1, 2, 3, 3, 3]
     assert [row["guard/rollbacks"] for row in rows_of(folder)] == [0, 0, 0, 0, 1, 1, 1]
-    assert rows_of(folder)[6]["guard/skipped_reward"] == 3
+    assert rows_of(folder)[6]["guard/skipped_behaviour"] == 3
     adapters = [adapter_after(folder, step) for step in (1, 2, 3, 4, 5, 7)]
     assert adapters[1].digest == adapters[2].digest == adapters[3].digest
     assert adapters[4].digest == adapters[0].digest
@@ -83,7 +85,7 @@ def test_faults_that_roll_backs_do_not_cure_stop_the_run(train: Train, calling: 
 
 
 def test_the_trajectories_to_blame_are_kept_with_everything_that_is_known_of_them(
-    train: Train, calling: Any, tmp_path: Path
+    train: Train, calling: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(calling(lambda: INF_LATER, 10, 14), rollout=PLAIN, trainer={"steps": 2})
     folder = tmp_path / "run" / "faults"
@@ -92,14 +94,29 @@ def test_the_trajectories_to_blame_are_kept_with_everything_that_is_known_of_the
     assert [(row["index"], row["fault"], row["reason"]) for row in rows] == [
         (1, "reward", "reward inf"), (1, "reward", "reward inf"),
     ]  # fmt: skip
+    assert rows_of(tmp_path / "run")[1]["update/skipped"] is None
+    assert "step 2: 2 completions were left out of training, whose rewards float32 cannot hold (problem " in caplog.text
     first = rows[0]
     assert first["reward"] is None
-    assert first["reward_parts"] == {"even": None}
+    assert first["reward_parts"] == {"even": INF_LATER}
     assert len(first["tokens"]) == len(first["logprobs"]) == len(first["loss_mask"]) > 0
     assert first["weight_versions"][0]["version"] == 1
     assert first["prompt"][0]["role"] == "user"
     assert len(first["group_rewards"]) == 4
     assert "text" in first
+
+
+def test_a_run_whose_rewards_are_no_numbers_ends_without_a_roll_back(
+    train: Train, calling: Any, tmp_path: Path
+) -> None:
+    idle = PLAIN | {"max_idle_steps": 4}
+    with pytest.raises(
+        TrainingStopped, match=r"in 4 steps .* one nothing was changed: no reward is a number that float32"
+    ):
+        train(calling(lambda: INF_LATER, *range(9, 99)), rollout=idle, trainer={"steps": 9})
+    rows = rows_of(tmp_path / "run")
+    assert [row["guard/skipped"] for row in rows] == [0, 1, 2, 3, 4]
+    assert {row["guard/rollbacks"] for row in rows} == {0}
 
 
 def test_completions_that_could_not_be_scored_are_kept_too(
@@ -116,6 +133,8 @@ def test_completions_that_could_not_be_scored_are_kept_too(
         ("score_raised", "ValueError('no number')")
     }
     (first,) = rows[0]
+    assert f'File "{__file__}", line ' in first["traceback"]
+    assert ["traceback" in row for row in rows[1]] == [True] + [False] * 7
     assert first["prompt"][0]["role"] == "user"
     assert first["problem_id"].startswith("arithmetic-train-")
     assert len(first["tokens"]) > 0

@@ -1,6 +1,7 @@
 """What a run leaves behind when all goes well, and when it does not."""
 
 import errno
+import itertools
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from parallm.checkpoint.files import write_checkpoint
@@ -19,10 +21,15 @@ from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import TrainingState
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
-from parallm.errors import AdapterError, CheckpointError, ConfigError, ProblemError, TrainingStopped
+from parallm.errors import AdapterError, CheckpointError, ConfigError, EnvironmentFailed, ProblemError, TrainingStopped
+from parallm.metrics.step import StepMetrics
 from parallm.model.adapter_files import read_adapter
+from parallm.model.adapter_table import AdapterTable
+from parallm.model.logprobs import Softmax
 from parallm.reports import Evaluation
 from parallm.rollout.evaluation import Evaluator
+from parallm.trainer.guard import Verdict
+from parallm.trainer.recovery import Recovery
 
 Train = Callable[..., int]
 
@@ -95,12 +102,48 @@ def test_the_same_seed_makes_the_same_run_and_another_seed_another(train: Train,
     assert rows_of(tmp_path / "run") != rows_of(tmp_path / "other")
 
 
-def test_without_a_learning_rate_nothing_changes(train: Train, tmp_path: Path) -> None:
-    train(learner={"learning_rate": 0.0}, trainer={"steps": 2, "evaluate_problems": 4})
-    before, after = rows_of(tmp_path / "run", "evaluations.jsonl")
+def test_without_a_learning_rate_nothing_changes_and_nothing_is_published(
+    train: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"trainer": {"steps": 3, "evaluate_problems": 4}, "learner": {"learning_rate": 0.0}}
+    train(**settings, metrics={"display": "lines"})
+    folder = tmp_path / "run"
+    before, after = rows_of(folder, "evaluations.jsonl")
     assert before["heldout_part/even"] == after["heldout_part/even"]
-    arrays = newest_state(tmp_path / "run").adapter.arrays
-    assert all(float(abs(array).max()) == 0 for name, array in arrays.items() if name.endswith("lora_b"))
+    for row in rows_of(folder):
+        assert (row["update/skipped"], row["update/version"], row["update/adapter_delta_norm"]) == (None, 0, 0.0)
+        assert (row["parity/tokens"] > 0, row["offpolicy/lag_max"], row["guard/idle"]) == (True, 0, 0)
+    assert {row["version"] for row in rows_of(folder, "samples.jsonl")} == {0}
+    state = newest_state(folder)
+    assert (state.step, state.version, state.optimizer["b.step"].item()) == (3, 0, 3)
+    assert all(float(abs(array).max()) == 0 for name, array in state.adapter.arrays.items() if name.endswith("lora_b"))
+    assert [text for text in caplog.messages if "moved no weight" in text] == [
+        "step 1: the update has moved no weight at learner.learning_rate=0: no new version"
+    ]
+    assert "no update has moved the adapter, so the run leaves none" in capsys.readouterr().out
+    assert not (folder / "adapter").exists()
+
+
+def test_a_run_that_has_learned_nothing_says_so(
+    train: Train, calling: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    halves = itertools.cycle([0.0, 1.0])
+    train(calling(lambda: next(halves), *range(1, 999)), trainer={"steps": 6}, metrics={"display": "lines"})
+    assert "the reward has not risen beyond its noise in 6 steps (0.500 in the first third" in capsys.readouterr().out
+
+
+def test_a_run_in_which_nothing_moves_goes_on_as_if_nothing_had_been(train: Train, tmp_path: Path) -> None:
+    off = {"learner": {"learning_rate": 0.0}, "checkpoint": {"resume": "auto", "every": 1}}
+    ahead = {"max_off_policy_steps": 2}
+    train(trainer={"steps": 1} | ahead, **off)
+    train(trainer={"steps": 4} | ahead, **off)
+    rows = rows_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert {(row["offpolicy/lag_max"], row["offpolicy/dropped"], row["update/version"]) for row in rows} == {(0, 0, 0)}
+    # and learns from where it stands
+    train(trainer={"steps": 5}, checkpoint=off["checkpoint"])
+    assert rows_of(tmp_path / "run")[4]["update/version"] == 1
+    assert newest_state(tmp_path / "run").version == 1
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
@@ -114,6 +157,16 @@ def test_a_reward_that_is_not_finite_costs_one_completion(
     assert all(math.isfinite(row["reward/mean"]) for row in rows)
     assert [row["update/skipped"] for row in rows] == [None, None, None]
     assert f"step 2, score_not_finite: the part 'even' is {reward}; problem arithmetic-train-" in caplog.text
+
+
+def test_a_statistic_that_is_not_finite_costs_no_checkpoint(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Softmax, "entropies", lambda softmax: mx.full(softmax.sums_N.shape, math.nan))
+    assert train(trainer={"steps": 1}) == 0
+    assert train(trainer={"steps": 3}, checkpoint={"resume": "auto"}) == 0
+    assert saved_steps(tmp_path / "run") == [1, 2, 3]
+    assert [row["update/entropy"] for row in rows_of(tmp_path / "run")] == [None] * 3
 
 
 def raising(error: BaseException) -> Callable[[], float]:
@@ -134,6 +187,55 @@ def test_a_score_that_raises_costs_one_completion(
     assert len(rows_of(tmp_path / "run", "samples.jsonl")) == 7
 
 
+def test_an_environment_that_can_score_nothing_ends_the_run_after_one_step(
+    train: Train, calling: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(EnvironmentFailed) as failed:
+        train(
+            calling(raising(ValueError("no number")), *range(1, 99)), rollout={"refill_rounds": 3}, trainer={"steps": 9}
+        )
+    first, *_, last = str(failed.value).splitlines()
+    assert first.startswith(
+        "step 1: not one of 8 completions could be scored ({'score_raised': 8}); correct the environ"
+    )
+    assert f'File "{__file__}"' in str(failed.value)
+    assert last == "ValueError: no number"
+    assert [row["faults/total"] for row in rows_of(tmp_path / "run")] == [8]
+
+
+def test_an_environment_that_can_score_nothing_is_known_before_the_first_step(
+    train: Train, calling: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(EnvironmentFailed, match="evaluation: not one of 4 completions could be scored"):
+        train(calling(raising(ValueError("no number")), *range(1, 99)), trainer={"evaluate_problems": 4})
+    assert rows_of(tmp_path / "run") == []
+
+
+def test_an_environment_that_fails_for_a_while_costs_steps_and_not_the_run(
+    train: Train, calling: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its judge is out of reach for step 2 and the evaluations before and after it: completions 13 to 28."""
+    environment = calling(raising(OSError("no judge")), *range(13, 29))
+    trainer = {"steps": 4, "evaluate_problems": 4, "evaluate_every": 1}
+    assert train(environment, rollout={"refill_rounds": 0}, trainer=trainer) == 0
+    assert [row["faults/total"] for row in rows_of(tmp_path / "run")] == [0, 8, 0, 0]
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0, 3, 4]
+    assert (
+        "after step 1 there is no evaluation, and training goes on: evaluation: not one of 4 completions" in caplog.text
+    )
+
+
+def test_a_run_that_can_score_nothing_any_more_says_so(train: Train, calling: Any) -> None:
+    idle = {"max_idle_steps": 2, "refill_rounds": 0}
+    with pytest.raises(TrainingStopped) as stopped:
+        train(calling(raising(ValueError("no number")), *range(9, 99)), rollout=idle, trainer={"steps": 9})
+    assert str(stopped.value) == (
+        "in 2 steps there was nothing to learn from (rollout.max_idle_steps). In the last one 8 completions could not "
+        "be scored ({'score_raised': 8}), and there were no others; correct the environment: its tracebacks are in the "
+        "log"
+    )
+
+
 def test_a_score_that_hangs_costs_one_completion(train: Train, calling: Any, tmp_path: Path) -> None:
     def hang() -> float:
         while True:
@@ -146,17 +248,8 @@ def test_a_score_that_hangs_costs_one_completion(train: Train, calling: Any, tmp
     assert second["faults/total"] == 0
 
 
-def test_when_no_completion_can_be_scored_training_stops_and_names_the_faults(
-    train: Train, calling: Any, tmp_path: Path
-) -> None:
-    rollout = {"max_idle_steps": 2, "refill_rounds": 0}
-    with pytest.raises(TrainingStopped, match=r"faults: \{'score_raised': 8\}"):
-        train(calling(raising(ValueError("broken")), *range(1, 99)), rollout=rollout)
-    assert [row["reward/mean"] for row in rows_of(tmp_path / "run")] == [None, None]
-
-
 def test_when_nothing_teaches_anything_training_stops_and_says_so(train: Train, constant: Any, tmp_path: Path) -> None:
-    with pytest.raises(TrainingStopped, match=r"in 2 steps every completion .*the last ones: \[0\.5\].*group_size"):
+    with pytest.raises(TrainingStopped, match=r"in 2 steps there was .* the same reward \(\[0\.5\]\).*group_size"):
         train(constant(), rollout={"max_idle_steps": 2}, trainer={"steps": 9})
     rows = rows_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
@@ -193,6 +286,24 @@ def test_steps_before_an_error_are_saved_and_the_run_goes_on_from_there(
         assert rows_of(tmp_path / "run", name) == rows_of(tmp_path / "whole", name)
 
 
+@pytest.mark.parametrize("rate", [0.0, 1e-3])
+def test_a_step_that_is_half_done_is_not_saved(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """Its moments are those of the next step already, also where no weight has moved."""
+    judge = Recovery.after
+
+    async def fail_at_two(recovery: Recovery, metrics: StepMetrics, **groups: Any) -> Verdict:
+        if metrics.step == 2:
+            raise ProblemError("cannot be judged")
+        return await judge(recovery, metrics, **groups)
+
+    monkeypatch.setattr(Recovery, "after", fail_at_two)
+    with pytest.raises(ProblemError):
+        train(learner={"learning_rate": rate}, checkpoint={"every": 100})
+    assert saved_steps(tmp_path / "run") == []
+
+
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -226,7 +337,7 @@ def test_a_full_disk_at_the_end_is_an_error_and_older_checkpoints_stay(
 def test_an_adapter_that_the_disk_does_not_take_is_an_error_in_one_line(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(*_: object) -> None:
+    def write(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("parallm.trainer.saving.write_peft", write)
@@ -298,6 +409,22 @@ def test_a_finished_run_has_nothing_left_to_do(train: Train, tmp_path: Path) -> 
     assert rows_of(tmp_path / "run")[:2] == before
 
 
+def test_a_run_asks_for_more_at_a_moment_than_may_wait(train: Train, tmp_path: Path) -> None:
+    trainer = {"steps": 1, "evaluate_problems": 4, "evaluate_samples": 2}
+    rollout = {"problems_per_step": 6, "group_size": 2, "max_tokens": 8}
+    assert train(trainer=trainer, rollout=rollout, engine={"max_waiting": 2}) == 0
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [0, 1]
+
+
+def test_completions_that_leave_no_room_for_a_prompt_are_refused_before_the_first(train: Train, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.max_tokens=64: prompt and completion together have 64 tokens \(engi"
+    ):
+        train(rollout={"max_tokens": 64}, engine={"max_context": 64})
+    with pytest.raises(ConfigError, match=r"engine\.max_context=1025: the model knows 1024 positions"):
+        train(engine={"max_context": 1025})
+
+
 def test_problems_are_read_before_the_model_is_loaded(train: Train, parity: Any) -> None:
     environment = parity()
     environment.problems = lambda _: []
@@ -314,28 +441,28 @@ def test_a_run_starts_from_a_given_adapter(train: Train, tmp_path: Path) -> None
     assert newest_state(tmp_path / "next").version == 3
 
 
-def test_an_adapter_of_another_rank_is_refused(train: Train, tmp_path: Path) -> None:
+def test_a_form_that_is_asked_for_and_is_not_the_adapters_is_refused(train: Train, tmp_path: Path) -> None:
     train(trainer={"steps": 1})
     model = {"adapter": str(tmp_path / "run" / "adapter"), "lora": {"rank": 8}}
-    with pytest.raises(AdapterError, match=r"has rank 4, the run 8; set model\.lora\.rank=4"):
+    with pytest.raises(AdapterError, match=r"has rank 4, the run 8; set model\.lora\.rank=4, or leave"):
         train(folder="next", model=model)
 
 
-@pytest.mark.parametrize(
-    ("lora", "way_out"),
-    [
-        ({"dora": True}, r"has dora False, the run True; set model\.lora\.dora=false"),
-        ({"rslora": True}, r"has rslora False, the run True; set model\.lora\.rslora=false"),
-        ({"ranks": {"q_proj": 2}}, r"are not those of model\.lora\.ranks; set 'model\.lora\.ranks=\{\}'"),
-    ],
-)
-def test_an_adapter_of_another_form_is_refused(
-    lora: dict[str, object], way_out: str, train: Train, tmp_path: Path
-) -> None:
-    train(trainer={"steps": 1})
-    model = {"adapter": str(tmp_path / "run" / "adapter"), "lora": {"rank": 4} | lora}
-    with pytest.raises(AdapterError, match=way_out):
-        train(folder="next", model=model)
+def test_a_given_adapter_is_trained_on_with_the_dropout_of_the_run(train: Train, tmp_path: Path) -> None:
+    train(trainer={"steps": 1}, model={"lora": {"rank": 4}})
+    given = str(tmp_path / "run" / "adapter")
+    for folder, lora in (("none", {}), ("some", {"dropout": 0.5})):
+        train(folder=folder, trainer={"steps": 1}, model={"adapter": given, "lora": lora})
+    none, some = (newest_state(tmp_path / folder).adapter for folder in ("none", "some"))
+    assert (none.dropout, some.dropout) == (0.0, 0.5)
+    assert some.digest != none.digest
+
+
+def test_a_resumed_run_has_the_dropout_that_it_asks_for(train: Train, tmp_path: Path) -> None:
+    train(trainer={"steps": 1}, model={"lora": {"rank": 4, "dropout": 0.3}})
+    train(trainer={"steps": 2}, checkpoint={"resume": "auto", "every": 1})
+    assert newest_state(tmp_path / "run").adapter.dropout == 0.0
+    assert rows_of(tmp_path / "run")[1]["parity/tokens"] > 0
 
 
 FORMS: list[dict[str, object]] = [
@@ -440,8 +567,40 @@ def test_the_best_version_is_left_behind_if_asked_for(
 ) -> None:
     accuracies(monkeypatch, 0.9, 0.1, 0.3, 0.3, 0.2)
     assert train(trainer=EVALUATED | {"steps": 4, "keep_best": True}) == 0
-    assert read_adapter(tmp_path / "run" / "adapter").version == 2
+    assert read_adapter(tmp_path / "run" / "adapter").version == 3  # the newest of equals
     assert newest_state(tmp_path / "run").version == 4
+
+
+@pytest.mark.parametrize(("keeps", "left", "saved"), [(False, 3, [2, 4]), (True, 1, [1, 2, 4])])
+def test_the_best_version_is_kept_over_a_resume_or_said_to_be_gone(
+    keeps: bool,
+    left: int,
+    saved: list[int],
+    train: Train,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    accuracies(monkeypatch, 0.9, 0.8, 0.3, 0.5, 0.4)
+    never = {"every": 100, "keep": 9, "resume": "auto"}
+    train(trainer=EVALUATED | {"steps": 2, "keep_best": keeps}, checkpoint=never)
+    train(trainer=EVALUATED | {"steps": 4, "keep_best": True}, checkpoint=never)
+    assert read_adapter(tmp_path / "run" / "adapter").version == left
+    assert saved_steps(tmp_path / "run") == sorted({*saved, *([] if keeps else [3])})
+    gone = "version 1, the best so far with 80.0%, was not saved; the best is version 2 now"
+    assert (gone in caplog.messages) != keeps
+    assert newest_state(tmp_path / "run").counters["best_version"] == left
+
+
+def test_a_name_that_cannot_be_given_to_the_best_version_does_not_end_the_run(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AdapterError("'best' cannot be a name here")
+
+    monkeypatch.setattr(AdapterTable, "set_alias", refuse)
+    assert train(trainer=EVALUATED | {"steps": 1}) == 0
+    assert "version 1 is the best so far and cannot be called so: 'best' cannot be a name here" in caplog.messages
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,13 @@ def test_the_best_version_is_that_of_the_lowest_loss(
     assert find_adapter(str(tmp_path / "run")).parent.name == "step_000002"
 
 
+def test_keys_that_change_nothing_in_a_supervised_run_are_named(
+    train: Train, data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert train(learner=learner(data), trainer={"steps": 1}, rollout={"temperature": 0.7}) == 0
+    assert "rollout.temperature=0.7 has no effect with learner=sft" in caplog.messages
+
+
 def test_a_resumed_run_is_the_same_run(train: Train, data: str, tmp_path: Path) -> None:
     settings = {"learner": learner(data), "rollout": {"problems_per_step": 5}}
     train(folder="whole", trainer={"steps": 4}, **settings)
@@ -177,8 +184,8 @@ def test_training_ends_when_patience_is_over_and_says_so(
     trainer = {"steps": 9, "evaluate_problems": 4, "evaluate_every": 1, "patience": 2}
     settings = learner(data, learning_rate=0, data_held_out=held_out)
     assert train(learner=settings, trainer=trainer, metrics={"display": "lines"}) == 0
-    assert len(rows_of(tmp_path / "run")) == 3  # version 1 is the best, and versions 2 and 3 are no better
-    assert "training ends after step 3: the last 2 evaluations were no better" in capsys.readouterr().out
+    assert len(rows_of(tmp_path / "run")) == 2  # there is no new version, so nothing that could be better than the base
+    assert "training ends after step 2: the last 2 evaluations were no better" in capsys.readouterr().out
 
 
 def test_clients_wait_for_a_version_whose_loss_is_low_enough(

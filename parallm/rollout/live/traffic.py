@@ -15,6 +15,7 @@ from parallm.errors import InvalidRequest, Unavailable
 from parallm.reports import TrajectoryReport
 from parallm.rollout.environment_calls import EnvironmentCalls, EnvironmentFault, Outcome
 from parallm.rollout.live.buffer import TRAINED, Buffer
+from parallm.rollout.live.part_names import PartNames
 from parallm.rollout.live.piles import Pile, Piling, has_signal
 from parallm.rollout.live.recorded import Recorded, Wish, recorded_of
 from parallm.rollout.live.scoring_functions import Answered, load_scoring_functions
@@ -42,6 +43,9 @@ class LiveTraffic:
         self._functions = load_scoring_functions(settings.live.scoring_functions)
         self._calls = EnvironmentCalls(settings.score_seconds)
         self._buffer = Buffer(settings.live, file, clock)
+        self._names = PartNames(settings.live.weights)
+        for one in self._buffer:
+            self._names.bounded(one.trajectory.reward_parts)
         self._clock = clock
         self._piling = Piling(settings=settings)
         self._decode: Callable[[Sequence[int]], str] | None = None
@@ -107,7 +111,7 @@ class LiveTraffic:
         total = sum(self._settings.live.weights.get(name, 1.0) * part for name, part in parts.items())
         if not math.isfinite(total):
             raise InvalidRequest("the reward's parts add up to no finite number", "reward")
-        self._buffer.reward(trajectory_id, total, parts)
+        self._buffer.reward(trajectory_id, total, self._names.bounded(parts))
         self._on_reward(trajectory_id, total)
         return total
 

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from parallm.errors import InvalidRequest
-from parallm.server.connection import json_response, read_body
+from parallm.server.connection import json_response, received
 from parallm.server.control.adapter_bodies import (
     OF_OTHERS,
     LoadBody,
@@ -87,7 +87,7 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
 
 
 async def _body(service: Service, http: Request, schema: type[Body]) -> Body:
-    value = read_object(await read_body(http, service.settings.max_body_bytes))
+    value = await received(service, http, read_object)
     return checked(in_our_words(value), schema, OF_OTHERS)
 
 

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import InvalidRequest
-from parallm.server.connection import body_of, json_response
+from parallm.server.connection import body_of, json_response, while_connected
 from parallm.server.control.control_bodies import (
     AbortAnswer,
     AbortManyBody,
@@ -46,14 +46,14 @@ def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
         mode = http.query_params.get("mode", "abort")
         if mode not in MODES:
             raise InvalidRequest(f"mode is {mode[:50]!r}; choose abort, wait or keep", "mode")
-        return await _pause(steering, MODES[mode])
+        return await _pause(http, steering, MODES[mode])
 
     @router.post("/pause_generation")
     @router.post("/areal_pause_generation")
     async def pause_generation(http: Request) -> Response:
         """`/pause` as SGLang and AReaL call it."""
         body = await body_of(service, http, PauseBody)
-        return await _pause(steering, MODES[body.mode])
+        return await _pause(http, steering, MODES[body.mode])
 
     @router.post("/resume")
     @router.post("/continue_generation")
@@ -119,8 +119,8 @@ def queue_routes(steering: SteeredEngine) -> APIRouter:
     return router
 
 
-async def _pause(steering: SteeredEngine, mode: PauseMode) -> Response:
-    await steering.pause(mode)
+async def _pause(http: Request, steering: SteeredEngine, mode: PauseMode) -> Response:
+    await while_connected(http.receive, steering.pause(mode))
     return json_response(
         PauseAnswer(status="paused" if steering.is_paused else "resumed", is_paused=steering.is_paused)
     )

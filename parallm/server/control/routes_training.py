@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import Unavailable
-from parallm.server.connection import body_of, json_response
+from parallm.server.connection import body_of, json_response, while_connected
 from parallm.server.routes_status import status_answer
 from parallm.server.schemas import Wire
 from parallm.server.service import Service, Training
@@ -45,7 +45,7 @@ def training_routes(service: Service, given: Training | None) -> APIRouter:
     async def update(http: Request) -> Response:
         """Wait for one more step: a new one where training is paused, which it stays, else the one at work."""
         body = await body_of(service, http, TrainingBody)
-        await training(given).step(body.policy)
+        await while_connected(http.receive, training(given).step(body.policy))
         return status_answer(service)
 
     @router.post("/v1/training/checkpoint")
@@ -53,7 +53,8 @@ def training_routes(service: Service, given: Training | None) -> APIRouter:
     async def checkpoint(http: Request) -> Response:
         """Save after the present step; answers when the checkpoint is on the disk."""
         body = await body_of(service, http, TrainingBody)
-        return json_response(CheckpointAnswer(folders=dict(await training(given).checkpoint(body.policy))))
+        folders = await while_connected(http.receive, training(given).checkpoint(body.policy))
+        return json_response(CheckpointAnswer(folders=dict(folders)))
 
     return router
 

@@ -7,7 +7,8 @@ from pydantic import Field
 from parallm.server.schemas import Wire
 
 MOST_PARTS = 64
-Part = Annotated[str, Field(min_length=1, max_length=128)]
+Part = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+"""It is shown on terminals: no control characters."""
 
 
 class TrajectoryRewardBody(Wire):

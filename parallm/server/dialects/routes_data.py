@@ -3,14 +3,17 @@
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from parallm.conversation import GrammarSource
 from parallm.errors import InvalidRequest, ParallmError
-from parallm.server.connection import error_response, json_response, read_body
+from parallm.server.connection import error_response, json_response, received
 from parallm.server.dialects.dialect import Asked, Dialect
 from parallm.server.dialects.dispatch import dialect_of
 from parallm.server.dialects.native import NATIVE
@@ -20,10 +23,10 @@ from parallm.server.failures import DeadlineExceeded, failure_of
 from parallm.server.generation import on_a_side, respond_stream, respond_whole
 from parallm.server.openai.chat_prompt import chat_prompt
 from parallm.server.openai.grammars import body_grammar, constrained
-from parallm.server.openai.routes_generation import head_of
-from parallm.server.openai.translate import completion_requests
-from parallm.server.parse import parse_body, read_object
+from parallm.server.openai.routes_generation import head_of, requests_of
+from parallm.server.parse import checked, parse_body, read_object
 from parallm.server.service import Service
+from parallm.server.text_bounds import check_items, check_text
 from parallm.types import POLICY, GenerationRequest
 
 
@@ -45,16 +48,32 @@ def data_routes(service: Service) -> APIRouter:
     @router.post("/tokenize")
     async def tokenize(http: Request) -> Response:
         """Token ids of a text, or of a chat with the model's template."""
-        body = parse_body(await read_body(http, service.settings.max_body_bytes), TokenizeBody)
-        return json_response(_tokenized(service, body))
+        return json_response(await received(service, http, partial(_tokenized, service)))
 
     @router.post("/detokenize")
     async def detokenize(http: Request) -> Response:
         """Text of token ids, special tokens shown."""
-        body = parse_body(await read_body(http, service.settings.max_body_bytes), DetokenizeBody)
-        return json_response(TextOfTokens(prompt=service.tokenizer.decode(body.tokens, special=True)))
+        return json_response(await received(service, http, partial(_detokenized, service)))
 
     return router
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRequests:
+    """What a body asks for, in the words of the engine."""
+
+    asked: Asked
+    answer_id: str
+    requests: Sequence[GenerationRequest]
+    grammar: GrammarSource | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """A body's dialect, and what it asks for or why that is refused."""
+
+    dialect: Dialect
+    asked: AskedRequests | ParallmError
 
 
 async def _answer(
@@ -63,11 +82,12 @@ async def _answer(
     """Errors have the form of the dialect; `usual` is that of bodies that are no JSON objects."""
     dialect = usual
     try:
-        value = read_object(await read_body(http, service.settings.max_body_bytes))
-        dialect = choose(value)
-        asked = dialect.read(value if value.get("model") is not None else value | {"model": _usual_model(service)})
-        async with asyncio.timeout(asked.timeout_seconds):
-            return await _respond(service, http, asked)
+        read = await received(service, http, partial(_read, service, choose))
+        dialect = read.dialect
+        if isinstance(read.asked, ParallmError):
+            raise read.asked
+        async with asyncio.timeout(read.asked.asked.timeout_seconds):
+            return await _respond(service, http, read.asked)
     except TimeoutError:
         told = failure_of(DeadlineExceeded("the request was not done in the time that it gave itself (timeout)"))
     except ParallmError as error:
@@ -75,22 +95,31 @@ async def _answer(
     return error_response(told, dialect.refusal(told))
 
 
-async def _respond(service: Service, http: Request, asked: Asked) -> Response:
-    body = asked.body
-    answer_id = body.request_id or f"gen-{uuid.uuid4().hex}"
-    requests = completion_requests(
-        body,
-        answer_id,
-        tokenizer=service.tokenizer,
-        settings=service.settings,
-        max_context=service.engine.max_context,
+def _read(service: Service, choose: Callable[[Mapping[str, Any]], Dialect], text: bytes) -> Read:
+    """Raises InvalidRequest where the dialect is unknown."""
+    value = read_object(text)
+    dialect = choose(value)
+    try:
+        asked = dialect.read(value if value.get("model") is not None else value | {"model": _usual_model(service)})
+        answer_id = asked.body.request_id or f"gen-{uuid.uuid4().hex}"
+        requests = requests_of(service, asked.body, answer_id)
+        grammar = body_grammar(asked.body)
+    except ParallmError as error:
+        return Read(dialect=dialect, asked=error)
+    return Read(
+        dialect=dialect,
+        asked=AskedRequests(asked=asked, answer_id=answer_id, requests=requests, grammar=grammar),
     )
-    requests = await constrained(requests, body_grammar(body), service, reasoning=None)
+
+
+async def _respond(service: Service, http: Request, read: AskedRequests) -> Response:
+    asked, body = read.asked, read.asked.body
+    requests = await constrained(read.requests, read.grammar, service, reasoning=None)
     # these answers say the ids and the mode themselves, at the places of their dialects
     plain = body.model_copy(update={"request_id": None, "step_id": None})
 
     async def answer(routed: Sequence[GenerationRequest]) -> Response:
-        head = head_of(service, answer_id, plain, routed, logprobs=False)
+        head = head_of(service, read.answer_id, plain, routed, logprobs=False)
         if body.stream and asked.stream is not None:
             return await respond_stream(service, http, asked.stream(head))
         return await respond_whole(service, http, asked.whole(head))
@@ -103,18 +132,28 @@ def _usual_model(service: Service) -> str:
     return service.policies[0] if len(service.policies) == 1 else POLICY
 
 
-def _tokenized(service: Service, body: TokenizeBody) -> TokensOfText:
-    tokenizer = service.tokenizer
+def _tokenized(service: Service, text: bytes) -> TokensOfText:
+    tokenizer, max_context = service.tokenizer, service.engine.max_context
+    value = read_object(text)
+    check_items(value.get("messages"), "messages", "messages", max_context)
+    body = checked(value, TokenizeBody)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
     if body.messages is not None:
-        tokens = chat_prompt(body.as_chat(), tokenizer).tokens
+        tokens = chat_prompt(body.as_chat(), tokenizer, max_context).tokens
     else:
-        encode = tokenizer.encode if body.add_special_tokens else tokenizer.encode_more
-        tokens = encode(body.prompt or "")
+        check_text(body.prompt or "", "prompt", tokenizer, max_context)
+        parses = service.settings.parse_special if body.parse_special is None else body.parse_special
+        tokens = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens, parse_special=parses)
     return TokensOfText(
         count=len(tokens),
-        max_model_len=service.engine.max_context,
+        max_model_len=max_context,
         tokens=list(tokens),
         token_strs=[tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
     )
+
+
+def _detokenized(service: Service, text: bytes) -> TextOfTokens:
+    body = parse_body(text, DetokenizeBody)
+    check_items(body.tokens, "tokens", "tokens", service.engine.max_context)
+    return TextOfTokens(prompt=service.tokenizer.decode(body.tokens, special=True))

@@ -27,6 +27,8 @@ class TokenizeBody(Wire):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True
     """Of a text; a chat template writes its own."""
+    parse_special: bool | None = None
+    """Of a text, as in `/v1/completions`."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True

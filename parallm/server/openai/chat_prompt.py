@@ -1,7 +1,7 @@
 """Chat bodies to prompts: messages in the words of templates, tools, and what the client says of the template."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from parallm.conversation import ChatPrompt, PromptEnd
@@ -15,10 +15,12 @@ from parallm.server.openai.chat_schemas import (
     ToolMessage,
 )
 from parallm.server.service import Tokenizer
+from parallm.server.text_bounds import check_texts
 
 
-def chat_prompt(body: ChatBody, tokenizer: Tokenizer) -> ChatPrompt:
+def chat_prompt(body: ChatBody, tokenizer: Tokenizer, max_context: int) -> ChatPrompt:
     """Raises InvalidRequest, also where the chat template refuses the messages."""
+    check_texts(list(_texts(body)), "messages", tokenizer, max_context)
     _check_call_ids(body.messages)
     return tokenizer.encode_prompt(
         [to_turn(message) for message in body.messages],
@@ -62,6 +64,18 @@ def to_turn(message: ChatMessage) -> dict[str, object]:
             return {"role": "tool", "content": content, "tool_call_id": message.tool_call_id, **name}
         case _:
             return {"role": "system" if message.role == "developer" else message.role, "content": content}
+
+
+def _texts(body: ChatBody) -> Iterator[str]:
+    """All that a template may write."""
+    for message in body.messages:
+        yield from (part.text for part in message.content)
+        if isinstance(message, AssistantMessage):
+            yield message.reasoning_content or ""
+            yield from (call.function.arguments for call in message.tool_calls or ())
+    yield from (tool.model_dump_json(exclude_none=True) for tool in body.tools)
+    if body.chat_template_kwargs:
+        yield json.dumps(body.chat_template_kwargs)
 
 
 def _call(call: SentToolCall) -> dict[str, object]:

@@ -1,9 +1,9 @@
 """What a client asks texts to look like: from the fields of a body to a compiled grammar."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from parallm.conversation import GrammarForm, GrammarSource
 from parallm.errors import InvalidRequest
@@ -76,9 +76,10 @@ async def constrained(
             "shorten it or raise server.max_grammar_bytes",
             source.parameter,
         )
-    work = asyncio.to_thread(service.tokenizer.compile_grammar, source, reasoning=reasoning)
+    _check_json(source)
+    work = partial(service.tokenizer.compile_grammar, source, reasoning=reasoning)
     try:
-        grammar = await asyncio.wait_for(work, settings.max_grammar_seconds)
+        grammar = await service.workers.run(work, most_seconds=settings.max_grammar_seconds)
     except TimeoutError as error:
         raise InvalidRequest(
             f"{source.parameter} took more than {settings.max_grammar_seconds} s to prepare; "
@@ -90,13 +91,15 @@ async def constrained(
 
 def _source(form: GrammarForm, value: object, parameter: str) -> GrammarSource:
     """Strings are taken as they are: a regular expression, or a schema as JSON."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    if form == "json" and isinstance(value, str):
+    return GrammarSource(form=form, text=value if isinstance(value, str) else json.dumps(value), parameter=parameter)
+
+
+def _check_json(source: GrammarSource) -> None:
+    if source.form == "json":
         try:
-            json.loads(text)
+            json.loads(source.text)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"{parameter} is no JSON: {error}", parameter) from error
-    return GrammarSource(form=form, text=text, parameter=parameter)
+            raise InvalidRequest(f"{source.parameter} is no JSON: {error}", source.parameter) from error
 
 
 def _only(found: Sequence[GrammarSource]) -> GrammarSource | None:

@@ -3,27 +3,53 @@
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from parallm.conversation import GrammarSource
 from parallm.server.answers import Answers, Head
-from parallm.server.connection import read_body
+from parallm.server.connection import received
 from parallm.server.control.recording import recorder_of
 from parallm.server.generation import on_a_side, respond_stream, respond_whole
 from parallm.server.openai.chat_answers import ChatAnswers
 from parallm.server.openai.chat_schemas import ChatBody
 from parallm.server.openai.completion_answers import CompletionAnswers
 from parallm.server.openai.grammars import body_grammar, chat_grammar, constrained
+from parallm.server.openai.message_reader import Reading
 from parallm.server.openai.token_numbers import TokenNumbers
 from parallm.server.openai.translate import chat_request, completion_requests
-from parallm.server.parse import parse_body
+from parallm.server.parse import checked, parse_body, read_object
 from parallm.server.schemas import CompletionBody, GenerationBody, StreamOptions
 from parallm.server.service import Service
+from parallm.server.text_bounds import check_items
 from parallm.types import GenerationRequest
 
 Requests = Sequence[GenerationRequest]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedCompletions:
+    """What a body of `/v1/completions` asks for."""
+
+    body: CompletionBody
+    answer_id: str
+    requests: Requests
+    grammar: GrammarSource | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedChat:
+    """What a body of `/v1/chat/completions` asks for."""
+
+    body: ChatBody
+    answer_id: str
+    request: GenerationRequest
+    reading: Reading
+    grammar: GrammarSource | None
 
 
 def generation_routes(service: Service) -> APIRouter:
@@ -32,44 +58,70 @@ def generation_routes(service: Service) -> APIRouter:
     @router.post("/v1/completions")
     async def completions(http: Request) -> Response:
         """Complete one or more prompts, given as text or as token ids."""
-        body = parse_body(await read_body(http, service.settings.max_body_bytes), CompletionBody)
-        answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
-        requests = completion_requests(
-            body,
-            answer_id,
-            tokenizer=service.tokenizer,
-            settings=service.settings,
-            max_context=service.engine.max_context,
-        )
-        requests = await constrained(requests, body_grammar(body), service, reasoning=None)
+        asked = await received(service, http, partial(_asked_completions, service))
+        requests = await constrained(asked.requests, asked.grammar, service, reasoning=None)
 
         async def answer(routed: Requests) -> Response:
-            head = head_of(service, answer_id, body, routed, logprobs=body.logprobs is not None)
-            return await _respond(service, http, body, CompletionAnswers(head, body))
+            head = head_of(service, asked.answer_id, asked.body, routed, logprobs=asked.body.logprobs is not None)
+            return await _respond(service, http, asked.body, CompletionAnswers(head, asked.body))
 
         return await on_a_side(service, requests, answer)
 
     @router.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         """Answer the last message of a chat, in the format of the model's chat template."""
-        body = parse_body(await read_body(http, service.settings.max_body_bytes), ChatBody)
-        answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
-        request, reading = chat_request(
-            body,
-            answer_id,
-            tokenizer=service.tokenizer,
-            settings=service.settings,
-            max_context=service.engine.max_context,
-        )
-        requests = await constrained([request], chat_grammar(body), service, reasoning=reading.begins_in_reasoning)
+        asked = await received(service, http, partial(_asked_chat, service))
+        reasoning = asked.reading.begins_in_reasoning
+        requests = await constrained([asked.request], asked.grammar, service, reasoning=reasoning)
 
         async def answer(routed: Requests) -> Response:
-            head = head_of(service, answer_id, body, routed, logprobs=body.logprobs)
-            return await _respond(service, http, body, ChatAnswers(head, reading))
+            head = head_of(service, asked.answer_id, asked.body, routed, logprobs=asked.body.logprobs)
+            return await _respond(service, http, asked.body, ChatAnswers(head, asked.reading))
 
         return await on_a_side(service, requests, answer)
 
     return router
+
+
+def _asked_completions(service: Service, text: bytes) -> AskedCompletions:
+    """Raises InvalidRequest."""
+    body = parse_body(text, CompletionBody)
+    answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+    return AskedCompletions(
+        body=body, answer_id=answer_id, requests=requests_of(service, body, answer_id), grammar=body_grammar(body)
+    )
+
+
+def _asked_chat(service: Service, text: bytes) -> AskedChat:
+    """Raises InvalidRequest."""
+    value = read_object(text)
+    check_items(value.get("messages"), "messages", "messages", service.engine.max_context)
+    body = checked(value, ChatBody)
+    answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+    request, reading = chat_request_of(service, body, answer_id)
+    return AskedChat(body=body, answer_id=answer_id, request=request, reading=reading, grammar=chat_grammar(body))
+
+
+def requests_of(service: Service, body: CompletionBody, answer_id: str) -> list[GenerationRequest]:
+    """One request for each prompt. Raises InvalidRequest."""
+    return completion_requests(
+        body,
+        answer_id,
+        tokenizer=service.tokenizer,
+        settings=service.settings,
+        max_context=service.engine.max_context,
+    )
+
+
+def chat_request_of(service: Service, body: ChatBody, answer_id: str) -> tuple[GenerationRequest, Reading]:
+    """Raises InvalidRequest."""
+    return chat_request(
+        body,
+        answer_id,
+        tokenizer=service.tokenizer,
+        settings=service.settings,
+        max_context=service.engine.max_context,
+    )
 
 
 def head_of(service: Service, answer_id: str, body: GenerationBody, routed: Requests, *, logprobs: bool) -> Head:

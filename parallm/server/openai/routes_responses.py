@@ -2,15 +2,19 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from parallm.conversation import GrammarSource
 from parallm.errors import InvalidRequest
 from parallm.server.answers import Head
-from parallm.server.connection import read_body
+from parallm.server.connection import received
 from parallm.server.generation import begin_stream, on_a_side, respond_whole
 from parallm.server.openai.grammars import chat_grammar, constrained
 from parallm.server.openai.message_reader import Reading
@@ -18,11 +22,23 @@ from parallm.server.openai.response_answers import ResponseAnswers
 from parallm.server.openai.response_chat import named_as_sent, to_chat
 from parallm.server.openai.response_events import ResponseEvents
 from parallm.server.openai.response_schemas import ResponseBody
-from parallm.server.openai.translate import chat_request
-from parallm.server.parse import parse_body
+from parallm.server.openai.routes_generation import chat_request_of
+from parallm.server.parse import checked, read_object
 from parallm.server.service import Service
 from parallm.server.sse import EventStream
+from parallm.server.text_bounds import check_items
 from parallm.types import GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedResponse:
+    """What a body asks for."""
+
+    body: ResponseBody
+    answer_id: str
+    request: GenerationRequest
+    reading: Reading
+    grammar: GrammarSource | None
 
 
 def response_routes(service: Service) -> APIRouter:
@@ -31,22 +47,29 @@ def response_routes(service: Service) -> APIRouter:
     @router.post("/v1/responses")
     async def responses(http: Request) -> Response:
         """Answer a conversation of messages, reasoning and function calls. Nothing of it is stored."""
-        body = parse_body(await read_body(http, service.settings.max_body_bytes), ResponseBody)
-        answer_id = f"resp_{uuid.uuid4().hex}"
-        try:
-            return await _respond(service, http, body, answer_id)
-        except InvalidRequest as error:
-            raise named_as_sent(error) from error
+        asked = await received(service, http, partial(_asked, service))
+        with _named_as_sent():
+            return await _respond(service, http, asked)
 
     return router
 
 
-async def _respond(service: Service, http: Request, body: ResponseBody, answer_id: str) -> Response:
-    requests, reading = await _requests(service, body, answer_id)
+@contextmanager
+def _named_as_sent() -> Iterator[None]:
+    """Errors about the chat name the fields of this endpoint."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise named_as_sent(error) from error
+
+
+async def _respond(service: Service, http: Request, asked: AskedResponse) -> Response:
+    reasoning = asked.reading.begins_in_reasoning
+    requests = await constrained([asked.request], asked.grammar, service, reasoning=reasoning)
 
     async def answer(routed: Sequence[GenerationRequest]) -> Response:
-        answers = ResponseAnswers(_head(service, answer_id, routed), reading, body)
-        if not body.stream:
+        answers = ResponseAnswers(_head(service, asked.answer_id, routed), asked.reading, asked.body)
+        if not asked.body.stream:
             return await respond_whole(service, http, answers)
         begun = await begin_stream(service, http, routed)
         events = ResponseEvents(service, answers)
@@ -70,14 +93,14 @@ def _head(service: Service, answer_id: str, routed: Sequence[GenerationRequest])
     )
 
 
-async def _requests(service: Service, body: ResponseBody, answer_id: str) -> tuple[list[GenerationRequest], Reading]:
-    chat = to_chat(body)
-    request, reading = chat_request(
-        chat,
-        answer_id,
-        tokenizer=service.tokenizer,
-        settings=service.settings,
-        max_context=service.engine.max_context,
-    )
-    requests = await constrained([request], chat_grammar(chat), service, reasoning=reading.begins_in_reasoning)
-    return requests, reading
+def _asked(service: Service, text: bytes) -> AskedResponse:
+    """Raises InvalidRequest."""
+    value = read_object(text)
+    check_items(value.get("input"), "items", "input", service.engine.max_context)
+    body = checked(value, ResponseBody)
+    answer_id = f"resp_{uuid.uuid4().hex}"
+    with _named_as_sent():
+        chat = to_chat(body)
+        request, reading = chat_request_of(service, chat, answer_id)
+        grammar = chat_grammar(chat)
+    return AskedResponse(body=body, answer_id=answer_id, request=request, reading=reading, grammar=grammar)

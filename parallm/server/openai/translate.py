@@ -9,6 +9,7 @@ from parallm.server.openai.message_reader import Reading
 from parallm.server.schemas import CompletionBody, GenerationBody
 from parallm.server.service import Tokenizer
 from parallm.server.settings import ServerSettings
+from parallm.server.text_bounds import check_items, check_text
 from parallm.types import GenerationRequest, SamplingParams
 
 
@@ -17,9 +18,9 @@ def completion_requests(
 ) -> list[GenerationRequest]:
     """One request for each prompt. Raises InvalidRequest."""
     _check_limits(body, len(body.prompt), settings)
-    prompts = [tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt) for prompt in body.prompt]
     top_logprobs = _checked_top_logprobs("logprobs", body.logprobs or 0, settings)
     _check_whole(body)
+    prompts = [_prompt_tokens(prompt, body, tokenizer, settings, max_context) for prompt in body.prompt]
     shown = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
     return [
         GenerationRequest(
@@ -49,7 +50,7 @@ def chat_request(
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
     top_logprobs = _checked_top_logprobs("top_logprobs", body.top_logprobs or 0, settings)
-    prompt = chat_prompt(body, tokenizer)
+    prompt = chat_prompt(body, tokenizer, max_context)
     max_tokens = _chat_max_tokens(body) or _room(prompt.tokens, settings, max_context, "messages")
     request = GenerationRequest(
         request_id=request_id,
@@ -62,6 +63,17 @@ def chat_request(
         cache_salt=body.cache_salt or "",
     )
     return request, _reading(body, tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
+
+
+def _prompt_tokens(
+    prompt: str | list[int], body: CompletionBody, tokenizer: Tokenizer, settings: ServerSettings, max_context: int
+) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        check_text(prompt, "prompt", tokenizer, max_context)
+        parses = settings.parse_special if body.parse_special is None else body.parse_special
+        return tokenizer.encode(prompt, add_special=body.add_special_tokens, parse_special=parses)
+    check_items(prompt, "tokens", "prompt", max_context)
+    return tuple(prompt)
 
 
 def _reading(body: ChatBody, tokenizer: Tokenizer, *, begins_in_reasoning: bool) -> Reading:

@@ -1,4 +1,5 @@
-"""Around every request: its id, its line in the log, its count, and the last place for an error that nobody expected.
+"""Around every request: its id, its line in the log, its count, what is refused before any route, and the last place
+for an unexpected error.
 
 Below FastAPI, so that a stream is timed to its end.
 """
@@ -11,10 +12,12 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import announced_bytes, error_response
 from parallm.server.failures import failure_of
 from parallm.server.operation.doors import Doors
 from parallm.server.operation.meters import Meters
+from parallm.server.operation.origins import Origins
 from parallm.server.operation.request_context import RequestContext, current_request
 from parallm.server.operation.request_log import request_log
 
@@ -29,8 +32,9 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 class Front:
     """ASGI middleware. A request without a usable `x-request-id` gets one; the response says it."""
 
-    def __init__(self, app: ASGIApp, *, meters: Meters, doors: Doors) -> None:
+    def __init__(self, app: ASGIApp, *, meters: Meters, doors: Doors, origins: Origins) -> None:
         self._app = app
+        self._origins = origins
         self._meters = meters
         self._doors = doors
 
@@ -39,7 +43,8 @@ class Front:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        context = RequestContext(request_id=_request_id(headers), headers=headers)
+        address = scope["client"][0] if scope.get("client") else ""
+        context = RequestContext(request_id=_request_id(headers), headers=headers, address=address)
         began, status = time.perf_counter(), CLIENT_CLOSED_REQUEST  # unless a response begins, the client has gone
         is_read = announced_bytes(headers) <= MOST_UNREAD
 
@@ -61,11 +66,14 @@ class Front:
         token = current_request.set(context)
         self._doors.enter(context)
         try:
+            _check_framing(headers)
+            self._origins.check(scope["method"], scope["path"], headers)
             await self._app(scope, receive_and_note, send_with_id)
         except Exception as error:
             if status != CLIENT_CLOSED_REQUEST:
                 raise  # a response has begun: all that is left is to close the connection
-            logger.exception("%s %s failed", scope["method"], context.route)
+            if not isinstance(error, ParallmError):
+                logger.exception("%s %s failed", scope["method"], context.route)
             await error_response(failure_of(error))(scope, receive, send_with_id)
         finally:
             self._tell(scope, context, status, time.perf_counter() - began)
@@ -88,6 +96,12 @@ class Front:
                 "completion_tokens": context.num_completion_tokens,
             }
             request_log.info("request", extra={"fields": fields})
+
+
+def _check_framing(headers: Headers) -> None:
+    """Raises InvalidRequest for a body of two lengths: a proxy may see another end of it than this server does."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise InvalidRequest("a request has either Content-Length or Transfer-Encoding; send one of them")
 
 
 def _request_id(headers: Headers) -> str:

@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from parallm.server.operation.connections import Connections
 from parallm.server.operation.doors import Doors
-from parallm.server.operation.sockets import bind
+from parallm.server.operation.http_connection import HttpConnection
+from parallm.server.operation.sockets import bind, connection_limit
 from parallm.server.settings import ServerSettings
 
 LAST_BYTES_SECONDS = 1
@@ -33,6 +35,7 @@ class HttpServer:
             uvicorn.Config(
                 self._call,
                 interface="asgi3",
+                http=HttpConnection,
                 proxy_headers=False,
                 log_config=None,  # logging is set up by the program
                 log_level="warning",
@@ -45,7 +48,8 @@ class HttpServer:
                 ssl_keyfile=settings.ssl_keyfile,
                 ssl_ca_certs=settings.ssl_ca_certs,
                 ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
-            )
+            ),
+            settings,
         )
 
         self.url = _url(bound, settings)
@@ -110,16 +114,41 @@ def _url(bound: socket.socket, settings: ServerSettings) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers: Ctrl-C belongs to the trainer."""
+    """uvicorn's server without its signal handlers, as Ctrl-C belongs to the trainer, and with our `Connections`."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, settings: ServerSettings) -> None:
         super().__init__(config)
         self.ready = asyncio.Event()
+        self._settings = settings
+        self._connections: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        assert sockets, "the caller has bound the socket"
+        connections = Connections(
+            self._connection,
+            limit=connection_limit(self._settings),
+            stall_seconds=self._settings.stall_seconds,
+            tls=self.config.ssl,
+        )
+        self._connections = asyncio.create_task(connections.run(sockets[0]))
         self.ready.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Raises what `Connections` raised: a server that accepts nothing must not look alive."""
+        if self._connections is not None and self._connections.done():
+            self._connections.result()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._connections is not None:
+            self._connections.cancel()
+            await asyncio.gather(self._connections, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    def _connection(self, on_lost: Callable[[HttpConnection], None]) -> HttpConnection:
+        return HttpConnection(self.config, self.server_state, self.lifespan.state, on_lost)

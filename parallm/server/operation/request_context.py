@@ -11,6 +11,8 @@ class RequestContext:
 
     request_id: str
     headers: Mapping[str, str] = field(default_factory=dict)
+    address: str = ""
+    """Of the other end of the connection."""
     deadline: float | None = None
     """Time of the event loop at which the answer is given up."""
     give_up: Callable[[], object] | None = None
@@ -24,6 +26,11 @@ class RequestContext:
     model: str | None = None
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0
+
+    @property
+    def client(self) -> str:
+        """Who asks, as far as that is known: the key, else the address."""
+        return self.api_key or self.address
 
 
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)

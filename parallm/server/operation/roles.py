@@ -1,15 +1,13 @@
 """Who may use which route: the one table, and the check of keys."""
 
-import ipaddress
 from collections.abc import Iterable, Mapping
 from typing import Literal
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 
-from parallm.server.failures import ForeignOrigin, NotAllowed, WrongKey
+from parallm.server.failures import NotAllowed, WrongKey
 from parallm.server.operation.keys import StoredKey, find_key, presented_key
 from parallm.server.settings import KeyRole, ServerSettings
 
@@ -103,16 +101,13 @@ def role_of(http: Request) -> Role:
 
 
 def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> StoredKey | None:
-    """The key that the request came with, if the route needs one. Raises WrongKey, NotAllowed, ForeignOrigin."""
+    """The key that the request came with, if the route needs one. Raises WrongKey, NotAllowed."""
     role = role_of(http)
     if role == "public":
         return None
     if RANK[role] > RANK["inference"] and not settings.control_routes:
         raise NotAllowed("this route is off; the server runs with server.control_routes=false")
-    if keys:
-        return _checked_key(http, role, keys)
-    _check_origin(http, settings)
-    return None
+    return _checked_key(http, role, keys) if keys else None
 
 
 def check_roles(routers: Iterable[APIRouter]) -> None:
@@ -138,25 +133,3 @@ def _checked_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> Stor
     if RANK[key.role] < RANK[role]:
         raise NotAllowed(f"this route needs a key with the role {role}; yours has the role {key.role}")
     return key
-
-
-def _check_origin(http: Request, settings: ServerSettings) -> None:
-    """Without keys, any page that a browser on this machine shows could post here: only pages of ours may."""
-    origin = http.headers.get("origin")
-    if origin is None or {origin, "*"} & set(settings.cors_origins):
-        return
-    own = urlsplit(origin)
-    if own.netloc == http.url.netloc and _is_own_name(own.hostname or "", settings):
-        return
-    raise ForeignOrigin("requests of pages from other origins are refused; name the origin in server.cors_origins")
-
-
-def _is_own_name(host: str, settings: ServerSettings) -> bool:
-    """A name of somebody else's can be made to mean this machine: then their page and this server have one origin."""
-    if host in ("localhost", settings.host):
-        return True
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

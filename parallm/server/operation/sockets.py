@@ -2,6 +2,7 @@
 
 import errno
 import ipaddress
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -10,10 +11,14 @@ from parallm.errors import ParallmError
 from parallm.server.settings import ServerSettings
 
 BACKLOG = 2048
+USUAL_CONNECTIONS = 1000
+FILES_FOR_OTHERS = 256
+"""Checkpoints, metrics, adapters, models, logs."""
 
 
 class ListenError(ParallmError):
-    """The address cannot be used: another process has it, it is not of this machine, or its certificate is wrong."""
+    """The server cannot listen: another process has the address, it is not of this machine, its certificate is wrong,
+    or too few files may be open."""
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -22,9 +27,24 @@ def bind(settings: ServerSettings) -> socket.socket:
     Clients that connect before the server starts wait.
     """
     _check_certificates(settings)
+    connection_limit(settings)
     bound = _bind_unix(settings.uds) if settings.uds else _bind_tcp(settings)
     bound.setblocking(False)
     return bound
+
+
+def connection_limit(settings: ServerSettings) -> int:
+    """How many connections may be open. Raises ListenError where the process may open fewer files."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    given = settings.max_connections
+    if files == resource.RLIM_INFINITY:
+        return given or USUAL_CONNECTIONS
+    if given is not None and given + FILES_FOR_OTHERS > files:
+        raise ListenError(
+            f"server.max_connections={given} needs {given + FILES_FOR_OTHERS} open files, and this process may have "
+            f"{files}; raise that with `ulimit -n`, or set server.max_connections={max(1, files - FILES_FOR_OTHERS)}"
+        )
+    return given or min(USUAL_CONNECTIONS, max(1, files // 2))
 
 
 def _bind_tcp(settings: ServerSettings) -> socket.socket:

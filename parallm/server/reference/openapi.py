@@ -35,12 +35,13 @@ JSON = "application/json"
 ERRORS: Mapping[int, str] = {
     400: "A field is wrong, unknown or not supported; `param` names it.",
     401: "No API key or a wrong one.",
-    403: "The key's role does not allow this route, or the route is switched off.",
+    403: "The key's role does not allow this route, the route is switched off, or a page of another origin asks.",
     404: "No such model, version or alias.",
+    408: "The body came too slowly.",
     409: "This process does not do that, or not any more: it trains nothing, or takes no such weights. "
     "In vLLM's dialect of `/generate`: somebody has aborted the request.",
     413: "The body is larger than `server.max_body_bytes`.",
-    429: "The queue is full; `Retry-After` says when to try again.",
+    429: "The queue is full, or too many large bodies come at once; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
     504: "The answer was not complete by its deadline.",
 }
@@ -109,13 +110,13 @@ def _examples(document: Document) -> dict[str, Any]:
 
 
 def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, Any]:
-    statuses = {503}
+    statuses = {403, 503}
     if role != "public":
-        statuses |= {401, 403} if has_keys else {403}
+        statuses |= {401} if has_keys else set()
     if role in ("training", "admin"):
-        statuses |= {400, 404, 409, 413}
+        statuses |= {400, 404, 408, 409, 413}
     elif document.bodies:
-        statuses |= {400, 404, 409, 413, 429, 504}
+        statuses |= {400, 404, 408, 409, 413, 429, 504}
     error = {"schema": _any_of((ErrorAnswer,))}
     errors = {str(status): {"description": ERRORS[status], "content": {JSON: error}} for status in sorted(statuses)}
     return {"200": {"description": "The answer.", "content": _answer_content(document)}, **errors}

@@ -1,0 +1,172 @@
+"""The open connections of a server: accepted here, bounded in number, and closed when their clients stand still.
+
+uvicorn accepts every connection. With enough of them no file is left for a checkpoint, and asyncio's accept loop spins.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from parallm.server.connection import error_response
+from parallm.server.failures import failure
+from parallm.server.operation.http_connection import HttpConnection, Phase
+
+RESERVE = 16
+"""Connections beyond the limit, which serve probes only."""
+PROBES = ("/health", "/ready", "/metrics")
+SECONDS: Mapping[Phase, float] = {"head": 20.0, "rest": 5.0}
+"""How long a client may take. Bodies have a rate (`connection.py`), idle connections uvicorn's limit."""
+DROPPED_FIRST: Mapping[Phase, int] = {"head": 0, "body": 0, "rest": 0, "idle": 1, "unread": 2}
+"""To make room, from 0 on. A connection that waits for an answer is never dropped."""
+HANDSHAKE_SECONDS = 20.0
+SECONDS_BETWEEN_SWEEPS = 1.0
+SECONDS_BETWEEN_WARNINGS = 60.0
+ACCEPTED_AT_ONCE = 32  # before other work of the event loop gets its turn
+SHARE_DROPPED = 16  # up to a 16th of the limit at once, since each search for room looks at every connection
+REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Standing:
+    """The progress of a connection, and since when it is the same."""
+
+    progress: object
+    since: float
+
+
+class Connections:
+    """Used on the event loop only. `make` builds the connection of an accepted socket."""
+
+    def __init__(
+        self,
+        make: Callable[[Callable[[HttpConnection], None]], HttpConnection],
+        *,
+        limit: int,
+        stall_seconds: float,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._make = make
+        self._limit = limit
+        self._stall_seconds = stall_seconds
+        self._tls = tls
+        self._open: dict[HttpConnection, _Standing] = {}
+        self._last_warning = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def run(self, listener: socket.socket) -> None:
+        """Accept and sweep until cancelled; connections that are not open yet are dropped then."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._accept(listener))
+                tasks.create_task(self._sweep())
+        finally:
+            for connection in self._open:
+                connection.opening.cancel()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        number = 0
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # no file is left: those of others, since ours are bounded
+                self._warn(f"no connection can be accepted: {error}")
+                await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
+                continue
+            self._take(accepted)
+            number += 1
+            if number % ACCEPTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _take(self, accepted: socket.socket) -> None:
+        if len(self._open) >= self._limit:
+            self._make_room()
+        if len(self._open) >= self._limit + RESERVE:
+            _refuse(accepted, is_plain=self._tls is None)
+            return
+        connection = self._make(self._forget)
+        if len(self._open) >= self._limit:
+            connection.app = _probes_only(connection.app)
+        self._open[connection] = _Standing(None, connection.heard)
+        connection.opening = asyncio.create_task(self._set_up(connection, accepted))
+        connection.opening.add_done_callback(lambda task: accepted.close() if task.cancelled() else None)
+
+    async def _set_up(self, connection: HttpConnection, accepted: socket.socket) -> None:
+        handshake = None if self._tls is None else HANDSHAKE_SECONDS
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=handshake
+            )
+        except (OSError, asyncio.CancelledError):  # no TLS, not in time, or dropped meanwhile: asyncio has closed it
+            self._forget(connection)
+
+    def _forget(self, connection: HttpConnection) -> None:
+        self._open.pop(connection, None)
+
+    def _make_room(self) -> None:
+        """Drop several connections that wait for their clients, the longest first, to make room for the next few."""
+        self._warn(
+            f"{len(self._open)} connections are open, the limit: those that stand still are closed; "
+            "raise server.max_connections if these are clients"
+        )
+        ranked = [(DROPPED_FIRST[one.phase], one.heard, one) for one in self._open if one.phase in DROPPED_FIRST]
+        ranked.sort(key=lambda entry: entry[:2])
+        most = max(1, self._limit // SHARE_DROPPED)
+        for _, _, connection in [entry for entry in ranked if entry[0] == ranked[0][0]][:most]:
+            self._forget(connection)
+            connection.drop()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
+            now = asyncio.get_running_loop().time()
+            for connection, standing in list(self._open.items()):
+                progress, phase = connection.progress, connection.phase
+                if progress != standing.progress:
+                    standing.progress, standing.since = progress, now
+                most = self._stall_seconds if phase == "unread" else SECONDS.get(phase, float("inf"))
+                if now - standing.since > most:
+                    connection.time_out()
+
+    def _warn(self, message: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._last_warning > SECONDS_BETWEEN_WARNINGS:
+            self._last_warning = now
+            logger.warning("%s", message)
+
+
+def _refuse(accepted: socket.socket, *, is_plain: bool) -> None:
+    with suppress(OSError):
+        if is_plain:
+            accepted.recv(65_536)  # what is unread would take the refusal away with it
+            accepted.send(REFUSAL)
+    accepted.close()
+
+
+def _probes_only(app: ASGIApp) -> ASGIApp:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in PROBES:
+            await app(scope, receive, send)
+            return
+        refusal = failure(
+            503,
+            "all connections of this server wait for answers; ask again later, or raise server.max_connections",
+            kind="server_error",
+            code="too_many_connections",
+            headers={"Retry-After": "1", "Connection": "close"},
+        )
+        await error_response(refusal)(scope, receive, send)
+
+    return answer

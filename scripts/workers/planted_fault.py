@@ -1,0 +1,16 @@
+"""`python -m parallm.train` with a fault in one route: an odd text at /tokenize is an error that nobody handles."""
+
+from parallm import train
+from parallm.server.dialects import routes_data
+
+checked = routes_data.check_text
+
+
+def fail(text: str, *rest: object) -> None:
+    if not text.isprintable() or len(text) > 1000:
+        raise ZeroDivisionError("planted")
+    checked(text, *rest)
+
+
+routes_data.check_text = fail
+train.main()

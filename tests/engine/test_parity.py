@@ -1,0 +1,98 @@
+"""For which architectures the learner computes the log-probs that the engine sampled with, and how closely."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from parallm.device.blas import load_blas
+from parallm.device.lanes import Lanes
+from parallm.device.settings import DeviceSettings
+from parallm.learner.learner import Learner
+from parallm.learner.settings import LearnerSettings
+from parallm.model.adapter import Adapter
+from parallm.model.adapter_table import AdapterTable
+from parallm.model.shared_model import SharedModel
+from parallm.reports import ParityReport
+from parallm.types import Completion, GenerationRequest, Message, Problem, SamplingParams, Trajectory, TrajectoryGroup
+
+BLAS = load_blas(DeviceSettings())
+EQUAL = (
+    *("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "cohere", "granite", "starcoder2", "gpt_neox", "gpt2"),
+    *("gemma", "gemma2", "gemma3_text", "gpt_bigcode", "mixtral", "qwen3_moe", "gpt_oss", "mamba", "jamba"),
+    *("lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe"),
+)
+CLOSE = ("deepseek_v3", "nemotron_h", "falcon_h1", "granitemoehybrid", "kimi_linear")
+"""A prompt's tokens and the token of a step go through different sums here: latent attention absorbs a product, and
+Mamba-2 computes prompts in chunks."""
+
+
+@pytest.fixture
+def parity(
+    load_tiny: Callable[..., SharedModel],
+    complete: Callable[..., dict[str, list[Completion]]],
+    random_adapter: Callable[..., Adapter],
+    lanes: Lanes,
+) -> Callable[[str], ParityReport]:
+    """What an update on freshly sampled completions reports, with LoRA on and ragged prompts."""
+
+    def measure(architecture: str) -> ParityReport:
+        model = load_tiny(architecture)
+        adapter, table = random_adapter(model, 1), AdapterTable()
+        table.publish(adapter)
+        requests = [request(place, length) for place, length in enumerate((9, 34, 5))]
+        made = complete(model, requests, table=table, apart=2)
+        groups = [group(one, made[one.request_id]) for one in requests]
+        learner = Learner(model, lanes, LearnerSettings(), start=adapter, total_steps=1, seed=0)
+        report = list(learner.update(groups, step=0, max_tokens=64))[-1]
+        assert report is not None
+        assert report.parity.num_tokens == 60
+        return report.parity
+
+    return measure
+
+
+def request(place: int, length: int) -> GenerationRequest:
+    prompt = random.Random(place).sample(range(385), length)
+    sampling = SamplingParams(max_tokens=10, temperature=1.0, seed=place, ignore_eos=True)
+    return GenerationRequest(
+        request_id=f"p{place}", prompt_tokens=tuple(prompt), sampling=sampling, n=2, model="policy"
+    )
+
+
+def group(asked: GenerationRequest, completions: list[Completion]) -> TrajectoryGroup:
+    """The completions with rewards that differ."""
+    trajectories = [
+        Trajectory(
+            problem_id=asked.request_id,
+            prompt_tokens=asked.prompt_tokens,
+            tokens=completion.tokens,
+            loss_mask=(True,) * len(completion.tokens),
+            logprobs=completion.logprobs,
+            temperature=1.0,
+            weight_versions=completion.weight_versions,
+            reward_parts={},
+            reward=float(completion.index),
+            text="",
+            finish_reason="stop",
+        )
+        for completion in completions
+    ]
+    problem = Problem(problem_id=asked.request_id, messages=(Message(role="user", content="?"),), answer="")
+    return TrajectoryGroup(problem=problem, trajectories=tuple(trajectories))
+
+
+@pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
+@pytest.mark.parametrize("architecture", EQUAL)
+def test_log_probs_of_engine_and_learner_are_equal_bit_for_bit(
+    architecture: str, parity: Callable[[str], ParityReport]
+) -> None:
+    report = parity(architecture)
+    assert (report.bit_equal_fraction, report.max_abs) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("architecture", CLOSE)
+def test_log_probs_of_engine_and_learner_are_close(architecture: str, parity: Callable[[str], ParityReport]) -> None:
+    report = parity(architecture)
+    assert report.mean_abs < 1e-5
+    assert report.max_abs < 1e-3

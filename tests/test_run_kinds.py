@@ -1,0 +1,89 @@
+"""Which kind of training a configuration asks for, and which of its keys change nothing in it."""
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from parallm.config import RunConfig, to_config
+from parallm.learner.settings import LearnerSettings
+from parallm.rollout.settings import RolloutSettings
+from parallm.run_kinds import SWITCHES, UNUSED, RunKind, RunParts, flat_keys, keys_without_effect
+from parallm.trainer.settings import TrainerSettings
+
+
+def run_parts(**values: Any) -> RunParts:
+    config = to_config(OmegaConf.create(values), RunConfig)
+    return RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({}, "rollouts"),
+        ({"learner": {"preset": "gspo"}}, "rollouts"),
+        ({"rollout": {"source": "live"}}, "live"),
+        ({"rollout": {"source": "atropos"}}, "atropos"),
+        ({"learner": {"preset": "sft", "data": "x.jsonl"}}, "sft"),
+        ({"learner": {"trains": "reward_model", "data": "x.jsonl"}}, "reward_model"),
+    ],
+)
+def test_learner_and_rollout_make_the_kind_of_a_run(values: dict[str, Any], kind: RunKind) -> None:
+    assert run_parts(**values).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (
+            {"learner": {"preset": "sft", "data": "x"}, "rollout": {"temperature": 0.7}},
+            "rollout.temperature=0.7 has no effect with learner=sft",
+        ),
+        (
+            {"learner": {"preset": "sft", "data": "x"}, "trainer": {"guard": {"max_kl": 1.0}}},
+            "trainer.guard.max_kl=1.0 has no effect with learner=sft",
+        ),
+        (
+            {"rollout": {"source": "live", "curriculum": {"by": "level"}}},
+            "rollout.curriculum.by=level has no effect with rollout.source=live",
+        ),
+        (
+            {"rollout": {"live": {"wait_seconds": 5}}},
+            "rollout.live.wait_seconds=5.0 has no effect with rollout.source=environment",
+        ),
+        (
+            {"rollout": {"reward_model": {"weight": 2.0}}},
+            "rollout.reward_model.weight=2.0 has no effect without rollout.reward_model.adapter",
+        ),
+        (
+            {"trainer": {"publish_margin": 0.1}},
+            "trainer.publish_margin=0.1 has no effect without trainer.publish_if=evaluation",
+        ),
+        (
+            {"learner": {"data_reward_min": 0.5}},
+            "learner.data_reward_min=0.5 has no effect without learner=sft",
+        ),
+        (
+            {"learner": {"trains": "reward_model", "data": "x"}, "rollout": {"reward_model": {"adapter": "rm"}}},
+            "rollout.reward_model.adapter=rm has no effect with learner=reward_model",
+        ),
+    ],
+)
+def test_a_key_that_changes_nothing_is_named(values: dict[str, Any], line: str) -> None:
+    assert keys_without_effect(run_parts(**values)) == [line]
+
+
+def test_what_has_an_effect_is_not_named() -> None:
+    rollout = {"temperature": 0.7, "overlong_buffer": 8, "overlong_weight": 2.0, "switch_in_flight": True}
+    trainer = {"max_off_policy_steps": 2, "publish_if": "evaluation", "publish_margin": 0.1}
+    assert keys_without_effect(run_parts(rollout=rollout, trainer=trainer)) == []
+    live = {"source": "live", "group_size": 4, "max_tokens": 9, "live": {"wait_seconds": 1, "weights": {"thumbs": 2.0}}}
+    assert keys_without_effect(run_parts(rollout=live, trainer={"max_off_policy_steps": 2})) == []
+
+
+def test_the_table_names_keys_that_exist() -> None:
+    parts = {"learner": LearnerSettings(), "rollout": RolloutSettings(), "trainer": TrainerSettings()}
+    keys = [key for part, settings in parts.items() for key in flat_keys(asdict(settings), part)]  # type: ignore[call-overload]
+    for named in {*SWITCHES, *(key for keys_of_kind in UNUSED.values() for key in keys_of_kind)}:
+        assert any(key == named or key.startswith(f"{named}.") for key in keys), named
