@@ -12,8 +12,12 @@ KEY = "trainer.evaluate_on"
 
 
 def with_asked_environment(composed: DictConfig) -> DictConfig:
-    """`composed` as Hydra has composed it now, with trainer.evaluate_on=environment in place of `auto` if asked for."""
-    if OmegaConf.select(composed, KEY) == "auto" and _is_asked():
+    """`composed` as Hydra has composed it now, with trainer.evaluate_on=environment in place of `auto` if asked for.
+
+    Reward models, which write no text, never play one.
+    """
+    is_of_policy = OmegaConf.select(composed, "learner.trains") == "policy"
+    if is_of_policy and OmegaConf.select(composed, KEY) == "auto" and _is_asked():
         OmegaConf.update(composed, KEY, ENVIRONMENT)
     return composed
 

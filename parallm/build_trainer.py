@@ -5,7 +5,7 @@ from functools import partial
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.run_facts import RunFacts
-from parallm.config import RunConfig
+from parallm.config import RunConfig, parts_of
 from parallm.errors import ConfigError
 from parallm.house import House, on_device
 from parallm.learner.learner import Learner
@@ -18,7 +18,7 @@ from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.problem_stream import Stream, make_stream
-from parallm.run_kinds import CHOICES, RunParts, recorded_keys
+from parallm.run_kinds import CHOICES, recorded_keys
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
 from parallm.trainer.live_trainer import LiveTrainer
@@ -110,8 +110,8 @@ def _check_context(config: RunConfig, house: House) -> None:
 
 async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
     config = run.config
-    kind = RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
-    if kind.kind == "rollouts" or (kind.kind != "reward_model" and lessons.splits.test):
+    run_parts = parts_of(config)
+    if run_parts.kind == "rollouts" or (run_parts.kind != "reward_model" and lessons.splits.test):
         _check_context(config, house)
     learner = await on_device(
         house.device,
@@ -131,10 +131,10 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
     )
     checkpoints = CheckpointManager(run.folder, config.checkpoint)
     facts = RunFacts(
-        kind=CHOICES[kind.kind],
+        kind=CHOICES[run_parts.kind],
         seed=config.seed,
         start=house.start.digest if config.model.adapter is not None else "",
-        keys=recorded_keys(kind, config.environment, house.start.dropout),
+        keys=recorded_keys(run_parts, house.start.dropout),
     )
     collector = Collector(
         house.engine.generate_all,

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 
-from parallm.config import RunConfig
+from parallm.config import RunConfig, parts_of
 from parallm.environment.environment import AnyEnvironment, build_environment
-from parallm.environment.settings import ArithmeticSettings
 from parallm.learner.demonstrations import read_demonstrations
 from parallm.learner.given_data import GivenData
 from parallm.learner.pairs import Pairs, read_pairs
-from parallm.learner.presets import objective_of
 from parallm.rollout.splits import Splits, read_splits
 from parallm.trainer.reward_training import find_reward_model
 from parallm.types import Problem
@@ -37,17 +35,6 @@ def read_lessons(config: RunConfig) -> Lessons:
     demonstrations = read_demonstrations(config.learner, holds_out=num_held_out > 0)
     pairs = read_pairs(config.learner, holds_out=num_held_out > 0)
     environment = build_environment(config.environment)
-    splits = read_splits(
-        environment, num_held_out if plays_environment(config) else 0
-    )  # may download, so it comes last
+    num_played = num_held_out if parts_of(config).plays_environment else 0
+    splits = read_splits(environment, num_played)  # may download, so it comes last
     return Lessons(environment=environment, splits=splits, demonstrations=demonstrations, pairs=pairs)
-
-
-def plays_environment(config: RunConfig) -> bool:
-    """Whether evaluations ask for completions of the environment's held-out problems."""
-    if config.learner.trains == "reward_model":
-        return False
-    if objective_of(config.learner).policy != "likelihood":
-        return True
-    chosen = config.trainer.evaluate_on
-    return chosen == "environment" or (chosen == "auto" and config.environment != ArithmeticSettings())

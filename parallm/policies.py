@@ -44,7 +44,8 @@ def values_of(policy: Mapping[PolicyPart, Mapping[str, Any]], run: Mapping[str, 
     """
     changed = {str(part): _changed(run[part], keys) for part, keys in policy.items()}
     values = {**run, **changed, "policies": {}}
-    if "environment" in policy and values["trainer"]["evaluate_on"] == "auto":
+    is_of_policy = values["learner"]["trains"] == "policy"
+    if is_of_policy and "environment" in policy and values["trainer"]["evaluate_on"] == "auto":
         values["trainer"] = {**values["trainer"], "evaluate_on": "environment"}
     return values
 

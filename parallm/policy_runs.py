@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.manager import step_folders
-from parallm.config import RunConfig, policy_configs
+from parallm.config import RunConfig, parts_of, policy_configs
 from parallm.errors import ConfigError, ParallmError, TrainingStopped
 from parallm.metrics.display import Display, LoggedDisplay, NoDisplay
 from parallm.metrics.lines import LinesDisplay
@@ -29,7 +29,7 @@ from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
 from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_trajectories
-from parallm.run_kinds import RunParts, keys_without_effect
+from parallm.run_kinds import keys_without_effect
 from parallm.trainer.loop import Loop
 
 ENDED = ("finished", "failed")
@@ -232,8 +232,7 @@ def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
 
 def _warn_of_unused(configs: Mapping[str, RunConfig], *, named: bool) -> None:
     for name, config in configs.items():
-        parts = RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
-        for line in keys_without_effect(parts):
+        for line in keys_without_effect(parts_of(config)):
             logger.warning("%s%s", f"policies.{name}." if named else "", line)
 
 

@@ -49,6 +49,7 @@ sys.exit(run_command("train", RunConfig, run))
     [
         (["learner=sft"], "auto arithmetic"),
         (["learner=sft", "environment=arithmetic"], "environment arithmetic"),
+        (["learner=reward_model", "environment=arithmetic"], "auto arithmetic"),
         (["learner=sft", "environment=gsm8k", "trainer.evaluate_on=data"], "data gsm8k"),
         (["+recipe=mine"], "environment arithmetic"),
     ],
