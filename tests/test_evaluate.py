@@ -107,6 +107,15 @@ def test_every_completion_is_kept_with_its_score(evaluate: Evaluate, tmp_path: P
     assert all(row["prompt"] and row["completion"] and row["answer"] for row in rows)
 
 
+def test_a_long_evaluation_says_how_far_it_is(
+    evaluate: Evaluate, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parallm.metrics.progress.SECONDS_BETWEEN", 0.0)
+    evaluate(trainer={"evaluate_samples": 2})
+    said = [line for line in capsys.readouterr().err.splitlines() if line.endswith("of 48 completions")]
+    assert said == [f"base: {done} of 48 completions" for done in range(1, 48)]
+
+
 def test_an_adapter_of_another_program_has_no_version(
     evaluate: Evaluate, nano: SharedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,7 @@
 """Whole supervised runs: they learn, save, resume, and leave what a run leaves."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from parallm.checkpoint.chosen_adapter import find_adapter
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import ConfigError, TrainingStopped
+from parallm.metrics.log_capture import PROGRESS
+from parallm.metrics.panels import Panel, Row, panels_of
 from parallm.model.adapter_files import read_adapter
 from parallm.reports import Evaluation
 from parallm.trainer.demonstration_evaluation import DemonstrationEvaluator
@@ -62,6 +64,36 @@ def test_a_supervised_run_learns_and_leaves_versions_metrics_and_held_out_losses
     assert evaluations[-1]["heldout/loss"] < 0.7 * evaluations[0]["heldout/loss"]
     assert not any("accuracy" in name or "reward" in name for name in evaluations[0])
     assert read_adapter(tmp_path / "run" / "adapter").version == 6
+
+
+def test_the_held_out_loss_is_on_the_screen_in_the_log_in_the_curves_and_in_the_summary(
+    train: Train,
+    data: str,
+    held_out: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: list[Panel] = []
+
+    def panels(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[Panel]:
+        drawn.extend(panels_of(steps, evaluations))
+        return drawn
+
+    monkeypatch.setattr("parallm.metrics.curves.panels_of", panels)
+    caplog.set_level("INFO", logger=PROGRESS)
+    settings = {"learner": learner(data, data_held_out=held_out), "metrics": {"display": "lines"}}
+    assert train(draws=True, trainer={"steps": 2, "evaluate_problems": 4}, **settings) == 0
+    before, after = (row["heldout/loss"] for row in rows_of(tmp_path / "run", "evaluations.jsonl"))
+    lines = [f"evaluation at step 0: held-out loss {before:.2f} of 4", f"held-out loss after   {after:.2f}, 4 demonst"]
+    for text in (capsys.readouterr().out, "\n".join(caplog.messages)):
+        assert all(line in text for line in lines)
+    (loss,) = (line for panel in drawn for line in panel.series if line.label == "held out")
+    assert loss.points == ((0, before), (2, after))
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    figures = json.loads((tmp_path / "run" / "summary.json").read_text())["figures"]
+    assert {value for name, value in figures.items() if name.endswith("heldout_loss_after")} == {after}
 
 
 class Unasked(Arithmetic):
