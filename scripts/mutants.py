@@ -93,6 +93,13 @@ MUTANTS = (
         new='        kept = [row for row in read_rows(self.file) if row["step"] <= self._drop_from]\n',
         tests=("tests/metrics/test_json_lines.py",),
     ),
+    Mutant(
+        name="rows that a full disk refuses are lost",
+        file="parallm/metrics/json_lines.py",
+        old="            self._bound_memory()\n",
+        new="            self._unwritten.clear()\n",
+        tests=("tests/metrics/test_json_lines.py",),
+    ),
     # trainer
     Mutant(
         name="versions are served without waiting for their evaluation",
@@ -128,6 +135,20 @@ MUTANTS = (
         old="        return -self.loss if",
         new="        return self.loss if",
         tests=("tests/trainer/test_supervised.py::test_the_best_version_is_that_of_the_lowest_loss",),
+    ),
+    Mutant(
+        name="a best version that was not saved stays the best",
+        file="parallm/trainer/evaluations.py",
+        old="        if self._parts.adapters.holds(self._parts.policy, self._best_version):\n",
+        new="        if True:\n",
+        tests=(f"{RUNS}::test_the_best_version_is_kept_over_a_resume_or_said_to_be_gone",),
+    ),
+    Mutant(
+        name="a run goes on from checkpoints of another environment",
+        file="parallm/checkpoint/run_facts.py",
+        old="        if is_same_run and not lines:\n",
+        new="        if False:\n",
+        tests=("tests/trainer/test_resuming.py::test_auto_goes_on_with_the_same_run_only",),
     ),
     Mutant(
         name="one fault more than allowed before a roll-back",

@@ -119,11 +119,12 @@ class Evaluations:
         if self._parts.adapters.holds(self._parts.policy, self._best_version):
             self._mark_best(self._best_version)
             return
-        lost = self._best_version
+        lost, score = self._best_version, self._best or 0.0
         self._best, self._best_version = self._best_saved()
         logger.warning(
-            "version %d, the best so far, was not saved; %s",
+            "version %d, the best so far with %s, was not saved; %s",
             lost,
+            f"{100 * score:.1f}%" if score >= 0 else f"a loss of {-score:.3f}",
             "none is the best now" if self._best is None else f"the best is version {self._best_version} now",
         )
 

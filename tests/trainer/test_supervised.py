@@ -138,22 +138,38 @@ def test_data_is_held_out_of_the_file_itself_unless_nothing_is_evaluated(
     assert not (tmp_path / "all" / "evaluations.jsonl").exists()
 
 
-def test_the_best_version_is_that_of_the_lowest_loss(
-    train: Train, data: str, held_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    losses = iter([3.0, 2.0, 1.0, 1.5, 1.7])
-    evaluate = DemonstrationEvaluator.evaluate
+def found_losses(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
+    """Let the evaluations of a run find these losses, one after the other."""
+    rest, evaluate = iter(losses), DemonstrationEvaluator.evaluate
 
     async def evaluated(self: DemonstrationEvaluator, *arguments: Any) -> Evaluation:
         evaluation = await evaluate(self, *arguments)
-        return replace(evaluation, report=replace(evaluation.report, loss=next(losses)))
+        return replace(evaluation, report=replace(evaluation.report, loss=next(rest)))
 
     monkeypatch.setattr(DemonstrationEvaluator, "evaluate", evaluated)
+
+
+def test_the_best_version_is_that_of_the_lowest_loss(
+    train: Train, data: str, held_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found_losses(monkeypatch, 3.0, 2.0, 1.0, 1.5, 1.7)
     trainer = {"steps": 9, "evaluate_problems": 4, "evaluate_every": 1, "patience": 2, "keep_best": True}
     train(learner=learner(data, data_held_out=held_out), trainer=trainer)
     assert [row["heldout/loss"] for row in rows_of(tmp_path / "run", "evaluations.jsonl")] == [3.0, 2.0, 1.0, 1.5, 1.7]
     assert read_adapter(tmp_path / "run" / "adapter").version == 2
     assert find_adapter(str(tmp_path / "run")).parent.name == "step_000002"
+
+
+def test_a_resumed_run_says_with_which_loss_its_best_version_is_gone(
+    train: Train, data: str, held_out: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found_losses(monkeypatch, 3.0, 1.0, 2.0, 1.5)
+    for steps in (2, 3):
+        trainer = {"steps": steps, "evaluate_problems": 4, "evaluate_every": 1}
+        settings = learner(data, data_held_out=held_out)
+        train(learner=settings, trainer=trainer, checkpoint={"resume": "auto", "every": 100})
+    gone = "version 1, the best so far with a loss of 1.000, was not saved; the best is version 2 now"
+    assert gone in caplog.messages
 
 
 def test_keys_that_change_nothing_in_a_supervised_run_are_named(
