@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallm import interrupts
+from parallm.asked_environment import with_asked_environment
 from parallm.checkpoint.folder_lock import folder_locked
 from parallm.command_line import asks_version, check_words, help_topics
 from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
@@ -143,7 +144,7 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
     code = FAILED
     form: LogForm = "text"
     try:
-        config = to_config(composed, kind)
+        config = to_config(with_asked_environment(composed), kind)
         form = config.log_format
         if keeps_log:
             check_writable(folder)

@@ -56,6 +56,13 @@ class Bar:
 
 
 BARS: Mapping[str, Bar] = {
+    "intervals.worst_coverage": Bar(least=0.93),
+    "intervals.worst_width_ratio": Bar(most=1.3),
+    "intervals.one_way_coverage": Bar(least=0.9),
+    "intervals.control_coverage": Bar(most=0.5),
+    "intervals.cases": Bar(),
+    "mutants.tried": Bar(least=30),
+    "mutants.survived": Bar(most=0),
     "quickstart.accuracy_before": Bar(most=0.45),
     "quickstart.accuracy_after": Bar(least=0.85),
     "quickstart.train_seconds": Bar(most=480),
@@ -263,9 +270,9 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles oracle_sources presets reward_model quickstart gsm8k parity engine http servers quantized "
-        "speculation learner serving split live kills server hostile soak clients verifiers atropos offpolicy memory "
-        "trl update grpo_gpu engine_gpu",
+        help="intervals mutants oracles oracle_sources presets reward_model quickstart gsm8k parity engine http "
+        "servers quantized speculation learner serving split live kills server hostile soak clients verifiers atropos "
+        "offpolicy memory trl update grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -316,6 +323,8 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
 
     steps = ["trainer.steps=2", "trainer.evaluate_problems=64"] if arguments.quick else []
     found: dict[str, Callable[[], Figures]] = {
+        "intervals": partial(script, "check_intervals.py", *sized("--quick")),
+        "mutants": partial(script, "check_mutants.py", *sized("--only=checkpoint")),
         "oracles": partial(script, "check_learner.py"),
         "oracle_sources": partial(script, "check_learner.py", "--regenerate"),
         "reward_model": partial(script, "check_reward_model.py", *sized("--samples=3", "--steps=3")),

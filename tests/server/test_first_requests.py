@@ -1,7 +1,7 @@
 """Requests of the first users' programs, sent as these programs send them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
