@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from parallm.checkpoint.chosen_adapter import find_adapters
@@ -16,9 +17,10 @@ from parallm.errors import CheckpointError, ConfigError, ProblemError
 from parallm.house import House, HouseSettings, with_house
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.comparison import Compared, comparison_report, print_comparison
-from parallm.metrics.json_lines import to_json, write_whole
+from parallm.metrics.json_lines import JsonLines, to_json, write_whole
 from parallm.metrics.lines import evaluation_line
 from parallm.metrics.machine import describe_commit, describe_machine
+from parallm.metrics.progress import SeldomProgress
 from parallm.metrics.wording import short_path
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
@@ -26,7 +28,7 @@ from parallm.model.load import check_local
 from parallm.model.reward_head import refuse_reward_model
 from parallm.model.settings import ModelSettings
 from parallm.reports import TrainingStatus
-from parallm.rollout.estimates import mean_difference
+from parallm.rollout.estimates import share_difference
 from parallm.rollout.evaluation import Evaluator, Outcomes
 from parallm.rollout.judge import Judge
 from parallm.run_folder import check_writable
@@ -36,6 +38,7 @@ from parallm.trainer.reward_training import find_reward_model, open_reward_model
 from parallm.types import BASE, Problem
 
 REPORT = "evaluation.json"
+COMPLETIONS = "completions.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +83,10 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
             rollout=config.rollout,
             reward_model=reward_model,
         )
-        compared = await _compare(evaluator, candidates)
+        compared = await _compare(evaluator, candidates, JsonLines(folder / COMPLETIONS))
         print_comparison(compared, sys.stdout)
         _write(config, folder / REPORT, compared)
+        sys.stdout.write(f"completions: {short_path(folder / COMPLETIONS)}\n")
 
     # the adapters are read by themselves: each may have a rank and targets of its own
     model = ModelSettings(path=config.model.path, dtype=config.model.dtype, quantized=config.model.quantized)
@@ -114,19 +118,23 @@ async def _published(house: House, folder: Path, name: str) -> Candidate:
     return Candidate(name=str(shown), model=name, version=adapter.version, step=adapter.step)
 
 
-async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate]) -> list[Compared]:
+async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate], kept: JsonLines) -> list[Compared]:
+    """Evaluate one after the other, write each completion to `kept`, and say on standard error how far it is."""
     compared: list[Compared] = []
     first: Outcomes | None = None
     for candidate in candidates:
         began = time.perf_counter()
-        outcomes = await evaluator.outcomes(candidate.model)
+        outcomes = await evaluator.outcomes(candidate.model, partial(_say_progress, candidate.name, SeldomProgress()))
         report = evaluator.report(outcomes, candidate.step, candidate.version)
         sys.stderr.write(f"{candidate.name}: {evaluation_line(report)}\n")
+        whose = {"step": candidate.step, "model": candidate.name}
+        kept.append(*({**whose, **dataclasses.asdict(one)} for one in outcomes.completions))
         compared.append(
             Compared(
                 name=candidate.name,
+                is_base=candidate.model == BASE,
                 report=report,
-                difference=None if first is None else mean_difference(_correct(outcomes), _correct(first)),
+                difference=None if first is None else share_difference(_correct(outcomes), _correct(first)),
                 seconds=time.perf_counter() - began,
             )
         )
@@ -134,8 +142,13 @@ async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate]) -> lis
     return compared
 
 
-def _correct(outcomes: Outcomes) -> list[float]:
-    return [float(one.is_correct) for one in outcomes.greedy]
+def _say_progress(name: str, seldom: SeldomProgress, done: int, total: int) -> None:
+    if text := seldom.text(done, total):
+        sys.stderr.write(f"{name}: {text} completions\n")
+
+
+def _correct(outcomes: Outcomes) -> list[bool]:
+    return [one.is_correct for one in outcomes.greedy]
 
 
 def _write(config: EvaluateConfig, path: Path, compared: Sequence[Compared]) -> None:

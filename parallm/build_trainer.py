@@ -6,7 +6,7 @@ from functools import partial
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.run_facts import RunFacts
-from parallm.config import RunConfig
+from parallm.config import RunConfig, parts_of
 from parallm.errors import CheckpointError, ConfigError
 from parallm.house import House, on_device
 from parallm.learner.learner import Learner
@@ -23,7 +23,7 @@ from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.environment_scores import own_scores
 from parallm.rollout.problem_stream import Stream, make_stream
-from parallm.run_kinds import CHOICES, RunParts, recorded_keys
+from parallm.run_kinds import CHOICES, recorded_keys
 from parallm.trainer.client_trainer import ClientTrainer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
@@ -33,7 +33,7 @@ from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
 from parallm.trainer.reward_training import open_reward_model, paired, reward_parts
 from parallm.trainer.saving import fingerprint_of, write_adapter
-from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized
+from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized, with_held_out
 from parallm.trainer.trainer import Trainer
 from parallm.types import LATEST
 
@@ -53,7 +53,9 @@ async def make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
         parts = _drawing_from(parts, given.stream)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
     elif lessons.demonstrations is not None:
-        given = tokenized(lessons.demonstrations, house.model, per_step=per_step, seed=config.seed)
+        held_out = lessons.demonstrations.held_out[: config.trainer.evaluate_problems]
+        parts = with_held_out(parts, held_out, house.model)
+        given = tokenized(lessons.demonstrations.train, house.model, per_step=per_step, seed=config.seed)
         parts = _drawing_from(parts, given.stream)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
     elif run.traffic is not None:
@@ -140,8 +142,8 @@ def _check_context(config: RunConfig, house: House) -> None:
 
 async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
     config = run.config
-    kind = RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
-    if kind.kind == "rollouts" or (kind.kind != "reward_model" and lessons.splits.test):
+    run_parts = parts_of(config)
+    if run_parts.kind == "rollouts" or (run_parts.kind != "reward_model" and lessons.splits.test):
         _check_context(config, house)
     learner = await on_device(
         house.device,
@@ -161,10 +163,10 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
     )
     checkpoints = CheckpointManager(run.folder, config.checkpoint)
     facts = RunFacts(
-        kind=CHOICES[kind.kind],
+        kind=CHOICES[run_parts.kind],
         seed=config.seed,
         start=house.start.digest if config.model.adapter is not None else "",
-        keys=recorded_keys(kind, config.environment, house.start.dropout),
+        keys=recorded_keys(run_parts, house.start.dropout),
     )
     collector = Collector(
         house.engine.generate_all,

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from parallm import interrupts
+from parallm.asked_environment import with_asked_environment
 from parallm.command_line import asks_version, help_topics
 from parallm.composition import TRAIN, register
 from parallm.config import keys_elsewhere, known_keys, shipped, to_config
@@ -127,7 +128,7 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
     code = FAILED
     form: LogForm = "text"
     try:
-        config = to_config(composed, kind)
+        config = to_config(with_asked_environment(composed), kind)
         form = config.log_format
         if keeps_log:
             check_writable(folder)

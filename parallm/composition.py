@@ -13,6 +13,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from parallm.asked_environment import with_asked_environment
 from parallm.command_line import check_words
 from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
 from parallm.config_errors import explain_composition
@@ -63,6 +64,7 @@ def compose(
             for key, value in given.items():
                 OmegaConf.update(whole, key, value)
             HydraConfig.instance().set_config(whole)
+            with_asked_environment(whole)
             folder = Path(whole.hydra.run.dir)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(

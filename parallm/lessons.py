@@ -1,11 +1,11 @@
 """What one policy or reward model learns from; read before the model, since a large one takes minutes to load."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallm.config import RunConfig
+from parallm.config import RunConfig, parts_of
 from parallm.environment.environment import AnyEnvironment, build_environment
 from parallm.learner.demonstrations import read_demonstrations
+from parallm.learner.given_data import GivenData
 from parallm.learner.pairs import Pairs, read_pairs
 from parallm.rollout.splits import Splits, read_splits
 from parallm.trainer.reward_training import find_reward_model
@@ -16,7 +16,7 @@ from parallm.types import Problem
 class Lessons:
     environment: AnyEnvironment
     splits: Splits
-    demonstrations: Sequence[Problem] | None
+    demonstrations: GivenData[Problem] | None
     """Of a supervised run."""
     pairs: Pairs | None
     """Of a run that trains a reward model."""
@@ -24,7 +24,8 @@ class Lessons:
     @property
     def has_held_out(self) -> bool:
         """Whether there is something to evaluate on."""
-        return bool(self.splits.test if self.pairs is None else self.pairs.held_out)
+        given = [data.held_out for data in (self.pairs, self.demonstrations) if data is not None]
+        return any(given) or (self.pairs is None and bool(self.splits.test))
 
 
 def read_lessons(config: RunConfig, environment: AnyEnvironment | None = None) -> Lessons:
@@ -33,7 +34,10 @@ def read_lessons(config: RunConfig, environment: AnyEnvironment | None = None) -
     Raises ConfigError, ProblemError, and AdapterError for a reward model that is not there.
     """
     find_reward_model(config.rollout.reward_model)
-    demonstrations, pairs = read_demonstrations(config.learner), read_pairs(config.learner)
+    num_held_out = config.trainer.evaluate_problems
+    demonstrations = read_demonstrations(config.learner, holds_out=num_held_out > 0)
+    pairs = read_pairs(config.learner, holds_out=num_held_out > 0)
     environment = build_environment(config.environment) if environment is None else environment
-    splits = read_splits(environment, config.trainer.evaluate_problems)  # may download, so it comes last
+    num_played = num_held_out if parts_of(config).plays_environment else 0
+    splits = read_splits(environment, num_played)  # may download, so it comes last
     return Lessons(environment=environment, splits=splits, demonstrations=demonstrations, pairs=pairs)

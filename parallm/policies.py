@@ -38,9 +38,16 @@ def check_policies(policies: Policies, *, resume: str, wandb: str, display: str)
 
 
 def values_of(policy: Mapping[PolicyPart, Mapping[str, Any]], run: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run that trains this policy alone, from those of the run that names it."""
+    """The values of a run that trains this policy alone, from those of the run that names it.
+
+    A policy that names an environment has asked for it.
+    """
     changed = {str(part): _changed(run[part], keys) for part, keys in policy.items()}
-    return {**run, **changed, "policies": {}}
+    values = {**run, **changed, "policies": {}}
+    is_of_policy = values["learner"]["trains"] == "policy"
+    if is_of_policy and "environment" in policy and values["trainer"]["evaluate_on"] == "auto":
+        values["trainer"] = {**values["trainer"], "evaluate_on": "environment"}
+    return values
 
 
 def _wrong_names(names: Iterable[str]) -> Iterator[str]:

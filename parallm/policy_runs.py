@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.manager import step_folders
-from parallm.config import RunConfig, policy_configs
+from parallm.config import RunConfig, parts_of, policy_configs
 from parallm.errors import ConfigError, ParallmError, TrainingStopped
 from parallm.learner.presets import objective_of
 from parallm.metrics.display import Display, LoggedDisplay, NoDisplay
@@ -32,7 +32,7 @@ from parallm.rollout.live.traffic import LiveTraffic
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import MAX_REWARD
 from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_serving_state, has_trajectories
-from parallm.run_kinds import RunParts, keys_without_effect
+from parallm.run_kinds import keys_without_effect
 from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.loop import Loop
 
@@ -248,8 +248,7 @@ def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
 
 def _warn_of_unused(configs: Mapping[str, RunConfig], *, named: bool) -> None:
     for name, config in configs.items():
-        parts = RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
-        for line in keys_without_effect(parts):
+        for line in keys_without_effect(parts_of(config)):
             logger.warning("%s%s", f"policies.{name}." if named else "", line)
 
 

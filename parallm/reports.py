@@ -1,7 +1,7 @@
 """What parts report of their work, for logs, pictures and status pages: frozen, without arrays."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,27 +133,32 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over problems with its 95% interval; the bounds are NaN where the problems are too few to tell."""
+    """A mean over problems with its 95% interval; NaN where nothing was measured."""
 
     mean: float
     low: float
     high: float
 
 
+UNKNOWN = Estimate(math.nan, math.nan, math.nan)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """What a version does on held-out problems: greedily, and if asked for in several samples of each problem."""
+    """What a version does on held-out problems, greedily and if asked for in several samples of each, or on held-out
+    lines of the data that it is trained on."""
 
     step: int
     version: int
-    num_problems: int
-    accuracy: float
+    num_problems: int = 0
+    """Problems or pairs; 0 where only demonstrations were held out."""
+    accuracy: float = math.nan
     """Of one greedy completion a problem, with its 95% interval from `low` to `high`."""
-    low: float
-    high: float
-    reward: Estimate
+    low: float = math.nan
+    high: float = math.nan
+    reward: Estimate = UNKNOWN
     """Of the greedy completions, as `reward_parts`."""
-    reward_parts: Mapping[str, Estimate]
+    reward_parts: Mapping[str, Estimate] = field(default_factory=dict)
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)
     """By k: the chance that one of k samples is right; without entries where nothing was sampled."""
     num_samples: int = 0
@@ -163,6 +168,45 @@ class EvaluationReport:
     margin: Estimate | None = None
     """Of a reward model: by how much the chosen completion of a pair scores higher. Its `accuracy` is the share of
     pairs in which it does, its `reward` the mean score of all completions."""
+    loss: float | None = None
+    """Nats per token of held-out demonstrations, or per pair of a reward model; None where there are neither."""
+    num_demonstrations: int = 0
+
+    @property
+    def is_of_loss(self) -> bool:
+        """True where nothing but demonstrations was evaluated on."""
+        return self.loss is not None and not self.num_problems
+
+    @property
+    def score(self) -> float:
+        """Measure by which versions are compared, higher is better: accuracy, or the loss times -1 without one."""
+        return -self.loss if self.loss is not None and self.is_of_loss else self.accuracy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatedCompletion:
+    """One scored completion of a held-out problem, for people to read."""
+
+    problem_id: str
+    prompt: str
+    completion: str
+    answer: str
+    is_correct: bool
+    reward: float
+    """0 for a completion that could not be scored, whose parts are empty."""
+    parts: Mapping[str, float]
+    finish_reason: str
+    num_tokens: int
+    sample: int | None = None
+    """Which of several samples of its problem; None for the greedy completion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A report and the completions that it is about, in the order of the problems."""
+
+    report: EvaluationReport
+    completions: Sequence[EvaluatedCompletion] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

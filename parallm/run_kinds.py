@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.rollout.settings import RolloutSettings
@@ -40,8 +41,7 @@ OF_POLICIES = (
     "trainer.guard.min_entropy",
     "trainer.guard.max_kl",
 )
-OF_TEXTS = (
-    "learner.head_chunk_bytes",
+OF_ENVIRONMENTS = (
     "rollout.max_tokens",
     "rollout.max_turns",
     "rollout.score_seconds",
@@ -50,6 +50,7 @@ OF_TEXTS = (
     "trainer.evaluate_temperature",
     "trainer.evaluate_k",
 )
+OF_TEXTS = ("learner.head_chunk_bytes", *OF_ENVIRONMENTS)
 UNUSED: Mapping[RunKind, tuple[str, ...]] = {
     "rollouts": ("rollout.live", "rollout.atropos"),
     "live": ("rollout.atropos", *OF_SAMPLING),
@@ -67,6 +68,7 @@ class RunParts:
     learner: LearnerSettings
     rollout: RolloutSettings
     trainer: TrainerSettings
+    environment: EnvironmentSettings
 
     @property
     def kind(self) -> RunKind:
@@ -75,6 +77,14 @@ class RunParts:
         if objective_of(self.learner).policy == "likelihood":
             return "sft"
         return "rollouts" if self.rollout.source == "environment" else self.rollout.source
+
+    @property
+    def plays_environment(self) -> bool:
+        """Whether evaluations ask for completions of the environment's held-out problems."""
+        if self.kind != "sft":
+            return self.kind != "reward_model"
+        chosen = self.trainer.evaluate_on
+        return chosen == "environment" or (chosen == "auto" and self.environment != ArithmeticSettings())
 
 
 SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
@@ -107,6 +117,8 @@ def _without_effect(run: RunParts) -> Iterator[str]:
     for name, value in changed.items():
         if any(_is_below(name, key) for key in UNUSED[run.kind]):
             yield f"{name}={value} has no effect with {CHOICES[run.kind]}"
+        elif not run.plays_environment and any(_is_below(name, key) for key in OF_ENVIRONMENTS):
+            yield f"{name}={value} has no effect without trainer.evaluate_on=environment"
         elif name in SWITCHES and not SWITCHES[name][1](run):
             yield f"{name}={value} has no effect without {SWITCHES[name][0]}"
 
@@ -128,10 +140,10 @@ def _is_below(name: str, key: str) -> bool:
     return name == key or name.startswith(f"{key}.")
 
 
-def recorded_keys(run: RunParts, environment: object, dropout: float) -> dict[str, Any]:
+def recorded_keys(run: RunParts, dropout: float) -> dict[str, Any]:
     """The keys that training depends on, with values as JSON holds them; of an environment's options only digests,
     since they may hold what is secret, and nothing of the programs that an Atropos run starts."""
-    parts = {"environment": environment, "learner": run.learner, "rollout": run.rollout, "trainer": run.trainer}
+    parts = {"environment": run.environment, "learner": run.learner, "rollout": run.rollout, "trainer": run.trainer}
     keys = {key: value for part, settings in parts.items() for key, value in flat_keys(_plain(settings), part).items()}
     shown = {
         key: _digest(value) if any(name.endswith("options") for name in key.split(".")) else value

@@ -2,7 +2,8 @@
 
 Random weights, bfloat16, greedy unless said; 128 prompt tokens and 128 new ones unless said. Every part has warmed up
 before it counts; medians. One process per shape and side, so that each has the memory for itself; its parts are
-measured one after the other, and one that fails or does not end costs its own figures only.
+measured one after the other, and one that fails or does not end costs its own figures only. BatchGenerator looks for
+the settings with which it is fastest; the table says which they are.
 
 floor: the time to read all weights once, at 90% of the 4.8 TB/s that an H200 is sold with.
 lora, lora8: decode steps of 32 rows of one version, and of eight versions in turns, against rows of the base.
@@ -27,9 +28,11 @@ from statistics import median
 from threading import Timer
 from typing import Any
 
+from engine_loads import check_same_work
 from job import SCRIPTS, worker_environment
 from report import print_figures, print_table
 from shapes import SHAPES, EngineJob
+from tuning import described
 
 OURS, THEIRS = "engine_shape", "batch_generator_shape"
 PARTS: Mapping[tuple[str, str], tuple[str, ...]] = {
@@ -59,7 +62,7 @@ def main() -> None:
     parser.add_argument("--shape-05b", default="0.5b", choices=sorted(SHAPES), help="what stands for it")
     parser.add_argument("--only", nargs="*", choices=sorted(choices()), metavar="PART", help="such as 8b.b1 05b.b128")
     parser.add_argument("--repeats", type=int, default=3, help="that count (default: %(default)s)")
-    parser.add_argument("--limit", type=float, default=200, help="seconds of a process (default: %(default)s)")
+    parser.add_argument("--limit", type=float, default=560, help="seconds of a process (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="a file for everything measured, written after each part")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, few tokens: does it run?")
     arguments = parser.parse_args()
@@ -139,8 +142,11 @@ def over_floor(part: str, found: Found) -> Figure:
 
 
 def over_batch_generator(part: str, found: Found) -> Figure:
-    ours, theirs = (speed(found[f"{side}.{part}"]) for side in (OURS, THEIRS))
-    return Figure(value=ours / theirs, ours=f"{ours:.0f} tokens/s", beside=f"{theirs:.0f} BatchGenerator")
+    both = [found[f"{side}.{part}"] for side in (OURS, THEIRS)]
+    check_same_work(part, *both)
+    ours, theirs = map(speed, both)
+    settings = described(both[1]["settings"])
+    return Figure(value=ours / theirs, ours=f"{ours:.0f} tokens/s", beside=f"{theirs:.0f} BatchGenerator, {settings}")
 
 
 def speed(one: Mapping[str, Any]) -> float:

@@ -2,15 +2,16 @@
 
 Both load the same random weights from one folder: bfloat16, LoRA of rank 16 on all linear layers. Every completion has
 the full length, since no side can sample the end token. Ours is `python -m parallm.train`; TRL samples with
-transformers' `generate`, all completions of a step in one batch. Each side trains with the pass size that suits it best
-of those tried. The first steps warm up; medians of the rest.
+transformers, all completions of a step in one batch. With vLLM it would sample faster: that is not measured here. Each
+side has the pass size that suits it best of those tried, and TRL that way of transformers to sample, tried in short
+runs. The first steps warm up; medians of the rest.
 """
 
 import os
 import sys
 import tempfile
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,7 @@ from typing import Any
 from job import SCRIPTS, clean_environment, run_program
 from report import last_json, print_figures, print_table
 from shapes import SHAPES, GrpoJob
+from tuning import Settings, described, tune
 
 OURS, TRL = "grpo_shape", "trl_grpo_shape"
 NAMES = {OURS: "parallm", TRL: "TRL"}
@@ -37,7 +39,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="that count (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="steps before them (default: %(default)s)")
     parser.add_argument("--rows", type=int, nargs="*", default=[16, 64], help="of our training pass, to try")
-    parser.add_argument("--trl-rows", type=int, nargs="*", default=[128, 32], help="per device batch of TRL, to try")
+    parser.add_argument(
+        "--trl-rows", type=int, nargs="*", default=[128, 64, 32], help="per device batch of TRL, to try"
+    )
+    parser.add_argument(
+        "--trl-generation", nargs="*", default=["plain", "static", "continuous"], help="of transformers, to try"
+    )
     parser.add_argument("--torch-python", default=sys.executable, help="an interpreter that has torch, trl and peft")
     parser.add_argument("--model", help="folder for the weights, kept (default: a temporary one)")
     arguments = parser.parse_args()
@@ -54,32 +61,44 @@ def main() -> None:
         )
         if not (Path(job.model) / "config.json").exists():
             run("random_checkpoint", job, arguments.torch_python)
+        trl = {"rows": arguments.trl_rows, "generation": arguments.trl_generation}
         best = {
-            OURS: best_of(OURS, job, arguments.rows, sys.executable),
-            TRL: best_of(TRL, job, arguments.trl_rows, arguments.torch_python),
+            OURS: best_of(OURS, job, {"rows": arguments.rows}, sys.executable),
+            TRL: best_of(TRL, job, trl, arguments.torch_python),
         }
     header = ("", *(f"{part} s" if part != "seconds" else "step s" for part in PARTS))
-    header += ("tokens/s of the step", "sampled", "trained", "peak GB", "rows of a pass")
+    header += ("tokens/s of the step", "sampled", "trained", "peak GB", "settings")
     title = f"One GRPO step: {job.shape}, {job.prompts} x {job.group_size}, {job.prompt} + {job.completion} tokens"
     print_table(title, [header, *(row(who, job, found) for who, found in best.items() if found)])
     print_figures(figures_of(best))
 
 
-def best_of(worker: str, job: GrpoJob, tried: Sequence[int], python: str) -> Found | None:
-    """The fastest run; passes that do not fit into memory are left out. Raises ValueError for missing tokens."""
-    found: list[Found] = []
-    for rows in tried:
-        try:
-            result = run(worker, replace(job, rows=rows), python)
-        except RuntimeError as error:
-            print(f"  {NAMES[worker]}, passes of {rows} rows, failed: {str(error)[-LONGEST_REASON:]}", flush=True)
-            continue
-        for kind in ("sampled_tokens", "trained_tokens"):
-            if set(result[kind]) != {job.sampled_tokens}:
-                raise ValueError(f"{NAMES[worker]}: {kind} {result[kind]}, expected {job.sampled_tokens} in each step")
-        found.append(result | {"rows": rows})
-        print(f"  {NAMES[worker]}, passes of {rows} rows: {listed(result)}", flush=True)
-    return min(found, key=lambda result: median(result["seconds"])) if found else None
+def best_of(worker: str, job: GrpoJob, choices: Mapping[str, Sequence[Any]], python: str) -> Found | None:
+    """A run with the settings that are fastest; what does not fit into memory, or does not run, is left out.
+
+    Raises ValueError for missing tokens.
+    """
+    short = replace(job, warm_up=1, steps=1)
+
+    def seconds_of(settings: Settings) -> float | None:
+        found = tried(worker, short, settings, python)
+        return None if found is None else median(found["seconds"])
+
+    (best, *_) = tune({name: values[0] for name, values in choices.items()}, choices, seconds_of)
+    return None if best.seconds is None else tried(worker, job, best.settings, python)
+
+
+def tried(worker: str, job: GrpoJob, settings: Settings, python: str) -> Found | None:
+    try:
+        found = run(worker, replace(job, **settings), python)
+    except RuntimeError as error:
+        print(f"  {NAMES[worker]}, {described(settings)}, failed: {str(error)[-LONGEST_REASON:]}", flush=True)
+        return None
+    for kind in ("sampled_tokens", "trained_tokens"):
+        if set(found[kind]) != {job.sampled_tokens}:
+            raise ValueError(f"{NAMES[worker]}: {kind} {found[kind]}, expected {job.sampled_tokens} in each step")
+    print(f"  {NAMES[worker]}, {described(settings)}: {listed(found)}", flush=True)
+    return found | {"settings": settings}
 
 
 def run(worker: str, job: GrpoJob, python: str) -> Found:
@@ -103,7 +122,7 @@ def row(who: str, job: GrpoJob, found: Found) -> tuple[str, ...]:
         *(f"{one:.3f}" for one in seconds),
         *(f"{speed:.0f}" for speed in speeds),
         peak,
-        str(found["rows"]),
+        described(found["settings"]),
     )
 
 

@@ -4,10 +4,12 @@ Update: the same completions for both, all tokens trained on, one optimizer step
 in an environment of its own, with our BLAS. Tokens are completion tokens: both compute the prompts too, mlx-lm-lora
 once for each completion (this version; older ones left the prompt out), we once for each group.
 Step: sampling, scoring, update; the same problems, no refill, a learning rate so small that all sample from the same
-policy. Ours is `python -m parallm.train` as it is, read from its metrics.jsonl. We and the naive loop leave out groups
-without signal; mlx-lm-lora trains on all. What each sampled and trained on is shown, since it differs by chance.
+policy. Ours is `python -m parallm.train` as it is, read from its metrics.jsonl. How many tokens a step samples differs
+by chance, and on how many it trains by design: we and the naive loop leave out groups without signal, mlx-lm-lora
+trains on all. So steps are compared by the seconds of a token that is sampled and trained on: of sampling over the
+tokens sampled, and of all else over the tokens trained on. Seconds of whole steps are shown, too.
 
-mlx-lm-lora is measured twice, and both figures are its seconds for each completion token that it sampled over ours:
+mlx-lm-lora is measured twice:
 - `grpo_step.cpu.vs_mlx_lm_lora_same_blas`: with our BLAS loaded before MLX, on as many problems as we have. The
   difference is the program's.
 - `grpo_step.cpu.vs_mlx_lm_lora`: as `pip install mlx-lm-lora 'mlx[cpu]'` leaves it, with the BLAS of MLX's wheel (on
@@ -23,6 +25,7 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -48,18 +51,22 @@ class Steps:
     """Whole GRPO steps, the first of each process left out, with their completion tokens."""
 
     seconds: list[float] = field(default_factory=list)
+    sampling: list[float] = field(default_factory=list)
+    """Seconds of them."""
     sampled: list[float] = field(default_factory=list)
     trained: list[float] = field(default_factory=list)
 
-    def add(self, seconds: list[float], sampled: list[float], trained: list[float]) -> None:
-        self.seconds += seconds
-        self.sampled += sampled
-        self.trained += trained
+    def add(self, found: Mapping[str, list[float]]) -> None:
+        self.seconds += found["seconds"]
+        self.sampling += found["rollout"]
+        self.sampled += found["tokens"]
+        self.trained += found["trained"]
 
     @property
     def seconds_per_token(self) -> float:
-        """Seconds of whole steps for each completion token that was sampled in them."""
-        return sum(self.seconds) / sum(self.sampled)
+        """To sample a completion token, and to train on one."""
+        sampling = sum(self.sampling)
+        return sampling / sum(self.sampled) + (sum(self.seconds) - sampling) / sum(self.trained)
 
 
 def main() -> None:
@@ -93,7 +100,7 @@ def main() -> None:
     print_table(
         f"One GRPO step: {arguments.model}, {job.prompts} problems x {job.group_size}, {job.max_tokens} tokens",
         [
-            ("", "problems", "median s", "tokens sampled", "trained on", "ms a token sampled", "this / ours", "all s"),
+            ("", "problems", "median s", "of it sampling", "sampled", "trained on", "ms a token", "/ ours", "all s"),
             *(step_row(who, steps, arguments.pip_prompts if who == PIP_PEER else job.prompts) for who in steps),
         ],
     )
@@ -103,7 +110,9 @@ def main() -> None:
             "learner.cpu.vs_mlx_lm_lora": slower(update, PEER),
             "grpo_step.cpu.vs_mlx_lm_lora": slower_per_token(steps, PIP_PEER),
             "grpo_step.cpu.vs_mlx_lm_lora_same_blas": slower_per_token(steps, PEER),
-            "grpo_step.cpu.vs_naive": slower({who: found.seconds for who, found in steps.items()}, NAIVE),
+            "grpo_step.cpu.vs_naive": slower_per_token(steps, NAIVE),
+            "grpo_step.cpu.seconds": median(steps[OURS].seconds),
+            "grpo_step.cpu.naive_seconds": median(steps[NAIVE].seconds),
         },
         device=blas_name(job),
     )
@@ -118,7 +127,8 @@ def step_row(who: str, steps: dict[str, Steps], problems: int) -> tuple[str, ...
     found = steps[who]
     tokens = f"{fmean(found.sampled):.0f}", f"{fmean(found.trained):.0f}"
     per_token = f"{found.seconds_per_token * 1000:.2f}", f"{slower_per_token(steps, who):.2f}"
-    return who, str(problems), f"{median(found.seconds):.2f}", *tokens, *per_token, listed(found.seconds)
+    seconds = f"{median(found.seconds):.2f}", f"{median(found.sampling):.2f}"
+    return who, str(problems), *seconds, *tokens, *per_token, listed(found.seconds)
 
 
 def listed(seconds: list[float]) -> str:
@@ -131,7 +141,7 @@ def slower(found: Seconds, who: str) -> float | None:
 
 
 def slower_per_token(steps: dict[str, Steps], who: str) -> float | None:
-    """How many times our seconds for a sampled token `who` needs, over whole steps."""
+    """How many times our seconds for a token `who` needs."""
     return steps[who].seconds_per_token / steps[OURS].seconds_per_token if who in steps else None
 
 
@@ -148,26 +158,23 @@ def measure_steps(job: Job, rounds: int, python: str | None, folder: Path) -> di
     steps: dict[str, Steps] = defaultdict(Steps)
     for place in range(rounds):
         one = replace(job, seed=place)
-        steps[OURS].add(*our_steps(one, folder / f"run-{place}"))
-        naive = run_worker("naive_grpo", one, peer=True)
-        steps[NAIVE].add(naive["seconds"], naive["tokens"], naive["trained"])
+        steps[OURS].add(our_steps(one, folder / f"run-{place}"))
+        steps[NAIVE].add(run_worker("naive_grpo", one, peer=True))
         if python is not None:
-            peer = run_peer(replace(one, rows=job.prompts, samples=True), python, our_blas(job))
-            steps[PEER].add(peer["seconds"], peer["tokens"], peer["tokens"])
+            steps[PEER].add(run_peer(replace(one, rows=job.prompts, samples=True), python, our_blas(job)))
     return steps
 
 
 def pip_steps(job: Job, prompts: int, python: str) -> Steps:
     """Steps of mlx-lm-lora with the BLAS of MLX's wheel on the first problems, as many rows at a time as before."""
     fewer = replace(job, prompts=prompts, rows=job.prompts, repeats=PIP_STEPS, samples=True)
-    found = run_peer(fewer, python, {})
     steps = Steps()
-    steps.add(found["seconds"], found["tokens"], found["tokens"])
+    steps.add(run_peer(fewer, python, {}))
     return steps
 
 
-def our_steps(job: Job, folder: Path) -> tuple[list[float], list[float], list[float]]:
-    """Seconds, sampled tokens and trained tokens of each step but the first, which warms up."""
+def our_steps(job: Job, folder: Path) -> dict[str, list[float]]:
+    """What `Steps.add` takes, of each step but the first, which warms up."""
     folder.mkdir()
     command = [
         *(sys.executable, "-m", "parallm.train", f"model.path={job.model}", f"device.blas={job.blas}"),
@@ -180,9 +187,9 @@ def our_steps(job: Job, folder: Path) -> tuple[list[float], list[float], list[fl
     run_program(command, clean_environment(), folder)
     metrics = folder / "checkpoints" / "bench" / "latest" / "metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()][1:]
-    names = ("seconds/total", "rollout/tokens", "update/tokens")
-    seconds, sampled, trained = ([float(row.get(name, 0)) for row in rows] for name in names)
-    return seconds, sampled, trained
+    names = {"seconds": "seconds/total", "rollout": "seconds/rollout", "tokens": "rollout/tokens"}
+    names["trained"] = "update/tokens"
+    return {name: [float(row.get(metric, 0)) for row in rows] for name, metric in names.items()}
 
 
 def run_peer(job: Job, python: str, blas: dict[str, str]) -> dict[str, list[float]]:

@@ -36,7 +36,9 @@ def main() -> None:
         print_table(f"{rows} rows: {arguments.model}", [HEAD, *table])
         for name, rounds in found.items():
             if name != plain(name):
-                figures[f"engine.speculation.{name.replace('/', '.')}.rows{rows}"] = ratio(rounds, found[plain(name)])
+                figure = f"engine.speculation.{name.replace('/', '.')}.rows{rows}"
+                figures[figure] = ratio(rounds, found[plain(name)])
+                figures[f"{figure}.by_the_clock"] = ratio(rounds, found[plain(name)], "tokens_per_second")
     if draft is not None:
         figures["engine.speculation.mlx_lm.draft.rows1"] = beside(job)
     print_figures(figures, device=blas_name(job))

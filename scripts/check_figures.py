@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from changes import change_by_halves
 from job import SCRIPTS, absolute, clean_environment
 from report import last_json, print_figures, print_table
 
@@ -55,12 +56,22 @@ class Bar:
 
 
 BARS: Mapping[str, Bar] = {
+    "intervals.worst_coverage": Bar(least=0.93),
+    "intervals.worst_width_ratio": Bar(most=1.3),
+    "intervals.one_way_coverage": Bar(least=0.9),
+    "intervals.control_coverage": Bar(most=0.5),
+    "intervals.cases": Bar(),
+    "mutants.tried": Bar(least=30),
+    "mutants.survived": Bar(most=0),
     "quickstart.accuracy_before": Bar(most=0.45),
     "quickstart.accuracy_after": Bar(least=0.85),
     "quickstart.train_seconds": Bar(most=480),
     "quickstart.peak_memory_gb": Bar(),
     "quickstart.control_change": Bar(least=-0.05, most=0.05),
+    "quickstart.control_reward_change": Bar(least=-0.06, most=0.06),
     "gsm8k.peak_memory_gb": Bar(most=4.295, needs_model=True),
+    "gsm8k.accuracy_before": Bar(),
+    "gsm8k.accuracy_after": Bar(),
     "gsm8k.reward_first": Bar(),
     "gsm8k.reward_last": Bar(least=0.5, needs_model=True),
     "gsm8k.reward_rise": Bar(least=0.2, needs_model=True),
@@ -71,27 +82,76 @@ BARS: Mapping[str, Bar] = {
     "parity.strict_speed_ratio": Bar(least=0.9, needs_model=True),
     "parity.kv_bits8.mean_abs": Bar(),
     "parity.kv_bits8.max_abs": Bar(),
+    "parity.tokens": Bar(),
+    "engine.cpu.tokens_per_second": Bar(),
+    "engine.cpu.batchgenerator_tokens_per_second": Bar(),
     "engine.cpu.vs_batchgenerator": Bar(least=2.5, needs_model=True),
+    "engine.cpu.lora.vs_batchgenerator": Bar(),
     "engine.cpu.vs_stock_mlx_lm": Bar(least=12, needs_model=True),
+    "engine.cpu.load.b1.vs_batchgenerator": Bar(),
+    "engine.cpu.load.b64.vs_batchgenerator": Bar(),
+    "engine.cpu.load.prefill.vs_batchgenerator": Bar(),
+    "engine.cpu.load.groups.vs_batchgenerator": Bar(),
+    "engine.cpu.load.mixed.vs_batchgenerator": Bar(),
+    "engine.cpu.load.storm.vs_batchgenerator": Bar(),
+    "engine.cpu.load.lora.vs_base": Bar(),
+    "engine.cpu.load.lora8.vs_base": Bar(),
+    "engine.speculation.problems.greedy.ngram.rows1": Bar(),
+    "engine.speculation.problems.greedy.ngram.rows4": Bar(),
+    "engine.speculation.problems.sampled.ngram.rows1": Bar(least=1, needs_model=True),
+    "engine.speculation.problems.sampled.ngram.rows4": Bar(least=1, needs_model=True),
+    "quantized.8bit_packed.base_bytes_vs_full": Bar(),
+    "quantized.4bit_packed.base_bytes_vs_full": Bar(),
+    "quantized.8bit_packed.decode_vs_full": Bar(),
+    "quantized.4bit_packed.decode_vs_full": Bar(),
+    "engine.http.vs_bare": Bar(least=0.9, needs_gpu=True),
+    "engine.http.vs_bare_every_token": Bar(),
     "learner.cpu.vs_mlx_lm_lora": Bar(),
     "grpo_step.cpu.vs_mlx_lm_lora": Bar(least=5, needs_model=True),
     "grpo_step.cpu.vs_mlx_lm_lora_same_blas": Bar(),
     "grpo_step.cpu.vs_naive": Bar(least=2, needs_model=True),
+    "grpo_step.cpu.seconds": Bar(),
+    "grpo_step.cpu.naive_seconds": Bar(),
     "oracle.worst_error": Bar(most=1e-6),
     "oracle.cases": Bar(least=31),
+    "oracle.regenerated": Bar(least=29),
+    "oracle.regenerated_error": Bar(most=1e-9),
     "presets.reached": Bar(least=10),
+    "presets.total": Bar(),
     "presets.worst_accuracy": Bar(least=0.85),
     "presets.control_accuracy": Bar(most=0.45),
+    "reward_model.pairs": Bar(),
+    "reward_model.pair_accuracy": Bar(least=0.8),
+    "reward_model.accuracy_before": Bar(most=0.45),
+    "reward_model.accuracy_best": Bar(least=0.7),
+    "reward_model.accuracy_last": Bar(),
+    "reward_model.control_pair_accuracy": Bar(most=0.7),
+    "reward_model.control_gain": Bar(most=0.1),
+    "publish.p50_ms": Bar(),
     "publish.p99_ms": Bar(most=10),
+    "publish.pointers_p99_ms": Bar(),
     "publish.failed_requests": Bar(most=0),
+    "serving.itl_p50_ms_alone": Bar(),
+    "serving.itl_p50_ms_while_training": Bar(),
     "serving.itl_p50_ratio_while_training": Bar(most=2),
+    "serving.itl_p99_ratio_while_training": Bar(),
+    "serving.tokens_ratio_while_training": Bar(),
+    "serving.updates_per_minute_while_training": Bar(),
+    "serving.itl_p50_ratio_training_first": Bar(),
+    "serving.tokens_ratio_training_first": Bar(),
+    "serving.updates_per_minute_training_first": Bar(),
+    "serving.steps_while_training": Bar(least=1),
+    "serving.updates_ratio_while_training": Bar(least=0.15),
+    "serving.updates_ratio_training_first": Bar(),
     "serving.errors_while_training": Bar(most=0),
     "ab.share_error": Bar(most=0.02),
     "ab.failed_requests": Bar(most=0),
     "live.reward_before": Bar(),
     "live.reward_after": Bar(),
     "live.reward_gain": Bar(least=0.2),
+    "live.reward_gain_low": Bar(),
     "live.control_gain": Bar(least=-0.05, most=0.05),
+    "live.control_steps": Bar(least=1),
     "live.failed_requests": Bar(most=0),
     "live.kills": Bar(least=50),
     "live.ratings": Bar(least=500),
@@ -138,11 +198,14 @@ BARS: Mapping[str, Bar] = {
     "clients.failed": Bar(most=0),
     "verifiers.reward_gain": Bar(least=0.2),
     "verifiers.control_gain": Bar(least=-0.05, most=0.05),
+    "verifiers.control_reward_change": Bar(least=-0.1, most=0.1),
     "verifiers.turns.reward_gain": Bar(least=0.2),
     "verifiers.turns.control_gain": Bar(least=-0.05, most=0.05),
+    "verifiers.turns.control_reward_change": Bar(least=-0.1, most=0.1),
     "verifiers.classic.reward_gain": Bar(least=0.2),
     "verifiers.stock.reward_gain": Bar(least=0.2, is_optional=True),
     "verifiers.stock.control_gain": Bar(least=-0.05, most=0.05, is_optional=True),
+    "verifiers.stock.control_reward_change": Bar(least=-0.1, most=0.1, is_optional=True),
     "verifiers.faults": Bar(most=0),
     "atropos.checks_passed": Bar(),
     "atropos.checks_total": Bar(least=11),
@@ -165,11 +228,19 @@ BARS: Mapping[str, Bar] = {
     "engine.soak.traces_over_buckets": Bar(most=1),
     "offpolicy.max_lag": Bar(most=1),
     "offpolicy.k1_speedup": Bar(least=1.2),
-    "memory.learner_over_base": Bar(most_figure="memory.learner_over_base_bar"),
+    "offpolicy.k1_switching_speedup": Bar(),
+    "offpolicy.k2_speedup": Bar(),
+    "memory.learner_over_base": Bar(most_figure="memory.learner_over_base_bar", needs_model=True),
+    "memory.learner_mb": Bar(),
+    "memory.learner_adapters": Bar(most=6.05),
+    "memory.learner_resident_mb": Bar(),
+    "memory.growth_by_later_updates": Bar(most=0.02),
+    "memory.update_peak_mb": Bar(),
     "trl.samples_to_80_ratio": Bar(most=1),
     "head.memory_ratio": Bar(most=0.1, needs_gpu=True),
     "update.8b.peak_gb": Bar(most=60, needs_gpu=True),
     "update.8b.vs_mlx_lm": Bar(least=1.3, needs_gpu=True),
+    "update.8b.vs_mlx_lm_same_head": Bar(),
     "update.8b.vs_torch_peft": Bar(least=1, needs_gpu=True),
     "update.prompt_sharing_gain": Bar(least=1.5, needs_gpu=True),
     "grpo_step.vs_trl_gpu": Bar(least=3, needs_gpu=True),
@@ -199,8 +270,9 @@ def main() -> int:
     parser.add_argument(
         "--only",
         nargs="*",
-        help="oracles presets quickstart gsm8k parity engine http servers quantized speculation learner serving split "
-        "live kills server hostile soak clients verifiers atropos offpolicy memory trl update grpo_gpu engine_gpu",
+        help="intervals mutants oracles oracle_sources presets reward_model quickstart gsm8k parity engine http "
+        "servers quantized speculation learner serving split live kills server hostile soak clients verifiers atropos "
+        "offpolicy memory trl update grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -251,7 +323,11 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
 
     steps = ["trainer.steps=2", "trainer.evaluate_problems=64"] if arguments.quick else []
     found: dict[str, Callable[[], Figures]] = {
+        "intervals": partial(script, "check_intervals.py", *sized("--quick")),
+        "mutants": partial(script, "check_mutants.py", *sized("--only=checkpoint")),
         "oracles": partial(script, "check_learner.py"),
+        "oracle_sources": partial(script, "check_learner.py", "--regenerate"),
+        "reward_model": partial(script, "check_reward_model.py", *sized("--samples=3", "--steps=3")),
         "presets": partial(script, "check_learner.py", "--presets", *sized("grpo", "--seeds=1")),
         "parity": partial(
             script,
@@ -265,9 +341,15 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
             script,
             "bench_engine.py",
             *with_data,
-            *sized("--prompts=8", "--max-tokens=32", "--rounds=1", "--stock-prompts=2"),
+            *sized("--prompts=8", "--max-tokens=32", "--rounds=1", "--stock-prompts=2", "--tuned-prompts=2"),
+            *sized("--load-rounds=1", "--load-shape=tiny"),
         ),
-        "http": partial(script, "bench_http.py", *with_data, *sized("--clients=4", "--max-tokens=32", "--rounds=1")),
+        "http": partial(
+            script,
+            "bench_http.py",
+            *(["--shape=8b"] if gpu else with_data),
+            *sized("--clients=4", "--max-tokens=32", "--rounds=1", "--shape=tiny"),
+        ),
         "servers": partial(script, "bench_servers.py", *with_data, *sized("--clients=2", "--seconds=3", "--rounds=1")),
         "quantized": partial(
             script, "bench_quantized.py", *with_data, *sized("--prompts=2", "--peer-prompts=1", "--rounds=1")
@@ -284,7 +366,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
             *with_data,
             *sized("--prompts=4", "--max-tokens=32", "--rounds=1", "--repeats=1"),
         ),
-        "serving": partial(script, "bench_serving.py", *with_data, *sized("--seconds=5", "--publishes=100")),
+        "serving": partial(script, "bench_serving.py", *with_data, *sized("--seconds=5", "--publishes=10")),
         "split": partial(script, "check_split.py", *sized("--requests=200")),
         "live": partial(script, "check_live.py", *sized("--completions=80")),
         "kills": partial(script, "check_kills.py", *sized("--kills=2", "--serve-kills=1")),
@@ -304,7 +386,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
             *with_data,
             *sized("--seeds=1", "--steps=16"),
         ),
-        "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=4", "--rounds=1")),
+        "offpolicy": partial(script, "check_offpolicy.py", *sized("--steps=10", "--speed-steps=8", "--rounds=1")),
         "quickstart": partial(quickstart, steps),
         "trl": partial(script, "compare_trl.py", *sized("--seeds=1", "--steps=2", "--problems=64")),
     }
@@ -324,8 +406,15 @@ def script(name: str, *options: str) -> Figures:
     return figures
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    figures: Figures
+    rewards: Sequence[float]
+    """Mean of each step."""
+
+
 def quickstart(overrides: Sequence[str]) -> Figures:
-    """The worst of three seeds, and the change of accuracy of a run that does not learn."""
+    """The worst of three seeds, and what changes in a run that does not learn: greedy answers, and sampled rewards."""
     runs = [trained(str(SCRIPTS / "quickstart"), [f"seed={seed}", *overrides], "quickstart") for seed in SEEDS]
     control = trained(str(SCRIPTS / "quickstart"), ["seed=0", "learner.learning_rate=0", *overrides], "quickstart")
     worst: Mapping[str, Callable[[list[float]], float]] = {
@@ -334,20 +423,25 @@ def quickstart(overrides: Sequence[str]) -> Figures:
         "quickstart.train_seconds": max,
         "quickstart.peak_memory_gb": max,
     }
-    figures: Figures = {name: choose([number(run, name) for run in runs]) for name, choose in worst.items()}
-    change = number(control, "quickstart.accuracy_after") - number(control, "quickstart.accuracy_before")
-    return figures | {"quickstart.control_change": change}
+    figures: Figures = {name: choose([number(run.figures, name) for run in runs]) for name, choose in worst.items()}
+    before, after = (number(control.figures, f"quickstart.accuracy_{when}") for when in ("before", "after"))
+    by_chance = change_by_halves(control.rewards)
+    print(f"  learning rate 0: reward of the second half of the steps over that of the first {by_chance.text()}")
+    return figures | {
+        "quickstart.control_change": after - before,
+        "quickstart.control_reward_change": by_chance.gain,
+    }
 
 
 def gsm8k(model: str, data: str, overrides: Sequence[str]) -> Figures:
     command = [f"model.path={model}", f"environment.path={data}", "environment.limit=16", "learner.learning_rate=5e-4"]
-    figures = trained("train", ["+recipe=gsm8k_grpo", *command, "trainer.steps=12", *overrides], "gsm8k")
+    figures = trained("train", ["+recipe=gsm8k_grpo", *command, "trainer.steps=12", *overrides], "gsm8k").figures
     rise = number(figures, "gsm8k.reward_last") - number(figures, "gsm8k.reward_first")
     return figures | {"gsm8k.reward_rise": rise}
 
 
-def trained(program: str, overrides: Sequence[str], prefix: str) -> Figures:
-    """Train in a run folder of its own name and return the figures of its summary.json."""
+def trained(program: str, overrides: Sequence[str], prefix: str) -> Run:
+    """Train in a run folder of its own name."""
     start = [sys.executable, "-m", "parallm.train"] if program == "train" else [program]
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
@@ -362,8 +456,8 @@ def trained(program: str, overrides: Sequence[str], prefix: str) -> Figures:
             ]
         )
         summary = json.loads((run / "summary.json").read_text())
-    figures: Figures = summary["figures"]
-    return figures
+        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return Run(figures=summary["figures"], rewards=[row["reward/mean"] for row in steps])
 
 
 def shown(command: Sequence[str]) -> str:

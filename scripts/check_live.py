@@ -2,20 +2,21 @@
 
 Everything goes through HTTP: completions asked with `collect_trajectory`, rewards some time after them, other clients
 that stream meanwhile, and the reward on the prompts before and after. A second run, with a learning rate of 0, must not
-move.
+move by more than chance: both are sampled with seeds of their own before and after.
 """
 
 import asyncio
+import itertools
 import random
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from tempfile import TemporaryDirectory
 
 import httpx
+from changes import Change, change
 from clients import stream_for
 from problems import make_environment
 from report import print_figures, print_table
@@ -32,8 +33,8 @@ OTHERS = 4
 """Clients that stream and are not learned from."""
 LATE = (0.1, 1.0)
 """Seconds from a completion to its reward."""
-SAMPLES = 64
-"""Of each prompt, before and after."""
+SAMPLES, CHOICES = 256, 64
+"""Of each prompt, before and after; of one request."""
 MAX_TOKENS = 64
 WAIT_SECONDS = 3.0
 NOT_THERE = 404
@@ -55,8 +56,7 @@ RUN = (
 class Outcome:
     """One run."""
 
-    before: float
-    after: float
+    reward: Change
     report: TrajectoryReport
     steps: int
     seconds: float
@@ -64,10 +64,6 @@ class Outcome:
     """Requests of all clients."""
     served: int
     """Streams of the others."""
-
-    @property
-    def gain(self) -> float:
-        return self.after - self.before
 
 
 def main() -> None:
@@ -79,20 +75,22 @@ def main() -> None:
     learned = learn(arguments, arguments.learning_rate)
     control = learn(arguments, 0.0)
     rows: list[tuple[str, ...]] = [
-        ("", "reward before", "after", "gain", "trained on", "dropped", "steps", "seconds", "other streams", "failed")
+        ("", "reward before", "after", "gain (95%)", "trained on", "dropped", "steps", "seconds", "others", "failed")
     ]
     for name, one in (("learning", learned), ("learning rate 0", control)):
-        rewards = (f"{one.before:.3f}", f"{one.after:.3f}", f"{one.gain:+.3f}")
+        rewards = (f"{one.reward.before:.3f}", f"{one.reward.after:.3f}", one.reward.text())
         trained = one.report.num_trained + one.report.num_reserved
         counts = (trained, sum(one.report.dropped.values()), one.steps, round(one.seconds))
         rows.append((name, *rewards, *map(str, (*counts, one.served, one.failed))))
     print_table(f"{arguments.completions} completions of {NUM_PROMPTS} prompts, rewards {LATE} s late", rows)
     print_figures(
         {
-            "live.reward_before": learned.before,
-            "live.reward_after": learned.after,
-            "live.reward_gain": learned.gain,
-            "live.control_gain": control.gain,
+            "live.reward_before": learned.reward.before,
+            "live.reward_after": learned.reward.after,
+            "live.reward_gain": learned.reward.gain,
+            "live.reward_gain_low": learned.reward.low,
+            "live.control_gain": control.reward.gain,
+            "live.control_steps": float(control.steps),
             "live.failed_requests": float(learned.failed + control.failed),
         }
     )
@@ -112,13 +110,14 @@ class Crowd:
         self._parallm = AsyncClient("", http=http)
         self._environment = environment
         self._late = random.Random(0)
+        self._seeds = itertools.count()
         self.num_failed = 0
 
-    async def reward(self, problems: Sequence[Problem]) -> float:
-        """The mean over samples of what the policy answers now. Nothing of it is learned from."""
-        answers = await asyncio.gather(*(self._ask(one, n=SAMPLES, seed=0) for one in problems))
-        scores = [self._score(one, text) for one, choices in zip(problems, answers, strict=True) for text, _ in choices]
-        return fmean(scores)
+    async def rewards(self, problems: Sequence[Problem]) -> list[float]:
+        """Of samples of what the policy answers now, with seeds that no request had before. None is learned from."""
+        asked = [problem for problem in problems for _ in range(SAMPLES // CHOICES)]
+        answers = await asyncio.gather(*(self._ask(one, n=CHOICES, seed=next(self._seeds)) for one in asked))
+        return [self._score(one, text) for one, choices in zip(asked, answers, strict=True) for text, _ in choices]
 
     async def ask(self, problems: Sequence[Problem], number: int) -> None:
         """Ask for `number` completions, one at a time each client, and send their rewards some time after them."""
@@ -127,7 +126,7 @@ class Crowd:
         async def one_client() -> None:
             for turn in turns:
                 problem = problems[turn % len(problems)]
-                for text, trajectory in await self._ask(problem, seed=1 + turn, collect_trajectory=True):
+                for text, trajectory in await self._ask(problem, seed=next(self._seeds), collect_trajectory=True):
                     rewards.append(asyncio.create_task(self._send_late(trajectory, self._score(problem, text))))
 
         await asyncio.gather(*(one_client() for _ in range(CLIENTS)))
@@ -176,15 +175,14 @@ async def measure(url: str, number: int) -> Outcome:
     chosen, others = problems[:NUM_PROMPTS], [problem.messages[0].content for problem in problems[NUM_PROMPTS:]]
     async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as http:
         crowd, is_over = Crowd(http, environment), asyncio.Event()
-        before, began = await crowd.reward(chosen), time.perf_counter()
+        before, began = await crowd.rewards(chosen), time.perf_counter()
         serving = asyncio.create_task(stream_until(is_over, url, others))
         await crowd.ask(chosen, number)
         report = await crowd.wait_until_trained()
         is_over.set()
         finished, errors = await serving
         return Outcome(
-            before=before,
-            after=await crowd.reward(chosen),
+            reward=change(before, await crowd.rewards(chosen)),
             report=report,
             steps=await crowd.num_steps(),
             seconds=time.perf_counter() - began,

@@ -1,5 +1,8 @@
 """Do environments of the package verifiers train? Held-out reward before and after, beside a learning rate of 0.
 
+Held-out answers are greedy, so that with a learning rate of 0 they do not change at all unless something other than the
+gradient changes the policy. What is sampled in such a run changes by chance.
+
 The package is installed from PyPI into an environment of its own (`--peers`), with ParaLLM and MLX, once as it is today
 and once below 0.4 for environments with `load_environment`. What is trained are its own classes of environments, with
 our word problems as data: a taskset of one turn, one with a scripted user that asks twice, and a SingleTurnEnv with a
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from changes import Change, change_by_halves
 from job import SCRIPTS, absolute, clean_environment
 from peers import DEFAULT_FOLDER, plain_python
 from report import print_figures, print_table
@@ -34,7 +38,7 @@ NEWEST, CLASSIC = "verifiers==0.4.0", "verifiers==0.3.1"
 
 NANO = ("model=nano", "rollout.problems_per_step=16", "rollout.max_tokens=128", "trainer.evaluate_problems=100")
 TURNS, STOCK = "sums-in-turn", "reverse-text"
-NOT_HERE = (STOCK, NEWEST, "not run: needs --model and --environments", "", "")
+NOT_HERE = (STOCK, NEWEST, "not run: needs --model and --environments", "", "", "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,9 @@ class Case:
 class Run:
     before: float
     after: float
+    rewards: Change
+    """Of the problems that were trained on, which are sampled with seeds of their own in each step: from the first half
+    of the steps to the second."""
     faults: float
 
     @property
@@ -75,15 +82,18 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     figures: dict[str, float | None] = {}
-    table = [("environment", "package", "learning rate", "reward before", "after")]
+    table = [("environment", "package", "learning rate", "reward before", "after", "sampled, by halves of the run")]
     faults = 0.0
     with tempfile.TemporaryDirectory() as name:
         for case in cases(arguments, Path(name)):
             python = verifiers_python(arguments.peers, case.requirement)
             for rate in case.rates:
                 run = trained(python, case, Path(name), arguments, rate)
-                figures[f"{case.figure}.{'control' if rate == '0' else 'reward'}_gain"] = run.gain
-                table.append((case.environment, case.requirement, rate, f"{run.before:.3f}", f"{run.after:.3f}"))
+                figures[f"{case.figure}.reward_gain" if float(rate) else f"{case.figure}.control_gain"] = run.gain
+                if not float(rate):
+                    figures[f"{case.figure}.control_reward_change"] = run.rewards.gain
+                worth = (f"{run.before:.3f}", f"{run.after:.3f}", run.rewards.text())
+                table.append((case.environment, case.requirement, rate, *worth))
                 faults += run.faults
     if is_asked(arguments, STOCK) and not can_be_stock(arguments):
         table.append(NOT_HERE)
@@ -190,6 +200,7 @@ def read_run(evaluations: Sequence[dict[str, float]], rows: Sequence[dict[str, f
     return Run(
         before=evaluations[0]["heldout/reward"],
         after=evaluations[-1]["heldout/reward"],
+        rewards=change_by_halves([row["reward/mean"] for row in rows]),
         faults=sum(row.get("faults/total", 0.0) for row in rows),
     )
 

@@ -24,7 +24,8 @@ from parallm.device.blas import load_blas, set_blas_threads
 from parallm.device.lanes import Lanes
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import Engine
-from parallm.engine.settings import EngineSettings
+from parallm.engine.settings import EngineSettings, SpeculationSettings
+from parallm.engine.speculation import Speculation
 from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.cuda import on_cuda
@@ -75,9 +76,11 @@ class Bench:
         self._table = AdapterTable()
         self._lanes = Lanes(partial(set_blas_threads, load_blas(DeviceSettings())))
         self._num_runs = 0
+        self._speculations: list[Speculation] = []
+        """Of the engines of the present part."""
 
     def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        return {
+        measures: dict[str, Callable[[], dict[str, Any]]] = {
             "b1": partial(self.same_lengths, 1),
             "b32": partial(self.same_lengths, 32),
             "b64": partial(self.same_lengths, 64),
@@ -93,6 +96,13 @@ class Bench:
             "mixed": partial(self.served, random_arrivals),
             "storm": partial(self.served, random_storm),
         }
+        return {name: partial(self._watched, measure) for name, measure in measures.items()}
+
+    def _watched(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Adds how many tokens were guessed right, so that no forward was needed for them."""
+        self._speculations.clear()
+        found = measure()
+        return found | {"accepted": sum(one.num_accepted for one in self._speculations)}
 
     def same_lengths(self, rows: int) -> dict[str, Any]:
         """Rows of the base that begin and end together."""
@@ -193,15 +203,18 @@ class Bench:
         return range(self._job.repeats + 1)
 
     def _engine(self, rows: int, emit: Callable[[list[TokenEvent]], None] = lambda _: None) -> Engine:
-        return Engine(
+        speculation = SpeculationSettings(method=self._job.speculation)  # type: ignore[arg-type]  # pydantic checks it
+        engine = Engine(
             self._model,
             self._table,
             self._lanes,
-            EngineSettings(max_rows=rows),
+            EngineSettings(max_rows=rows, speculation=speculation),
             emit=emit,
             report=lambda names, error: print("failed", names, repr(error), file=sys.stderr),
             runs_ahead=on_cuda(),
         )
+        self._speculations.append(engine.speculation)
+        return engine
 
     def _models(self, rows: int, versions: int) -> list[str]:
         """So many versions in turns, or the base where there are none."""

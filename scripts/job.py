@@ -28,6 +28,8 @@ class Job:
     """One measurement. Workers read the fields that concern them."""
 
     model: str = "nano"
+    shape: str | None = None
+    """Of random weights, in place of the model; see shapes.py."""
     data: str | None = None
     """Folder with train.jsonl in GSM8K's form; None: the arithmetic problems."""
     dtype: str = "auto"
@@ -41,6 +43,8 @@ class Job:
     max_tokens: int = 160
     rows: int = 128
     """Completions that decode together."""
+    prompts_at_once: int = 8
+    """That BatchGenerator computes together."""
     tokens: int = 10_000
     repeats: int = 3
     lora: bool = False

@@ -5,8 +5,27 @@ import gc
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import mlx.core as mx
+
+HEAP_FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class HeapInformation(ctypes.Structure):
+    """mallinfo2(3): `uordblks` and `hblkhd` are the bytes that are in use."""
+
+    _fields_: ClassVar = [(name, ctypes.c_size_t) for name in HEAP_FIELDS.split()]
+
+
+def allocated() -> int | None:
+    """Bytes that C code of this process holds, of arrays and all else; None where the C library does not tell."""
+    tell = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if tell is None:
+        return None
+    tell.restype = HeapInformation
+    heap = tell()
+    return int(heap.uordblks + heap.hblkhd)
 
 
 def settled(streams: Sequence[mx.Stream] = ()) -> tuple[int, int]:

@@ -45,7 +45,7 @@ def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
 
 
 def sample_all(
-    model: nn.Module, tokenizer: Any, prompts: list[list[int]], max_tokens: int, rows: int
+    model: nn.Module, tokenizer: Any, prompts: list[list[int]], max_tokens: int, rows: int, prompts_at_once: int = 8
 ) -> list[list[int]]:
     """Complete every prompt at temperature 1 with mlx-lm's continuous batching; the end token included."""
     generator = BatchGenerator(
@@ -54,7 +54,7 @@ def sample_all(
         stop_tokens=[[token] for token in tokenizer.eos_token_ids],
         sampler=lambda logprobs: mx.random.categorical(logprobs),
         completion_batch_size=rows,
-        prefill_batch_size=min(8, rows),
+        prefill_batch_size=min(prompts_at_once, rows),
     )
     identifiers = generator.insert(prompts, [max_tokens] * len(prompts))
     tokens: dict[int, list[int]] = {identifier: [] for identifier in identifiers}

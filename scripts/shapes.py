@@ -59,8 +59,10 @@ class UpdateJob:
     group_size: int
     prompt: int
     completion: int
-    micro_batch: int
-    """Tokens of a pass (ours; 0: its default), rows of a pass (peers)."""
+    passes: tuple[int, ...] = (4,)
+    """Rows of a peer's pass, to try."""
+    settings: dict[str, Any] | None = None
+    """Of a peer; None: it looks for those with which it is fastest."""
     repeats: int = 3
 
     @property
@@ -85,6 +87,8 @@ class GrpoJob:
     completion: int
     rows: int = 0
     """Of a training pass."""
+    generation: str = "plain"
+    """How transformers samples for TRL: plain, static (a static cache) or continuous (continuous batching)."""
     warm_up: int = 2
     """First steps that do not count."""
     steps: int = 3
@@ -137,9 +141,16 @@ class EngineJob:
     outputs: tuple[int, int] = (16, 1024)
     mixed_rows: int = 64
     """That decode together."""
+    peer_rows: tuple[int, ...] = (64, 128)
+    """The same, to try with BatchGenerator."""
+    peer_settings: dict[str, Any] | None = None
+    """Of BatchGenerator; None: it looks for those with which it is fastest."""
     storm_prompts: tuple[int, int] = (8, 32)
     storm_outputs: tuple[int, int] = (1, 8)
     """Of a storm: `requests` that come at once, so short that rows join and leave in nearly every step."""
+    speculation: str = "none"
+    """engine.speculation.method of ours. BatchGenerator computes each token by itself, and greedy text of random
+    weights repeats itself, so that a third to a half of it would be guessed."""
 
     def dump(self) -> str:
         return json.dumps(asdict(self))

@@ -9,6 +9,8 @@ from typing import TypeVar
 import mlx.core as mx
 from job import Job
 from problems import load_problems
+from random_model import random_model
+from shapes import SHAPES
 
 from parallm.device.blas import load_blas, set_blas_threads
 from parallm.device.governor import Governor
@@ -48,12 +50,7 @@ class Workbench:
         self.table = AdapterTable()
 
     async def build(self) -> "Workbench":
-        base = ModelSettings(
-            path=self.job.model,
-            dtype=self.job.dtype,  # type: ignore[arg-type]  # it checks
-            quantized=self.job.quantized,  # type: ignore[arg-type]
-        )
-        self.model: SharedModel = await self.on_device(partial(load_shared_model, base))
+        self.model: SharedModel = await self.on_device(self._load)
         self.lanes = await self.on_device(lambda: Lanes(partial(set_blas_threads, self.blas)))
         self.adapter: Adapter = await self.on_device(partial(random_adapter, self.model, 1))
         await self.on_device(partial(self.table.publish, self.adapter))
@@ -76,6 +73,17 @@ class Workbench:
         )
         self.engine.attach(core)
         return self
+
+    def _load(self) -> SharedModel:
+        if self.job.shape is not None:
+            return random_model(SHAPES[self.job.shape])
+        return load_shared_model(
+            ModelSettings(
+                path=self.job.model,
+                dtype=self.job.dtype,  # type: ignore[arg-type]  # it checks
+                quantized=self.job.quantized,  # type: ignore[arg-type]
+            )
+        )
 
     async def on_device(self, function: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self.device.call(function))

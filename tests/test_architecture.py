@@ -26,7 +26,7 @@ LAYERS: tuple[set[str], ...] = (
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},
     {"trainer", "server"},
-    {"config_errors", "policies", "run_folder", "run_kinds", "sampling_defaults", "process_log"},
+    {"config_errors", "policies", "asked_environment", "run_folder", "run_kinds", "sampling_defaults", "process_log"},
     {"config", "key_meanings"},
     {"recipe_files", "given_model", "command_line", "operators"},
     {"policy_runs", "lessons", "house", "help_pages"},

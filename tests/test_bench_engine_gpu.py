@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 PROBE = """
 import json, sys
@@ -16,6 +18,10 @@ figures = bench_engine_gpu.figures_of(json.loads(sys.argv[2]))
 assert {name for name, _ in figures} <= check_figures.BARS.keys()
 print(json.dumps({name: one.value for name, one in figures if one}))
 """
+
+
+OURS = {"tokens": 800, "seconds": [2.0], "accepted": 0}
+THEIRS = {"tokens": 800, "seconds": [5.0], "settings": {"rows": 64}}
 
 
 def run(*command: str) -> Any:
@@ -36,8 +42,8 @@ def test_figures_are_ratios_of_medians() -> None:
             "step_seconds": [0.5, 0.002, 0.0015],
             "host_seconds": [0.001],
         },
-        "engine_shape.8b.mixed": {"tokens": 800, "seconds": [2.0]},
-        "batch_generator_shape.8b.mixed": {"tokens": 800, "seconds": [5.0]},
+        "engine_shape.8b.mixed": OURS,
+        "batch_generator_shape.8b.mixed": THEIRS,
         "engine_shape.8b.lora": slower | {"plain": plain},
         "engine_shape.8b.sampling16": slower | {"plain": plain},
         "engine_shape.8b.join": {"plain_seconds": [0.004], "churn_seconds": [0.005], "changes": [0.5]},
@@ -55,11 +61,19 @@ def test_figures_are_ratios_of_medians() -> None:
 
 def test_a_part_that_fails_costs_its_own_figure() -> None:
     found = {
-        "engine_shape.05b.b1": {"tokens": 128, "seconds": [1.0]},
+        "engine_shape.05b.b1": OURS,
         "batch_generator_shape.05b.b1": {"error": "RuntimeError: out of memory"},
         "engine_shape.05b.group": {"computed": 1, "of_rows": 8},
     }
     assert figures(found) == {"engine.group.prompt_tokens_ratio": 0.125}
+
+
+@pytest.mark.parametrize("ours", [OURS | {"accepted": 3}, OURS | {"tokens": 700}])
+def test_sides_that_did_not_do_the_same_work_are_not_compared(ours: dict[str, Any]) -> None:
+    found = {"engine_shape.8b.mixed": ours, "batch_generator_shape.8b.mixed": THEIRS}
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        figures(found)
+    assert "8b.mixed" in caught.value.stderr.splitlines()[-1]
 
 
 def test_it_runs_on_a_cpu_and_keeps_what_it_measured(tmp_path: Path) -> None:

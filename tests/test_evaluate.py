@@ -73,9 +73,14 @@ def test_adapters_of_any_rank_and_format_stand_beside_the_base(
     assert (ruined["name"], ruined["version"], ruined["step"], ruined["accuracy"]) == (noise, 3, 30, 0.0)
     assert ruined["difference"]["mean"] == -base["accuracy"]
     assert (unchanged["name"], unchanged["version"], unchanged["accuracy"]) == (nothing, 6, base["accuracy"])
-    assert unchanged["difference"] == {"mean": 0.0, "low": 0.0, "high": 0.0}
+    assert unchanged["difference"]["mean"] == 0.0
+    assert unchanged["difference"]["low"] < -0.1
+    assert unchanged["difference"]["high"] > 0.1
     table = capsys.readouterr().out
-    assert all(text in table for text in ("greedy accuracy", "above base", f"-{100 * base['accuracy']:.1f} points"))
+    assert all(text in table for text in ("greedy accuracy", "points above base", f"-{100 * base['accuracy']:.1f}"))
+    assert f"noise@3: {noise}\n" in table
+    assert table.count(noise) == 1
+    assert max(map(len, table.partition("held-out problems")[2].partition("report:")[0].splitlines())) <= 80
 
 
 def test_the_base_can_be_left_out(evaluate: Evaluate, nano: SharedModel, tmp_path: Path) -> None:
@@ -89,7 +94,35 @@ def test_samples_give_pass_at_k_that_rises_with_k(evaluate: Evaluate, capsys: py
     means = [base["pass_at"][k]["mean"] for k in ("1", "2", "4")]
     assert means == sorted(means)
     assert 0 < means[0] < means[2]
-    assert "pass@2 of 4 at temperature 1.00" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "4 at temperature 1.00" in table
+    assert "pass@2" in table
+
+
+def test_every_completion_is_kept_with_its_score(evaluate: Evaluate, tmp_path: Path) -> None:
+    (base,) = evaluate(trainer={"evaluate_samples": 2, "evaluate_problems": 4})["models"]
+    rows = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
+    assert [(row["model"], row["sample"]) for row in rows] == [("base", None)] * 4 + [("base", 0), ("base", 1)] * 4
+    assert sum(row["is_correct"] for row in rows[:4]) / 4 == base["accuracy"]
+    assert all(row["prompt"] and row["completion"] and row["answer"] for row in rows)
+
+
+def test_a_long_evaluation_says_how_far_it_is(
+    evaluate: Evaluate, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parallm.metrics.progress.SECONDS_BETWEEN", 0.0)
+    evaluate(trainer={"evaluate_samples": 2})
+    said = [line for line in capsys.readouterr().err.splitlines() if line.endswith("of 48 completions")]
+    assert said == [f"base: {done} of 48 completions" for done in range(1, 48)]
+
+
+def test_an_adapter_of_another_program_has_no_version(
+    evaluate: Evaluate, nano: SharedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_adapter(nano, tmp_path / "foreign", version=0, rank=2, size_of_b=0.0)
+    evaluate(adapters=[str(tmp_path / "foreign")], trainer={"evaluate_problems": 4})
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("version")]
+    assert row.split() == ["version", "base", "-"]
 
 
 def test_the_same_evaluation_again_has_the_same_numbers(evaluate: Evaluate) -> None:
@@ -128,7 +161,7 @@ def test_the_command_prints_a_table_and_leaves_a_report(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     (folder,) = (tmp_path / "checkpoints" / "evaluate").iterdir()
     assert f"report: {(folder / 'evaluation.json').relative_to(tmp_path)}" in result.stdout
-    assert [path.name for path in folder.iterdir()] == ["evaluation.json"]
+    assert {path.name for path in folder.iterdir()} == {"evaluation.json", "completions.jsonl"}
     assert "greedy accuracy" in result.stdout
 
 

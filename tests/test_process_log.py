@@ -12,7 +12,7 @@ from parallm.metrics.log_capture import LogCapture
 from parallm.process_log import LogLevel, error_line, logging_to
 from parallm.server.operation.request_log import request_log, writing_request_log
 
-own, foreign = logging.getLogger("parallm.trainer.loop"), logging.getLogger("uvicorn.error")
+own, foreign = logging.getLogger("parallm.trainer.loop"), logging.getLogger("another.program")
 
 
 def say_everything() -> None:

@@ -5,17 +5,26 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from pydantic import TypeAdapter
 
-from parallm.config import RunConfig, to_config
+from parallm.config import RunConfig, parts_of, policy_configs, to_config
+from parallm.errors import ConfigError
 from parallm.learner.settings import LearnerSettings
 from parallm.rollout.settings import RolloutSettings
 from parallm.run_kinds import SWITCHES, UNUSED, RunKind, RunParts, flat_keys, keys_without_effect
 from parallm.trainer.settings import TrainerSettings
 
+SFT = {"preset": "sft", "data": "x"}
+
 
 def run_parts(**values: Any) -> RunParts:
     config = to_config(OmegaConf.create(values), RunConfig)
-    return RunParts(learner=config.learner, rollout=config.rollout, trainer=config.trainer)
+    return parts_of(config)
+
+
+def config(**parts: Any) -> RunConfig:
+    found: RunConfig = TypeAdapter(RunConfig).validate_python(parts)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -65,6 +74,14 @@ def test_learner_and_rollout_make_the_kind_of_a_run(values: dict[str, Any], kind
             "learner.data_reward_min=0.5 has no effect without learner=sft",
         ),
         (
+            {"learner": {"preset": "sft", "data": "x"}, "trainer": {"evaluate_samples": 8}},
+            "trainer.evaluate_samples=8 has no effect without trainer.evaluate_on=environment",
+        ),
+        (
+            {"learner": {"preset": "sft", "data": "x"}, "rollout": {"reward_model": {"adapter": "rm"}}},
+            "rollout.reward_model.adapter=rm has no effect without trainer.evaluate_on=environment",
+        ),
+        (
             {"learner": {"trains": "reward_model", "data": "x"}, "rollout": {"reward_model": {"adapter": "rm"}}},
             "rollout.reward_model.adapter=rm has no effect with learner=reward_model",
         ),
@@ -80,6 +97,8 @@ def test_what_has_an_effect_is_not_named() -> None:
     assert keys_without_effect(run_parts(rollout=rollout, trainer=trainer)) == []
     live = {"source": "live", "group_size": 4, "max_tokens": 9, "live": {"wait_seconds": 1, "weights": {"thumbs": 2.0}}}
     assert keys_without_effect(run_parts(rollout=live, trainer={"max_off_policy_steps": 2})) == []
+    played = {"evaluate_on": "environment", "evaluate_samples": 8}
+    assert keys_without_effect(run_parts(learner={"preset": "sft", "data": "x"}, trainer=played)) == []
 
 
 def test_the_table_names_keys_that_exist() -> None:
@@ -87,3 +106,39 @@ def test_the_table_names_keys_that_exist() -> None:
     keys = [key for part, settings in parts.items() for key in flat_keys(asdict(settings), part)]  # type: ignore[call-overload]
     for named in {*SWITCHES, *(key for keys_of_kind in UNUSED.values() for key in keys_of_kind)}:
         assert any(key == named or key.startswith(f"{named}.") for key in keys), named
+
+
+@pytest.mark.parametrize(
+    ("parts", "plays"),
+    [
+        ({}, True),
+        ({"learner": SFT}, False),
+        ({"learner": SFT, "environment": {"name": "arithmetic", "num_test": 64}}, True),
+        ({"learner": SFT, "environment": {"name": "calculator"}}, True),
+        ({"learner": SFT, "trainer": {"evaluate_on": "environment"}}, True),
+        ({"learner": SFT, "environment": {"name": "calculator"}, "trainer": {"evaluate_on": "data"}}, False),
+        ({"learner": {"trains": "reward_model", "data": "x"}, "environment": {"name": "calculator"}}, False),
+    ],
+)
+def test_policies_play_their_environment_and_supervised_runs_one_that_was_asked_for(
+    parts: dict[str, Any], plays: bool
+) -> None:
+    assert parts_of(config(**parts)).plays_environment is plays
+
+
+def test_one_of_several_policies_that_names_an_environment_has_asked_for_it() -> None:
+    policies = {"one": {"learner": SFT}, "other": {"learner": SFT, "environment": {"name": "arithmetic"}}}
+    configs = policy_configs(config(policies=policies))
+    assert {name: parts_of(own).plays_environment for name, own in configs.items()} == {"one": False, "other": True}
+
+
+def test_a_policy_that_samples_has_no_data_to_evaluate_on() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.evaluate_on=data is for learner=sft"):
+        policy_configs(config(trainer={"evaluate_on": "data"}))
+
+
+def test_a_reward_model_plays_no_environment() -> None:
+    parts = {"learner": {"trains": "reward_model", "data": "x"}, "environment": {"name": "calculator"}}
+    policy_configs(config(**parts, trainer={"evaluate_on": "data"}))
+    with pytest.raises(ConfigError, match=r"trainer\.evaluate_on=environment is for policies"):
+        policy_configs(config(**parts, trainer={"evaluate_on": "environment"}))

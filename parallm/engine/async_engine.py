@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 
@@ -107,16 +107,23 @@ class AsyncEngine:
         """
         return (await self.generate_all([request]))[0]
 
-    async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    async def generate_all(
+        self, requests: Sequence[GenerationRequest], progress: Callable[[int], None] | None = None
+    ) -> list[list[Completion]]:
         """`generate` for several requests, which the engine gets at the same moment.
 
         So the same requests make the same batches, and with them the same numbers, in every run without other traffic.
+        `progress` is called with the number of finished completions each time that one ends.
         """
         completions: dict[str, list[Completion]] = {request.request_id: [] for request in requests}
+        num_finished = 0
         async with aclosing(self._events(requests, streams=False)) as events:
             async for event in events:
                 if event.completion is not None:
                     completions[event.request_id].append(event.completion)
+                    num_finished += 1
+                    if progress is not None:
+                        progress(num_finished)
         return [sorted(made, key=lambda completion: completion.index) for made in completions.values()]
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:

@@ -8,10 +8,12 @@ A line with a `reward` (as the samples of a run have) counts from `learner.data_
 import json
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parallm.errors import ConfigError, ProblemError
+from parallm.learner.given_data import GivenData, read_given
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
 from parallm.model.chat import ChatTokenizer
@@ -22,24 +24,20 @@ SAMPLES = "samples.jsonl"
 logger = logging.getLogger(__name__)
 
 
-def read_demonstrations(settings: LearnerSettings) -> list[Problem] | None:
+def read_demonstrations(settings: LearnerSettings, *, holds_out: bool) -> GivenData[Problem] | None:
     """The demonstrations of a supervised run, whose `answer` is the completion; None for any other run.
 
-    Raises ConfigError where the learner and its data do not go together, ProblemError for data that cannot be used.
+    With `holds_out` some are left to evaluate on. Raises ConfigError where the learner and its data do not go together,
+    ProblemError for data that cannot be used.
     """
     if settings.trains == "reward_model":
         return None
-    is_supervised = objective_of(settings).policy == "likelihood"
-    if not is_supervised and settings.data is None:
+    if objective_of(settings).policy != "likelihood":
+        _refuse_data(settings)
         return None
-    if not is_supervised:
-        raise ConfigError(f"learner.data={settings.data} is for learner=sft; learner={settings.preset} samples its own")
-    if settings.data is None:
-        raise ConfigError(
-            "learner.data: must be given; name a jsonl file with lines of prompt and completion, or the folder of a run"
-        )
-    path = Path(settings.data).expanduser()
-    return _read(path / SAMPLES if path.is_dir() else path, settings.data_reward_min)
+    contents = "a jsonl file with lines of prompt and completion, or the folder of a run"
+    read = partial(_read, settings.data_reward_min)
+    return read_given(settings, read, contents=contents, holds_out=holds_out)
 
 
 def to_group(demonstration: Problem, tokenizer: ChatTokenizer, max_context: int) -> TrajectoryGroup:
@@ -48,8 +46,8 @@ def to_group(demonstration: Problem, tokenizer: ChatTokenizer, max_context: int)
     tokens = tokenizer.encode_answer(demonstration.messages, demonstration.answer)
     if len(prompt) + len(tokens) > max_context:
         raise ProblemError(
-            f"learner.data: {demonstration.problem_id} has {len(prompt)} + {len(tokens)} tokens, the context of the "
-            f"model is {max_context}; shorten it or leave it out"
+            f"{demonstration.problem_id} has {len(prompt)} + {len(tokens)} tokens, the context of the model is "
+            f"{max_context}; shorten it or leave it out"
         )
     trajectory = given_trajectory(demonstration, prompt, tokens, demonstration.answer, reward=1.0)
     return TrajectoryGroup(problem=demonstration, trajectories=(trajectory,))
@@ -74,17 +72,30 @@ def given_trajectory(
     )
 
 
-def _read(path: Path, reward_min: float) -> list[Problem]:
-    rows = json_rows(path, "learner.data")
+def _refuse_data(settings: LearnerSettings) -> None:
+    """Raise ConfigError if data is named for a learner that samples its own."""
+    for key in ("data", "data_held_out"):
+        if (given := getattr(settings, key)) is not None:
+            raise ConfigError(
+                f"learner.{key}={given} is for learner=sft and learner=reward_model; learner={settings.preset} samples "
+                "its own"
+            )
+
+
+def _read(reward_min: float, where: str, key: str) -> list[Problem]:
+    path = Path(where).expanduser()
+    if path.is_dir():
+        path = path / SAMPLES
+    rows = json_rows(path, key)
     accepted = [(number, row) for number, row in rows if _is_accepted(row, reward_min)]
     if not accepted:
         rewards = [row["reward"] for _, row in rows if isinstance(row.get("reward"), int | float)]
         raise ProblemError(
-            f"learner.data: none of the {len(rows)} lines of {path} counts; the largest reward is "
+            f"{key}: none of the {len(rows)} lines of {path} counts; the largest reward is "
             f"{max(rewards, default=None)}, learner.data_reward_min={reward_min:g}"
         )
     logger.info("%s: %d of %d completions count", path, len(accepted), len(rows))
-    return [_demonstration(path, number, row) for number, row in accepted]
+    return [_demonstration(path, f"{key}: line {number}", row) for number, row in accepted]
 
 
 def json_rows(path: Path, key: str) -> list[tuple[int, Mapping[str, Any]]]:
@@ -124,9 +135,10 @@ def _is_accepted(row: Mapping[str, Any], reward_min: float) -> bool:
     return bool(row.get("finish_reason", "stop") == "stop")
 
 
-def _demonstration(path: Path, number: int, row: Mapping[str, Any]) -> Problem:
+def _demonstration(path: Path, name: str, row: Mapping[str, Any]) -> Problem:
+    """`name` stays the same where the file moves, so that a run can go on."""
+    where = f"{name} of {path}"
     completion = row.get("completion")
     if not isinstance(completion, str) or not completion:
-        raise ProblemError(f"learner.data: line {number} of {path} has no text under completion; it has {sorted(row)}")
-    messages = messages_of(row, f"learner.data: line {number} of {path}")
-    return Problem(problem_id=f"line {number}", messages=messages, answer=completion)
+        raise ProblemError(f"{where} has no text under completion; it has {sorted(row)}")
+    return Problem(problem_id=name, messages=messages_of(row, where), answer=completion)

@@ -24,6 +24,7 @@ from parallm.learner.policy_gradient import PassResult, PolicyGradient, TokenSta
 from parallm.learner.preparation import Prepared, prepare
 from parallm.learner.presets import objective_of
 from parallm.learner.settings import LearnerSettings
+from parallm.learner.token_loss import TokenLoss, token_losses
 from parallm.learner.versions import Proposal, Versions, with_change
 from parallm.model.adapter import Adapter
 from parallm.model.cuda import on_cuda
@@ -163,6 +164,11 @@ class Learner:
             skipped = self._step(proposal, step, faults)
         report = self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
         yield with_change(report, proposal)
+
+    def losses(self, groups: Sequence[TrajectoryGroup]) -> Iterator[TokenLoss]:
+        """Score completions with the newest version, without dropout and without learning, in units as `update`."""
+        score = partial(self._gradient.score, Factors(self.adapter, self._model).view)
+        return token_losses(self._micro_batches(groups, max_tokens=1), score, self._lanes.width)
 
     def optimizer_state(self) -> Arrays:
         return self._versions.optimizer_state()

@@ -4,8 +4,6 @@ A line is {"prompt": "...", "chosen": "...", "rejected": "..."}, or has `message
 there is one, is by how much the chosen completion's score should be higher at least.
 """
 
-import hashlib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,15 +12,11 @@ from typing import Any
 from parallm.errors import ConfigError, ProblemError
 from parallm.learner.advantage import LARGEST
 from parallm.learner.demonstrations import given_trajectory, json_rows, messages_of
+from parallm.learner.given_data import GivenData, read_given
 from parallm.learner.objective import Objective
 from parallm.learner.settings import LearnerSettings
 from parallm.model.chat import ChatTokenizer
 from parallm.types import Message, Problem, Prompted, TrajectoryGroup
-
-HELD_OUT = 10
-"""Without a file of held-out pairs, one prompt in so many is held out."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,36 +30,21 @@ class Pair:
     margin: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pairs:
-    train: list[Pair]
-    held_out: list[Pair]
+Pairs = GivenData[Pair]
 
 
-def read_pairs(settings: LearnerSettings) -> Pairs | None:
+def read_pairs(settings: LearnerSettings, *, holds_out: bool) -> Pairs | None:
     """The pairs of a run that trains a reward model; None for any other run.
 
-    Raises ConfigError where the settings do not go together, ProblemError for data that cannot be used.
+    With `holds_out` some are left to evaluate on. Raises ConfigError where the settings do not go together,
+    ProblemError for data that cannot be used.
     """
     if settings.trains != "reward_model":
-        if settings.data_held_out is not None:
-            raise ConfigError(f"learner.data_held_out={settings.data_held_out} is for learner=reward_model")
         return None
     if given := [field.name for field in fields(Objective) if getattr(settings, field.name) is not None]:
         raise ConfigError(f"learner.{given[0]} belongs to the objectives of policies; leave it out of a reward model's")
-    if settings.data is None:
-        raise ConfigError("learner.data: must be given; name a jsonl file with lines of prompt, chosen and rejected")
-    every = _read(Path(settings.data).expanduser(), "learner.data")
-    if settings.data_held_out is not None:
-        return Pairs(train=every, held_out=_read(Path(settings.data_held_out).expanduser(), "learner.data_held_out"))
-    found = Pairs(
-        train=[pair for pair in every if not _is_held_out(pair)],
-        held_out=[pair for pair in every if _is_held_out(pair)],
-    )
-    if not found.train:
-        raise ProblemError(f"learner.data: all {len(every)} pairs of {settings.data} are held out; add other prompts")
-    logger.info("%s: %d pairs to train on, %d held out", settings.data, len(found.train), len(found.held_out))
-    return found
+    contents = "a jsonl file with lines of prompt, chosen and rejected"
+    return read_given(settings, _read, contents=contents, holds_out=holds_out)
 
 
 def to_group(pair: Pair, tokenizer: ChatTokenizer, max_context: int) -> TrajectoryGroup:
@@ -102,28 +81,24 @@ def to_prompted(group: TrajectoryGroup) -> Prompted:
     )
 
 
-def _read(path: Path, key: str) -> list[Pair]:
-    pairs = [_pair(path, number, row, key) for number, row in json_rows(path, key)]
+def _read(where: str, key: str) -> list[Pair]:
+    path = Path(where).expanduser()
+    pairs = [_pair(path, f"{key}: line {number}", row) for number, row in json_rows(path, key)]
     if not pairs:
         raise ProblemError(f"{key}: {path} has no lines")
     return pairs
 
 
-def _pair(path: Path, number: int, row: Mapping[str, Any], key: str) -> Pair:
-    where = f"{key}: line {number} of {path}"
+def _pair(path: Path, name: str, row: Mapping[str, Any]) -> Pair:
+    """`name` stays the same where the file moves, so that a run can go on."""
+    where = f"{name} of {path}"
     texts: dict[str, str] = {}
-    for name in ("chosen", "rejected"):
-        text = row.get(name)
+    for field in ("chosen", "rejected"):
+        text = row.get(field)
         if not isinstance(text, str) or not text:
-            raise ProblemError(f"{where} has no text under {name}; it has {sorted(row)}")
-        texts[name] = text
+            raise ProblemError(f"{where} has no text under {field}; it has {sorted(row)}")
+        texts[field] = text
     margin = row.get("margin", 0.0)
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= LARGEST:
         raise ProblemError(f"{where}: margin is {margin!r}, not a number that float32 can hold")
-    return Pair(pair_id=where, messages=messages_of(row, where), margin=float(margin), **texts)
-
-
-def _is_held_out(pair: Pair) -> bool:
-    """Decided by the prompt alone: pairs of one prompt never stand on both sides."""
-    text = repr([(message.role, message.content) for message in pair.messages])
-    return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT == 0
+    return Pair(pair_id=name, messages=messages_of(row, where), margin=float(margin), **texts)

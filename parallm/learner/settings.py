@@ -31,7 +31,8 @@ class LearnerSettings:
     data_reward_min: float = 1.0
     """Lines of `data` with a lower reward are left out; those without one count."""
     data_held_out: str | None = None
-    """For learner=reward_model: pairs to evaluate on; without it, those of one in ten prompts of `data`."""
+    """For learner=sft and learner=reward_model: lines to evaluate on, of the same form as those of `data`; without it,
+    those of one in ten prompts of `data`, unless trainer.evaluate_problems=0."""
     center_scores: float = Field(default=0.0, ge=0)
     """For learner=reward_model: weight of the square of a pair's summed scores, which holds scores near zero; 0.01 is
     what TRL recommends."""

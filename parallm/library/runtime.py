@@ -73,7 +73,7 @@ class Runtime(Generic[Session]):
         future = self._submit(work)
         try:
             return future.result()
-        except (Exception, CancelledError) as error:
+        except (Exception, CancelledError):
             if not self.is_open:
                 raise self._ended() from self._error
             raise
@@ -86,7 +86,7 @@ class Runtime(Generic[Session]):
         future = self._submit(work)
         try:
             return await asyncio.wrap_future(future)
-        except (Exception, asyncio.CancelledError) as error:
+        except (Exception, asyncio.CancelledError):
             if future.done() and not self.is_open:
                 raise self._ended() from self._error
             raise
@@ -139,7 +139,7 @@ class Runtime(Generic[Session]):
             raise self._ended() from self._error
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
+        except RuntimeError:
             work.close()
             raise self._ended() from self._error
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(PROGRESS)
 
 
 class Display(Protocol):
-    """Called from one thread, in the order start, (step, evaluation, phase, message)*, finish or close."""
+    """Called from one thread, in the order start, (step, evaluation, phase, progress, message)*, finish or close."""
 
     def start(self, header: RunHeader) -> None:
         """Show the header and take over the console's log handlers."""
@@ -29,6 +29,9 @@ class Display(Protocol):
 
     def phase(self, status: TrainingStatus) -> None:
         """Say what the trainer does now; cheap enough to call often. Why a run failed is for the command to say."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Say how far an evaluation is; cheap enough to call often."""
 
     def message(self, text: str) -> None:
         """Show a text that stays."""
@@ -53,6 +56,9 @@ class NoDisplay:
         pass
 
     def phase(self, status: TrainingStatus) -> None:
+        pass
+
+    def progress(self, done: int, total: int) -> None:
         pass
 
     def message(self, text: str) -> None:
@@ -90,6 +96,10 @@ class LoggedDisplay:
     def phase(self, status: TrainingStatus) -> None:
         self._log.phase(status)
         self._shown.phase(status)
+
+    def progress(self, done: int, total: int) -> None:
+        self._log.progress(done, total)
+        self._shown.progress(done, total)
 
     def message(self, text: str) -> None:
         self._log.message(text)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from parallm.metrics.log_capture import LogCapture
+from parallm.metrics.progress import SeldomProgress
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
 from parallm.metrics.time_left import Schedule, TimeLeft
@@ -22,6 +23,7 @@ class LinesDisplay:
         self._schedule = schedule
         self._time_left = TimeLeft(schedule)
         self._message = ""
+        self._progress = SeldomProgress()
 
     def start(self, header: RunHeader) -> None:
         self._schedule = header.schedule
@@ -43,6 +45,11 @@ class LinesDisplay:
         is_new, self._message = status.message != self._message, status.message
         if is_new and status.message and status.state != "failed":
             self.message(status.message)
+
+    def progress(self, done: int, total: int) -> None:
+        """Say it every 10 seconds, so that short evaluations stay one line."""
+        if text := self._progress.text(done, total):
+            self._write(f"evaluation: {text}")
 
     def message(self, text: str) -> None:
         self._write(text)
@@ -116,19 +123,29 @@ def _of_training(metrics: StepMetrics) -> list[str]:
 
 def evaluation_line(report: EvaluationReport) -> str:
     """Return one evaluation in one line."""
-    text = accuracy(report.accuracy, report.low, report.high)
-    passed = "".join(
-        f", pass@{k} {accuracy(estimate.mean, estimate.low, estimate.high)}" for k, estimate in report.pass_at.items()
-    )
-    parts = "".join(f", {part_text(name, estimate.mean)}" for name, estimate in report.reward_parts.items())
+    found = [loss_text(report)] if report.num_demonstrations else []
+    if not report.is_of_loss:
+        unit = "problems" if report.margin is None else "pairs"
+        found.append(f"held-out accuracy {accuracy(report.accuracy, report.low, report.high)}")
+        found.append(f"{report.num_problems} {unit}")
+    found.append(f"version {report.version}")
+    if not report.is_of_loss:
+        found += _of_problems(report)
+    return f"evaluation at step {report.step}: {', '.join(found)}"
+
+
+def loss_text(report: EvaluationReport) -> str:
+    """Return the loss of an evaluation that has one, and what it is of."""
+    return f"held-out loss {number(report.loss)} of {report.num_demonstrations} demonstrations"
+
+
+def _of_problems(report: EvaluationReport) -> list[str]:
+    passed = [f"pass@{k} {accuracy(one.mean, one.low, one.high)}" for k, one in report.pass_at.items()]
+    parts = [part_text(name, estimate.mean) for name, estimate in report.reward_parts.items()]
     if report.margin is not None:
         low, high = number(report.margin.low), number(report.margin.high)
-        parts += f", margin {number(report.margin.mean)} ({low} to {high})"
-    return (
-        f"evaluation at step {report.step}: held-out accuracy {text}, "
-        f"{report.num_problems} {'problems' if report.margin is None else 'pairs'}, version {report.version}{passed}, "
-        f"reward {number(report.reward.mean)}{parts}"
-    )
+        parts += [f"margin {number(report.margin.mean)} ({low} to {high})", f"loss {number(report.loss)}"]
+    return [*passed, f"reward {number(report.reward.mean)}", *parts]
 
 
 def part_text(name: str, mean: float) -> str:

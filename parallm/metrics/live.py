@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -64,6 +65,10 @@ class LiveDisplay:
         """Show the state. `status.metrics["step/fraction"]`, from 0 to 1, tells how far the current step is."""
         self._status = status
         self._time_left.phase(status)
+
+    def progress(self, done: int, total: int) -> None:
+        metrics = {**self._status.metrics, "step/fraction": done / total}
+        self._status = replace(self._status, metrics=metrics, message=f"{done} of {total}")
 
     def message(self, text: str) -> None:
         self._show(Text(text))

@@ -36,7 +36,7 @@ COLUMNS = (
     Column("reward", "reward/mean", width=6, supervised=False),
     Column("signal", "groups", str, width=7, supervised=False),
     Column("skipped", "problems/skipped", width=7, supervised=False),
-    Column("held out", "heldout/accuracy", percent),
+    Column("held out", "held out", lambda value: str(value or MISSING)),
     Column("KL", "update/kl_to_behaviour", supervised=False),
     Column("entropy", "update/entropy", width=7),
     Column("gradient", "update/gradient_norm"),
@@ -71,13 +71,15 @@ KEPT_FIRST = (
 def step_table(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationReport], width: int) -> Table:
     """Return one row per step with as many columns as fit into `width` characters."""
     columns = fitting_columns(width, steps)
-    accuracies = {report.step: report.accuracy for report in evaluations}
+    held_out = {
+        report.step: number(report.loss) if report.is_of_loss else percent(report.accuracy) for report in evaluations
+    }
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True, width=column.width)
     for metrics in steps:
         groups = f"{metrics.groups_with_signal}/{metrics.groups_sampled}"
-        row: FlatRow = {**metrics.to_flat(), "groups": groups, "heldout/accuracy": accuracies.get(metrics.step)}
+        row: FlatRow = {**metrics.to_flat(), "groups": groups, "held out": held_out.get(metrics.step)}
         is_skipped = row.get("update/skipped") is not None
         table.add_row(*(column.show(row.get(column.name)) for column in columns), style="yellow" if is_skipped else "")
     return table
@@ -112,7 +114,7 @@ def numbers_now(
     """Return the newest numbers, those of the trainer's status before those of the last step, wrapped at `width`."""
     row = {**(steps[-1].to_flat() if steps else {}), **status.metrics}
     report = evaluations[-1] if evaluations else None
-    held_out = MISSING if report is None else accuracy(report.accuracy, report.low, report.high)
+    held_out = MISSING if report is None else _held_out(report)
     shown = (
         {"loss": number(row.get("update/loss")), "held out": held_out}
         if any(metrics.is_supervised for metrics in steps)
@@ -138,6 +140,12 @@ def numbers_now(
         text.append(f"{name} ", style="dim").append(value, style="bold")
         used += length + (3 if used else 0)
     return text.append("\n")
+
+
+def _held_out(report: EvaluationReport) -> str:
+    if report.is_of_loss:
+        return f"loss {number(report.loss)}"
+    return accuracy(report.accuracy, report.low, report.high)
 
 
 def _speed(value: object) -> str:

@@ -1,7 +1,8 @@
-"""What a run leaves in its folder: metrics.jsonl, evaluations.jsonl, samples.jsonl, summary.json, curves.png, wandb."""
+"""What a run leaves in its folder: metrics, evaluations and samples as lines of JSON, a summary, curves, wandb."""
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from parallm.metrics.settings import MetricsSettings
 from parallm.metrics.step import StepMetrics, evaluation_row
 from parallm.metrics.summary import RunSummary
 from parallm.metrics.wandb_run import WandbRun
-from parallm.reports import EvaluationReport
+from parallm.reports import EvaluatedCompletion, EvaluationReport
 from parallm.types import Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class RunRecorder:
         self._steps = JsonLines(folder / "metrics.jsonl")
         self._evaluations = JsonLines(folder / "evaluations.jsonl")
         self._samples = JsonLines(folder / "samples.jsonl")
+        self._evaluated = JsonLines(folder / "evaluation_samples.jsonl")
         self._goes_on_from: int | None = None
         self._config = config
         self._wandb: WandbRun | None = None
@@ -57,11 +59,15 @@ class RunRecorder:
         if self._wandb is not None:
             self._wandb.log(row)
 
-    def evaluation(self, report: EvaluationReport) -> None:
-        """Record one evaluation; one of the same step, left by an interrupted run, is replaced."""
+    def evaluation(self, report: EvaluationReport, completions: Sequence[EvaluatedCompletion] = ()) -> None:
+        """Record one evaluation and `samples_per_evaluation` of its completions, the first ones; one of the same step,
+        left by an interrupted run, is replaced."""
         self._evaluations.drop_from(report.step)
+        self._evaluated.drop_from(report.step)
         row = evaluation_row(report)
         self._evaluations.append(row)
+        kept = completions[: self._settings.samples_per_evaluation]
+        self._evaluated.append(*({"step": report.step, "version": report.version, **asdict(one)} for one in kept))
         if self._wandb is not None:
             self._wandb.log(row)
 
@@ -103,6 +109,7 @@ class RunRecorder:
             self._steps.drop_from(step)
             self._samples.drop_from(step)
             self._evaluations.drop_from(step)
+            self._evaluated.drop_from(step)
 
     def _write_summary(self, summary: RunSummary, figures: Mapping[str, float | None], device: str) -> None:
         content = {

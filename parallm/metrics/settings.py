@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from parallm.settings import settings
 
 
@@ -15,6 +17,8 @@ class DisplaySettings:
 class MetricsSettings(DisplaySettings):
     samples_per_step: int = 4
     """Completions per step written to samples.jsonl."""
+    samples_per_evaluation: int = Field(default=64, ge=0)
+    """Greedy completions per evaluation written to evaluation_samples.jsonl, always of the same problems."""
     wandb: Literal["off", "online", "offline"] = "off"
     """Weights & Biases: `online` sends the metrics of each step there, `offline` keeps them in the run folder."""
     wandb_project: str = "parallm"

@@ -141,18 +141,24 @@ def reward_model_row(update: UpdateReport, pairs: PairsReport) -> FlatRow:
 
 
 def evaluation_row(report: EvaluationReport) -> FlatRow:
-    """Return the flat names of an evaluation on held-out problems; each mean has a `_low` and a `_high`."""
+    """Return the flat names of an evaluation; each mean over problems has a `_low` and a `_high`."""
+    row: FlatRow = {"step": report.step, "heldout/version": report.version}
+    row |= {} if report.loss is None else {"heldout/loss": report.loss}
+    row |= {"heldout/demonstrations": report.num_demonstrations} if report.num_demonstrations else {}
+    return row if report.is_of_loss else row | problems_row(report)
+
+
+def problems_row(report: EvaluationReport) -> FlatRow:
+    """Return the flat names of what was found on problems or pairs."""
     means = {"heldout/reward": report.reward}
     means |= {f"heldout/pass@{k}": estimate for k, estimate in report.pass_at.items()}
     means |= {} if report.margin is None else {"heldout/margin": report.margin}
     means |= {f"heldout_part/{name}": estimate for name, estimate in report.reward_parts.items()}
     row: FlatRow = {
-        "step": report.step,
         "heldout/accuracy": report.accuracy,
         "heldout/low": report.low,
         "heldout/high": report.high,
         "heldout/problems": report.num_problems,
-        "heldout/version": report.version,
     }
     for name, estimate in means.items():
         row |= {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}

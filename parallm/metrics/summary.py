@@ -24,37 +24,33 @@ class RunSummary:
     peak_memory_gb: float | None
 
     def figures(self, prefix: str) -> dict[str, float | None]:
-        """Return `{prefix}.{name}` for each figure that this run can tell; null where a number is not finite."""
+        """Return `{prefix}.{name}` for each figure of this kind of run; null where a number is not known."""
         named = {
             "steps": len(self.steps),
-            "reward_first": self.reward_first,
-            "reward_last": self.reward_last,
-            "accuracy_before": accuracy_of(self.before),
-            "accuracy_after": accuracy_of(self.after),
-            "accuracy_best": accuracy_of(self.best),
+            **(self._figures_of_training() if self.is_supervised else self._figures_of_sampling()),
+            **self._figures_of_evaluations(),
             "train_seconds": self.train_seconds,
-            "rollout_tokens_per_second": self.rollout_tokens_per_second,
             "peak_memory_gb": self.peak_memory_gb,
-            "parity_bit_equal_fraction": self.bit_equal_fraction,
-            "parity_max_abs": self.parity_max_abs,
         }
         return {f"{prefix}.{name}": value for name, value in named.items()}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the table that ends a run: name and value."""
-        best = self.best
         memory = MISSING if self.peak_memory_gb is None else f"{self.peak_memory_gb:.2f} GB"
         return [
-            ("held-out accuracy before", accuracy_text(self.before)),
-            ("held-out accuracy after", accuracy_text(self.after)),
-            ("best version", MISSING if best is None else f"{version_text(best)} ({percent(accuracy_of(best))})"),
+            *self._rows_of_evaluations(),
             *self._progress(),
             ("training time", f"{duration(self.train_seconds)} in {len(self.steps)} steps"),
-            ("rollout tokens/s", number(self.rollout_tokens_per_second)),
+            *([] if self.is_supervised else [("rollout tokens/s", number(self.rollout_tokens_per_second))]),
             ("peak memory", memory),
-            ("learner and engine log-probs", self._parity_text()),
+            *([] if self.is_supervised else [("learner and engine log-probs", self._parity_text())]),
             (FILES, short_path(self.folder)),
         ]
+
+    @property
+    def is_supervised(self) -> bool:
+        """Trained on given completions or pairs: nothing was sampled."""
+        return bool(self.steps) and "reward/mean" not in self.steps[0]
 
     @property
     def reward_first(self) -> float | None:
@@ -63,7 +59,7 @@ class RunSummary:
 
     @property
     def reward_last(self) -> float | None:
-        return mean(column(self.steps[-NUM_LAST:], "reward/mean"))
+        return self._last("reward/mean")
 
     @property
     def before(self) -> Row | None:
@@ -78,9 +74,9 @@ class RunSummary:
 
     @property
     def best(self) -> Row | None:
-        """The evaluation with the highest accuracy, the newest of equal ones."""
-        known = [row for row in self.evaluations if row.get("heldout/accuracy") is not None]
-        return max(reversed(known), key=lambda row: float(row["heldout/accuracy"]), default=None)
+        """The evaluation with the highest accuracy, the newest of equal ones; without accuracies, the lowest loss."""
+        known = [row for row in self.evaluations if score_of(row) is not None]
+        return max(reversed(known), key=lambda row: score_of(row) or 0.0, default=None)
 
     @property
     def train_seconds(self) -> float:
@@ -109,14 +105,63 @@ class RunSummary:
         total = sum(tokens for _, tokens in known)
         return sum(fraction * tokens for fraction, tokens in known) / total if total else None
 
+    def _figures_of_sampling(self) -> dict[str, float | None]:
+        return {
+            "reward_first": self.reward_first,
+            "reward_last": self.reward_last,
+            "rollout_tokens_per_second": self.rollout_tokens_per_second,
+            "parity_bit_equal_fraction": self.bit_equal_fraction,
+            "parity_max_abs": self.parity_max_abs,
+        }
+
+    def _figures_of_training(self) -> dict[str, float | None]:
+        names = {"loss": "update/loss", "training_accuracy": "update/accuracy", "training_margin": "update/margin"}
+        known = {name: column_name for name, column_name in names.items() if column_name in self.steps[0]}
+        firsts = {f"{name}_first": column(self.steps[:1], column_name)[0] for name, column_name in known.items()}
+        return firsts | {f"{name}_last": self._last(column_name) for name, column_name in known.items()}
+
+    def _figures_of_evaluations(self) -> dict[str, float | None]:
+        """Accuracies; of supervised runs the measures that there are."""
+        names = {"accuracy": "heldout/accuracy", "heldout_loss": "heldout/loss", "heldout_margin": "heldout/margin"}
+        usual = () if self.is_supervised else ("accuracy",)
+        rows = {"before": self.before, "after": self.after, "best": self.best}
+        return {
+            f"{name}_{when}": None if row is None else row.get(column_name)
+            for name, column_name in names.items()
+            if name in usual or any(column_name in row for row in self.evaluations)
+            for when, row in rows.items()
+        }
+
+    def _rows_of_evaluations(self) -> list[tuple[str, str]]:
+        best = self.best
+        found = []
+        if any("heldout/loss" in row for row in self.evaluations):
+            found += [("held-out loss before", loss_text(self.before)), ("held-out loss after", loss_text(self.after))]
+        if not self.is_supervised or any("heldout/accuracy" in row for row in self.evaluations):
+            found.append(("held-out accuracy before", accuracy_text(self.before)))
+            found.append(("held-out accuracy after", accuracy_text(self.after)))
+        if any("heldout/margin" in row for row in self.evaluations):
+            found += [
+                ("held-out margin before", margin_text(self.before)),
+                ("held-out margin after", margin_text(self.after)),
+            ]
+        if found:
+            found.append(("best version", MISSING if best is None else f"{version_text(best)} ({score_text(best)})"))
+        return found
+
     def _progress(self) -> list[tuple[str, str]]:
         """Reward at the beginning and at the end; of a supervised run, which has none, the loss."""
-        is_supervised = bool(self.steps) and "reward/mean" not in self.steps[0]
-        name, column_name = ("loss", "update/loss") if is_supervised else ("reward", "reward/mean")
+        name, column_name = ("loss", "update/loss") if self.is_supervised else ("reward", "reward/mean")
         first = column(self.steps[:1], column_name)[0] if self.steps else None
-        last = mean(column(self.steps[-NUM_LAST:], column_name))
         num_last = min(NUM_LAST, len(self.steps))
-        return [(f"{name}, first step", number(first)), (f"{name}, last {num_last} steps", number(last))]
+        return [
+            (f"{name}, first step", number(first)),
+            (f"{name}, last {num_last} steps", number(self._last(column_name))),
+        ]
+
+    def _last(self, column_name: str) -> float | None:
+        """The mean over the last steps."""
+        return mean(column(self.steps[-NUM_LAST:], column_name))
 
     def _parity_text(self) -> str:
         fraction = self.bit_equal_fraction
@@ -127,13 +172,23 @@ class RunSummary:
         return f"{equal} bit-equal, largest difference {number(self.parity_max_abs)}"
 
 
+def score_of(row: Row) -> float | None:
+    """Return what versions are compared by: the accuracy of an evaluation, or the loss times -1 without one."""
+    accuracy_found, loss = row.get("heldout/accuracy"), row.get("heldout/loss")
+    if accuracy_found is not None or loss is None:
+        return accuracy_found
+    return -float(loss)
+
+
+def score_text(row: Row) -> str:
+    if "heldout/accuracy" in row:
+        return percent(row["heldout/accuracy"])
+    return f"loss {number(row.get('heldout/loss'))}"
+
+
 def version_text(row: Row) -> str:
     """Return the version of an evaluation; without a trained one it was the base."""
     return str(row["heldout/version"] or "base")
-
-
-def accuracy_of(row: Row | None) -> float | None:
-    return None if row is None else row.get("heldout/accuracy")
 
 
 def accuracy_text(row: Row | None) -> str:
@@ -141,7 +196,25 @@ def accuracy_text(row: Row | None) -> str:
     if row is None:
         return MISSING
     text = accuracy(row.get("heldout/accuracy"), row.get("heldout/low"), row.get("heldout/high"))
-    return f"{text}, {row.get('heldout/problems')} problems, step {row['step']}"
+    unit = "pairs" if "heldout/margin" in row else "problems"
+    return f"{text}, {row.get('heldout/problems')} {unit}, step {row['step']}"
+
+
+def loss_text(row: Row | None) -> str:
+    """Return loss, number of demonstrations and step of an evaluation."""
+    if row is None:
+        return MISSING
+    num = row.get("heldout/demonstrations")
+    of = f", {num} demonstrations" if num else ""
+    return f"{number(row.get('heldout/loss'))}{of}, step {row['step']}"
+
+
+def margin_text(row: Row | None) -> str:
+    """Return the margin of an evaluation of a reward model with its interval."""
+    if row is None:
+        return MISSING
+    low, high = number(row.get("heldout/margin_low")), number(row.get("heldout/margin_high"))
+    return f"{number(row.get('heldout/margin'))} ({low} to {high})"
 
 
 def column(rows: Sequence[Row], name: str) -> list[float | None]:

@@ -1,21 +1,26 @@
 """What a version does on held-out problems: greedy accuracy, rewards, and pass@k of samples."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from parallm.environment.environment import AnyEnvironment
+from parallm.environment.environment import AnyEnvironment, environment_of
 from parallm.model.chat import ChatTokenizer
-from parallm.reports import EvaluationReport
-from parallm.rollout.estimates import mean_estimate, pass_at, wilson_interval
+from parallm.reports import EvaluatedCompletion, Evaluation, EvaluationReport
+from parallm.rollout.estimates import mean_estimate, pass_at, share_estimate, support
 from parallm.rollout.functions import prompt_of
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.scoring import FaultLog, Score, refuse_without_scores
+from parallm.rollout.scoring import REWARD_MODEL, FaultLog, refuse_without_scores
 from parallm.rollout.settings import EpisodeSettings
-from parallm.rollout.stage import GenerateAll, Stage
+from parallm.rollout.stage import ScoredEpisode, Stage
 from parallm.seeds import mix
-from parallm.types import GenerationRequest, Problem, SamplingParams
+from parallm.types import Completion, GenerationRequest, Problem, SamplingParams
 
 EVALUATION = -1  # where a training step mixes its number into the seed
+Progress = Callable[[int, int], None]
+"""Called with the number of what is finished and of all."""
+GenerateCounted = Callable[[Sequence[GenerationRequest], Callable[[int], None]], Awaitable[list[list[Completion]]]]
+"""`AsyncEngine.generate_all`, or anything like it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,21 +36,16 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """One scored completion."""
-
-    is_correct: bool
-    reward: float
-    parts: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """Of all problems, in their order."""
+    """Scored completions of all problems, in their order."""
 
-    greedy: Sequence[Outcome]
-    num_correct: Sequence[int]
-    """Right ones among the samples of each problem; empty where nothing was sampled."""
+    greedy: Sequence[EvaluatedCompletion]
+    samples: Sequence[Sequence[EvaluatedCompletion]]
+    """Of each problem; empty where nothing was sampled."""
+
+    @property
+    def completions(self) -> list[EvaluatedCompletion]:
+        return [*self.greedy, *(one for row in self.samples for one in row)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Evaluator:
     parts as 0.
     """
 
-    generate_all: GenerateAll
+    generate_all: GenerateCounted
     tokenizer: ChatTokenizer
     environment: AnyEnvironment
     problems: Sequence[Problem]
@@ -67,58 +67,82 @@ class Evaluator:
     reward_model: RewardModel | None = None
     fault_log: FaultLog = field(default_factory=FaultLog)
 
-    async def evaluate(self, step: int, version: int, model: str) -> EvaluationReport:
-        """What `model` does on the problems. Raises EnvironmentFailed if not one completion could be scored."""
-        return self.report(await self.outcomes(model), step, version)
+    async def evaluate(self, step: int, version: int, model: str, progress: Progress) -> Evaluation:
+        """What `model` does on the problems, with the greedy completions.
 
-    async def outcomes(self, model: str) -> Outcomes:
+        Raises EnvironmentFailed if not one completion could be scored.
+        """
+        outcomes = await self.outcomes(model, progress)
+        return Evaluation(report=self.report(outcomes, step, version), completions=outcomes.greedy)
+
+    async def outcomes(self, model: str, progress: Progress) -> Outcomes:
         """Every problem with its scores, for comparing models problem by problem."""
         greedy = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         requests = [self._request(place, model, greedy) for place in range(len(self.problems))]
         if self.samples is not None:
             requests += [self._sampled(place, model, self.samples) for place in range(len(self.problems))]
-        scored = await self._scored(requests)
+        rows = await self._scored(requests, progress)
         return Outcomes(
-            greedy=[row[0] for row in scored[: len(self.problems)]],
-            num_correct=[sum(one.is_correct for one in row) for row in scored[len(self.problems) :]],
+            greedy=[completion_of(row[0], sample=None) for row in rows[: len(self.problems)]],
+            samples=[
+                [completion_of(one, sample=place) for place, one in enumerate(row)]
+                for row in rows[len(self.problems) :]
+            ],
         )
 
     def report(self, outcomes: Outcomes, step: int, version: int) -> EvaluationReport:
         """The outcomes in a few numbers, each with its 95% interval."""
         greedy, samples = outcomes.greedy, self.samples
         names = sorted({name for one in greedy for name in one.parts})
-        num_correct = sum(one.is_correct for one in greedy)
-        low, high = wilson_interval(num_correct, len(greedy))
+        parts = {name: [one.parts.get(name, 0.0) for one in greedy] for name in names}
+        accuracy = share_estimate(sum(one.is_correct for one in greedy), len(greedy))
+        num_correct = [sum(one.is_correct for one in row) for row in outcomes.samples]
         return EvaluationReport(
             step=step,
             version=version,
             num_problems=len(greedy),
-            accuracy=num_correct / len(greedy),
-            low=low,
-            high=high,
-            reward=mean_estimate([one.reward for one in greedy]),
-            reward_parts={name: mean_estimate([one.parts.get(name, 0.0) for one in greedy]) for name in names},
-            pass_at={k: pass_at(k, samples.count, outcomes.num_correct) for k in samples.ks} if samples else {},
+            accuracy=accuracy.mean,
+            low=accuracy.low,
+            high=accuracy.high,
+            reward=mean_estimate([one.reward for one in greedy], *self._reward_range(parts)),
+            reward_parts={name: mean_estimate(values) for name, values in parts.items()},
+            pass_at={k: pass_at(k, samples.count, num_correct) for k in samples.ks} if samples else {},
             num_samples=samples.count if samples else 0,
             temperature=samples.temperature if samples else 0.0,
         )
 
-    async def _scored(self, requests: Sequence[GenerationRequest]) -> list[list[Outcome]]:
-        """The outcomes of each request, whose problems come round as often as needed."""
+    def _reward_range(self, parts: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+        """The least and the most that any problem's environment pays for its parts."""
+        supports = {name: support(values) for name, values in parts.items()}
+        added = {} if self.reward_model is None else {REWARD_MODEL: self.reward_model.weight}
+        ranges = []
+        for problem in self.problems:
+            weights = {**environment_of(self.environment, problem).weights, **added}
+            ends = [sorted(weight * end for end in supports.get(name, (0.0, 1.0))) for name, weight in weights.items()]
+            ranges.append((sum(least for least, _ in ends), sum(most for _, most in ends)))
+        return min(least for least, _ in ranges), max(most for _, most in ranges)
+
+    async def _scored(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[list[ScoredEpisode]]:
+        """The episodes of each request, whose problems come round as often as needed."""
         problems = [self.problems[place % len(self.problems)] for place in range(len(requests))]
         stage = Stage(
-            self.generate_all,
+            partial(self._generated, progress),
             self.tokenizer,
             self.environment,
             max_turns=self.rollout.max_turns,
             score_seconds=self.rollout.score_seconds,
             reward_model=self.reward_model,
         )
-        rows = [[scored.score for scored in row] for row in await stage.play(problems, requests)]
-        faults = [(problem, one.fault) for problem, row in zip(problems, rows, strict=True) for one in row if one.fault]
+        rows = await stage.play(problems, requests)
+        scores = [(problem, one.score) for problem, row in zip(problems, rows, strict=True) for one in row]
+        faults = [(problem, score.fault) for problem, score in scores if score.fault]
         self.fault_log.log("evaluation", faults)
-        refuse_without_scores("evaluation", [fault for _, fault in faults], sum(map(len, rows)) - len(faults))
-        return [[outcome_of(one) for one in row] for row in rows]
+        refuse_without_scores("evaluation", [fault for _, fault in faults], len(scores) - len(faults))
+        return rows
+
+    async def _generated(self, progress: Progress, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        total = sum(request.n for request in requests)
+        return await self.generate_all(requests, lambda done: progress(done, total))
 
     def _sampled(self, place: int, model: str, samples: Samples) -> GenerationRequest:
         seed = mix(mix(samples.seed, EVALUATION), place)
@@ -137,7 +161,17 @@ class Evaluator:
         )
 
 
-def outcome_of(score: Score) -> Outcome:
-    return Outcome(
-        is_correct=score.is_correct, reward=0.0 if score.fault is not None else score.reward, parts=score.parts
+def completion_of(scored: ScoredEpisode, *, sample: int | None) -> EvaluatedCompletion:
+    episode, score = scored.episode, scored.score
+    return EvaluatedCompletion(
+        problem_id=episode.problem.problem_id,
+        prompt="\n".join(message.content for message in episode.problem.messages),
+        completion=episode.text,
+        answer=episode.problem.answer,
+        is_correct=score.is_correct,
+        reward=0.0 if score.fault is not None else score.reward,
+        parts=score.parts,
+        finish_reason=episode.finish_reason,
+        num_tokens=len(episode.tokens),
+        sample=sample,
     )

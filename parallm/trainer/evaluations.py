@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from typing import Any
 
 from parallm.checkpoint.files import read_score, read_version
@@ -26,7 +27,7 @@ class Evaluations:
         if parts.evaluator is None and (settings.patience or settings.keep_best or settings.publish_if == "evaluation"):
             raise ConfigError(
                 "trainer.patience, keep_best and publish_if=evaluation go by evaluations, and this run has none; set "
-                "trainer.evaluate_problems above 0 and use an environment with a test split"
+                "trainer.evaluate_problems above 0 and use an environment with a test split, or learner.data_held_out"
             )
         if settings.patience and not settings.evaluate_every:
             raise ConfigError(
@@ -51,7 +52,8 @@ class Evaluations:
         return 0 < self._settings.patience <= self._since_best
 
     async def evaluate(self, step: int, stopped: asyncio.Event) -> EvaluationReport | None:
-        """Evaluate the newest version, report it, and let the alias `best` mean it if none was better.
+        """Evaluate the newest version, report it, and let the alias `best` mean it if none was better: if none had a
+        higher accuracy, or without one a lower loss of held-out demonstrations.
 
         Without an evaluator, or when `stopped` is set before the end, there is no report. Raises EnvironmentFailed for
         one that can score nothing before the first step; later it may be able to again.
@@ -61,28 +63,31 @@ class Evaluations:
         version = self._parts.learner.adapter.version
         model = of_alias(LATEST, self._parts.policy)
         try:
-            report = await unless(stopped, self._parts.evaluator.evaluate(step, version, model))
+            found = await unless(
+                stopped, self._parts.evaluator.evaluate(step, version, model, self._parts.display.progress)
+            )
         except EnvironmentFailed as error:
             if step == 0:
                 raise
             logger.error("after step %d there is no evaluation, and training goes on: %s", step, error)
             return None
-        if report is None:
+        if found is None:
             logger.warning("the evaluation after step %d was dropped, since the run is to stop", step)
             return None
-        self._latest = report
-        self._parts.recorder.evaluation(report)
+        self._latest = report = found.report
+        self._parts.recorder.evaluation(report, found.completions)
         self._parts.display.evaluation(report)
         self._rank(report)
         return report
 
     def _rank(self, report: EvaluationReport) -> None:
         """The base costs no patience before it was trained, and cannot be the best version."""
-        is_better = report.version > 0 and (self._best is None or report.accuracy > self._best)
+        counts = report.version > 0 and math.isfinite(report.score)
+        is_better = counts and (self._best is None or report.score > self._best)
         if report.step > 0:
             self._since_best = 0 if is_better else self._since_best + 1
-        if is_better or (report.version > 0 and report.accuracy == self._best):
-            self._best, self._best_version = report.accuracy, report.version
+        if is_better or (counts and report.score == self._best):
+            self._best, self._best_version = report.score, report.version
             self._mark_best(report.version)
 
     def _mark_best(self, version: int) -> None:
@@ -92,8 +97,10 @@ class Evaluations:
             logger.error("version %d is the best so far and cannot be called so: %s", version, error)
 
     def score(self, step: int) -> float | None:
-        """Held-out accuracy after `step` finished steps, if it was measured."""
-        return self._latest.accuracy if self._latest is not None and self._latest.step == step else None
+        """Score of the evaluation after `step` finished steps, if there was one."""
+        if self._latest is None or self._latest.step != step or not math.isfinite(self._latest.score):
+            return None
+        return self._latest.score
 
     def is_best(self, step: int) -> bool:
         """Whether the version after `step` finished steps was evaluated, and none before was better."""
@@ -112,12 +119,12 @@ class Evaluations:
         if self._parts.adapters.holds(self._parts.policy, self._best_version):
             self._mark_best(self._best_version)
             return
-        lost, accuracy = self._best_version, self._best
+        lost, score = self._best_version, self._best or 0.0
         self._best, self._best_version = self._best_saved()
         logger.warning(
-            "version %d, the best so far with %.1f%%, was not saved; %s",
+            "version %d, the best so far with %s, was not saved; %s",
             lost,
-            100 * (accuracy or 0),
+            f"{100 * score:.1f}%" if score >= 0 else f"a loss of {-score:.3f}",
             "none is the best now" if self._best is None else f"the best is version {self._best_version} now",
         )
 

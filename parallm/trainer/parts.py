@@ -14,6 +14,7 @@ from parallm.metrics.record import RunRecorder
 from parallm.model.adapter_table import AdapterTable
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
+from parallm.trainer.demonstration_evaluation import DemonstrationEvaluator
 from parallm.trainer.pair_evaluation import PairEvaluator
 
 
@@ -26,7 +27,7 @@ class Parts:
     learner: Learner | RewardLearner
     adapters: AdapterTable
     collector: Collector
-    evaluator: Evaluator | PairEvaluator | None
+    evaluator: Evaluator | PairEvaluator | DemonstrationEvaluator | None
     checkpoints: CheckpointManager
     fingerprint: Fingerprint
     facts: RunFacts

@@ -1,6 +1,7 @@
 """Which version clients get by a policy's bare name. Rollouts and evaluations always ask for the newest one."""
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +41,8 @@ class Publication:
         """Serve the evaluated version if it is good enough, and say so if it is not."""
         if self._waits and report.version > 0:
             self._judge(report)
-        self._best = report.accuracy if self._best is None else max(self._best, report.accuracy)
+        if math.isfinite(report.score):
+            self._best = report.score if self._best is None else max(self._best, report.score)
 
     def roll_back(self, adapter: Adapter) -> None:
         """Give out `adapter`, whose weights are the last good ones; clients get it if they got its bad successor."""
@@ -109,22 +111,26 @@ class Publication:
         )
 
     def _judge(self, report: EvaluationReport) -> None:
-        best = report.accuracy if self._best is None else self._best
-        if report.accuracy >= best - self._margin:
+        best = report.score if self._best is None else self._best
+        if report.score >= best - self._margin:
             if not self._is_held():
                 self._adapters.promote(report.version, name=self._policy)
                 self._served = report.version
             return
         logger.warning(
-            "version %d is not served: its held-out accuracy is %.1f%%, the best was %.1f%% "
-            "(trainer.publish_margin=%g); %s stays %s",
+            "version %d is not served: its %s, the best was %s (trainer.publish_margin=%g); %s stays %s",
             report.version,
-            100 * report.accuracy,
-            100 * best,
+            *_compared(report, best),
             self._margin,
             self._policy,
             f"version {self._served}" if self._served else "the base",
         )
+
+
+def _compared(report: EvaluationReport, best: float) -> tuple[str, str]:
+    if report.is_of_loss:
+        return f"held-out loss is {-report.score:.3f}", f"{-best:.3f}"
+    return f"held-out accuracy is {100 * report.score:.1f}%", f"{100 * best:.1f}%"
 
 
 def _version(adapter: Adapter | None) -> int:

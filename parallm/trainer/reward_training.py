@@ -50,7 +50,8 @@ def reward_parts(
     if start.version > 0:
         adapters.publish(start)
     held_out = _tokenized(pairs.held_out[: trainer.evaluate_problems], model)
-    evaluator = PairEvaluator(device=parts.device, learner=learner, pairs=held_out) if held_out else None
+    center = settings.center_scores
+    evaluator = PairEvaluator(device=parts.device, learner=learner, pairs=held_out, center=center) if held_out else None
     return dataclasses.replace(parts, learner=learner, adapters=adapters, evaluator=evaluator)
 
 

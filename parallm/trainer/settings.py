@@ -26,7 +26,7 @@ class EvaluationSettings:
     """What an evaluation on held-out problems asks."""
 
     evaluate_problems: int = Field(default=512, ge=0)
-    """Held-out problems of an evaluation; 0 turns evaluation off."""
+    """Held-out problems, demonstrations or pairs of an evaluation; 0 turns evaluation off."""
     evaluate_samples: int = Field(default=0, ge=0)
     """Samples of each held-out problem for pass@k, beside the greedy completion; 0: none."""
     evaluate_temperature: float = Field(default=1.0, gt=0)
@@ -53,6 +53,9 @@ class TrainerSettings(EvaluationSettings):
     k, the groups of the next k steps are sampled while a step trains."""
     evaluate_every: int = Field(default=20, ge=0)
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""
+    evaluate_on: Literal["auto", "data", "environment"] = "auto"
+    """What evaluations of learner=sft do beside scoring held-out lines of learner.data: with `environment` they play
+    its held-out problems, with `data` not, with `auto` where the command line or a recipe names an environment."""
     patience: int = Field(default=0, ge=0)
     """Training ends after this many evaluations in a row that were no better than the best before; 0: never."""
     keep_best: bool = False
@@ -60,7 +63,8 @@ class TrainerSettings(EvaluationSettings):
     publish_if: Literal["always", "evaluation"] = "always"
     """When `policy` moves to a new version: after each update, or when an evaluation has found it good enough."""
     publish_margin: float = Field(default=0.02, ge=0, le=1)
-    """How far below the best held-out accuracy so far a version may be, for publish_if=evaluation."""
+    """How far below the best held-out accuracy so far a version may be, for publish_if=evaluation; without an accuracy,
+    how far above the lowest held-out loss, in nats."""
     guard: GuardSettings = GuardSettings()
     """Rules by which a step is undone, and by which training stops by itself."""
     keep_serving: bool = False

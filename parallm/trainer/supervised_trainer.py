@@ -3,16 +3,19 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from parallm.checkpoint.state import TrainingState
 from parallm.learner.demonstrations import to_group
+from parallm.learner.learner import Learner
 from parallm.metrics.step import StepMetrics
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
+from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.problem_stream import ProblemStream
+from parallm.trainer.demonstration_evaluation import DemonstrationEvaluator
 from parallm.trainer.guard import Verdict
 from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
@@ -38,6 +41,24 @@ def tokenized(problems: Sequence[Problem], model: SharedModel, *, per_step: int,
     """Demonstrations as this model reads and writes them. Raises ProblemError for one that is too long for it."""
     groups = {one.problem_id: to_group(one, model.tokenizer, model.max_context) for one in problems}
     return Demonstrations(groups=groups, stream=ProblemStream(problems, seed), per_step=per_step)
+
+
+def with_held_out(parts: Parts, problems: Sequence[Problem], model: SharedModel) -> Parts:
+    """`parts` whose evaluations score these demonstrations, and then do what those of `parts` do, if anything.
+
+    Raises ProblemError for one that is too long for the model.
+    """
+    if not problems:
+        return parts
+    assert isinstance(parts.learner, Learner), "reward models have pairs"
+    assert parts.evaluator is None or isinstance(parts.evaluator, Evaluator), "the one of an environment"
+    evaluator = DemonstrationEvaluator(
+        device=parts.device,
+        learner=parts.learner,
+        demonstrations=[to_group(one, model.tokenizer, model.max_context) for one in problems],
+        environment=parts.evaluator,
+    )
+    return replace(parts, evaluator=evaluator)
 
 
 class SupervisedTrainer(Loop):

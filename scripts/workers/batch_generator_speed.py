@@ -23,7 +23,7 @@ def measure(job: Job) -> dict[str, float]:
     ]
     sample_all(model, tokenizer, prompts[:2], 8, 2)
     began = time.perf_counter()
-    completions = sample_all(model, tokenizer, prompts, job.max_tokens, job.rows)
+    completions = sample_all(model, tokenizer, prompts, job.max_tokens, job.rows, job.prompts_at_once)
     seconds = time.perf_counter() - began
     tokens = sum(map(len, completions))
     return {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}

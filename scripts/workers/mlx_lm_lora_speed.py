@@ -50,7 +50,8 @@ def main() -> None:
         end_answer_token="",
     )
     clock.stop()
-    print(json.dumps({"seconds": clock.seconds[1:], "tokens": clock.tokens[1:]}))
+    found = {"seconds": clock.seconds, "rollout": clock.sampling, "tokens": clock.tokens, "trained": clock.tokens}
+    print(json.dumps({name: values[1:] for name, values in found.items()}))
 
 
 def pretend_metal() -> None:
@@ -100,7 +101,10 @@ class Clock:
         self.groups = groups
         self.fixed = fixed
         self.seconds: list[float] = []
+        self.sampling: list[float] = []
+        """Seconds of them."""
         self.tokens: list[int] = []
+        """Sampled, and trained on."""
         self.began: float | None = None
 
     def stop(self) -> None:
@@ -112,7 +116,10 @@ class Clock:
         def timed(**options: Any) -> Any:
             self.stop()
             options["batch_size"] = JOB["rows"]
+            began = time.perf_counter()
             found = self.from_file(options["prompt_tokens"]) if self.fixed else sample(**options)
+            mx.eval(found[0])
+            self.sampling.append(time.perf_counter() - began)
             self.tokens.append(sum(completion.size for completion in found[0]))
             return found
 

@@ -1,5 +1,11 @@
-"""Seconds and peak memory of LoRA training as mlx-lm does it: its layers, its loss, its compiled step, AdamW."""
+"""Seconds and peak memory of LoRA training as mlx-lm does it: its layers, its compiled step, AdamW.
 
+Its own loss computes logits for prompts, too, and leaves them out of the sum; `head: completions` is the same loss of
+completion tokens alone, which ours and PyTorch's side compute. Unless the job gives the settings, it looks for the rows
+of a pass with which it is fastest; passes that do not fit into memory are left out.
+"""
+
+import gc
 import json
 import sys
 import time
@@ -15,50 +21,87 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.tuner.trainer import default_loss
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from shapes import SHAPES, UpdateJob
+from tuning import Settings, tune
 
 WARM_UP = 2  # the second update finds moments that the first one has made, and is compiled anew
 
 
+class Updates:
+    def __init__(self, job: UpdateJob) -> None:
+        shape = SHAPES[job.shape]
+        self._model = Model(ModelArgs.from_dict(shape.config()))
+        self._model.set_dtype(mx.bfloat16 if mx.default_device() != mx.Device(mx.cpu) else mx.float32)
+        self._model.freeze()
+        keys = [name for name, module in self._model.layers[0].named_modules() if isinstance(module, nn.Linear)]
+        linear_to_lora_layers(self._model, shape.layers, {"rank": 16, "scale": 2.0, "dropout": 0.0, "keys": keys})
+        self._model.train()
+        mx.eval(self._model.parameters())
+        self._prompt = job.prompt
+        rows, length = job.groups * job.group_size, job.prompt + job.completion
+        # one token more, as mlx-lm pads: then the inputs have the length that its fused attention needs
+        self._tokens = mx.array(np.random.default_rng(0).integers(0, shape.vocabulary, (rows, length + 1), np.int32))
+        self._lengths = mx.array([[job.prompt, length]] * rows)
+
+    def seconds(self, settings: Settings, repeats: int) -> list[float]:
+        """Of each update, after those that warm up."""
+        model, rows = self._model, settings["rows"]
+        optimizer = mlx.optimizers.AdamW(learning_rate=1e-5)
+        loss_of = default_loss if settings["head"] == "all" else self._completion_loss
+        value_and_grad = nn.value_and_grad(model, loss_of)
+        state = [model.state, optimizer.state, mx.random.state]
+        passes = self._tokens.shape[0] // rows
+
+        @partial(mx.compile, inputs=state, outputs=state)
+        def step(batch: mx.array, spans: mx.array, gathered: Any, do_update: bool) -> tuple[mx.array, Any]:
+            (loss, _), gradients = value_and_grad(model, batch, spans)
+            if gathered is not None:
+                gradients = tree_map(lambda one, other: one + other, gradients, gathered)
+            if do_update:
+                optimizer.update(model, tree_map(lambda one: one / passes, gradients))
+                gradients = None
+            return loss, gradients
+
+        found: list[float] = []
+        for repeat in range(repeats + WARM_UP):
+            if repeat == WARM_UP:
+                mx.reset_peak_memory()
+            began = time.perf_counter()
+            gathered = None
+            for place in range(passes):
+                part = slice(place * rows, (place + 1) * rows)
+                loss, gathered = step(self._tokens[part], self._lengths[part], gathered, place == passes - 1)
+                mx.eval(state, loss, gathered)
+            found.append(time.perf_counter() - began)
+        return found[WARM_UP:]
+
+    def _completion_loss(self, model: nn.Module, batch: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+        """`default_loss` with the head for the tokens alone that count in it."""
+        first = self._prompt - 1
+        logits = model.lm_head(model.model(batch[:, :-1])[:, first:])
+        losses = nn.losses.cross_entropy(logits, batch[:, 1 + first :])
+        return losses.astype(mx.float32).sum() / losses.size, mx.array(losses.size)
+
+
 def main(job: UpdateJob) -> None:
-    shape = SHAPES[job.shape]
-    model = Model(ModelArgs.from_dict(shape.config()))
-    model.set_dtype(mx.bfloat16 if mx.default_device() != mx.Device(mx.cpu) else mx.float32)
-    model.freeze()
-    keys = [name for name, module in model.layers[0].named_modules() if isinstance(module, nn.Linear)]
-    linear_to_lora_layers(model, shape.layers, {"rank": 16, "scale": 2.0, "dropout": 0.0, "keys": keys})
-    optimizer = mlx.optimizers.AdamW(learning_rate=1e-5)
-    model.train()
-    mx.eval(model.parameters())
-    rows, length = job.groups * job.group_size, job.prompt + job.completion
-    # one token more, as mlx-lm pads: then the inputs have the length that its fused attention needs
-    tokens = mx.array(np.random.default_rng(0).integers(0, shape.vocabulary, (rows, length + 1), np.int32))
-    lengths = mx.array([[job.prompt, length]] * rows)
-    value_and_grad = nn.value_and_grad(model, default_loss)
-    state = [model.state, optimizer.state, mx.random.state]
-    passes = rows // job.micro_batch
+    updates = Updates(job)
 
-    @partial(mx.compile, inputs=state, outputs=state)
-    def step(batch: mx.array, spans: mx.array, gathered: Any, do_update: bool) -> tuple[mx.array, Any]:
-        (loss, _), gradients = value_and_grad(model, batch, spans)
-        if gathered is not None:
-            gradients = tree_map(lambda one, other: one + other, gradients, gathered)
-        if do_update:
-            optimizer.update(model, tree_map(lambda one: one / passes, gradients))
-            gradients = None
-        return loss, gradients
+    def trial(settings: Settings) -> float | None:
+        try:
+            (seconds,) = updates.seconds(settings, 1)
+        except RuntimeError as error:  # out of memory
+            print(f"{settings}: {str(error)[:200]}", file=sys.stderr)
+            seconds = None
+        gc.collect()
+        mx.clear_cache()
+        return seconds
 
-    seconds: list[float] = []
-    for repeat in range(job.repeats + WARM_UP):
-        if repeat == WARM_UP:
-            mx.reset_peak_memory()
-        began = time.perf_counter()
-        gathered = None
-        for place in range(passes):
-            part = slice(place * job.micro_batch, (place + 1) * job.micro_batch)
-            loss, gathered = step(tokens[part], lengths[part], gathered, place == passes - 1)
-            mx.eval(state, loss, gathered)
-        seconds.append(time.perf_counter() - began)
-    print(json.dumps({"seconds": seconds[WARM_UP:], "peak_gb": mx.get_peak_memory() / 1e9}))
+    settings, tried = job.settings, []
+    assert settings is not None
+    if "rows" not in settings:
+        trials = tune({**settings, "rows": job.passes[0]}, {"rows": job.passes}, trial)
+        settings, tried = trials[0].settings, [[one.settings, one.seconds] for one in trials]
+    seconds = updates.seconds(settings, job.repeats)
+    print(json.dumps({"seconds": seconds, "peak_gb": mx.get_peak_memory() / 1e9, "settings": settings, "tried": tried}))
 
 
 main(UpdateJob(**json.loads(sys.argv[1])))

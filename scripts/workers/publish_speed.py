@@ -1,4 +1,10 @@
-"""Publishes `repeats` versions while 8 requests decode, and times each publish. Prints milliseconds."""
+"""What a publish costs the next request: `repeats` versions are published while 8 requests decode.
+
+Each time one request for one token is sent without a publish before it, and one right behind a publish, which has to
+be answered by the new version. Both are sent as the others get tokens, so that they wait for the same part of a step.
+Prints milliseconds: of the publish, from before it until the token is there, and from the other request until its
+token.
+"""
 
 import asyncio
 import json
@@ -13,9 +19,11 @@ from parallm.errors import ParallmError
 from parallm.types import POLICY, GenerationRequest, SamplingParams
 
 CLIENTS = 8
-SECONDS_BETWEEN = 0.02
+SECONDS_BETWEEN = 0.5
+"""Of two of these requests: a version a second, which leaves rows of about three versions among those that decode."""
 NUM_ADAPTERS = 4
-"""Different arrays in turn, so that a new version is never what the engine has prepared already."""
+"""Different arrays in turn."""
+LOAD_TOKENS = 64
 
 
 async def measure(job: Job) -> dict[str, object]:
@@ -23,33 +31,62 @@ async def measure(job: Job) -> dict[str, object]:
     adapters = [bench.adapter]
     for seed in range(1, NUM_ADAPTERS):
         adapters.append(await bench.on_device(lambda seed=seed: random_adapter(bench.model, 1, seed)))  # type: ignore[misc]
-    over = asyncio.Event()
-    clients = [asyncio.create_task(request_until(bench, over, place)) for place in range(CLIENTS)]
-    await asyncio.sleep(1.0)
-    publish: list[float] = []
+    over, ticks = asyncio.Event(), asyncio.Condition()
+    clients = [asyncio.create_task(request_until(bench, over, ticks, place)) for place in range(CLIENTS)]
+    await next_step(ticks)
+    found: dict[str, list[float]] = {"publish": [], "to_first_token": [], "without": []}
     for place in range(job.repeats):
-        adapter = replace(adapters[place % NUM_ADAPTERS], version=2 + place, parent=1 + place)
+        version = 2 + place
+        adapter = replace(adapters[place % NUM_ADAPTERS], version=version, parent=version - 1)
+        await asyncio.sleep(SECONDS_BETWEEN)
+        await next_step(ticks)
+        found["without"].append(await seconds_to_token(bench, f"without-{place}", version - 1))
+        await asyncio.sleep(SECONDS_BETWEEN)
+        await next_step(ticks)
         began = time.perf_counter()
         bench.table.publish(adapter)  # from the asyncio thread, as the trainer does
-        publish.append(1e3 * (time.perf_counter() - began))
-        await asyncio.sleep(SECONDS_BETWEEN)
+        published = time.perf_counter() - began
+        found["publish"].append(published)
+        found["to_first_token"].append(published + await seconds_to_token(bench, f"behind-{place}", version))
     over.set()
     results = await asyncio.gather(*clients)
     bench.close()
     finished, failed, tokens = (sum(column) for column in zip(*results, strict=True))
-    return {"publish": publish, "finished": finished, "failed": failed, "tokens": tokens}
+    milliseconds = {name: [1e3 * one for one in seconds] for name, seconds in found.items()}
+    return milliseconds | {"finished": finished, "failed": failed, "tokens": tokens}
 
 
-async def request_until(bench: Workbench, over: asyncio.Event, place: int) -> tuple[int, int, int]:
-    """One request after the other; requests finished, requests failed, tokens."""
+async def seconds_to_token(bench: Workbench, name: str, version: int) -> float:
+    """From asking until the first token of that version is there."""
+    (request,) = bench.requests(name, 1, SamplingParams(max_tokens=1))
+    began = time.perf_counter()
+    (completion,) = await bench.engine.generate(replace(request, n=1, model=POLICY, traffic="serving"))
+    seconds = time.perf_counter() - began
+    answered = {span.version for span in completion.weight_versions}
+    assert answered == {version}, f"version {version} was published, and {answered} answered"
+    return seconds
+
+
+async def next_step(ticks: asyncio.Condition) -> None:
+    async with ticks:
+        await ticks.wait()
+
+
+async def request_until(
+    bench: Workbench, over: asyncio.Event, ticks: asyncio.Condition, place: int
+) -> tuple[int, int, int]:
+    """One request after the other, `ticks` for each token; requests finished, requests failed, tokens."""
     finished = failed = tokens = 0
-    prompts = bench.requests("publish", CLIENTS, SamplingParams(max_tokens=bench.job.max_tokens, ignore_eos=True))
+    prompts = bench.requests("publish", CLIENTS, SamplingParams(max_tokens=LOAD_TOKENS, ignore_eos=True))
     while not over.is_set():
         request: GenerationRequest = replace(
             prompts[place], request_id=f"publish-{place}-{finished + failed}", n=1, model=POLICY, traffic="serving"
         )
         try:
-            tokens += len((await bench.engine.generate(request))[0].tokens)
+            async for event in bench.engine.stream(request):
+                tokens += len(event.tokens)
+                async with ticks:
+                    ticks.notify_all()
             finished += 1
         except ParallmError:
             failed += 1

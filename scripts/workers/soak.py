@@ -38,6 +38,8 @@ WAYS = ("answer",) * 7 + ("leave", "close", "cancel")
 FAULT_ROWS = 4
 ROUNDS_OF_PART = 5
 INJECTED = "injected"
+SECONDS_TO_ANSWER = 120.0
+"""After which a request counts as lost."""
 
 
 class Soak:
@@ -132,14 +134,22 @@ class Soak:
             return "left"
         task = asyncio.create_task(engine.generate(request))
         if way == "answer":
-            return _judged(request, await task, ("stop", "length"))
+            return _judged(request, await _answered(task), ("stop", "length"))
         await asyncio.wait([task], timeout=patience)
         if way == "cancel":
             await engine.cancel([request.request_id])
-            return _judged(request, await task, ("stop", "length", "abort"))
+            return _judged(request, await _answered(task), ("stop", "length", "abort"))
         task.cancel()
         await asyncio.wait([task])
         return "left"
+
+
+async def _answered(task: asyncio.Task[list[Completion]]) -> list[Completion]:
+    """Nothing of a request that is never answered."""
+    try:
+        return await asyncio.wait_for(task, SECONDS_TO_ANSWER)
+    except TimeoutError:
+        return []
 
 
 def _is_error(one: object) -> bool:
@@ -172,7 +182,8 @@ async def measure(job: Job) -> dict[str, Any]:
         for number in range(job.steps):
             await soak.round(number)
             if number % ROUNDS_OF_PART == ROUNDS_OF_PART - 1:
-                faults.append(await soak.fault())
+                async with asyncio.timeout(SECONDS_TO_ANSWER):
+                    faults.append(await soak.fault())
                 await bench.engine.reset_caches()
                 sizes.append(await bench.on_device(partial(settled, bench.lanes.streams)))
         stats, buckets = bench.engine.stats(), num_buckets(job.rows, bench.engine.max_context) * bench.lanes.width

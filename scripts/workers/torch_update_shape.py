@@ -1,54 +1,118 @@
-"""Seconds and peak memory of an update with PyTorch, transformers and PEFT: bfloat16, SDPA, AdamW.
+"""Seconds and peak memory of an update with PyTorch, transformers and PEFT: a policy-gradient loss, AdamW.
 
-A policy-gradient loss; logits are computed for completion tokens only, as TRL does.
+Logits are computed for completion tokens only, as TRL does; no layer is computed again in the backward. Unless the job
+gives the settings, it looks for those with which it is fastest, one after the other, each in one update after one that
+warms up. What does not fit into memory, or does not run, is left out.
+
+rows: of a pass. adapters: type of LoRA's matrices. precision: torch.set_float32_matmul_precision. attention: kernels
+behind scaled_dot_product_attention, `any` leaves the choice to PyTorch. compiled: the loss through torch.compile.
 """
 
+import gc
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
 from shapes import SHAPES, UpdateJob
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
+from tuning import Settings, tune
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+GPU_CHOICES: Mapping[str, Sequence[Any]] = {
+    "adapters": ("bfloat16",),
+    "precision": ("high",),
+    "attention": ("flash", "cudnn"),
+}
+"""Tried beside those of `START`."""
+START = {"adapters": "float32", "precision": "highest", "attention": "any", "compiled": False}
+"""What one gets without asking for anything."""
+
+
+class Updates:
+    def __init__(self, job: UpdateJob) -> None:
+        shape = SHAPES[job.shape]
+        fields = {name: value for name, value in shape.config().items() if name != "model_type"}
+        torch.set_default_dtype(torch.bfloat16 if ON_GPU else torch.float32)
+        with torch.device(DEVICE):
+            base = LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="sdpa"))
+        self._completion = job.completion
+        self._model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+        self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        rows, length = job.groups * job.group_size, job.prompt + job.completion
+        # one token more, so that the inputs have a length that kernels like
+        self._tokens = torch.randint(0, shape.vocabulary, (rows, length + 1), device=DEVICE)
+
+    def seconds(self, settings: Settings, repeats: int) -> list[float]:
+        """Of each update, after one that warms up."""
+        torch.set_float32_matmul_precision(settings["precision"])
+        for parameter in self._trained:
+            parameter.data = parameter.data.to(getattr(torch, settings["adapters"]))
+            parameter.grad = None
+        optimizer = torch.optim.AdamW(self._trained, lr=1e-5, fused=ON_GPU)
+        loss_of = torch.compile(self._loss) if settings["compiled"] else self._loss
+        found: list[float] = []
+        for repeat in range(repeats + 1):
+            if repeat == 1 and ON_GPU:
+                torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            with kernels(settings["attention"]):
+                self._update(loss_of, optimizer, settings["rows"])
+            found.append(time.perf_counter() - began)
+        return found[1:]
+
+    def _update(self, loss_of: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.AdamW, rows: int) -> None:
+        count = self._tokens.shape[0] * self._completion
+        for part in self._tokens.split(rows):
+            (loss_of(part) / count).backward()
+        torch.nn.utils.clip_grad_norm_(self._trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if ON_GPU:
+            torch.cuda.synchronize()
+
+    def _loss(self, part: torch.Tensor) -> torch.Tensor:
+        logits = self._model(part[:, :-1], logits_to_keep=self._completion).logits.float()
+        logprobs = torch.log_softmax(logits, dim=-1).gather(-1, part[:, -self._completion :, None])[..., 0]
+        return -torch.exp(logprobs - logprobs.detach()).sum()
+
+
+def kernels(name: str) -> AbstractContextManager[None]:
+    return sdpa_kernel(KERNELS[name]) if name in KERNELS else nullcontext()
 
 
 def main(job: UpdateJob) -> None:
-    shape = SHAPES[job.shape]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    fields = {name: value for name, value in shape.config().items() if name != "model_type"}
-    config = LlamaConfig(**fields, attn_implementation="sdpa")
-    torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
-    with torch.device(device):
-        base = LlamaForCausalLM(config)
-    model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5)
-    rows, length = job.groups * job.group_size, job.prompt + job.completion
-    tokens = torch.randint(0, shape.vocabulary, (rows, length), device=device)
-    count = rows * job.completion
+    updates = Updates(job)
 
-    def one_step() -> None:
-        for part in tokens.split(job.micro_batch):
-            logits = model(part[:, :-1], logits_to_keep=job.completion).logits.float()
-            logprobs = torch.log_softmax(logits, dim=-1).gather(-1, part[:, -job.completion :, None])[..., 0]
-            ratio = torch.exp(logprobs - logprobs.detach())
-            (-ratio.sum() / count).backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        if device == "cuda":
-            torch.cuda.synchronize()
+    def trial(settings: Settings) -> float | None:
+        try:
+            (seconds,) = updates.seconds(settings, 1)
+        except Exception as error:  # noqa: BLE001  # out of memory, or no such kernel: other settings are tried
+            print(f"{settings}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
+            seconds = None
+        gc.collect()
+        torch.compiler.reset()
+        if ON_GPU:
+            torch.cuda.empty_cache()
+        return seconds
 
-    seconds: list[float] = []
-    for repeat in range(job.repeats + 1):
-        if repeat == 1 and device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        one_step()
-        seconds.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None
-    print(json.dumps({"seconds": seconds[1:], "peak_gb": peak}))
+    best, tried = job.settings, []
+    if best is None:
+        passes = {"rows": job.passes}
+        trials = tune({**START, "rows": job.passes[0]}, {**passes, **(GPU_CHOICES if ON_GPU else {})}, trial)
+        # other passes may fit now; what takes a minute to compile comes last
+        more = tune(trials[0].settings, {**passes, "compiled": (True,)}, trial)
+        best, tried = more[0].settings, [[one.settings, one.seconds] for one in (*trials, *more)]
+    seconds = updates.seconds(best, job.repeats)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if ON_GPU else None
+    print(json.dumps({"seconds": seconds, "peak_gb": peak, "settings": best, "tried": tried}))
 
 
 main(UpdateJob(**json.loads(sys.argv[1])))

@@ -1,7 +1,7 @@
 """Seconds and peak memory of GRPO steps with TRL's GRPOTrainer and transformers' `generate` on random weights.
 
-bfloat16 with SDPA attention on a GPU, no gradient checkpointing, the whole step's completions sampled in one batch.
-What is not named here has TRL's default. Runs in an environment without MLX.
+bfloat16 with SDPA attention and TF32 on a GPU, no gradient checkpointing, the whole step's completions sampled in one
+batch. What is not named here has TRL's default. Runs in an environment without MLX.
 """
 
 import json
@@ -19,9 +19,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 ON_GPU = torch.cuda.is_available()
+GENERATION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static": {"cache_implementation": "static"},
+    "continuous": {"use_transformers_continuous_batching": True},
+}
 
 
 def main(job: GrpoJob) -> None:
+    torch.set_float32_matmul_precision("high")
     tokenizer = AutoTokenizer.from_pretrained(job.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype=torch.bfloat16 if ON_GPU else torch.float32, attn_implementation="sdpa"
@@ -71,6 +77,7 @@ def arguments(job: GrpoJob, folder: str) -> GRPOConfig:
         report_to="none",
         logging_strategy="no",
         save_strategy="no",
+        **GENERATION[job.generation],
     )
 
 

@@ -49,7 +49,7 @@ def main(job: UpdateJob) -> None:
     model = random_model(shape)
     adapter = make_adapter(initial_arrays(model.sites, 16, mx.random.key(0)), version=0, rank=16, alpha=32.0)
     # advantages over the whole batch: a group of one has a signal, too, and the step ends with an optimizer step
-    settings = LearnerSettings(micro_batch_tokens=job.micro_batch or "auto", advantage="reinforce_pp")
+    settings = LearnerSettings(advantage="reinforce_pp")
     learner = Learner(model, Lanes(lambda _: None), settings, start=adapter, total_steps=10, seed=0)
     groups = random_groups(job, shape.vocabulary)
     seconds: list[float] = []

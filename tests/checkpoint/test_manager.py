@@ -264,6 +264,17 @@ def test_a_disk_that_fills_up_while_saving_costs_nothing_but_that_save(
     assert names(tmp_path) == ["step_000001", "step_000003"]
 
 
+def test_a_disk_that_has_less_room_than_a_checkpoint_needs_is_not_filled_with_half_of_one(
+    make_state: MakeState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written: list[object] = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=files.needed_bytes(make_state(1)) - 1))
+    monkeypatch.setattr("parallm.checkpoint.manager.write_checkpoint", lambda *arguments: written.append(arguments))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        manager(tmp_path).save(make_state(1))
+    assert written == []
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB; skips where this user may not mount one."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from parallm.device.lanes import Lanes
 from parallm.errors import ConfigError, ProblemError
 from parallm.learner.demonstrations import read_demonstrations, to_group
+from parallm.learner.given_data import GivenData
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapter import make_adapter
@@ -29,20 +31,26 @@ def write_lines(path: Path, *rows: Mapping[str, Any] | str) -> Path:
 
 
 def read(path: Path, **settings: Any) -> list[Problem]:
-    found = read_demonstrations(LearnerSettings(preset="sft", data=str(path), **settings))
+    """All of them, for training."""
+    return list(split(path, holds_out=False, **settings).train)
+
+
+def split(path: Path, *, holds_out: bool = True, **settings: Any) -> GivenData[Problem]:
+    found = read_demonstrations(LearnerSettings(preset="sft", data=str(path), **settings), holds_out=holds_out)
     assert found is not None
     return found
 
 
 def test_a_prompt_is_what_the_user_says(tmp_path: Path) -> None:
     (one,) = read(write_lines(tmp_path / "data.jsonl", {"prompt": "1 + 1?", "completion": "2"}))
-    assert (one.problem_id, one.messages, one.answer) == ("line 1", (Message(role="user", content="1 + 1?"),), "2")
+    assert one.problem_id == "learner.data: line 1"
+    assert (one.messages, one.answer) == ((Message(role="user", content="1 + 1?"),), "2")
 
 
 def test_messages_are_taken_as_they_are(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1?"}]
     (one,) = read(write_lines(tmp_path / "data.jsonl", "", {"messages": turns, "completion": "2"}))
-    assert one.problem_id == "line 2"
+    assert one.problem_id == "learner.data: line 2"
     assert [message.role for message in one.messages] == ["system", "user"]
 
 
@@ -55,8 +63,9 @@ def test_of_a_run_the_samples_count_that_were_rewarded_and_ended_by_themselves(t
         sample | {"finish_reason": "length"},
         sample | {"reward": None},
     )
-    assert [one.problem_id for one in read(tmp_path)] == ["line 1"]
-    assert [one.problem_id for one in read(tmp_path, data_reward_min=0.5)] == ["line 1", "line 2"]
+    first, second = (f"learner.data: line {number}" for number in (1, 2))
+    assert [one.problem_id for one in read(tmp_path)] == [first]
+    assert [one.problem_id for one in read(tmp_path, data_reward_min=0.5)] == [first, second]
 
 
 def test_a_run_without_accepted_samples_says_which_reward_was_the_largest(tmp_path: Path) -> None:
@@ -88,11 +97,59 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_learner_and_data_must_go_together() -> None:
-    assert read_demonstrations(LearnerSettings()) is None
+    assert read_demonstrations(LearnerSettings(), holds_out=True) is None
     with pytest.raises(ConfigError, match=r"learner\.data: must be given"):
-        read_demonstrations(LearnerSettings(preset="sft"))
-    with pytest.raises(ConfigError, match=r"learner\.data=x is for learner=sft; learner=dapo samples its own"):
-        read_demonstrations(LearnerSettings(data="x"))
+        read_demonstrations(LearnerSettings(preset="sft"), holds_out=True)
+    settings: Any = LearnerSettings
+    for key in ("data", "data_held_out"):
+        text = rf"learner\.{key}=x is for learner=sft and learner=reward_model; learner=dapo samples its own"
+        with pytest.raises(ConfigError, match=text):
+            read_demonstrations(settings(**{key: "x"}), holds_out=True)
+
+
+def test_a_tenth_of_the_prompts_is_held_out_with_all_of_their_completions(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number} + 1?", "completion": text} for number in range(200) for text in ("a", "b")]
+    found = split(write_lines(tmp_path / "data.jsonl", *rows))
+    trained, held_out = ({one.messages for one in side} for side in (found.train, found.held_out))
+    assert not trained & held_out
+    assert (len(found.train), len(found.held_out)) == (2 * len(trained), 2 * len(held_out))
+    assert 10 <= len(held_out) <= 30
+
+
+def test_without_evaluations_all_lines_are_trained_on(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{number} + 1?", "completion": "a"} for number in range(50)]
+    found = split(write_lines(tmp_path / "data.jsonl", *rows), holds_out=False)
+    assert (len(found.train), len(found.held_out)) == (50, 0)
+
+
+def test_a_file_of_held_out_lines_leaves_all_of_the_others_for_training(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "a.jsonl", *({"prompt": str(number), "completion": "!"} for number in range(50)))
+    other = write_lines(tmp_path / "b.jsonl", {"prompt": "3", "completion": "?"})
+    found = split(data, data_held_out=str(other))
+    assert (len(found.train), [one.answer for one in found.held_out]) == (50, ["?"])
+    write_lines(other, "{")
+    with pytest.raises(ProblemError, match=r"learner\.data_held_out: line 1 of .*b\.jsonl is no JSON"):
+        split(data, data_held_out=str(other))
+
+
+def test_held_out_lines_are_not_taken_where_nothing_is_evaluated(tmp_path: Path) -> None:
+    data = write_lines(tmp_path / "a.jsonl", {"prompt": "?", "completion": "!"})
+    with pytest.raises(
+        ConfigError, match=r"learner\.data_held_out=.*: trainer\.evaluate_problems=0 turns evaluation off"
+    ):
+        split(data, holds_out=False, data_held_out=str(data))
+
+
+def test_lines_of_which_none_or_all_are_held_out_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": f"{number} + 1?", "completion": "!"} for number in range(100)]
+    found = split(write_lines(tmp_path / "many.jsonl", *rows))
+    (trained, held_out) = (
+        {"prompt": side[0].messages[0].content, "completion": "!"} for side in (found.train, found.held_out)
+    )
+    with pytest.raises(ProblemError, match=r"all 1 lines of .* are held out; name lines to evaluate on with"):
+        split(write_lines(tmp_path / "one.jsonl", held_out))
+    assert split(write_lines(tmp_path / "one.jsonl", trained)).held_out == []
+    assert "none of the 1 lines" in caplog.text
 
 
 def test_a_completion_follows_the_prompt_as_the_model_itself_would_write_it(nano: SharedModel) -> None:
@@ -130,5 +187,39 @@ def test_the_loss_is_the_mean_negative_log_likelihood_and_falls(nano: SharedMode
         every = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         first = len(one.prompt_tokens) - 1
         logprobs += [every[first + place, token].item() for place, token in enumerate(one.tokens)]
-    assert reports[0].loss == pytest.approx(-sum(logprobs) / len(logprobs), abs=1e-5)
+    expected = -sum(logprobs) / len(logprobs)
+    assert reports[0].loss == pytest.approx(expected, abs=1e-5)
     assert reports[-1].loss < 0.7 * reports[0].loss
+
+
+def test_the_loss_of_held_out_lines_is_that_of_training_before_the_first_update(
+    nano: SharedModel, lanes: Lanes
+) -> None:
+    texts = (ANSWER, "#### 9", "#### 12")
+    problems = [Problem(problem_id=text, messages=QUESTION, answer=text) for text in texts]
+    groups = [to_group(problem, nano.tokenizer, 512) for problem in problems]
+    start = make_adapter(initial_arrays(nano.sites, 4, mx.random.key(0)), version=0, rank=4, alpha=8.0, dropout=0.5)
+    settings = LearnerSettings(preset="sft", learning_rate=5e-3, warmup_steps=0, micro_batch_tokens=64)
+    learner = Learner(nano, lanes, settings, start=start, total_steps=5, seed=0)
+    (*sums, before) = learner.losses(groups)
+    assert before.num_completions == 3
+    assert before.num_tokens == sum(len(group.trajectories[0].tokens) for group in groups)
+    assert before.mean == pytest.approx(
+        update(learner, problems, nano, 0).loss, abs=1e-5
+    )  # B is 0: dropout changes nothing
+    assert [one.num_completions for one in sums] == sorted(one.num_completions for one in sums)
+    (*_, after), (*_, again) = learner.losses(groups), learner.losses(groups)
+    assert before.mean > after.mean == again.mean
+
+
+def test_masked_tokens_are_not_in_the_loss(nano: SharedModel, lanes: Lanes) -> None:
+    group = to_group(Problem(problem_id="a", messages=QUESTION, answer=ANSWER), nano.tokenizer, 512)
+    (whole,) = group.trajectories
+    first = replace(whole, loss_mask=(True,) + (False,) * (len(whole.tokens) - 1))
+    start = make_adapter(initial_arrays(nano.sites, 4, mx.random.key(0)), version=0, rank=4, alpha=8.0)
+    learner = Learner(nano, lanes, LearnerSettings(preset="sft"), start=start, total_steps=1, seed=0)
+    (*_, all_tokens), (*_, one_token) = (
+        learner.losses([replace(group, trajectories=(one,))]) for one in (whole, first)
+    )
+    assert (all_tokens.num_tokens, one_token.num_tokens) == (len(whole.tokens), 1)
+    assert 0 < one_token.nats < all_tokens.nats

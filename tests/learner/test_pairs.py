@@ -23,7 +23,7 @@ def write_lines(path: Path, *rows: Mapping[str, Any] | str) -> Path:
 
 
 def read(path: Path, **settings: Any) -> Pairs:
-    found = read_pairs(LearnerSettings(trains="reward_model", data=str(path), **settings))
+    found = read_pairs(LearnerSettings(trains="reward_model", data=str(path), **settings), holds_out=True)
     assert found is not None
     return found
 
@@ -36,7 +36,7 @@ def test_a_line_is_a_prompt_or_messages_with_two_completions(tmp_path: Path) -> 
     assert first.margin == 0.0
     assert [message.role for message in second.messages] == ["system", "user"]
     assert second.margin == 1.0
-    assert second.pair_id == f"learner.data: line 3 of {data}"
+    assert second.pair_id == "learner.data: line 3"
 
 
 def test_a_tenth_of_the_prompts_is_held_out_with_all_of_their_pairs(tmp_path: Path) -> None:
@@ -83,14 +83,20 @@ def test_of_the_held_out_file_the_key_is_named(tmp_path: Path) -> None:
 
 def test_settings_must_go_together() -> None:
     reward_model = LearnerSettings(trains="reward_model", data="x")
-    assert read_pairs(LearnerSettings()) is None
-    assert read_demonstrations(reward_model) is None
+    assert read_pairs(LearnerSettings(), holds_out=True) is None
+    assert read_demonstrations(reward_model, holds_out=True) is None
     with pytest.raises(ConfigError, match=r"learner\.data: must be given"):
-        read_pairs(LearnerSettings(trains="reward_model"))
+        read_pairs(LearnerSettings(trains="reward_model"), holds_out=True)
     with pytest.raises(ConfigError, match=r"learner\.clip_low belongs to the objectives of policies"):
-        read_pairs(LearnerSettings(trains="reward_model", data="x", clip_low=0.1))
-    with pytest.raises(ConfigError, match=r"learner\.data_held_out=x is for learner=reward_model"):
-        read_pairs(LearnerSettings(data_held_out="x"))
+        read_pairs(LearnerSettings(trains="reward_model", data="x", clip_low=0.1), holds_out=True)
+
+
+def test_without_evaluations_all_pairs_are_trained_on(tmp_path: Path) -> None:
+    rows = [GOOD | {"prompt": f"{number} + 1?"} for number in range(50)]
+    data = write_lines(tmp_path / "a.jsonl", *rows)
+    found = read_pairs(LearnerSettings(trains="reward_model", data=str(data)), holds_out=False)
+    assert found is not None
+    assert (len(found.train), len(found.held_out)) == (50, 0)
 
 
 def a_pair(**changes: Any) -> Pair:

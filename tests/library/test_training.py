@@ -193,27 +193,13 @@ def test_answers_are_rewarded_by_the_program_and_learned_from() -> None:
         result = run.wait()
         assert result.version == 2
         assert run.trajectories()["policy"].num_trained == 8
-    with pytest.raises(ConfigError, match="collect_trajectory"):
-        run.reward(parallm.Answer(**PLAIN), 1.0)
-
-
-PLAIN = {
-    "text": "",
-    "tokens": (),
-    "logprobs": (),
-    "prompt_tokens": (),
-    "finish_reason": "stop",
-    "version": 0,
-    "temperature": 1.0,
-    "model": "policy@0",
-    "trajectory_id": None,
-    "choice": {},
-}
 
 
 def test_one_update_is_made_on_answers_that_the_program_rewards() -> None:
     with parallm.training("live_traffic", ["trainer.steps=5"]) as run:
         answers = run.model.generate(["1 + 1 ="], n=4, max_tokens=8)
+        with pytest.raises(ConfigError, match="collect_trajectory"):
+            run.reward(answers[0], 1.0)
         rewarded = [answer.rewarded(float(place)) for place, answer in enumerate(answers)]
         update = run.train_on(rewarded, checkpoint_name="mine")
         assert (update.version, update.num_trained, update.num_recomputed) == (1, 4, 0)

@@ -13,7 +13,7 @@ from rich.console import Console
 from parallm.metrics.display import LoggedDisplay, NoDisplay, make_display
 from parallm.metrics.lines import LinesDisplay, step_line
 from parallm.metrics.live import LiveDisplay
-from parallm.metrics.live_table import fitting_columns, step_table
+from parallm.metrics.live_table import fitting_columns, numbers_now, step_table
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
@@ -150,6 +150,36 @@ def test_an_evaluation_with_samples_says_pass_at_k(evaluation: Callable[..., Eva
     assert "version 3, pass@4 80.0% (70.0% to 90.0%), reward 0.500, correct 31.0%" in stream.getvalue()
 
 
+def test_an_evaluation_on_demonstrations_says_their_loss() -> None:
+    stream = io.StringIO()
+    report = EvaluationReport(step=3, version=3, loss=1.25, num_demonstrations=57)
+    make_display("lines", stream).evaluation(report)
+    expected = "evaluation at step 3: held-out loss 1.25 of 57 demonstrations, version 3\n"
+    assert stream.getvalue() == expected
+
+
+def test_lines_say_how_far_an_evaluation_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parallm.metrics.progress.SECONDS_BETWEEN", 0.0)
+    stream = io.StringIO()
+    display = make_display("lines", stream)
+    for done in (1, 2, 3):
+        display.progress(done, 3)
+    assert stream.getvalue().splitlines() == ["evaluation: 1 of 3", "evaluation: 2 of 3"]
+
+
+def test_live_shows_how_far_an_evaluation_is_until_the_next_phase(terminal: Terminal) -> None:
+    display = LiveDisplay(terminal)
+    console = Console(file=terminal, width=100, height=40)
+    display.phase(TrainingStatus(state="evaluating", step=3, total_steps=10))
+    display.progress(128, 512)
+    console.print(display)
+    assert "128 of 512" in terminal.getvalue()
+    display.phase(TrainingStatus(state="updating", step=3, total_steps=10))
+    terminal.truncate(0)
+    console.print(display)
+    assert "128 of 512" not in terminal.getvalue()
+
+
 LONG = "checkpoints/arithmetic_grpo/sweep_2026-11-22_09-43-45-427093/12/with/more/of/it/than/a/line/takes"
 
 
@@ -191,6 +221,19 @@ def test_the_live_table_of_a_supervised_run_has_its_loss_and_nothing_of_samples(
 ) -> None:
     titles = [column.title for column in fitting_columns(200, [step(1, is_supervised=True)])]
     assert titles == ["step", "loss", "held out", "entropy", "gradient", "moved", "serving tok/s", "version", "time"]
+
+
+def test_the_live_table_of_a_supervised_run_has_the_held_out_loss(step: Callable[..., StepMetrics]) -> None:
+    report = EvaluationReport(step=1, version=1, loss=1.25, num_demonstrations=57)
+    steps = [step(1, is_supervised=True), step(2, is_supervised=True)]
+    console = Console(file=io.StringIO(), width=100)
+    console.print(step_table(steps, [report], 100))
+    console.print(numbers_now(steps, [report], TrainingStatus(state="updating"), 100))
+    assert isinstance(console.file, io.StringIO)
+    title, _, first, second, now = console.file.getvalue().splitlines()[:5]
+    assert title.split()[:4] == ["step", "loss", "held", "out"]
+    assert (first.split()[2], second.split()[2]) == ("1.25", "-")
+    assert "held out loss 1.25" in now
 
 
 def test_lines_say_what_a_curriculum_has_skipped_and_what_waits(step: Callable[..., StepMetrics]) -> None:

@@ -14,7 +14,7 @@ from parallm.metrics.json_lines import read_rows
 from parallm.metrics.record import RunRecorder
 from parallm.metrics.settings import MetricsSettings
 from parallm.metrics.step import StepMetrics
-from parallm.reports import EvaluationReport
+from parallm.reports import EvaluatedCompletion, EvaluationReport
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 MakeStep = Callable[..., StepMetrics]
@@ -189,3 +189,47 @@ def test_wandb_gets_finite_numbers_and_one_id_per_folder(
     assert "reward/std" not in logged[0]
     assert len(set(ids)) == 1
     assert Run.summary["run.steps"] == 2
+
+
+def completion(problem: str) -> EvaluatedCompletion:
+    return EvaluatedCompletion(
+        problem_id=problem,
+        prompt="2 + 3",
+        completion="5",
+        answer="5",
+        is_correct=True,
+        reward=1.0,
+        parts={"correct": 1.0},
+        finish_reason="stop",
+        num_tokens=1,
+    )
+
+
+def test_the_first_completions_of_each_evaluation_are_kept(tmp_path: Path, evaluation: MakeEvaluation) -> None:
+    recorder = RunRecorder(tmp_path, replace(OFF, samples_per_evaluation=2), {})
+    for step in (0, 5):
+        recorder.evaluation(evaluation(step, version=step), [completion(name) for name in "abc"])
+    rows = read_rows(tmp_path / "evaluation_samples.jsonl")
+    assert [(row["step"], row["version"], row["problem_id"]) for row in rows] == [
+        *((0, 0, name) for name in "ab"),
+        *((5, 5, name) for name in "ab"),
+    ]
+    assert (rows[0]["completion"], rows[0]["parts"], rows[0]["is_correct"]) == ("5", {"correct": 1.0}, True)
+
+
+def test_a_resumed_run_replaces_the_completions_of_a_repeated_evaluation(
+    tmp_path: Path, evaluation: MakeEvaluation, step: MakeStep
+) -> None:
+    recorder = RunRecorder(tmp_path, OFF, {})
+    for number in (0, 5):
+        recorder.evaluation(evaluation(number), [completion("a")])
+    again = RunRecorder(tmp_path, OFF, {})
+    again.step(step(3))
+    again.evaluation(evaluation(5), [completion("b")])
+    rows = read_rows(tmp_path / "evaluation_samples.jsonl")
+    assert [(row["step"], row["problem_id"]) for row in rows] == [(0, "a"), (5, "b")]
+
+
+def test_an_evaluation_without_completions_leaves_no_file_of_them(tmp_path: Path, evaluation: MakeEvaluation) -> None:
+    RunRecorder(tmp_path, OFF, {}).evaluation(evaluation(0))
+    assert not (tmp_path / "evaluation_samples.jsonl").exists()

@@ -62,10 +62,10 @@ def test_a_step_of_a_reward_model_says_how_it_orders_pairs(step: Callable[..., S
 
 
 def test_an_evaluation_of_a_reward_model_has_a_margin(evaluation: Callable[..., EvaluationReport]) -> None:
-    report = evaluation(20, margin=Estimate(1.5, 1.0, 2.0), reward_parts={})
+    report = evaluation(20, margin=Estimate(1.5, 1.0, 2.0), reward_parts={}, loss=0.25)
     row = evaluation_row(report)
     assert (row["heldout/margin_low"], row["heldout/margin"], row["heldout/margin_high"]) == (1.0, 1.5, 2.0)
-    assert "512 pairs, version 20, reward 0.500, margin 1.50 (1.00 to 2.00)" in evaluation_line(report)
+    assert "512 pairs, version 20, reward 0.500, margin 1.50 (1.00 to 2.00), loss 0.250" in evaluation_line(report)
 
 
 def test_parts_of_rollouts_are_no_shares(evaluation: Callable[..., EvaluationReport]) -> None:

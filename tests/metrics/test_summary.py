@@ -1,5 +1,6 @@
 """The figures of a whole run."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def evaluation(step: int, accuracy: float) -> Row:
     }
 
 
-def summary(steps: list[Row], evaluations: list[Row]) -> RunSummary:
+def summary(steps: Sequence[Row], evaluations: Sequence[Row]) -> RunSummary:
     return RunSummary(folder=Path("runs/one"), steps=steps, evaluations=evaluations, peak_memory_gb=1.5)
 
 
@@ -87,3 +88,60 @@ def test_rounding_does_not_hide_a_token_that_differs() -> None:
     nearly = {**STEPS[0], "parity/tokens": 100_000, "parity/bit_equal_fraction": 0.99999, "parity/max_abs": 1e-7}
     assert dict(summary([nearly], []).rows())["learner and engine log-probs"].startswith("99.99% bit-equal")
     assert dict(summary([STEPS[0]], []).rows())["learner and engine log-probs"].startswith("all bit-equal")
+
+
+def supervised(number: int, **numbers: float) -> Row:
+    return {"step": number, "seconds/total": 2.0, **{f"update/{name}": value for name, value in numbers.items()}}
+
+
+def test_a_supervised_run_tells_its_losses_and_nothing_of_samples() -> None:
+    steps = [supervised(number, loss=loss) for number, loss in enumerate((2.0, 1.5, 1.2, 0.9), start=1)]
+    losses = [
+        {"step": step, "heldout/version": step, "heldout/loss": loss, "heldout/demonstrations": 57}
+        for step, loss in ((0, 2.2), (2, 1.4), (4, 1.6))
+    ]
+    found = summary(steps, losses)
+    assert found.figures("sft") == {
+        "sft.steps": 4,
+        "sft.loss_first": 2.0,
+        "sft.loss_last": pytest.approx(1.2),
+        "sft.heldout_loss_before": 2.2,
+        "sft.heldout_loss_after": 1.6,
+        "sft.heldout_loss_best": 1.4,
+        "sft.train_seconds": 8.0,
+        "sft.peak_memory_gb": 1.5,
+    }
+    rows = dict(found.rows())
+    assert rows["held-out loss after"] == "1.60, 57 demonstrations, step 4"
+    assert rows["best version"] == "2 (loss 1.40)"
+    assert not any("accuracy" in name or "rollout" in name or "log-probs" in name for name in rows)
+
+
+def test_a_reward_model_tells_accuracies_and_margins() -> None:
+    steps = [supervised(number, loss=0.6, accuracy=0.5 + number / 10, margin=number / 2) for number in (1, 2)]
+    pairs = [
+        {
+            **evaluation(step, 0.6 + step / 10),
+            "heldout/margin": 1.0,
+            "heldout/margin_low": 0.5,
+            "heldout/margin_high": 2.0,
+        }
+        for step in (0, 2)
+    ]
+    figures = summary(steps, pairs).figures("rm")
+    assert (figures["rm.training_accuracy_first"], figures["rm.training_margin_last"]) == (0.6, 0.75)
+    assert (figures["rm.accuracy_after"], figures["rm.heldout_margin_after"]) == (0.8, 1.0)
+    rows = dict(summary(steps, pairs).rows())
+    assert rows["held-out accuracy after"].endswith("512 pairs, step 2")
+    assert rows["held-out margin after"] == "1.00 (0.500 to 2.00)"
+
+
+def test_a_supervised_run_in_an_environment_tells_loss_and_accuracy() -> None:
+    both = {**evaluation(0, 0.3), "heldout/loss": 2.2, "heldout/demonstrations": 57}
+    figures = summary([supervised(1, loss=2.0)], [both]).figures("sft")
+    assert (figures["sft.accuracy_before"], figures["sft.heldout_loss_before"]) == (0.3, 2.2)
+
+
+def test_a_supervised_run_without_evaluations_says_nothing_of_them() -> None:
+    names = [name for name, _ in summary([supervised(1, loss=2.0)], []).rows()]
+    assert names == ["loss, first step", "loss, last 1 steps", "training time", "peak memory", "files"]

@@ -8,7 +8,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.dora import scaling_of
-from parallm.model.dropout import DropoutAdapter
+from parallm.model.dropout import DropoutAdapter, training_view
 from parallm.model.load import load_shared_model
 from parallm.model.lora import LoraLinear, OneAdapter, initial_arrays, one_adapter
 from parallm.model.mixed_adapters import stack_adapters
@@ -104,6 +104,12 @@ def test_dropout_follows_from_its_keys_and_keeps_the_mean(load_tiny: Callable[..
     error = mx.abs(mx.stack(drawn).mean(axis=0) - expected).max().item()
     assert error < 0.2 * mx.abs(expected).max().item()
     assert DropoutAdapter(view, 0.25, {}).added(site, x, y) is y
+
+
+def test_each_site_drops_inputs_of_its_own_choice(load_tiny: Callable[..., SharedModel]) -> None:
+    view = training_view(random_view(load_tiny("llama"), 1), 0.5, mx.random.key(3))
+    assert isinstance(view, DropoutAdapter)
+    assert len({tuple(key.tolist()) for key in view.keys.values()}) == len(view.keys) > 1
 
 
 def test_an_error_inside_a_forward_takes_the_view_away_again(load_tiny: Callable[..., SharedModel]) -> None:

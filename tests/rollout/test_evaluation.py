@@ -1,11 +1,12 @@
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from parallm.environment.environment import AnyEnvironment, Mixed
 from parallm.errors import ContextTooLong
-from parallm.reports import EvaluationReport
+from parallm.reports import Evaluation, EvaluationReport
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator, Samples
 from parallm.rollout.problem_stream import ProblemStream
@@ -41,8 +42,12 @@ class Silent:
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
 
-    async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    async def generate_all(
+        self, requests: Sequence[GenerationRequest], progress: Callable[[int], None] = lambda done: None
+    ) -> list[list[Completion]]:
         self.requests += requests
+        for done in range(1, sum(request.n for request in requests) + 1):
+            progress(done)
         return [
             [
                 Completion(
@@ -61,7 +66,7 @@ class Silent:
         ]
 
 
-def evaluator_of(environment: Graded, generate_all: Any, samples: Samples | None = None) -> Evaluator:
+def evaluator_of(environment: AnyEnvironment, generate_all: Any, samples: Samples | None = None) -> Evaluator:
     problems = environment.problems("test")
     return Evaluator(
         generate_all=generate_all,
@@ -73,8 +78,12 @@ def evaluator_of(environment: Graded, generate_all: Any, samples: Samples | None
     )
 
 
+def evaluated(evaluator: Evaluator, version: int = 4, model: str = "policy") -> Evaluation:
+    return asyncio.run(evaluator.evaluate(5, version, model, lambda done, total: None))
+
+
 def evaluate(environment: Graded) -> EvaluationReport:
-    return asyncio.run(evaluator_of(environment, Silent().generate_all).evaluate(5, 4, "policy"))
+    return evaluated(evaluator_of(environment, Silent().generate_all)).report
 
 
 def test_a_problem_counts_as_solved_if_its_correct_part_is_one() -> None:
@@ -93,7 +102,7 @@ def test_without_a_correct_part_all_parts_must_be_one() -> None:
 def test_an_evaluation_is_greedy_and_asks_each_problem_once() -> None:
     silent = Silent()
     environment = Graded(a={"correct": 1}, b={"correct": 1})
-    asyncio.run(evaluator_of(environment, silent.generate_all).evaluate(1, 1, "policy@1"))
+    evaluated(evaluator_of(environment, silent.generate_all), model="policy@1")
     assert [request.prompt_tokens for request in silent.requests] == [(97,), (98,)]
     assert {(one.n, one.sampling.temperature, one.model, one.traffic) for one in silent.requests} == {
         (1, 0.0, "policy@1", "rollout")
@@ -101,12 +110,22 @@ def test_an_evaluation_is_greedy_and_asks_each_problem_once() -> None:
 
 
 def test_a_held_out_prompt_longer_than_the_context_is_named() -> None:
-    async def refuse(_: Sequence[GenerationRequest]) -> list[list[Completion]]:
+    async def refuse(*_: Any) -> list[list[Completion]]:
         raise ContextTooLong("too long")
 
     evaluator = evaluator_of(Graded(a={}, long={}, bc={}), refuse)
     with pytest.raises(ContextTooLong, match="problem long: too long"):
-        asyncio.run(evaluator.evaluate(0, 0, "policy"))
+        evaluated(evaluator)
+
+
+class ReadsAs(Graded):
+    """One of several environments, with one problem."""
+
+    def __init__(self, parts: Mapping[str, Mapping[str, float]]) -> None:
+        super().__init__(**parts)
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        return [Problem(problem_id="a", messages=(Message(role="user", content="a"),), answer="")]
 
 
 class Counted(Graded):
@@ -122,7 +141,7 @@ SAMPLES = Samples(count=4, temperature=0.7, ks=(1, 2, 4), seed=3)
 def test_samples_of_each_problem_give_pass_at_k() -> None:
     environment = Counted(never={"correct": 0}, once={"correct": 1}, always={"correct": 4})
     evaluator = evaluator_of(environment, Silent().generate_all, SAMPLES)
-    report = asyncio.run(evaluator.evaluate(5, 4, "policy"))
+    report = evaluated(evaluator).report
     assert report.accuracy == pytest.approx(2 / 3)  # the greedy completion has index 0
     assert {k: estimate.mean for k, estimate in report.pass_at.items()} == pytest.approx(
         {1: (0 + 1 / 4 + 1) / 3, 2: (0 + 1 / 2 + 1) / 3, 4: 2 / 3}
@@ -133,8 +152,8 @@ def test_samples_of_each_problem_give_pass_at_k() -> None:
 def test_every_evaluation_samples_with_the_same_seeds_one_for_each_problem() -> None:
     silent = Silent()
     evaluator = evaluator_of(Counted(a={"correct": 1}, b={"correct": 1}), silent.generate_all, SAMPLES)
-    for step in (1, 2):
-        asyncio.run(evaluator.evaluate(step, step, f"policy@{step}"))
+    for version in (1, 2):
+        evaluated(evaluator, version, f"policy@{version}")
     sampled = [request for request in silent.requests if request.n == 4]
     assert [request.sampling.temperature for request in sampled] == [0.7] * 4
     seeds = [request.sampling.seed for request in sampled]
@@ -145,7 +164,7 @@ def test_every_evaluation_samples_with_the_same_seeds_one_for_each_problem() -> 
 def test_an_evaluation_never_samples_with_the_seeds_of_a_training_step() -> None:
     silent = Silent()
     environment = Counted(a={"correct": 1}, b={"correct": 1})
-    asyncio.run(evaluator_of(environment, silent.generate_all, SAMPLES).evaluate(1, 1, "policy"))
+    evaluated(evaluator_of(environment, silent.generate_all, SAMPLES))
     settings = RolloutSettings(problems_per_step=2)
     collector = Collector(
         silent.generate_all,
@@ -168,13 +187,51 @@ def test_the_names_of_one_evaluations_requests_differ() -> None:
     silent = Silent()
     one = Samples(count=1, temperature=1.0, ks=(1,), seed=0)
     evaluator = evaluator_of(Counted(a={"correct": 1}, b={"correct": 1}), silent.generate_all, one)
-    asyncio.run(evaluator.evaluate(1, 1, "policy"))
+    evaluated(evaluator)
     assert len({request.request_id for request in silent.requests}) == 4
 
 
-def test_rewards_have_intervals() -> None:
-    environment = Graded(a={"correct": 1}, b={"correct": 0}, c={"correct": 1}, d={"correct": 0})
+def test_rewards_have_intervals_within_what_the_weights_can_pay() -> None:
+    environment = Graded(a={"correct": 1}, b={"correct": 1}, c={"correct": 1}, d={"correct": 1})
     environment.weights = {"correct": 2.0}
     reward = evaluate(environment).reward
-    # the standard deviation of 2, 0, 2, 0 is 1.1547, and 1.96 * 1.1547 / 2 = 1.1316
-    assert (reward.mean, reward.low, reward.high) == pytest.approx((1.0, -0.1316, 2.1316), abs=1e-4)
+    assert (reward.mean, reward.high) == (2.0, 2.0)
+    assert reward.low == pytest.approx(2 * (1 - 0.6024), abs=0.01)  # that of 4 of 4, doubled
+
+
+def test_a_penalty_that_was_never_seen_is_possible() -> None:
+    environment = Graded(**{str(place): {"correct": 1, "insult": 0} for place in range(8)})
+    environment.weights = {"correct": 1.0, "insult": -5.0}
+    assert evaluate(environment).reward.low < -1
+
+
+def test_the_rewards_of_a_mixture_reach_as_far_as_those_of_any_environment() -> None:
+    parts = {"rich/a": {"correct": 1}, "poor/a": {"correct": 1}}
+    rich, poor = ReadsAs(parts), ReadsAs(parts)
+    rich.weights, poor.weights = {"correct": 4.0}, {"correct": 1.0}
+    mixed = Mixed(environments={"rich": rich, "poor": poor}, shares={"rich": 1.0, "poor": 1.0})
+    evaluator = evaluator_of(mixed, Silent().generate_all)
+    reward = evaluated(evaluator).report.reward
+    assert reward.mean == 2.5
+    assert 3.5 < reward.high <= 4
+
+
+def test_progress_counts_finished_completions() -> None:
+    seen: list[tuple[int, int]] = []
+    evaluator = evaluator_of(Graded(a={"correct": 1}, b={"correct": 1}), Silent().generate_all, SAMPLES)
+    asyncio.run(evaluator.evaluate(1, 1, "policy", lambda done, total: seen.append((done, total))))
+    assert seen == [(done, 10) for done in range(1, 11)]
+
+
+def test_completions_are_kept_with_their_scores() -> None:
+    environment = Counted(a={"correct": 1}, b={"correct": 0})
+    environment.weights = {"correct": 0.5}
+    outcomes = asyncio.run(
+        evaluator_of(environment, Silent().generate_all, SAMPLES).outcomes("policy", lambda done, total: None)
+    )
+    first, second = outcomes.greedy
+    assert (first.problem_id, first.prompt, first.completion, first.reward, first.sample) == ("a", "a", "0", 0.5, None)
+    assert (second.is_correct, second.parts) == (False, {"correct": 0.0})
+    assert [(one.problem_id, one.sample) for one in outcomes.completions[2:]] == [
+        (name, k) for name in "ab" for k in range(4)
+    ]

@@ -1,7 +1,7 @@
 """Requests of the first users' programs, sent as these programs send them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,12 +95,12 @@ class Adapters:
     async def update(self, name: str, weights: bytes) -> AdapterCard:
         return self._made("update", name, weights)
 
-    def promote(self, name: str, version: int) -> None:
+    async def promote(self, name: str, version: int) -> None:
         if version == 9:
             raise UnknownModel("no version policy@9; there are base, policy, policy@2, policy@3")
         self._made("promote", name, version)
 
-    def hold(self, models: Iterable[str]) -> None: ...
+    splits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def _made(self, *call: Any) -> AdapterCard:
         self.calls.append(call)

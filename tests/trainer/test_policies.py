@@ -14,7 +14,7 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import ConfigError, TrainingStopped
 from parallm.model.adapter_files import read_adapter
-from parallm.reports import EvaluationReport
+from parallm.reports import Evaluation
 from parallm.rollout.evaluation import Evaluator
 
 Train = Callable[..., int]
@@ -61,9 +61,12 @@ def test_each_policy_waits_for_its_own_evaluations_before_it_is_served(
     found = {"poet": [0.5, 0.6, 0.1], "singer": [0.5, 0.1, 0.1], "coder": [0.5, 0.6, 0.1]}  # base, version 1, version 2
     evaluate = Evaluator.evaluate
 
-    async def evaluated(self: Evaluator, step: int, version: int, model: str) -> EvaluationReport:
-        report = await evaluate(self, step, version, model)
-        return replace(report, accuracy=found[model.removesuffix("@latest")][step])
+    async def evaluated(
+        self: Evaluator, step: int, version: int, model: str, progress: Callable[[int, int], None]
+    ) -> Evaluation:
+        evaluation = await evaluate(self, step, version, model, progress)
+        accuracy = found[model.removesuffix("@latest")][step]
+        return replace(evaluation, report=replace(evaluation.report, accuracy=accuracy))
 
     monkeypatch.setattr(Evaluator, "evaluate", evaluated)
     waits = {"publish_if": "evaluation", "publish_margin": 0.0}

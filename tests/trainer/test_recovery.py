@@ -13,9 +13,9 @@ import pytest
 from parallm.errors import ConfigError, TrainingStopped
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
-from parallm.reports import Estimate, EvaluationReport
+from parallm.reports import Estimate, Evaluation, EvaluationReport
 from parallm.rollout.episode import Episode
-from parallm.rollout.evaluation import Evaluator
+from parallm.rollout.evaluation import Evaluator, Progress
 from parallm.rollout.trajectory import trajectory_of
 from parallm.trainer.fault_files import write_faults
 from parallm.types import FaultyEpisode, Message, Problem, Trajectory, TrajectoryGroup
@@ -192,19 +192,18 @@ def test_an_update_that_ruins_the_policy_is_undone_and_when_it_ruins_it_again_th
 def accuracies(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     left = iter(values)
 
-    async def evaluate(self: Evaluator, step: int, version: int, model: str) -> EvaluationReport:
+    async def evaluate(self: Evaluator, step: int, version: int, model: str, progress: Progress) -> Evaluation:
         assert model == "latest"
-        accuracy = next(left)
-        return EvaluationReport(
+        report = EvaluationReport(
             step=step,
             version=version,
             num_problems=4,
-            accuracy=accuracy,
+            accuracy=next(left),
             low=0.0,
             high=1.0,
             reward=Estimate(0.0, 0.0, 0.0),
-            reward_parts={},
         )
+        return Evaluation(report=report)
 
     monkeypatch.setattr(Evaluator, "evaluate", evaluate)
 

@@ -84,6 +84,16 @@ def test_demonstrations_that_have_moved_are_the_same_ones(train: Train, data: st
         train(trainer={"steps": 3}, learner={"preset": "sft", "data": str(shorter)}, checkpoint=AUTO)
 
 
+def test_pairs_that_have_moved_are_the_same_ones(train: Train, tmp_path: Path) -> None:
+    here, moved = tmp_path / "here.jsonl", tmp_path / "moved.jsonl"
+    rows = [{"prompt": f"{number} + 1?", "chosen": "yes", "rejected": "no"} for number in range(12)]
+    here.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    moved.write_text(here.read_text())
+    for steps, data in enumerate((here, moved), start=1):
+        learner = {"trains": "reward_model", "data": str(data)}
+        assert train(trainer={"steps": steps}, learner=learner, checkpoint=AUTO) == 0
+
+
 def test_what_a_researcher_changes_is_taken_and_said(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ def test_pairs_make_a_reward_model_that_tells_held_out_pairs_apart_and_pays_a_po
     assert [row["step"] for row in evaluations] == [0, 4, 8]
     assert evaluations[-1]["heldout/low"] > 0.6  # chance is 0.5
     assert evaluations[-1]["heldout/margin_low"] > 0
+    assert evaluations[-1]["heldout/loss"] < 0.5 * evaluations[0]["heldout/loss"]
     reward_model = read_adapter(tmp_path / "rm" / "adapter")
     assert reward_model.version == 8
     assert REWARD_HEAD in reward_model.arrays

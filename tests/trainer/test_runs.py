@@ -27,7 +27,7 @@ from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.logprobs import Softmax
-from parallm.reports import EvaluationReport
+from parallm.reports import Evaluation
 from parallm.rollout.evaluation import Evaluator
 from parallm.trainer.guard import Verdict
 from parallm.trainer.recovery import Recovery
@@ -378,10 +378,10 @@ def interrupt() -> None:
 def interrupt_evaluation(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     evaluate = Evaluator.evaluate
 
-    async def interrupted(self: Evaluator, now: int, version: int, model: str) -> EvaluationReport:
+    async def interrupted(self: Evaluator, now: int, *arguments: Any) -> Evaluation:
         if now == step:
             interrupt()
-        return await evaluate(self, now, version, model)
+        return await evaluate(self, now, *arguments)
 
     monkeypatch.setattr(Evaluator, "evaluate", interrupted)
 
@@ -551,8 +551,9 @@ def accuracies(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
     found = iter(values)
     evaluate = Evaluator.evaluate
 
-    async def evaluated(self: Evaluator, step: int, version: int, model: str) -> EvaluationReport:
-        return replace(await evaluate(self, step, version, model), accuracy=next(found))
+    async def evaluated(self: Evaluator, *arguments: Any) -> Evaluation:
+        evaluation = await evaluate(self, *arguments)
+        return replace(evaluation, report=replace(evaluation.report, accuracy=next(found)))
 
     monkeypatch.setattr(Evaluator, "evaluate", evaluated)
 

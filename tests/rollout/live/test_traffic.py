@@ -58,6 +58,18 @@ def test_groups_without_signal_are_reported_and_do_not_count(traffic: LiveTraffi
     assert [group.rewards for group in taken.with_signal] == [(1.0, 0.0), (1.0, 0.0)]
 
 
+def test_a_step_waits_for_as_many_groups_with_signal_however_many_there_are_without(
+    traffic: LiveTraffic, record: Record
+) -> None:
+    for prompt, other in ((1, 1.0), (2, 1.0), (3, 0.0)):
+        record(traffic, f"{prompt}a", prompt=prompt, reward=1.0)
+        record(traffic, f"{prompt}b", prompt=prompt, reward=other)
+    assert not traffic.is_ready(0, 0)
+    record(traffic, "4a", prompt=4, reward=1.0)
+    record(traffic, "4b", prompt=4, reward=0.0)
+    assert traffic.is_ready(0, 0)
+
+
 def test_what_is_more_than_a_step_stays_for_the_next(traffic: LiveTraffic, record: Record) -> None:
     for prompt in (1, 2, 3):
         record(traffic, f"{prompt}a", prompt=prompt, reward=1.0)
