@@ -6,20 +6,23 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from parallm.build_trainer import leave_adapter, make_trainer
+from parallm.build_trainer import leave_adapter, make_trainer, rescue_adapter
 from parallm.companions import with_companions
 from parallm.config import RunConfig, policy_configs
 from parallm.device.blas import BlasReport
 from parallm.environment.environment import connect
+from parallm.errors import CheckpointError
 from parallm.given_model import find_given
 from parallm.house import House, HouseSettings, Listening, header_of, listening, with_house
 from parallm.interrupts import stop_on_signals, until_signal
 from parallm.lessons import Lessons, read_lessons
 from parallm.metrics.display import LoggedDisplay, make_display
+from parallm.metrics.summary import RunSummary
 from parallm.metrics.time_left import Schedule
 from parallm.metrics.trend import no_rise
 from parallm.metrics.wording import short_path
 from parallm.model.settings import ModelSettings
+from parallm.operators import check_given
 from parallm.policy_runs import (
     PolicyRun,
     combined_status,
@@ -44,6 +47,7 @@ def run_training(config: RunConfig, folder: Path, blas: BlasReport) -> int:
 
 
 async def _train(config: RunConfig, folder: Path, blas: BlasReport) -> None:
+    check_given(config.server.adapters, dict.fromkeys(policy_configs(config), "trained by this run"))
     model = find_given(config.model)
     with listening(config.server) as listens:
         await _train_and_answer(config, model, folder, blas, listens)
@@ -73,6 +77,9 @@ async def _train_and_answer(
             for run in runs:
                 connect(lessons[run.name].environment, judge)
                 run.trainer = await make_trainer(run, house.of(run.name), lessons[run.name])
+            versions = {run.name: run.resumed_version for run in runs}
+            for text in await house.restore(config.server.adapters, versions):
+                display.message(text)
             link_latest(folder)
             for run in runs:
                 run.recorder.start()
@@ -87,11 +94,7 @@ async def _train_and_answer(
                 device = "" if blas.name == "reference" else blas.name
                 summaries = [run.recorder.finish(run.figures, title=run.title, device=device) for run in runs]
         for run, summary in zip(runs, summaries, strict=True):
-            if run.name not in failures:
-                await leave_adapter(run, house)
-                if (text := no_rise(summary.steps)) is not None:
-                    run.display.message(text)
-                run.display.finish(summary.rows())
+            await _end(run, house, summary, failures.get(run.name))
         raise_failures(failures, is_alone=len(runs) == 1)
         if any(run.was_stopped for run in runs):
             display.message(how_to_go_on(config, folder, runs))
@@ -105,8 +108,10 @@ async def _train_and_answer(
         server=config.server,
         policies=tuple(policy_configs(config)),
         seed=config.seed,
-        engine_share=config.learner.engine_share,
+        learner=config.learner,
         can_start_from_reward_model=all(run.config.learner.trains == "reward_model" for run in runs),
+        folder=folder,
+        goes_on=config.checkpoint.resume == "auto",
     )
     training = TrainingControl(runs)
     try:
@@ -120,6 +125,7 @@ async def _train_and_answer(
             training=training,
             trajectories=live,
             witnesses=ledgers,
+            reward_models=lambda: {run.name: run.reward_model for run in runs if run.reward_model is not None},
         )
     finally:
         display.close()
@@ -131,6 +137,16 @@ def _leave(runs: tuple[PolicyRun, ...], server: HttpServer | None) -> None:
     stop_all(runs)
     if server is not None:
         server.drain()
+
+
+async def _end(run: PolicyRun, house: House, summary: RunSummary, failure: BaseException | None) -> None:
+    if failure is None:
+        await leave_adapter(run, house)
+        if (text := no_rise(summary.steps)) is not None:
+            run.display.message(text)
+        run.display.finish(summary.rows())
+    elif isinstance(failure, CheckpointError):
+        await rescue_adapter(run, house)
 
 
 def _schedule(config: RunConfig, lessons: Lessons) -> Schedule:

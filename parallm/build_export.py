@@ -78,7 +78,7 @@ def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, st
     if config.formats != ("peft",):
         refuse_reward_model(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
     source = find_folder(config.model.path)
-    base, base_config = load_base(source, config.model.path)
+    base, base_config = load_base(source, config.model.path, trusted=config.model.trust_remote_code)
     num_layers, model_type = len(base.layers), read_model_type(config.model.path)
     if "peft" in config.formats:
         modules_of(adapter.targets, model_type)  # refuses what PEFT could not load before anything is written

@@ -1,35 +1,43 @@
 """The trainer of one policy of a run: its parts wired to each other, and the checkpoint that it goes on from."""
 
 import dataclasses
+import logging
 from functools import partial
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.run_facts import RunFacts
-from parallm.config import RunConfig, parts_of
-from parallm.errors import ConfigError
+from parallm.config import RunConfig
+from parallm.errors import CheckpointError, ConfigError
 from parallm.house import House, on_device
 from parallm.learner.learner import Learner
+from parallm.learner.presets import objective_of
 from parallm.lessons import Lessons
+from parallm.model.adapter import Adapter
 from parallm.model_names import of_alias
 from parallm.policy_runs import PolicyRun
+from parallm.resuming import resume
 from parallm.rollout.atropos.rescoring import Rescorer
 from parallm.rollout.atropos.scored_group import Limits
 from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
+from parallm.rollout.live.environment_scores import own_scores
 from parallm.rollout.problem_stream import Stream, make_stream
-from parallm.run_kinds import CHOICES, recorded_keys
+from parallm.run_kinds import CHOICES, kind_of, recorded_keys
+from parallm.trainer.client_trainer import ClientTrainer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
+from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.live_trainer import LiveTrainer
 from parallm.trainer.loop import Loop
 from parallm.trainer.parts import Parts
-from parallm.trainer.restoring import restore
 from parallm.trainer.reward_training import open_reward_model, paired, reward_parts
 from parallm.trainer.saving import fingerprint_of, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, tokenized, with_held_out
 from parallm.trainer.trainer import Trainer
 from parallm.types import LATEST
+
+logger = logging.getLogger(__name__)
 
 
 async def make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
@@ -51,35 +59,59 @@ async def make_trainer(run: PolicyRun, house: House, lessons: Lessons) -> Loop:
         parts = _drawing_from(parts, given.stream)
         trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
     elif run.traffic is not None:
-        run.traffic.connect(partial(house.model.tokenizer.decode, special=True))
-        trainer = LiveTrainer(parts, run.traffic, config.trainer, config.rollout, save_every=save_every)
+        trainer = ClientTrainer(parts, run.traffic, config.trainer, config.rollout, save_every=save_every)
     elif run.atropos is not None:
         trainer = LiveTrainer(parts, run.atropos, config.trainer, config.rollout, save_every=save_every)
     else:
         parts = _drawing_from(parts, parts.collector.stream)
         trainer = Trainer(parts, config.trainer, config.rollout, save_every=save_every)
     run.adapters = parts.adapters
-    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint, parts.facts)
-    state = await on_device(house.device, load)
-    if state is not None:
-        await on_device(house.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
-        trainer.resume(state)
-        parts.display.message(f"resumed after step {state.step}, version {state.version}")
-        if state.facts is not None and (changes := parts.facts.changes(state.facts)):
-            parts.display.message(f"other values than in the run that is gone on with: {', '.join(changes)}")
+    await resume(run, house, parts, trainer)
+    if run.traffic is not None:
+        scores = own_scores(config.environment.name, lessons.environment)
+        run.traffic.connect(partial(house.model.tokenizer.decode, special=True), scores)
+    if lessons.pairs is None and lessons.demonstrations is None:
+        run.given_updates = GivenUpdates(
+            trainer,
+            parts,
+            advantage=objective_of(config.learner).advantage,
+            max_off_policy_steps=config.trainer.max_off_policy_steps,
+            max_tokens=config.rollout.max_tokens,
+            num_token_ids=house.model.vocabulary_size,
+        )
     if run.atropos is not None:
         _connect(run.atropos, config, house, parts.policy, version=parts.learner.adapter.version)
     return trainer
 
 
 async def leave_adapter(run: PolicyRun, house: House) -> None:
-    """Write the adapter that the run leaves into its folder, or say that there is none."""
-    assert run.adapters is not None, "its trainer has run"
-    kept = adapter_to_keep(run.adapters, run.name, run.config.trainer.keep_best)
+    """Write the adapter that the run leaves into its folder, or say that there is none. Raises CheckpointError."""
+    try:
+        kept = await _write_adapter(run, house)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; the same adapter is in the last checkpoint") from error
     if kept is None:
         run.display.message("no update has moved the adapter, so the run leaves none")
-    else:
+
+
+async def rescue_adapter(run: PolicyRun, house: House) -> None:
+    """Where the disk has no room for the last checkpoint it may have some for the adapter alone."""
+    try:
+        kept = await _write_adapter(run, house)
+    except CheckpointError as error:
+        logger.warning("%s", error)
+        return
+    if kept is not None:
+        logger.warning("version %d is in %s; the state of its training is lost", kept.version, run.folder / "adapter")
+
+
+async def _write_adapter(run: PolicyRun, house: House) -> Adapter | None:
+    """Write the adapter that the run leaves for use elsewhere, if there is one."""
+    assert run.adapters is not None, "its trainer has run"
+    kept = adapter_to_keep(run.adapters, run.name, run.config.trainer.keep_best)
+    if kept is not None:
         await on_device(house.device, partial(write_adapter, kept, run.folder, house.model))
+    return kept
 
 
 def _connect(source: AtroposSource, config: RunConfig, house: House, policy: str, *, version: int) -> None:
@@ -110,8 +142,8 @@ def _check_context(config: RunConfig, house: House) -> None:
 
 async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
     config = run.config
-    run_parts = parts_of(config)
-    if run_parts.kind == "rollouts" or (run_parts.kind != "reward_model" and lessons.splits.test):
+    kind = kind_of(config)
+    if kind == "rollouts" or (kind != "reward_model" and lessons.splits.test):
         _check_context(config, house)
     learner = await on_device(
         house.device,
@@ -126,15 +158,15 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
         ),
     )
     fingerprint = await on_device(house.device, partial(fingerprint_of, house.model, house.start))
-    reward_model = await open_reward_model(
+    reward_model = run.reward_model = await open_reward_model(
         config.rollout.reward_model, config.learner, house.device, house.model, house.lanes
     )
     checkpoints = CheckpointManager(run.folder, config.checkpoint)
     facts = RunFacts(
-        kind=CHOICES[run_parts.kind],
+        kind=CHOICES[kind],
         seed=config.seed,
         start=house.start.digest if config.model.adapter is not None else "",
-        keys=recorded_keys(run_parts, house.start.dropout),
+        keys=recorded_keys(config, house.start.dropout),
     )
     collector = Collector(
         house.engine.generate_all,

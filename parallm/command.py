@@ -4,9 +4,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol, TextIO, TypeVar
+from typing import Protocol, TypeVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -17,16 +17,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from parallm import interrupts
 from parallm.asked_environment import with_asked_environment
+from parallm.checkpoint.folder_lock import folder_locked
 from parallm.command_line import asks_version, check_words, help_topics
 from parallm.config import keys_elsewhere, known_keys, register_defaults, shipped, to_config
 from parallm.config_errors import explain_composition
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.device.settings import DeviceSettings
-from parallm.errors import ConfigError, ParallmError
+from parallm.errors import ConfigError, FolderInUse, ParallmError
 from parallm.help_pages import help_page
 from parallm.metrics.machine import describe_versions
 from parallm.metrics.sweep import Job, report_sweep
+from parallm.process_log import LogForm, LogLevel, error_line, logging_to
 from parallm.recipe_files import check_asked, read_recipes, register_recipes
 from parallm.run_folder import (
     CONFIG,
@@ -43,6 +45,10 @@ from parallm.run_folder import (
 class CommandConfig(Protocol):
     """What every command's configuration has."""
 
+    @property
+    def log_level(self) -> LogLevel | None: ...
+    @property
+    def log_format(self) -> LogForm: ...
     @property
     def device(self) -> DeviceSettings:
         """Must be followed before MLX is loaded."""
@@ -136,11 +142,14 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
     code = FAILED
+    form: LogForm = "text"
     try:
         config = to_config(with_asked_environment(composed), kind)
+        form = config.log_format
         if keeps_log:
             check_writable(folder)
-        with _logging_to(folder / LOG if keeps_log else None):
+        log = folder / LOG if keeps_log else None
+        with _alone_in(folder if keeps_log else None), logging_to(log, config.log_level, form):
             blas = load_blas(config.device)
             logger.info(blas.message)
             load_mlx()
@@ -148,9 +157,9 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
                 (folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
             code = run(config, folder, blas)
     except ConfigError as error:
-        code = _complain(str(error), WRONG_CONFIG)
+        code = _complain(str(error), WRONG_CONFIG, form)
     except ParallmError as error:
-        code = _complain(str(error), FAILED)
+        code = _complain(str(error), FAILED, form)
     finally:
         if code != SUCCESS or not keeps_log:
             remove_unused(folder)
@@ -170,38 +179,22 @@ def _end_sweep(jobs: list[Job]) -> None:
         report_sweep(jobs, folder, sys.stdout)
 
 
-def _complain(message: str, code: int) -> int:
-    for line in message.splitlines():
-        sys.stderr.write(f"parallm: {line}\n")
-    return code
-
-
 @contextmanager
-def _logging_to(path: Path | None) -> Iterator[None]:
-    """Warnings go to the terminal, everything from INFO on to the file, if there is one."""
-    handlers: list[logging.Handler] = [_Terminal(logging.WARNING)]
-    handlers[0].setFormatter(logging.Formatter("parallm: %(levelname)s: %(message)s"))
-    if path is not None:
-        handlers.append(logging.FileHandler(path, delay=True))
-        handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    package = logging.getLogger("parallm")
-    package.setLevel(logging.INFO)
-    for handler in handlers:
-        package.addHandler(handler)
-    try:
+def _alone_in(folder: Path | None) -> Iterator[None]:
+    """Nothing of a run is written, nor a model loaded, while another process has its folder. Raises FolderInUse."""
+    with ExitStack() as stack:
+        try:
+            if folder is not None:
+                stack.enter_context(folder_locked(folder))
+        except FolderInUse as error:
+            raise FolderInUse(
+                f"the run folder {error}; wait until that has ended, or choose another folder with name=NAME or "
+                "hydra.run.dir=FOLDER"
+            ) from error
         yield
-    finally:
-        for handler in handlers:
-            package.removeHandler(handler)
-            handler.close()
 
 
-class _Terminal(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at the moment. A display that shows log records itself takes its place."""
-
-    def __init__(self, level: int) -> None:
-        logging.Handler.__init__(self, level)  # StreamHandler's own would set the stream
-
-    @property
-    def stream(self) -> TextIO:  # type: ignore[override]  # a property where the base has an attribute
-        return sys.stderr
+def _complain(message: str, code: int, form: LogForm = "text") -> int:
+    for line in message.splitlines():
+        sys.stderr.write(f"parallm: {line}\n" if form == "text" else f"{error_line(line)}\n")
+    return code

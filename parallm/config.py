@@ -21,9 +21,10 @@ from parallm.learner.settings import LearnerSettings
 from parallm.metrics.settings import DisplaySettings, MetricsSettings
 from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSettings
 from parallm.policies import PolicyName, PolicyPart, check_policies, values_of
+from parallm.process_log import LogForm, LogLevel
 from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.run_folder import NAME_PATTERN
-from parallm.run_kinds import RunParts
+from parallm.run_kinds import wrong_evaluation
 from parallm.server.settings import ServerSettings
 from parallm.settings import settings
 from parallm.trainer.settings import EvaluationSettings, TrainerSettings
@@ -35,7 +36,17 @@ MANDATORY = "???"
 
 
 @settings
-class RunConfig:
+class LogConfig:
+    """Keys of every command."""
+
+    log_level: LogLevel | None = None
+    """Lowest level of log records; null: info in run.log and warning on standard error."""
+    log_format: LogForm = "text"
+    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
+
+
+@settings
+class RunConfig(LogConfig):
     """Everything that a run depends on. One field per part: folder of conf/, field here, folder of parallm/."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
@@ -67,7 +78,7 @@ class RunConfig:
 
 
 @settings
-class ServeConfig:
+class ServeConfig(LogConfig):
     """Everything that `parallm.serve` depends on."""
 
     name: str = Field(default="serve", pattern=NAME_PATTERN)
@@ -85,7 +96,7 @@ class ServeConfig:
 
 
 @settings
-class EvaluateConfig:
+class EvaluateConfig(LogConfig):
     """What `parallm.evaluate` compares, and how."""
 
     name: str = Field(default="evaluate", pattern=NAME_PATTERN)
@@ -120,7 +131,7 @@ class QuantizeSettings:
 
 
 @settings
-class ExportConfig:
+class ExportConfig(LogConfig):
     """What `parallm.export` writes, and from what: `model.path` and `model.adapter`."""
 
     name: str = Field(default="export", pattern=NAME_PATTERN)
@@ -187,29 +198,12 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
     return configs
 
 
-def parts_of(config: RunConfig) -> RunParts:
-    return RunParts(
-        learner=config.learner, rollout=config.rollout, trainer=config.trainer, environment=config.environment
-    )
-
-
 def check_choices(config: RunConfig) -> None:
     """Raise ConfigError with one line for each pair of choices that contradict each other."""
-    objective, kind = objective_of(config.learner), parts_of(config).kind
-    if config.trainer.evaluate_on == "data" and kind not in ("sft", "reward_model"):
-        raise ConfigError("trainer.evaluate_on=data is for learner=sft; a policy that samples has no data to hold out")
-    if config.trainer.evaluate_on == "environment" and kind == "reward_model":
-        raise ConfigError(
-            "trainer.evaluate_on=environment is for policies; a reward model is evaluated on pairs, see "
-            "learner.data_held_out"
-        )
-    source = config.rollout.source
-    if source == "environment":
-        return
-    wrong = []
-    if not config.server.enabled:
+    objective, source, wrong = objective_of(config.learner), config.rollout.source, [*wrong_evaluation(config)]
+    if source != "environment" and not config.server.enabled:
         wrong.append(f"rollout.source={source} learns from requests: it needs server.enabled=true")
-    if config.learner.data is not None:
+    if source != "environment" and config.learner.data is not None:
         wrong.append(f"rollout.source={source} learns from requests: leave learner.data out, or rollout.source")
     if source == "atropos" and objective.needs_base and objective.kl_placement == "reward":
         wrong.append(

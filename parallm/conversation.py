@@ -45,3 +45,6 @@ class GrammarSource:
     text: str
     parameter: str
     """The field that it comes from."""
+    whitespace: str | None = None
+    """Regular expression of the white space between two tokens of JSON, "" for none; None: at most one space or line
+    end."""

@@ -16,6 +16,8 @@ ParallmError
   RunFolderError                  a run folder that cannot be written
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
+  FolderInUse                     a folder that another process has
+  NotStored                       what a client gave, and the disk does not take
   EnvironmentFailed               an environment that has scored nothing at all
   Unavailable                     what this process does not do, or not at this time
   TrainingStopped                 training cannot go on: the message says why
@@ -35,11 +37,17 @@ class InvalidRequest(ParallmError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested tokens do not fit the context, of `limit` tokens where that is what they exceed."""
+    """Prompt and requested tokens do not fit the context, of `limit` tokens where that is what they exceed.
 
-    def __init__(self, message: str, parameter: str | None = None, *, limit: int | None = None) -> None:
-        super().__init__(message, parameter)
+    `setting` is the key that raises the limit. `for_clients` is the message without it, since clients cannot set it.
+    """
+
+    def __init__(
+        self, message: str, parameter: str | None = None, *, limit: int | None = None, setting: str | None = None
+    ) -> None:
+        super().__init__(message if setting is None else f"{message} or raise {setting}", parameter)
         self.limit = limit
+        self.for_clients = message
 
 
 class UnknownModel(ParallmError, KeyError):
@@ -98,6 +106,14 @@ class CheckpointError(ParallmError):
 
 class ProblemError(ParallmError):
     """An environment whose problems cannot be read or have no answers."""
+
+
+class FolderInUse(ParallmError):
+    """A folder that another process has; the message names the process."""
+
+
+class NotStored(ParallmError):
+    """The disk does not take what a client gave; the message says what holds all the same."""
 
 
 class EnvironmentFailed(ParallmError):

@@ -15,27 +15,36 @@ from typing import TypeVar
 import mlx.core as mx
 
 from parallm.checkpoint.adapter_store import AdapterStore
+from parallm.checkpoint.kept_table import KeptTable
 from parallm.device.blas import BlasReport, set_blas_threads
+from parallm.device.device_report import DeviceReport
 from parallm.device.governor import Governor
 from parallm.device.lanes import Lanes
 from parallm.device.memory import wire_memory
 from parallm.device.thread import DeviceThread
+from parallm.device.usage import UsageMonitor
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.engine.kv_memory import max_rows
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
+from parallm.errors import AdapterError, ConfigError
+from parallm.learner.settings import LearnerSettings
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.wording import short_path
 from parallm.model.adapter import Adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.cuda import on_cuda
-from parallm.model.load import load_shared_model
+from parallm.model.load import find_folder, load_shared_model
 from parallm.model.reward_head import is_reward_model, refuse_reward_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.model.starting_adapter import starting_adapter
+from parallm.operators import open_table, restore
 from parallm.reports import TrainingStatus
+from parallm.rollout.reward_model import Rate, RewardModel
+from parallm.rollout.settings import RewardModelSettings
+from parallm.sampling_defaults import sampling_defaults, set_values
 from parallm.server.app import create_app
 from parallm.server.control.witnesses import Witness
 from parallm.server.operation.keys import StoredKey, read_keys
@@ -45,10 +54,12 @@ from parallm.server.operation.sockets import bind
 from parallm.server.operation.traces import exporting_traces
 from parallm.server.service import Training, Trajectories
 from parallm.server.settings import ServerSettings
+from parallm.trainer.reward_training import find_reward_model, open_reward_model
 from parallm.types import BASE, POLICY
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
+REWARD = "reward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +73,13 @@ class HouseSettings:
     """Names under which clients find what is trained, or the given adapter."""
     seed: int = 0
     """For a new adapter."""
-    engine_share: float = 0.5
-    """Share of device seconds that a learner leaves to serving."""
+    learner: LearnerSettings = LearnerSettings()
+    """The device's share for the engine beside a learner, and how a reward model computes."""
     can_start_from_reward_model: bool = False
+    folder: Path | None = None
+    """What operators set is kept below it; nowhere if there is none."""
+    goes_on: bool = False
+    """Whether to begin with what operators have set there before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +101,15 @@ class House:
     engine: AsyncEngine
     start: Adapter
     """The version to go on from: the given adapter, or one whose product is zero."""
+    kept: KeptTable
+    """`adapters`, with what operators have set."""
+    store: AdapterStore
+    reward_model: RewardModel | None
+    """The reward model of `server.reward_model`."""
+
+    async def restore(self, given: Mapping[str, str], versions: Mapping[str, int]) -> list[str]:
+        """Serve what operators have left, and the adapters `given`; see `operators.restore`."""
+        return await restore(self.kept, self.store, given, versions)
 
     def of(self, name: str) -> "House":
         """The same, for training the policy `name`."""
@@ -114,37 +138,51 @@ async def with_house(
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
     witnesses: Mapping[str, Witness] | None = None,
+    reward_models: Callable[[], Mapping[str, RewardModel]] = dict,
 ) -> None:
     """Build what `work` needs, run it, and take everything down again. `work` starts the server once what it serves is
     what it says; clients that come before wait.
 
     `trained` are the policies whose versions `work` makes, `training` is what clients may do to it, `trajectories`
-    take what clients want to be learned from, by policy, and `witnesses` remember what a policy has answered.
+    take what clients want to be learned from, by policy, `witnesses` remember what a policy has answered, and
+    `reward_models` are the reward models of rollouts, by policy.
     """
-    device = DeviceThread(Governor(serving_share=settings.engine.serving_share, engine_share=settings.engine_share))
+    device = DeviceThread(
+        Governor(serving_share=settings.engine.serving_share, engine_share=settings.learner.engine_share)
+    )
     server: HttpServer | None = None
+    monitor = UsageMonitor()
     resources = ExitStack()
     try:
         resources.enter_context(writing_request_log(settings.server.request_log))
         traces = resources.enter_context(exporting_traces(settings.server.otlp_endpoint))
-        house = await _build_house(settings, blas, device, is_trained=bool(trained))
+        monitor.start()
+        resources.callback(monitor.stop)
+        _find_reward_model(settings.server)  # before the model, which may take minutes to load
+        folder = await asyncio.to_thread(find_folder, settings.model.path)  # may download it
+        defaults = set_values(sampling_defaults(settings.server, folder))
+        house = await _build_house(settings, blas, device, trained=trained)
+        resources.callback(house.kept.close)
         if listens is not None:
+            max_tokens = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
             app = create_app(
                 engine=house.engine,
                 tokenizer=house.model.tokenizer,
                 catalog=house.adapters.cards,
                 status=status,
-                settings=settings.server,
+                settings=dataclasses.replace(settings.server, default_max_tokens=max_tokens),
+                sampling_defaults=defaults,
                 base_name=settings.model.path,
                 policies=house.adapters.policies,
                 keys=listens.keys,
                 traces=traces,
-                device_seconds=lambda: {str(work): seconds for work, seconds in device.governor.seconds.items()},
-                adapters=_adapter_store(settings.server, house, trained=trained),
+                device=DeviceReport(device.governor, monitor),
+                adapters=house.store,
                 training=training,
                 trajectories=trajectories,
                 witnesses=witnesses,
                 swaps=house.adapters.num_swaps,
+                reward_models=lambda: _rates(house.reward_model, reward_models()),
             )
             server = HttpServer(app, listens.bound, settings.server)
         resources.enter_context(_frozen_heap())
@@ -179,25 +217,15 @@ def _frozen_heap() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _adapter_store(settings: ServerSettings, house: House, *, trained: tuple[str, ...]) -> AdapterStore:
-    return AdapterStore(
-        house.device,
-        house.model,
-        house.adapters,
-        root=settings.adapters_root,
-        max_bytes=settings.max_adapter_bytes,
-        max_names=settings.max_adapters,
-        trained=trained,
-    )
-
-
-async def _build_house(settings: HouseSettings, blas: BlasReport, device: DeviceThread, *, is_trained: bool) -> House:
+async def _build_house(
+    settings: HouseSettings, blas: BlasReport, device: DeviceThread, *, trained: tuple[str, ...]
+) -> House:
     engine = AsyncEngine(device, asyncio.get_running_loop())
     await on_device(device, wire_memory)
     model = await on_device(device, partial(load_shared_model, settings.model))
     lanes = await on_device(device, lambda: Lanes(partial(set_blas_threads, blas)))
     adapters = AdapterTable(policies=settings.policies)
-    begin = partial(starting_adapter, settings.model, model, settings.seed, is_trained=is_trained)
+    begin = partial(starting_adapter, settings.model, model, settings.seed, is_trained=bool(trained))
     start = await on_device(device, begin)
     if not settings.can_start_from_reward_model:
         way_out = "name it as rollout.reward_model.adapter, or train it further with learner=reward_model"
@@ -211,7 +239,47 @@ async def _build_house(settings: HouseSettings, blas: BlasReport, device: Device
     if settings.engine.warmup:
         adapted = [name for name in adapters.policies if adapters.resolve(name) is not None]
         await _warm_up(settings.engine, engine, model, [BASE, *adapted])
-    return House(device=device, lanes=lanes, model=model, adapters=adapters, engine=engine, start=start)
+    kept = open_table(
+        settings.server, settings.folder, device, model, adapters, trained=trained, goes_on=settings.goes_on
+    )
+    store = AdapterStore(
+        device,
+        model,
+        kept,
+        root=settings.server.adapters_root,
+        max_bytes=settings.server.max_adapter_bytes,
+        max_names=settings.server.max_adapters,
+        start=start,
+    )
+    reward_settings = RewardModelSettings(adapter=settings.server.reward_model)
+    reward_model = await open_reward_model(reward_settings, settings.learner, device, model, lanes)
+    return House(
+        device=device,
+        lanes=lanes,
+        model=model,
+        adapters=adapters,
+        engine=engine,
+        start=start,
+        kept=kept,
+        store=store,
+        reward_model=reward_model,
+    )
+
+
+def _find_reward_model(settings: ServerSettings) -> None:
+    """Raise ConfigError if `server.reward_model` names nothing."""
+    try:
+        find_reward_model(RewardModelSettings(adapter=settings.reward_model))
+    except AdapterError as error:
+        raise ConfigError(f"server.reward_model: {error}") from error
+
+
+def _rates(own: RewardModel | None, of_policies: Mapping[str, RewardModel]) -> dict[str, Rate]:
+    """Return the reward models by the names for clients: `reward`, and `POLICY@reward` where there are several."""
+    named = {f"{policy}@{REWARD}": model.rate for policy, model in of_policies.items()}
+    if own is not None:
+        return {REWARD: own.rate, **named}
+    return dict(zip((REWARD,), named.values(), strict=True)) if len(named) == 1 else named
 
 
 async def _warm_up(settings: EngineSettings, engine: AsyncEngine, model: SharedModel, names: Sequence[str]) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.manager import step_folders
-from parallm.config import RunConfig, parts_of, policy_configs
+from parallm.config import RunConfig, policy_configs
 from parallm.errors import ConfigError, ParallmError, TrainingStopped
+from parallm.learner.presets import objective_of
 from parallm.metrics.display import Display, LoggedDisplay, NoDisplay
 from parallm.metrics.lines import LinesDisplay
 from parallm.metrics.record import RunRecorder
@@ -28,8 +29,11 @@ from parallm.rollout.atropos.api import Registration
 from parallm.rollout.atropos.source import AtroposSource
 from parallm.rollout.atropos.start.ports import with_free_port
 from parallm.rollout.live.traffic import LiveTraffic
-from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_trajectories
+from parallm.rollout.reward_model import RewardModel
+from parallm.rollout.scoring import MAX_REWARD
+from parallm.run_folder import SWEEP_PREFIX, TRAJECTORIES, has_serving_state, has_trajectories
 from parallm.run_kinds import keys_without_effect
+from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.loop import Loop
 
 ENDED = ("finished", "failed")
@@ -60,11 +64,20 @@ class PolicyRun:
     """Where it learns from what the environments of an Atropos run post."""
     trainer: Loop | None = None  # set by build.py as soon as there is a model
     adapters: AdapterTable | None = None  # the trainer's versions; set with it
+    resumed_version: int = 0  # whose weights the trainer goes on with; set with it
+    reward_model: RewardModel | None = None  # of its rollouts; set with the trainer
+    given_updates: GivenUpdates | None = None  # None where it trains on no completions; set with the trainer
 
     @property
     def status(self) -> TrainingStatus:
-        fresh = TrainingStatus(state="starting", total_steps=self.config.trainer.steps)
-        return fresh if self.trainer is None else self.trainer.status
+        if self.trainer is None:
+            return TrainingStatus(state="starting", total_steps=self.config.trainer.steps)
+        pacing = self.trainer.pacing
+        status = dataclasses.replace(self.trainer.status, checkpoint_saves=self.trainer.num_saves)
+        if pacing.is_pausing:
+            return dataclasses.replace(status, state="pausing")
+        is_paused = pacing.is_paused and status.state == "collecting"  # the loop has not looked yet
+        return dataclasses.replace(status, state="paused") if is_paused else status
 
     @property
     def was_stopped(self) -> bool:
@@ -126,7 +139,7 @@ def stop_all(runs: Sequence[PolicyRun]) -> None:
 def how_to_go_on(config: RunConfig, folder: Path, runs: Sequence[PolicyRun]) -> str:
     """What continues a run that was stopped."""
     newest = [step_folders(run.folder)[-1] for run in runs if step_folders(run.folder)]
-    if not newest and not has_trajectories(folder):
+    if not (newest or has_trajectories(folder) or has_serving_state(folder)):
         return "no step had finished, so the same command begins anew"
     if folder.parent.name.startswith(SWEEP_PREFIX):
         return "\n".join(f"to go on, set checkpoint.resume={short_path(path)}" for path in newest)
@@ -194,7 +207,10 @@ def _named_display(name: str, config: RunConfig, schedule: Schedule) -> Display:
 
 
 def _traffic(config: RunConfig, folder: Path) -> LiveTraffic | None:
-    return LiveTraffic(config.rollout, folder / TRAJECTORIES) if config.rollout.source == "live" else None
+    if config.rollout.source != "live":
+        return None
+    min_reward = 0.0 if objective_of(config.learner).advantage == "max_rl" else -MAX_REWARD
+    return LiveTraffic(config.rollout, folder / TRAJECTORIES, min_reward=min_reward)
 
 
 def _with_port(config: RunConfig) -> RunConfig:
@@ -232,7 +248,7 @@ def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
 
 def _warn_of_unused(configs: Mapping[str, RunConfig], *, named: bool) -> None:
     for name, config in configs.items():
-        for line in keys_without_effect(parts_of(config)):
+        for line in keys_without_effect(config):
             logger.warning("%s%s", f"policies.{name}." if named else "", line)
 
 

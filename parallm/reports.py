@@ -9,6 +9,21 @@ FaultKind = Literal["reward", "behaviour", "advantage", "logprob", "loss", "grad
 """What was not finite in an update; `behaviour` are the log-probs that the engine sampled with."""
 
 
+State = Literal[
+    "serving",
+    "starting",
+    "collecting",
+    "updating",
+    "evaluating",
+    "saving",
+    "pausing",
+    "paused",
+    "finished",
+    "failed",
+]
+"""State of a trainer. `pausing`: a pause waits for the end of the present step."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityReport:
     """How far the learner's log-probs are from those that the engine sampled with, before the update.
@@ -198,15 +213,29 @@ class Evaluation:
 class TrainingStatus:
     """A snapshot of the trainer for `GET /v1/training/status` and the progress display."""
 
-    state: Literal[
-        "serving", "starting", "collecting", "updating", "evaluating", "saving", "paused", "finished", "failed"
-    ]
+    state: State
     step: int = 0
     total_steps: int = 0
     version: int = 0
     seconds_left: float | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     message: str = ""
+    last_update: str | None = None
+    """Time of the last update that changed the policy, as ISO 8601."""
+    loss: float | None = None
+    """Loss of that update."""
+    trajectories_collected: int = 0
+    """Trajectories that steps took since the process began; for live traffic, those that clients marked."""
+    checkpoint_saves: int = 0
+    """Checkpoints written since the process began."""
+    training_enabled: bool = False
+    """Whether further steps are planned. The status route sets this field and the next ones."""
+    current_lora: str | None = None
+    """Served version, such as `checkpoint-12`; None: the base."""
+    available_checkpoints: tuple[str, ...] = ()
+    """Versions in memory, such as `checkpoint-12`."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """`serving_share` and `engine_share` of the device."""
     policies: Mapping[str, "TrainingStatus"] = field(default_factory=dict)
     """Of each, by name, where several are trained; the fields above are then about the one with the most to do."""
 
@@ -219,11 +248,14 @@ class TrajectoryReport:
     """In the buffer, without a reward."""
     num_rewarded: int
     """In the buffer, with one."""
+    num_reserved: int = 0
+    """Taken by steps that no checkpoint holds yet: the end of the process would let them wait again."""
     oldest_seconds: float
     """Age of the oldest one in the buffer; 0 if it is empty."""
     num_collected: int
-    """Since the process began, as the next two."""
+    """Since the run began, as the next two."""
     num_trained: int
+    """By steps that a checkpoint holds."""
     dropped: Mapping[str, int]
     """By reason."""
 

@@ -14,6 +14,8 @@ RUNS_FOLDER = Path("checkpoints")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 TRAJECTORIES = "trajectories.jsonl"
 """In the folder of a policy that learns from clients."""
+SERVING = "serving-"
+"""What the folder with what operators have set begins with; the beginning of the base's digest follows."""
 SWEEP_PREFIX = "sweep_"
 LATEST_RUN = "latest"
 """Beside the runs of a name: a link to the one that began last."""
@@ -29,9 +31,9 @@ logger = logging.getLogger(__name__)
 def run_folder(name: str, resume: str, now: str) -> str:
     """Where a run writes: `checkpoints/NAME/NOW`.
 
-    With `resume=auto`, the newest run folder of that name that holds a checkpoint or trajectories of clients, if there
-    is one: the run goes on in it. A checkpoint named by its folder starts a new run, so that the run it came from stays
-    as it is.
+    With `resume=auto`, the newest run folder of that name that holds a checkpoint, trajectories of clients or what
+    operators have set, if there is one: the run goes on in it. A checkpoint named by its folder starts a new run, so
+    that the run it came from stays as it is.
     """
     # Hydra makes the folder before a wrong name is refused
     runs = RUNS_FOLDER / (str(name) if re.match(NAME_PATTERN, str(name)) else "run")
@@ -39,7 +41,7 @@ def run_folder(name: str, resume: str, now: str) -> str:
         begun = [
             folder
             for folder in runs.glob("*/")
-            if (has_checkpoint(folder) or has_trajectories(folder))
+            if (has_checkpoint(folder) or has_trajectories(folder) or has_serving_state(folder))
             and not (folder.is_symlink() or folder.name.startswith(SWEEP_PREFIX))
         ]
         if begun:
@@ -60,6 +62,11 @@ def has_checkpoint(folder: Path) -> bool:
 def has_trajectories(folder: Path) -> bool:
     """Whether completions of clients were collected in this run folder or for one of its policies."""
     return any(True for pattern in (TRAJECTORIES, f"*/{TRAJECTORIES}") for _ in folder.glob(pattern))
+
+
+def has_serving_state(folder: Path) -> bool:
+    """Whether operators have set anything while a run in this folder was served."""
+    return any(True for _ in folder.glob(f"{SERVING}*/serving.json"))
 
 
 def check_writable(folder: Path) -> None:
@@ -123,7 +130,7 @@ def _forget(folder: Path, runs: Path) -> None:
     if not (link.is_symlink() and link.resolve() == folder.resolve()):
         return
     link.unlink()
-    others = [path for path in runs.glob("*/") if not path.name.startswith(SWEEP_PREFIX)]
+    others = [path for path in runs.glob("*/") if not path.name.startswith((SWEEP_PREFIX, SERVING))]
     if others:
         link_latest(max(others, key=lambda path: path.name))
 

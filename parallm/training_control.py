@@ -1,11 +1,13 @@
-"""The hand of HTTP on the trainers of a run: pause, resume, one step, a checkpoint."""
+"""The hand of HTTP on the trainers of a run: pause, resume, one step, one update, a checkpoint."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from parallm.errors import Unavailable, UnknownModel
+from parallm.errors import InvalidRequest, Unavailable, UnknownModel
 from parallm.policy_runs import PolicyRun
 from parallm.trainer.pacing import Pacing
+from parallm.updates import GivenTrajectory, GivenUpdate
 
 
 class TrainingControl:
@@ -26,9 +28,33 @@ class TrainingControl:
         for pacing in self._chosen(policy).values():
             pacing.resume()
 
-    async def step(self, policy: str | None) -> None:
-        """Wait for one more step: a new one where paused, which stays so, else the one at work."""
-        await asyncio.gather(*(pacing.step() for pacing in self._chosen(policy).values()))
+    async def step(self, policy: str | None, checkpoint_name: str | None = None) -> Mapping[str, str]:
+        """Wait for one more step: a new one where paused, which stays so, else the one at work.
+
+        Then save under a name, if one is given, in folders that stay; they are returned by policy.
+        """
+        chosen = self._chosen(policy)
+        trainers = [run.trainer for run in self._runs if run.name in chosen and run.trainer is not None]
+        if checkpoint_name is not None:
+            for trainer in trainers:
+                trainer.check_name(checkpoint_name)
+        await asyncio.gather(*(pacing.step() for pacing in chosen.values()))
+        if checkpoint_name is None:
+            return {}
+        saves = [trainer.pacing.between_steps(partial(trainer.save_as, checkpoint_name)) for trainer in trainers]
+        return {name: str(folder) for name, folder in zip(chosen, await asyncio.gather(*saves), strict=True)}
+
+    async def train_on(
+        self, policy: str | None, given: Sequence[GivenTrajectory], *, serve: bool | None, checkpoint_name: str | None
+    ) -> GivenUpdate:
+        """One update on these after the present step, which is none itself; see `GivenUpdates.update`."""
+        self._chosen(policy)
+        runs = [run for run in self._runs if policy in (None, run.name)]
+        if len(runs) > 1:
+            raise InvalidRequest(f"name the policy to train: {', '.join(run.name for run in runs)}", "policy")
+        if runs[0].given_updates is None:
+            raise Unavailable("this run learns from learner.data and not from completions with rewards")
+        return await runs[0].given_updates.update(given, serve=serve, checkpoint_name=checkpoint_name)
 
     async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
         """Save after the present step; the folder of each policy's checkpoint. Raises CheckpointError."""

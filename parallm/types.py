@@ -30,11 +30,9 @@ class TokenMask(Protocol):
         Ids beyond its end are not allowed. The model's end tokens are, where the text may end there. If nothing is
         allowed, the completion ends.
         """
-        ...
 
     def accept(self, token: int) -> None:
         """Go on behind a sampled token, which was allowed and does not end the completion."""
-        ...
 
 
 class Grammar(Protocol):
@@ -42,7 +40,6 @@ class Grammar(Protocol):
 
     def start(self) -> TokenMask:
         """The beginning, anew for each completion. Called on the device thread: must be cheap."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,3 +293,5 @@ class AdapterCard:
     """Whether the bare name means this version."""
     rslora: bool = False
     is_dora: bool = False
+    num_bytes: int = 0
+    """Size of the adapter's arrays."""

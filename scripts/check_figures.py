@@ -100,6 +100,18 @@ BARS: Mapping[str, Bar] = {
     "live.reward_gain": Bar(least=0.2),
     "live.control_gain": Bar(least=-0.05, most=0.05),
     "live.failed_requests": Bar(most=0),
+    "live.kills": Bar(least=50),
+    "live.ratings": Bar(least=500),
+    "live.ratings_lost": Bar(most=0),
+    "live.trained_twice": Bar(most=0),
+    "live.resent": Bar(least=50),
+    "live.wrong_answers": Bar(most=0),
+    "live.control_lost": Bar(least=1),
+    "live.control_twice": Bar(least=1),
+    "serve.kills": Bar(least=20),
+    "serve.changes": Bar(least=200),
+    "serve.wrong_states": Bar(most=0),
+    "serve.control_wrong_states": Bar(least=1),
     "fuzz.requests": Bar(least=100_000),
     "fuzz.server_errors": Bar(most=0),
     "fuzz.engine_alive": Bar(least=1),
@@ -195,8 +207,8 @@ def main() -> int:
         "--only",
         nargs="*",
         help="intervals mutants oracles presets quickstart gsm8k parity engine http servers quantized speculation "
-        "learner serving split live server hostile soak clients verifiers atropos offpolicy memory trl update grpo_gpu "
-        "engine_gpu",
+        "learner serving split live kills server hostile soak clients verifiers atropos offpolicy memory trl update "
+        "grpo_gpu engine_gpu",
     )
     parser.add_argument(
         "--torch-python",
@@ -285,6 +297,7 @@ def measurements(arguments: Namespace, gpu: bool) -> dict[str, Callable[[], Figu
         "serving": partial(script, "bench_serving.py", *with_data, *sized("--seconds=5", "--publishes=100")),
         "split": partial(script, "check_split.py", *sized("--requests=200")),
         "live": partial(script, "check_live.py", *sized("--completions=80")),
+        "kills": partial(script, "check_kills.py", *sized("--kills=2", "--serve-kills=1")),
         "server": partial(
             script,
             "check_server.py",

@@ -83,7 +83,8 @@ def main() -> None:
     ]
     for name, one in (("learning", learned), ("learning rate 0", control)):
         rewards = (f"{one.before:.3f}", f"{one.after:.3f}", f"{one.gain:+.3f}")
-        counts = (one.report.num_trained, sum(one.report.dropped.values()), one.steps, round(one.seconds))
+        trained = one.report.num_trained + one.report.num_reserved
+        counts = (trained, sum(one.report.dropped.values()), one.steps, round(one.seconds))
         rows.append((name, *rewards, *map(str, (*counts, one.served, one.failed))))
     print_table(f"{arguments.completions} completions of {NUM_PROMPTS} prompts, rewards {LATE} s late", rows)
     print_figures(

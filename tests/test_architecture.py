@@ -19,17 +19,19 @@ MAX_LINES = 300
 # From the bottom up. A part imports only from rows below its own, so parts of one row never import each other.
 LAYERS: tuple[set[str], ...] = (
     {"conversation"},
-    {"types", "reports", "errors", "settings", "seeds", "interrupts"},
+    {"types", "reports", "errors", "settings", "seeds", "interrupts", "json_log"},
+    {"updates"},
     {"metrics", "device", "model_names", "client"},
     {"model"},
     {"engine", "learner", "environment", "checkpoint"},
     {"rollout"},
     {"trainer", "server"},
-    {"config_errors", "policies", "asked_environment", "run_folder", "run_kinds"},
+    {"config_errors", "policies", "asked_environment", "run_folder", "run_kinds", "sampling_defaults", "process_log"},
     {"config", "key_meanings"},
-    {"recipe_files", "given_model", "command_line"},
+    {"recipe_files", "given_model", "command_line", "operators"},
     {"policy_runs", "lessons", "house", "help_pages"},
-    {"training_control", "companions", "build_trainer"},
+    {"training_control", "companions", "resuming"},
+    {"build_trainer"},
     {"build", "command"},
     {"build_evaluation", "build_export", "build_serving"},
     {"train", "serve", "evaluate", "export", "__main__"},
@@ -80,7 +82,7 @@ def test_a_module_is_short_enough_to_read(path: Path) -> None:
 def test_groups_fields_and_parts_have_the_same_names() -> None:
     groups = {path.name for path in shipped("conf").iterdir() if path.is_dir()}
     parts = {path.parent.name for path in PACKAGE.glob("*/settings.py")}
-    names = {field.name for field in fields(RunConfig)} - {"name", "seed", "policies"}
+    names = {field.name for field in fields(RunConfig)} - {"name", "seed", "log_level", "log_format", "policies"}
     assert groups == names == parts
 
 

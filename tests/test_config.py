@@ -242,6 +242,10 @@ def test_resume_auto_goes_on_with_what_clients_were_asked_to_reward(runs: Path) 
     (runs / "2025-01-04").mkdir(exist_ok=True)
     (runs / "2025-01-04" / "trajectories.jsonl").touch()
     assert run_folder("a", "auto", "2025-01-05") == "checkpoints/a/2025-01-04"
+    (runs / "2025-01-04a" / "serving-0123456789ab").mkdir(parents=True)
+    assert run_folder("a", "auto", "2025-01-05") == "checkpoints/a/2025-01-04"
+    (runs / "2025-01-04a" / "serving-0123456789ab" / "serving.json").touch()
+    assert run_folder("a", "auto", "2025-01-05") == "checkpoints/a/2025-01-04a"
 
 
 def test_resume_auto_without_any_checkpoint_starts_a_run(runs: Path) -> None:

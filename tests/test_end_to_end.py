@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,15 @@ def test_training_is_paused_stepped_saved_and_resumed_over_http(start: Start, tm
         (saved,) = client.post("/training/checkpoint").json()["folders"].values()
         assert saved.endswith(f"step_{stepped['step']:06d}")
         assert (tmp_path / saved / "manifest.json").is_file()
+        found = client.get("/v1/training/status").json()
+        assert (found["checkpoint_saves"], found["training_enabled"], found["state"]) == (1, True, "paused")
+        assert found["current_lora"] == found["available_checkpoints"][-1] == f"checkpoint-{found['version']}"
+        assert datetime.fromisoformat(found["last_update"]) <= datetime.now(UTC)
+        assert found["trajectories_collected"] >= 8 * stepped["step"]
+        assert client.put("/v1/shares", json={"serving_share": 0.9}).json()["serving_share"] == 0.9
+        metrics = client.get("/v1/metrics").json()["metrics"]
+        assert metrics["checkpoint_saves_total"][0]["value"] == 1
+        assert {one["labels"]["kind"] for one in metrics["parallm:device_memory_bytes"]} == {"active", "peak", "cache"}
         refused = client.put("/v1/adapters/policy", content=b"zip")
         assert "is trained by this run" in refused.json()["error"]["message"]
         client.post("/v1/training/resume").raise_for_status()
@@ -308,12 +318,70 @@ def test_training_is_paused_stepped_saved_and_resumed_over_http(start: Start, tm
     assert "Traceback" not in command.output()
 
 
-def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_path: Path, nano: SharedModel) -> None:
+def written_adapters(tmp_path: Path, nano: SharedModel) -> Path:
+    """A folder with the adapters `one` and `two`."""
     root = tmp_path / "adapters"
     for name, value in (("one", 0.3), ("two", -0.4)):
         arrays = initial_arrays(nano.sites, 4, mx.random.key(3))
         made = {key: array + value if key.endswith("lora_b") else array for key, array in arrays.items()}
         write_peft(make_adapter(made, version=0, rank=4, alpha=4), root / name, "nano", model_type="llama")
+    return root
+
+
+def test_what_operators_set_is_there_after_a_kill(start: Start, tmp_path: Path, nano: SharedModel) -> None:
+    root = written_adapters(tmp_path, nano)
+    serving = (
+        "server.port=0",
+        f"server.adapters_root={root}",
+        f"server.adapters={{given: {root / 'one'}, old: {root / 'one'}}}",
+    )
+
+    state = f"checkpoints/serve/serving-{nano.sha256[:12]}"
+
+    def told(url: str) -> list[Any]:
+        with httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as client:
+            splits = [(one["name"], one["shares"]) for one in client.get("/v1/splits").json()["data"]]
+            ask = {"model": "ab", "prompt": [5, 9], "max_tokens": 8, "temperature": 0, "user": "me"}
+            answers = [
+                client.post("/v1/completions", json=ask | {"model": model}).json() for model in ("ab", "poet@good")
+            ]
+            texts = [(answer["model"], answer["choices"][0]["text"]) for answer in answers]
+            return [client.get("/v1/adapters").json(), splits, texts]
+
+    first = start(*serving, command="serve")
+    url = first.wait_for(r"server +(http://\S+)")
+    assert not (tmp_path / state).exists(), "nothing was set yet"
+    with Client(url) as parallm, httpx.Client(base_url=url, timeout=SECONDS, trust_env=False) as client:
+        for path in ("one", "two", "one"):
+            client.post("/v1/adapters/load", json={"name": "poet", "path": path}).raise_for_status()
+        parallm.promote(2, "poet")
+        parallm.set_alias("good", 1, "poet")
+        parallm.set_split("ab", {"poet@3": 3, "given": 1})
+        parallm.unload_adapter("old")
+        second = start(*serving, command="serve")
+        other = second.wait_for(r"server +(http://\S+)")
+        in_use = f"{state} is in use by process {first.process.pid}, which keeps there what operators set"
+        assert f"what operators have set is not restored: {in_use}" in second.output()
+        refused = httpx.post(f"{other}/v1/adapters/load", json={"name": "poet", "path": "two"}, trust_env=False)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "folder_in_use")
+        assert second.end(signal.SIGTERM) == 0
+    before = told(url)
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+
+    shutil.rmtree(root / "two")
+    third = start(*serving, command="serve")
+    assert told(third.wait_for(r"server +(http://\S+)")) == before
+    for text in (
+        f"restored poet@2, no old; aliases poet@good; splits of ab from {state}",
+        f"given@1 is {root / 'one'}",
+        f"old is as operators have left it, not as server.adapters.old={root / 'one'}",
+    ):
+        assert text in third.output()
+    assert third.end(signal.SIGINT) == 0
+
+
+def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_path: Path, nano: SharedModel) -> None:
+    root = written_adapters(tmp_path, nano)
     packed = shutil.make_archive(str(tmp_path / "two"), "zip", root / "two")
     command = start("name=serve", "server.port=0", f"server.adapters_root={root}", command="serve")
     url = command.wait_for(r"server +(http://\S+)")
@@ -324,6 +392,13 @@ def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_pat
             answer = client.post("/v1/completions", json={"model": model} | ask | changes).json()
             return answer["choices"][0]["token_ids"], answer["model"]
 
+        moved = client.post("/load_adapter", json={"adapter_path": str(root / "one")}).json()
+        assert (moved["status"], moved["policy_version"]) == ("success", 1)
+        with Path(packed).open("rb") as file:
+            assert client.post("/upload_adapter", files={"file": file}).json()["policy_version"] == 2
+        assert tokens("base", lora_adapter="checkpoint-1")[1] == "policy@1"
+        assert client.post("/model/switch-lora", json={"version": "checkpoint-1"}).json()["version"] == 1
+        assert tokens("policy") == tokens("policy@1") != tokens("latest")
         loaded = client.post("/load_lora_adapter", json={"lora_name": "poet", "lora_path": "one"})
         assert loaded.json()["status"] == "ok"
         first = tokens("poet")
@@ -349,6 +424,24 @@ def test_adapters_come_and_go_over_http_while_requests_run(start: Start, tmp_pat
         client.delete("/v1/adapters/poet").raise_for_status()
         assert client.post("/v1/completions", json={"model": "poet"} | ask).status_code == 404
     assert command.end(signal.SIGINT) == 0
+
+
+def test_a_second_process_in_a_run_folder_is_refused_until_the_first_has_ended(start: Start, tmp_path: Path) -> None:
+    long = (*TINY, "checkpoint.resume=auto", "checkpoint.every=1", "metrics.display=lines")
+    first = start(*long, "trainer.steps=1000")
+    first.wait_for(r"step 2/1000")
+    second = start(*long, "trainer.steps=1000", "model.path=/nowhere")  # it does not come as far as the model
+    folder = run_folder(tmp_path, "run").relative_to(tmp_path)
+    before = (tmp_path / folder / "config.yaml").read_text()
+    assert one_line(second, 1) == (
+        f"parallm: the run folder {tmp_path / folder} is in use by process {first.process.pid}; wait until that has "
+        "ended, or choose another folder with name=NAME or hydra.run.dir=FOLDER"
+    )
+    assert (tmp_path / folder / "config.yaml").read_text() == before
+    assert first.end(signal.SIGKILL) == -signal.SIGKILL
+    third = start(*long, "trainer.steps=3")
+    assert third.end() == 0, third.output()
+    assert "resumed after step" in third.output()
 
 
 def test_serving_without_a_learner_answers_until_interrupted(start: Start) -> None:
@@ -393,7 +486,6 @@ def test_trajectories_of_a_killed_run_are_trained_on_by_the_next(start: Start, t
     body = {"model": "policy", "prompt": "1 + 1", "n": 2, "max_tokens": 4, "collect_trajectory": True}
     answer = httpx.post(f"{url}/v1/completions", json=body | {"request_id": "late"}, trust_env=False, timeout=SECONDS)
     assert answer.status_code == 200, answer.text
-    time.sleep(0.2)  # the file is written beside the answer
     assert killed.end(signal.SIGKILL) == -signal.SIGKILL
 
     resumed = start(*live, "trainer.steps=1", "trainer.keep_serving=false")

@@ -96,7 +96,10 @@ def test_a_start_that_failed_leaves_nothing() -> None:
     assert not RUNS.exists()
 
 
-@pytest.mark.parametrize("left", ["metrics.jsonl", "poet/metrics.jsonl", "trajectories.jsonl"])
+@pytest.mark.parametrize(
+    "left",
+    ["metrics.jsonl", "poet/metrics.jsonl", "trajectories.jsonl", "serving-b5/serving.json", "process.lock"],
+)
 def test_a_run_that_has_left_something_stays(left: str) -> None:
     (folder,) = make("a/2025-01-01")
     (folder / left).parent.mkdir(exist_ok=True)
@@ -118,6 +121,18 @@ def test_other_runs_of_the_name_stay_and_the_newest_is_the_latest_again() -> Non
     remove_unused(failed.absolute())
     assert older.is_dir()
     assert (RUNS / "a" / "latest").resolve() == kept.resolve()
+
+
+def test_what_operators_have_set_is_no_run() -> None:
+    failed, run, serving = make("a/2025-01-01", "a/2025-01-02", "a/serving-b5")
+    (serving / "serving.json").touch()
+    link_latest(failed)
+    remove_unused(failed.absolute())
+    assert (RUNS / "a" / "latest").resolve() == run.resolve()
+    assert run_folder("a", "auto", "2025-01-03") == "checkpoints/a/2025-01-03"
+    remove_unused(run.absolute())
+    assert not (RUNS / "a" / "latest").is_symlink()
+    assert (serving / "serving.json").exists()
 
 
 def test_the_only_run_takes_the_link_with_it() -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,15 +15,15 @@ import mlx.core as mx
 
 from parallm.checkpoint.chosen_adapter import exists, find_adapter
 from parallm.checkpoint.foreign_files import check_folder, check_safetensors, inside, unpack
+from parallm.checkpoint.kept_table import KeptTable
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError
 from parallm.model.adapter import Adapter, make_adapter
 from parallm.model.adapter_files import read_adapter
-from parallm.model.adapter_table import AdapterTable
 from parallm.model.reward_head import refuse_reward_model
 from parallm.model.shared_model import SharedModel
 from parallm.model.stored_adapter import from_peft_names
-from parallm.types import AdapterCard
+from parallm.types import BEST, AdapterCard
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
 
@@ -30,30 +31,33 @@ Result = TypeVar("Result")
 
 
 class AdapterStore:
-    """Puts adapters into `table`, each as the next version of its name, served at once.
+    """Puts adapters into a table, each as the next version of its name, served at once, and says what names mean.
 
-    Sequences that run stay on their versions. `trained` are the names whose versions the run itself makes. Used on the
-    asyncio thread; arrays are read on the device thread, one adapter at a time.
+    Sequences that run stay on their versions. Used on the asyncio thread; arrays are read on the device thread, one
+    adapter at a time. All changes raise what those of `KeptTable` do.
     """
 
     def __init__(
         self,
         device: DeviceThread,
         model: SharedModel,
-        table: AdapterTable,
+        kept: KeptTable,
         *,
         root: str | None,
         max_bytes: int,
         max_names: int,
-        trained: Iterable[str],
+        start: Adapter,
     ) -> None:
+        """`start` completes uploaded tensors of a name without versions: an adapter of `model.lora`'s form."""
         self._device = device
         self._model = model
-        self._table = table
+        self._kept = kept
+        self._table = kept.table
         self._root = None if root is None else Path(root).expanduser()
         self._max_bytes = max_bytes
         self._max_names = max_names
-        self._trained = frozenset(trained)
+        self._trained = kept.trained
+        self._start = start
         self._lock = asyncio.Lock()  # a name's next version must not be given out twice
 
     async def load(self, name: str, path: str) -> AdapterCard:
@@ -66,7 +70,7 @@ class AdapterStore:
         with _named(self._root, "server.adapters_root"):
             folder = await asyncio.to_thread(_safe_folder, self._root, path, self._max_bytes)
             async with self._lock:
-                return await self._on_device(partial(self._publish_folder, name, folder))
+                return await self._publish(await self._on_device(partial(self._read, name, folder)), str(folder))
 
     async def upload(self, name: str, archive: bytes) -> AdapterCard:
         """Take an adapter from a zip archive of its two files. Raises AdapterError."""
@@ -75,10 +79,13 @@ class AdapterStore:
             with TemporaryDirectory(prefix="parallm-upload-") as temporary, _named(Path(temporary), "the upload"):
                 folder = Path(temporary)
                 await asyncio.to_thread(_unpack_safely, archive, folder, self._max_bytes)
-                return await self._on_device(partial(self._publish_folder, name, folder))
+                adapter = await self._on_device(partial(self._read, name, folder))
+            return await self._publish(adapter, name)
 
     async def update(self, name: str, weights: bytes) -> AdapterCard:
         """The served version of `name` with these tensors in place of its own, as the next version.
+
+        Where `name` is the base so far, they are those of an adapter of `model.lora`'s form.
 
         `weights` is a safetensors file with names of PEFT or of mlx-lm; tensors that it lacks stay as they are. Raises
         AdapterError, UnknownModel.
@@ -86,59 +93,88 @@ class AdapterStore:
         self._check_name(name)
         await asyncio.to_thread(check_safetensors, io.BytesIO(weights), len(weights))
         async with self._lock:
-            return await self._on_device(partial(self._publish_tensors, name, weights))
+            return await self._publish(await self._on_device(partial(self._changed, name, weights)), name)
 
-    def unload(self, name: str, version: int | None = None) -> None:
+    async def unload(self, name: str, version: int | None = None) -> None:
         """Forget one version, or all of `name`. Raises UnknownModel, AdapterError."""
         newest = max((card.version for card in self._table.cards() if card.name == name), default=None)
         if name in self._trained and version in (None, newest):
             raise AdapterError(
                 f"{name} is trained by this run, which goes on from its newest version; unload older ones"
             )
-        self._table.unload(name, version)
+        async with self._lock:
+            await self._kept.change(lambda table: table.unload(name, version), names=(name,))
 
-    def promote(self, name: str, version: int) -> None:
-        self._table.promote(version, name=name)
+    async def promote(self, name: str, version: int) -> None:
+        """Let the bare name mean this version. The newest one of a policy in training gives way to the next."""
+        async with self._lock:
+            await self._kept.change(lambda table: table.promote(version, name=name), names=(name,), promotes=name)
 
-    def roll_back(self, name: str) -> int:
-        return self._table.roll_back(name=name)
+    async def roll_back(self, name: str) -> int:
+        """Let the bare name mean the version below the present one, which is returned."""
+        async with self._lock:
+            return await self._kept.change(lambda table: table.roll_back(name=name), names=(name,), promotes=name)
 
-    def set_alias(self, alias: str, name: str, version: int) -> None:
+    async def set_alias(self, alias: str, name: str, version: int) -> None:
         if not NAME.fullmatch(alias):
             raise AdapterError(f"{alias[:100]!r} cannot be an alias: letters, digits and _ . : - make one")
-        self._table.set_alias(alias, version, name=name)
+        if alias == BEST and name in self._trained:
+            raise AdapterError(f"{BEST} of {name} is set by its evaluations; choose another alias")
+        async with self._lock:
+            await self._kept.change(lambda table: table.set_alias(alias, version, name=name))
 
-    def remove_alias(self, alias: str, name: str) -> None:
-        self._table.remove_alias(alias, name=name)
+    async def remove_alias(self, alias: str, name: str) -> None:
+        async with self._lock:
+            await self._kept.change(lambda table: table.remove_alias(alias, name=name))
 
-    def hold(self, models: Iterable[str]) -> None:
-        self._table.hold(models)
+    async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep the models of these splits in memory, and nothing for the sake of splits before."""
+        async with self._lock:
+            models = [model for shares in splits.values() for model in shares]
+            await self._kept.change(lambda table: table.hold(models), splits=splits)
 
-    def _publish_folder(self, name: str, folder: Path) -> AdapterCard:
-        model, version = self._model, self._table.next_version(name)
-        adapter = read_adapter(folder, model.sites, model_type=model.model_type, name=name, version=version)
-        return self._publish(adapter, str(folder))
-
-    def _publish_tensors(self, name: str, weights: bytes) -> AdapterCard:
-        served = self._table.resolve(name)
-        if served is None:
-            raise AdapterError(f"{name} is the base so far; load or upload a whole adapter first")
-        version, model_type = self._table.next_version(name), self._model.model_type
-        return self._publish(_changed(served, weights, version, model_type), name)
-
-    def _publish(self, adapter: Adapter, where: str) -> AdapterCard:
-        refuse_reward_model(adapter, where, "set rollout.reward_model.adapter for training with it")
+    async def give(self, name: str, where: str) -> AdapterCard:
+        """Serve an adapter that the process is started with; `where` is one of `find_adapter`. Raises AdapterError."""
+        self._check_name(name)
+        folder = await asyncio.to_thread(find_adapter, where)
+        adapter = await self._on_device(partial(self._read, name, folder))
+        refuse_reward_model(adapter, where, "name it as rollout.reward_model.adapter")
         self._table.publish(adapter)
-        return next(
-            card for card in self._table.cards() if (card.name, card.version) == (adapter.name, adapter.version)
-        )
+        return self._card(adapter)
+
+    @property
+    def splits(self) -> Mapping[str, Mapping[str, float]]:
+        """Those that operators have set."""
+        return self._kept.state.splits
+
+    def _read(self, name: str, folder: Path) -> Adapter:
+        model, version = self._model, self._table.next_version(name)
+        return read_adapter(folder, model.sites, model_type=model.model_type, name=name, version=version)
+
+    def _changed(self, name: str, weights: bytes) -> Adapter:
+        served = self._table.resolve(name) or replace(self._start, name=name)
+        return changed(served, weights, self._table.next_version(name), self._model.model_type)
+
+    async def _publish(self, adapter: Adapter, where: str) -> AdapterCard:
+        refuse_reward_model(adapter, where, "set rollout.reward_model.adapter for training with it")
+        await self._kept.change(lambda table: table.publish(adapter), names=(adapter.name,))
+        return self._card(adapter)
+
+    def _card(self, adapter: Adapter) -> AdapterCard:
+        key = (adapter.name, adapter.version)
+        return next(card for card in self._table.cards() if (card.name, card.version) == key)
 
     def _check_name(self, name: str) -> None:
         names = {card.name for card in self._table.cards()}
-        if not NAME.fullmatch(name):
-            raise AdapterError(f"{name[:100]!r} cannot be a name: letters, digits and _ . : - make one")
+        if not NAME.fullmatch(name) or name == BEST:
+            raise AdapterError(
+                f"{name[:100]!r} cannot be a name: letters, digits and _ . : - make one, and {BEST} is an alias"
+            )
         if name in self._trained:
-            raise AdapterError(f"{name} is trained by this run, which makes its versions; choose another name")
+            raise AdapterError(
+                f"{name} is trained by this run, which makes its versions; give the adapter another name, or start a "
+                "run that trains it further with model.adapter=FOLDER"
+            )
         if name not in names and len(names) >= self._max_names:
             raise AdapterError(f"{len(names)} adapters are loaded, the limit; unload one or raise server.max_adapters")
 
@@ -171,14 +207,17 @@ def _named(folder: Path, name: str) -> Iterator[None]:
         raise type(error)(message) from error
 
 
-def _changed(served: Adapter, weights: bytes, version: int, model_type: str) -> Adapter:
+def changed(served: Adapter, weights: bytes, version: int, model_type: str) -> Adapter:
     loaded = mx.load(io.BytesIO(weights), format="safetensors")
     assert isinstance(loaded, dict), "safetensors are names and arrays"
     arrays = from_peft_names(loaded, model_type)
     for name, array in arrays.items():
         shape = served.arrays[name].shape if name in served.arrays else None
         if array.shape != shape:
-            raise AdapterError(f"{name} has shape {array.shape}; in {served.name}@{served.version} it has {shape}")
+            raise AdapterError(
+                f"{name} has shape {array.shape}; in {served.name}@{served.version} it has {shape}; upload an adapter "
+                "of another form as a zip archive with its adapter_config.json"
+            )
     return make_adapter(
         {**served.arrays, **arrays},
         name=served.name,

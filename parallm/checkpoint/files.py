@@ -6,6 +6,7 @@ Knows nothing of other checkpoints, of temporary folders or of falling back: see
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
 from dataclasses import asdict
@@ -17,6 +18,8 @@ from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.checkpoint.trajectory_lines import groups_from_lines, groups_to_lines
 from parallm.errors import AdapterError, CheckpointError
 from parallm.model.adapter_files import read_adapter, read_arrays, write_arrays, write_exactly
+
+logger = logging.getLogger(__name__)
 
 ADAPTER = "adapter"
 OPTIMIZER = "optimizer.safetensors"
@@ -93,6 +96,25 @@ def needed_bytes(state: TrainingState) -> int:
     trajectories = [trajectory for group in state.groups for trajectory in group.trajectories]
     text = sum(40 * len(t.prompt_tokens + t.tokens) + 2 * len(t.text) for t in trajectories)
     return sum(array.nbytes + 256 for array in arrays) + text + 65536
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Replace `file`: whatever happens it holds the old text or the new one. Raises OSError, changing nothing.
+
+    A disk that does not confirm the new name costs a warning: only a power failure could still bring the old text back.
+    """
+    temporary = file.with_name(f"{file.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(file)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    try:
+        sync(file.parent)
+    except OSError as error:
+        logger.warning("%s could not be synced to the disk: %s", file.parent, error)
 
 
 def sync(path: Path) -> None:

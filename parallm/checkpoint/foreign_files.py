@@ -18,6 +18,8 @@ from parallm.model.adapter_files import MLX_WEIGHTS, PEFT_WEIGHTS
 from parallm.model.stored_configs import CONFIG, json_object, parse_config
 
 MEMBERS = (CONFIG, MLX_WEIGHTS, PEFT_WEIGHTS)
+IGNORED = ("README.md", ".DS_Store")
+MACOS_FOLDER = "__MACOSX/"
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_HEADER_BYTES = 4 * 1024 * 1024
 MAX_TENSORS = 16384
@@ -59,7 +61,7 @@ def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
     """
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as opened:
-            infos = opened.infolist()
+            infos = _members(opened.infolist())
             _check_members(infos, max_bytes)
             for info in infos:
                 with opened.open(info) as member:
@@ -117,6 +119,17 @@ def _check_size(name: str, size: int, max_bytes: int) -> None:
     limit = MAX_CONFIG_BYTES if name == CONFIG else max_bytes
     if size > limit:
         raise AdapterError(f"{name} has {size} bytes, the limit is {limit}")
+
+
+def _members(infos: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
+    """Return the files, named relative to their common folder, without those that PEFT and macOS add."""
+    files = [info for info in infos if not info.is_dir() and not info.filename.startswith(MACOS_FOLDER)]
+    folders = {info.filename.rpartition("/")[0] for info in files}
+    folder = folders.pop() if len(folders) == 1 else ""
+    if folder and ".." not in folder.split("/"):
+        for info in files:
+            info.filename = info.filename.removeprefix(f"{folder}/")
+    return [info for info in files if info.filename not in IGNORED]
 
 
 def _check_members(infos: list[zipfile.ZipInfo], max_bytes: int) -> None:

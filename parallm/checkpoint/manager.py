@@ -13,11 +13,13 @@ from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, re
 from parallm.checkpoint.run_facts import RunFacts
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, TrainingState
-from parallm.errors import CheckpointError
+from parallm.errors import CheckpointError, InvalidRequest
 
 logger = logging.getLogger(__name__)
 
 STEP_FOLDER = re.compile(r"step_(\d+)")
+NAMED = "named"
+CHECKPOINT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 TEMPORARY = ".tmp-"
 REPLACED = ".old-"
 ASIDE = "aside_"
@@ -40,27 +42,33 @@ class CheckpointManager:
         Raises CheckpointError, leaving the older checkpoints and no leftovers, if it cannot be written.
         """
         final = self._folder / f"step_{state.step:06d}"
-        temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
-        needed = needed_bytes(state)
-        try:
-            if shutil.disk_usage(self._folder).free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            temporary.mkdir()
-            write_checkpoint(state, temporary)
-            self._put_in_place(temporary, final)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise self._save_error(final, error, needed) from error
-        except (TypeError, ValueError, RuntimeError) as error:  # one statistic must not cost the run
-            raise CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        self._write(state, final)
         for path in self.checkpoints():
             if _step(path) > state.step:
-                self._set_aside(path, f"it is newer than step {state.step}, from which this run went on")
+                set_aside(path, f"it is newer than step {state.step}, from which this run went on")
         self._prune()
         logger.info("saved %s", final)
         return final
+
+    def save_as(self, state: TrainingState, name: str) -> Path:
+        """Save `state` as `named/NAME`, which is never deleted. Raises CheckpointError, InvalidRequest."""
+        self.check_name(name)
+        final = self._folder / NAMED / name
+        self._write(state, final)
+        logger.info("saved %s", final)
+        return final
+
+    def check_name(self, name: str) -> None:
+        """Raise InvalidRequest if a checkpoint of this name exists, or if the name is not allowed."""
+        if not CHECKPOINT_NAME.fullmatch(name):
+            raise InvalidRequest(
+                f"{name[:100]!r} cannot be the name of a checkpoint; use up to 64 letters, digits and _ . -",
+                "checkpoint_name",
+            )
+        if (self._folder / NAMED / name).exists():
+            raise InvalidRequest(
+                f"there is a checkpoint called {name} already, which stays; choose another name", "checkpoint_name"
+            )
 
     def load(
         self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
@@ -90,20 +98,25 @@ class CheckpointManager:
         """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
         return best_of(self.checkpoints())
 
-    def _put_in_place(self, temporary: Path, final: Path) -> None:
-        replaced = self._folder / f"{REPLACED}{final.name}"
-        if replaced.exists():  # an earlier save could not remove it
-            self._delete(replaced)
-        if final.exists():
-            final.rename(replaced)
+    def _write(self, state: TrainingState, final: Path) -> None:
+        temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
+        needed = needed_bytes(state)
         try:
-            temporary.rename(final)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(final)
-            raise
-        sync(self._folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+            if shutil.disk_usage(self._folder).free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            temporary.mkdir()
+            write_checkpoint(state, temporary)
+            if final.parent != self._folder:
+                final.parent.mkdir(exist_ok=True)
+                sync(self._folder)
+            put_in_place(temporary, final)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self._save_error(final, error, needed) from error
+        except (TypeError, ValueError, RuntimeError) as error:  # one statistic must not cost the run
+            raise CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def _save_error(self, final: Path, error: OSError, needed: int) -> CheckpointError:
         if error.errno not in DISK_FULL:
@@ -119,7 +132,7 @@ class CheckpointManager:
             try:
                 return path, read_checkpoint(path)
             except CheckpointError as error:
-                self._set_aside(path, str(error))
+                set_aside(path, str(error))
         return self._folder, None
 
     def _named(self, path: Path) -> tuple[Path, TrainingState]:
@@ -131,30 +144,11 @@ class CheckpointManager:
             f"there are {', '.join(choices) or 'none in that folder or this run'}"
         )
 
-    def _set_aside(self, path: Path, reason: str) -> None:
-        names = (path.with_name(f"{ASIDE}{path.name}.{number}") for number in count())
-        aside = next(name for name in names if not name.exists())
-        try:
-            path.rename(aside)
-        except OSError as error:
-            raise CheckpointError(f"{path} should be set aside, as {reason}; that failed: {error}") from error
-        logger.warning("checkpoint %s was set aside as %s: %s", path, aside.name, reason)
-
     def _prune(self) -> None:
         keep = {*self.checkpoints()[-self._settings.keep :], self.best()}
         for path in self.checkpoints():
             if path not in keep:
-                self._delete(path)
-
-    def _delete(self, path: Path) -> None:
-        # renamed first: half a checkpoint must never bear the name of one
-        names = (path.with_name(f"{TEMPORARY}{path.name}.{number}-{os.getpid()}") for number in count())
-        doomed = next(name for name in names if not name.exists())
-        try:
-            path.rename(doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            logger.warning("the old checkpoint %s could not be deleted: %s", path, error)
+                _delete(path)
 
     def _clean_up(self) -> None:
         for path in self._folder.glob(f"{REPLACED}*"):
@@ -170,6 +164,34 @@ class CheckpointManager:
                 logger.info("removed %s, left by a process that ended while saving", path)
 
 
+def set_aside(path: Path, reason: str) -> None:
+    """Let `path` have a name that nothing reads. Raises CheckpointError."""
+    names = (path.with_name(f"{ASIDE}{path.name}.{number}") for number in count())
+    aside = next(name for name in names if not name.exists())
+    try:
+        path.rename(aside)
+    except OSError as error:
+        raise CheckpointError(f"{path} should be set aside, as {reason}; that failed: {error}") from error
+    logger.warning("%s was set aside as %s: %s", path, aside.name, reason)
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Let the folder `temporary` be `final`, in place of another one of that name. Raises OSError, changing nothing."""
+    replaced = final.with_name(f"{REPLACED}{final.name}")
+    if replaced.exists():  # an earlier save could not remove it
+        _delete(replaced)
+    if final.exists():
+        final.rename(replaced)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
+    sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
 def best_of(checkpoints: Iterable[Path]) -> Path | None:
     """The one with the highest evaluation, the newest of equals; None if none was evaluated."""
     scores = [(score, path) for path in checkpoints if (score := read_score(path)) is not None]
@@ -181,6 +203,17 @@ def step_folders(folder: Path) -> tuple[Path, ...]:
     if not folder.is_dir():
         return ()
     return tuple(sorted((path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)), key=_step))
+
+
+def _delete(path: Path) -> None:
+    # renamed first: half a checkpoint must never bear the name of one
+    names = (path.with_name(f"{TEMPORARY}{path.name}.{number}-{os.getpid()}") for number in count())
+    doomed = next(name for name in names if not name.exists())
+    try:
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        logger.warning("the old checkpoint %s could not be deleted: %s", path, error)
 
 
 def _step(path: Path) -> int:

@@ -1,15 +1,19 @@
 """`AsyncClient`: the same as `Client`, to be awaited."""
 
-from collections.abc import Mapping
+import ssl
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
 from parallm.client import calls
-from parallm.client.calls import Call, Reward
+from parallm.client.calls import Call, Prompt, Reward
+from parallm.client.connecting import connection
+from parallm.client.generated import Generated
 from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport
 from parallm.types import POLICY, AdapterCard
+from parallm.updates import GivenUpdate
 
 Result = TypeVar("Result")
 Self = TypeVar("Self", bound="AsyncClient")
@@ -23,12 +27,17 @@ class AsyncClient:
         base_url: str,
         *,
         api_key: str | None = None,
-        timeout: float = 600.0,
+        timeout: float | None = None,
+        verify: ssl.SSLContext | bool | None = None,
         http: httpx.AsyncClient | None = None,
     ) -> None:
-        """`base_url` without `/v1`. `http` is a client of your own, whose headers and limits then count."""
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = http or httpx.AsyncClient(base_url=base_url, headers=headers, timeout=timeout)
+        """`base_url` without `/v1`. `verify` is a context of ssl, or False to trust any certificate.
+
+        `http` is an HTTP client of your own, with its timeout, certificates and proxies; `api_key` is sent beside its
+        headers. Raises ValueError for arguments that contradict it.
+        """
+        self._to = connection(base_url, api_key=api_key, timeout=timeout, verify=verify, http=http)
+        self._http = http or httpx.AsyncClient(**self._to.options)
 
     async def __aenter__(self: Self) -> Self:
         return self
@@ -41,11 +50,31 @@ class AsyncClient:
     async def close(self) -> None:
         await self._http.aclose()
 
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        policy_version: int | None = None,
+        step_id: int | str | None = None,
+        **fields: Any,
+    ) -> Generated:
+        return await self._send(calls.generate(prompt, policy_version, step_id, fields))
+
+    async def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        policy_version: int | None = None,
+        step_id: int | str | None = None,
+        **fields: Any,
+    ) -> list[Generated]:
+        return await self._send(calls.generate_all(prompts, policy_version, step_id, fields))
+
     async def adapters(self) -> tuple[AdapterCard, ...]:
         return await self._send(calls.adapters())
 
-    async def load_adapter(self, name: str, path: str) -> AdapterCard:
-        return await self._send(calls.load_adapter(name, path))
+    async def load_adapter(self, path: str, *, name: str = POLICY) -> AdapterCard:
+        return await self._send(calls.load_adapter(path, name))
 
     async def upload_adapter(self, name: str, archive: bytes) -> AdapterCard:
         return await self._send(calls.upload_adapter(name, archive))
@@ -77,6 +106,16 @@ class AsyncClient:
     async def resume_training(self, policy: str | None = None) -> TrainingStatus:
         return await self._send(calls.steer_training("resume", policy))
 
+    async def train_on(
+        self,
+        trajectories: Sequence[Mapping[str, Any]],
+        *,
+        policy: str | None = None,
+        update_inference: bool | None = None,
+        checkpoint_name: str | None = None,
+    ) -> GivenUpdate:
+        return await self._send(calls.train_on(trajectories, policy, update_inference, checkpoint_name))
+
     async def train_step(self, policy: str | None = None) -> TrainingStatus:
         return await self._send(calls.steer_training("update", policy))
 
@@ -98,8 +137,25 @@ class AsyncClient:
     async def remove_split(self, name: str) -> None:
         await self._send(calls.remove_split(name))
 
+    async def score(self, texts: Sequence[str], *, model: str | None = None) -> list[float]:
+        return await self._send(calls.score(texts, model))
+
+    async def score_completions(
+        self, prompt: str | Sequence[Mapping[str, str]], completions: Sequence[str], *, model: str | None = None
+    ) -> list[float]:
+        return await self._send(calls.score_completions(prompt, completions, model))
+
+    async def shares(self) -> dict[str, float]:
+        return await self._send(calls.shares())
+
+    async def set_shares(
+        self, *, serving_share: float | None = None, engine_share: float | None = None
+    ) -> dict[str, float]:
+        return await self._send(calls.set_shares(serving_share, engine_share))
+
     async def cancel(self, request_id: str) -> int:
         return await self._send(calls.cancel(request_id))
 
     async def _send(self, call: Call[Result]) -> Result:
-        return call.result(await self._http.request(call.method, call.path, **call.options()))
+        url = self._to.base_url + call.path
+        return call.result(await self._http.request(call.method, url, headers=self._to.headers, **call.options()))

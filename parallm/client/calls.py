@@ -1,18 +1,23 @@
 """Every request of the clients as a value: what is sent, and what the answer means. Pure; no HTTP happens here."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 from urllib.parse import quote
 
 import httpx
 
+from parallm.client.generated import Generated
 from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport, VersionReport
-from parallm.types import POLICY, AdapterCard
+from parallm.types import POLICY, AdapterCard, WeightSpan
+from parallm.updates import GivenUpdate
 
 Result = TypeVar("Result")
 Record = TypeVar("Record")
+Prompt = str | Sequence[int]
+"""A text or token ids."""
 Reward = float | Mapping[str, float]
 """One number, or parts by name."""
 
@@ -64,7 +69,29 @@ def adapters() -> Call[tuple[AdapterCard, ...]]:
     return Call(method="GET", path="/v1/adapters", read=lambda told: tuple(map(_card, told["data"])))
 
 
-def load_adapter(name: str, path: str) -> Call[AdapterCard]:
+def generate(
+    prompt: Prompt, policy_version: int | None, step_id: int | str | None, fields: Mapping[str, Any]
+) -> Call[Generated]:
+    if fields.get("n", 1) != 1:
+        raise ValueError(f"n is {fields['n']}; several completions are for generate_all")
+    asked = _asked(prompt if isinstance(prompt, str) else list(prompt), policy_version, step_id, fields)
+    return Call(method="POST", path="/generate", read=partial(_generated, asked), fields=asked)
+
+
+def generate_all(
+    prompts: Sequence[Prompt], policy_version: int | None, step_id: int | str | None, fields: Mapping[str, Any]
+) -> Call[list[Generated]]:
+    sent = [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    asked = _asked(sent, policy_version, step_id, fields)
+    return Call(
+        method="POST",
+        path="/generate",
+        read=lambda answers: [_generated(asked, answer) for answer in answers],
+        fields=asked,
+    )
+
+
+def load_adapter(path: str, name: str) -> Call[AdapterCard]:
     return Call(method="POST", path="/v1/adapters/load", read=_card, fields={"name": name, "path": path})
 
 
@@ -108,6 +135,23 @@ def steer_training(what: Literal["pause", "resume", "update"], policy: str | Non
     return Call(method="POST", path=f"/v1/training/{what}", read=_status, fields=_of(policy))
 
 
+def train_on(
+    trajectories: Sequence[Mapping[str, Any]],
+    policy: str | None,
+    update_inference: bool | None,
+    checkpoint_name: str | None,
+) -> Call[GivenUpdate]:
+    fields = _of(policy) | {"trajectories": [dict(trajectory) for trajectory in trajectories]}
+    more = {"update_inference": update_inference, "checkpoint_name": checkpoint_name}
+    fields |= {name: value for name, value in more.items() if value is not None}
+    return Call(
+        method="POST",
+        path="/v1/training/update",
+        read=lambda answer: _record(GivenUpdate, answer["update"]),
+        fields=fields,
+    )
+
+
 def checkpoint(policy: str | None) -> Call[dict[str, str]]:
     return Call(
         method="POST", path="/v1/training/checkpoint", read=lambda told: dict(told["folders"]), fields=_of(policy)
@@ -141,12 +185,62 @@ def remove_split(name: str) -> Call[None]:
     return Call(method="DELETE", path=f"/v1/splits/{quote(name, safe='')}", read=_nothing)
 
 
+def score(texts: Sequence[str], model: str | None) -> Call[list[float]]:
+    return _scores({"input": list(texts)}, model)
+
+
+def score_completions(
+    prompt: str | Sequence[Mapping[str, str]], completions: Sequence[str], model: str | None
+) -> Call[list[float]]:
+    asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": [dict(message) for message in prompt]}
+    return _scores({**asked, "completions": list(completions)}, model)
+
+
+def shares() -> Call[dict[str, float]]:
+    return Call(method="GET", path="/v1/shares", read=dict)
+
+
+def set_shares(serving_share: float | None, engine_share: float | None) -> Call[dict[str, float]]:
+    given = {"serving_share": serving_share, "engine_share": engine_share}
+    fields = {name: share for name, share in given.items() if share is not None}
+    return Call(method="PUT", path="/v1/shares", read=dict, fields=fields)
+
+
 def cancel(request_id: str) -> Call[int]:
     path = f"/v1/requests/{quote(request_id, safe='')}/cancel"
     return Call(method="POST", path=path, read=lambda told: int(told["aborted"]))
 
 
-def _of(policy: str | None) -> dict[str, str]:
+def _asked(
+    prompt: object, policy_version: int | None, step_id: int | str | None, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the body. The key `policy_version`, even as null, asks for the answer that `_generated` reads."""
+    own = {"prompt": prompt, "policy_version": policy_version}
+    return {**fields, **own, **({} if step_id is None else {"step_id": step_id})}
+
+
+def _generated(asked: Mapping[str, Any], values: Mapping[str, Any]) -> Generated:
+    tuples = {name: tuple(values[name]) for name in ("prompt_ids", "completion_ids", "logprobs")}
+    spans = [
+        WeightSpan(version=int(span["version"]), start=span["start"], end=span["end"])
+        for span in values["weight_versions"]
+    ]
+    temperature = asked.get("temperature")
+    known = {"weight_versions": tuple(spans), "temperature": 1.0 if temperature is None else float(temperature)}
+    return _record(Generated, {**values, **values["metadata"], **tuples, **known})
+
+
+def _scores(fields: Mapping[str, Any], model: str | None) -> Call[list[float]]:
+    named = {} if model is None else {"model": model}
+    return Call(
+        method="POST",
+        path="/v1/rewards/score",
+        read=lambda answer: [float(entry["score"]) for entry in answer["data"]],
+        fields={**fields, **named},
+    )
+
+
+def _of(policy: str | None) -> dict[str, Any]:
     return {} if policy is None else {"policy": policy}
 
 
@@ -165,7 +259,8 @@ def _split(values: Mapping[str, Any]) -> SplitReport:
 
 def _status(values: Mapping[str, Any]) -> TrainingStatus:
     policies = {name: _status(one) for name, one in values["policies"].items()}
-    return _record(TrainingStatus, {**values, "policies": policies})
+    checkpoints = tuple(values.get("available_checkpoints", ()))
+    return _record(TrainingStatus, {**values, "policies": policies, "available_checkpoints": checkpoints})
 
 
 def _record(kind: type[Record], values: Mapping[str, Any]) -> Record:

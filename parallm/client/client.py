@@ -1,15 +1,19 @@
 """`Client`: synchronous."""
 
-from collections.abc import Mapping
+import ssl
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 
 from parallm.client import calls
-from parallm.client.calls import Call, Reward
+from parallm.client.calls import Call, Prompt, Reward
+from parallm.client.connecting import connection
+from parallm.client.generated import Generated
 from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport
 from parallm.types import POLICY, AdapterCard
+from parallm.updates import GivenUpdate
 
 Result = TypeVar("Result")
 Self = TypeVar("Self", bound="Client")
@@ -19,11 +23,21 @@ class Client:
     """Every method raises ApiError for what the server refuses, and httpx.HTTPError for what does not reach it."""
 
     def __init__(
-        self, base_url: str, *, api_key: str | None = None, timeout: float = 600.0, http: httpx.Client | None = None
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float | None = None,
+        verify: ssl.SSLContext | bool | None = None,
+        http: httpx.Client | None = None,
     ) -> None:
-        """`base_url` without `/v1`. `http` is a client of your own, whose headers and limits then count."""
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._http = http or httpx.Client(base_url=base_url, headers=headers, timeout=timeout)
+        """`base_url` without `/v1`. `verify` is a context of ssl, or False to trust any certificate.
+
+        `http` is an HTTP client of your own, with its timeout, certificates and proxies; `api_key` is sent beside its
+        headers. Raises ValueError for arguments that contradict it.
+        """
+        self._to = connection(base_url, api_key=api_key, timeout=timeout, verify=verify, http=http)
+        self._http = http or httpx.Client(**self._to.options)
 
     def __enter__(self: Self) -> Self:
         return self
@@ -36,13 +50,43 @@ class Client:
     def close(self) -> None:
         self._http.close()
 
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        policy_version: int | None = None,
+        step_id: int | str | None = None,
+        **fields: Any,
+    ) -> Generated:
+        """Sample one completion, with its tokens and log-probs.
+
+        `policy_version` is the version that you believe to be served; the answer repeats it beside the version that
+        sampled.
+        `fields` are those of `/v1/completions`: `max_tokens`, `temperature` and others.
+        """
+        return self._send(calls.generate(prompt, policy_version, step_id, fields))
+
+    def generate_all(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        policy_version: int | None = None,
+        step_id: int | str | None = None,
+        **fields: Any,
+    ) -> list[Generated]:
+        """Sample completions of several prompts in one request; with `n`, prompt by prompt."""
+        return self._send(calls.generate_all(prompts, policy_version, step_id, fields))
+
     def adapters(self) -> tuple[AdapterCard, ...]:
         """Every version in memory."""
         return self._send(calls.adapters())
 
-    def load_adapter(self, name: str, path: str) -> AdapterCard:
-        """Serve a folder below the server's `server.adapters_root` as the next version of `name`."""
-        return self._send(calls.load_adapter(name, path))
+    def load_adapter(self, path: str, *, name: str = POLICY) -> AdapterCard:
+        """Serve a folder below the server's `server.adapters_root` as the next version of `name`.
+
+        The policy moves to it in a process that does not train it.
+        """
+        return self._send(calls.load_adapter(path, name))
 
     def upload_adapter(self, name: str, archive: bytes) -> AdapterCard:
         """Serve a zip archive of adapter_config.json and safetensors as the next version of `name`."""
@@ -81,6 +125,20 @@ class Client:
     def resume_training(self, policy: str | None = None) -> TrainingStatus:
         return self._send(calls.steer_training("resume", policy))
 
+    def train_on(
+        self,
+        trajectories: Sequence[Mapping[str, Any]],
+        *,
+        policy: str | None = None,
+        update_inference: bool | None = None,
+        checkpoint_name: str | None = None,
+    ) -> GivenUpdate:
+        """Make one update on trajectories, which `Generated.rewarded` returns, after the present step.
+
+        `update_inference` says whether clients get the new version; `checkpoint_name` saves it under that name.
+        """
+        return self._send(calls.train_on(trajectories, policy, update_inference, checkpoint_name))
+
     def train_step(self, policy: str | None = None) -> TrainingStatus:
         """Wait for one more step: a new one where training is paused, else the one at work."""
         return self._send(calls.steer_training("update", policy))
@@ -108,9 +166,28 @@ class Client:
     def remove_split(self, name: str) -> None:
         self._send(calls.remove_split(name))
 
+    def score(self, texts: Sequence[str], *, model: str | None = None) -> list[float]:
+        """Rate texts by the reward model `model`, or by the only one that is loaded."""
+        return self._send(calls.score(texts, model))
+
+    def score_completions(
+        self, prompt: str | Sequence[Mapping[str, str]], completions: Sequence[str], *, model: str | None = None
+    ) -> list[float]:
+        """Rate completions of a prompt, or of the messages of a chat."""
+        return self._send(calls.score_completions(prompt, completions, model))
+
+    def shares(self) -> dict[str, float]:
+        """Return `serving_share` and `engine_share` of the device."""
+        return self._send(calls.shares())
+
+    def set_shares(self, *, serving_share: float | None = None, engine_share: float | None = None) -> dict[str, float]:
+        """Change one share or both, until the process ends. Returns both."""
+        return self._send(calls.set_shares(serving_share, engine_share))
+
     def cancel(self, request_id: str) -> int:
         """End the requests of this id, which answer with what they have; how many there were."""
         return self._send(calls.cancel(request_id))
 
     def _send(self, call: Call[Result]) -> Result:
-        return call.result(self._http.request(call.method, call.path, **call.options()))
+        url = self._to.base_url + call.path
+        return call.result(self._http.request(call.method, url, headers=self._to.headers, **call.options()))

@@ -11,6 +11,7 @@ from parallm.device.memory import give_back_memory
 from parallm.device.thread import DeviceThread
 from parallm.engine.engine import Engine
 from parallm.engine.join_events import joined
+from parallm.engine.kv_memory import max_rows
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, ParallmError
 from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent, TrafficClass
 
@@ -25,6 +26,8 @@ class EngineStats:
     """Requests that wait for rows."""
     tokens_total: Mapping[TrafficClass, int]
     """Sampled tokens since the start."""
+    max_rows: int
+    """Completions that can decode at the same time."""
     kv_bytes: int
     """Bytes of keys, values and states that rows and prompts hold, as of the last unit of work."""
     kv_bytes_limit: int
@@ -78,6 +81,7 @@ class AsyncEngine:
             num_running=engine.num_running(),
             num_waiting=engine.num_waiting(),
             tokens_total=engine.num_tokens(),
+            max_rows=max_rows(engine.settings),
             kv_bytes=engine.memory.used,
             kv_bytes_limit=engine.memory.limit,
             num_preemptions=engine.room.num_preempted,
@@ -255,9 +259,10 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
     if num_prompt + sampling.max_tokens > engine.max_context:
         raise ContextTooLong(
             f"the prompt has {num_prompt} tokens and max_tokens is {sampling.max_tokens}; this model's maximum context "
-            f"length is {engine.max_context}; shorten them or raise engine.max_context",
+            f"length is {engine.max_context}; shorten them",
             "max_tokens",
             limit=engine.max_context,
+            setting="engine.max_context",
         )
     engine.memory.check(request)
 

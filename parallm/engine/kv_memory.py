@@ -66,9 +66,10 @@ class KvMemory:
         if self.needed(request) > self.limit:
             raise ContextTooLong(
                 f"the keys and values of {len(request.prompt_tokens)} prompt tokens and max_tokens="
-                f"{request.sampling.max_tokens} take {self.needed(request)} bytes; the limit is {self.limit}; shorten "
-                "them or raise engine.kv_cache_bytes",
+                f"{request.sampling.max_tokens} take {self.needed(request)} bytes; the limit is {self.limit}; "
+                "shorten them",
                 "max_tokens",
+                setting="engine.kv_cache_bytes",
             )
 
     def lower(self, requests: Iterable[GenerationRequest]) -> bool:

@@ -42,7 +42,7 @@ def _with_draft_model(settings: SpeculationSettings, model: SharedModel, max_con
     assert settings.draft_model is not None, "the settings are checked"
     name = f"engine.speculation.draft_model={settings.draft_model}"
     try:
-        draft = load_shared_model(ModelSettings(path=settings.draft_model))
+        draft = load_shared_model(ModelSettings(path=settings.draft_model, trust_remote_code=model.trusts_code))
     except ModelError as error:
         raise ConfigError(f"{name}: {error}") from error
     if not draft.batches_exactly:

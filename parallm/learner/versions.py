@@ -112,6 +112,15 @@ class Versions:
         self._optimizer.restore(optimizer_state)
         self._good = GoodState(adapter=adapter, optimizer=self._optimizer.state())
 
+    def renumber(self, version: int) -> Adapter:
+        """Call the newest version `version` from now on, which must be higher: its number means other weights by now.
+
+        Returns the version to publish.
+        """
+        self.adapter = replace(self.adapter, version=version, parent=self.adapter.version)
+        self._good = GoodState(adapter=self.adapter, optimizer=self._optimizer.state())
+        return self.adapter
+
     def roll_back(self) -> Adapter:
         """Undo the newest update: weights and moments are again those that it started from, with which it went well.
 

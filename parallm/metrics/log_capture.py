@@ -4,6 +4,8 @@ import logging
 import sys
 from collections.abc import Callable
 
+from parallm.json_log import is_json
+
 Emit = Callable[[str, int], None]
 """Shows one text of a log level."""
 OWN = "parallm"
@@ -12,9 +14,10 @@ PROGRESS = "parallm.progress"
 
 
 class LogCapture:
-    """Between `start` and `stop`, takes the place of the handlers that write to the console.
+    """Between `start` and `stop`, takes the place of the handlers that write text to the console.
 
-    Shows warnings of everybody and INFO of our own loggers. Both methods may be called twice.
+    Shows warnings of everybody and all that our own loggers let pass, unless all of it goes to the console as JSON.
+    Both methods may be called twice.
     """
 
     def __init__(self, emit: Emit) -> None:
@@ -28,10 +31,11 @@ class LogCapture:
         self._is_on = True
         named = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
         for logger in [logging.root, *named]:
-            for handler in [handler for handler in logger.handlers if writes_to_console(handler)]:
+            for handler in [handler for handler in logger.handlers if writes_text(handler)]:
                 self._taken.append((logger, handler))
                 logger.removeHandler(handler)
-        logging.root.addHandler(self._handler)
+        if not any(map(writes_json, logging.root.handlers)):
+            logging.root.addHandler(self._handler)
 
     def stop(self) -> None:
         """Put everything back as it was."""
@@ -53,12 +57,20 @@ class EmitHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_own = record.name.partition(".")[0] == OWN
-        if record.levelno < (logging.INFO if is_own else logging.WARNING) or record.name == PROGRESS:
+        if record.name == PROGRESS or (record.levelno < logging.WARNING and not is_own):
             return
         try:
             self._emit(self.format(record), record.levelno)
         except Exception:  # noqa: BLE001 - what logging asks of handlers: no log line may end the program
             self.handleError(record)
+
+
+def writes_text(handler: logging.Handler) -> bool:
+    return writes_to_console(handler) and not is_json(handler)
+
+
+def writes_json(handler: logging.Handler) -> bool:
+    return writes_to_console(handler) and is_json(handler)
 
 
 def writes_to_console(handler: logging.Handler) -> bool:

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class RunRecorder:
     """Writes each step when it is reported, so that a killed run has lost nothing but the step it was in.
 
-    The first step that is reported tells where the run goes on: what an interrupted run has written for this step
-    and later ones is dropped, so that no step stands twice in a file. Until then everything stays.
+    What an interrupted run has written of steps that come again is dropped, so that no step stands twice in a file and
+    none is counted that was lost: by `go_on_after`, else when the first step is reported.
     """
 
     def __init__(self, folder: Path, settings: MetricsSettings, config: Mapping[str, Any]) -> None:
@@ -44,6 +44,10 @@ class RunRecorder:
         if settings.wandb != "off":
             config, project = self._config, settings.wandb_project
             self._wandb = WandbRun(self.folder, mode=settings.wandb, project=project, config=config)
+
+    def go_on_after(self, step: int) -> None:
+        """The run goes on after `step`: drop what the files hold of later ones."""
+        self._go_on_from(step + 1)
 
     def step(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup] = ()) -> None:
         """Record one step and `samples_per_step` of its completions, from as many problems as possible."""

@@ -2,16 +2,15 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from parallm.errors import AdapterError, UnknownModel
 from parallm.model.adapter import Adapter
+from parallm.model.adapter_view import Entry, Key, View
 from parallm.model_names import check_name, is_number, latest_of, of_alias, plain, versioned
 from parallm.types import BASE, BEST, LATEST, POLICY, AdapterCard
 
-Key = tuple[str, int]
-"""Name and version."""
 RESERVED = {BASE, LATEST, BEST}
 """Names that no adapter can have: trainers and rollouts ask for them."""
 
@@ -34,7 +33,7 @@ class AdapterTable:
             check_name(name, taken=RESERVED)
         self._keep = keep
         self.policies = policies
-        self._view = _View()  # swapped whole, so that other threads never see a half-made change
+        self._view = View()  # swapped whole, so that other threads never see a half-made change
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
         self._num_swaps: Counter[str] = Counter()
@@ -54,7 +53,7 @@ class AdapterTable:
                     f"not {adapter.version}"
                 )
             check_name(adapter.name, taken=RESERVED | set(self._view.aliases))
-            entries = self._view.entries | {(adapter.name, adapter.version): _Entry(adapter)}
+            entries = self._view.entries | {(adapter.name, adapter.version): Entry(adapter)}
             newest_versions = self._view.newest | {adapter.name: adapter.version}
             served = self._view.served | ({adapter.name: adapter.version} if serve else {})
             self._highest[adapter.name] = adapter.version
@@ -121,10 +120,58 @@ class AdapterTable:
             )
 
     def hold(self, models: Iterable[str]) -> None:
-        """Keep the versions that these names mean now in memory, and no others of an earlier call."""
+        """Keep the versions that these names mean now in memory, and no others of an earlier call.
+
+        Names that mean nothing any more hold nothing.
+        """
         with self._lock:
-            found = [adapter for model in models if (adapter := self.resolve(model)) is not None]
+            found = [adapter for model in models if (adapter := self._known(model)) is not None]
             self._swap(replace(self._view, held=frozenset((one.name, one.version) for one in found)))
+
+    def copy(self) -> "AdapterTable":
+        """A table in the same state, in which changes can be tried out. It shares the arrays."""
+        tried = AdapterTable(self._keep, self.policies)
+        with self._lock:
+            tried._view, tried._highest, tried._dropped = self._view, dict(self._highest), set(self._dropped)
+        return tried
+
+    def restore(
+        self,
+        adapters: Iterable[Adapter],
+        *,
+        served: Mapping[str, int],
+        aliases: Mapping[str, Key],
+        held: Iterable[Key],
+        highest: Mapping[str, int],
+    ) -> None:
+        """Put versions of an earlier process back, older ones than the newest, too, in place of those of their numbers.
+
+        Bare names in `highest` mean what `served` says, others what they meant; no later version gets a number up to
+        the highest. `aliases` are plain names, `held` versions stay in memory until the next `hold`.
+        """
+        with self._lock:
+            view, found = self._view, {(one.name, one.version): Entry(one) for one in adapters}
+            newest = dict(view.newest)
+            for name, version in (*found, *highest.items()):
+                self._highest[name] = max(version, self._highest.get(name, 0))
+            for name, version in found:
+                newest[name] = max(version, newest.get(name, 0))
+            kept = {name: version for name, version in view.served.items() if name not in highest}
+            self._swap(
+                replace(
+                    view,
+                    entries=view.entries | found,
+                    newest=newest,
+                    served=kept | dict(served),
+                    aliases=view.aliases | dict(aliases),
+                    held=view.held | frozenset(held),
+                )
+            )
+
+    @property
+    def aliases(self) -> Mapping[str, Key]:
+        """By their plain names, all but that of the newest version."""
+        return dict(self._view.aliases)
 
     def resolve(self, model: str) -> Adapter | None:
         """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias; see `model_names`.
@@ -199,7 +246,13 @@ class AdapterTable:
         """How often each bare name has come to mean another version."""
         return dict(self._num_swaps)
 
-    def _pinned(self, view: "_View", name: str, number: str) -> Adapter | None:
+    def _known(self, model: str) -> Adapter | None:
+        try:
+            return self.resolve(model)
+        except UnknownModel:
+            return None
+
+    def _pinned(self, view: View, name: str, number: str) -> Adapter | None:
         if not is_number(number):
             raise UnknownModel(f"{number!r} in {name}@{number} is no version; there are {self._names(view)}")
         key = (name, int(number))
@@ -216,7 +269,7 @@ class AdapterTable:
             return None
         raise UnknownModel(f"no version {name}@{number}; there are {self._names(view)}")
 
-    def _swap(self, view: "_View") -> None:
+    def _swap(self, view: View) -> None:
         held = set(view.aliases.values()) | set(view.newest.items()) | set(view.served.items()) | view.held
         idle = sorted((key for key, entry in view.entries.items() if not entry.num_running), key=lambda key: -key[1])
         of_names = [[key for key in idle if key[0] == name] for name in view.newest]
@@ -228,56 +281,9 @@ class AdapterTable:
         self._num_swaps.update(name for name in before | after if before.get(name) != after.get(name))
         self._view = replace(view, entries=entries, unloaded=view.unloaded - dropped)
 
-    def _names(self, view: "_View") -> str:
+    def _names(self, view: View) -> str:
         """Every name that resolves, for messages."""
         pinned = [versioned(*key) for key in sorted(view.present())]
-        names = [BASE, *self.policies, *sorted(view.served), *sorted(view.aliases), *pinned]
+        latest = [of_alias(LATEST, name) for name in sorted(view.newest)]
+        names = [BASE, *self.policies, *sorted(view.served), *latest, *sorted(view.aliases), *pinned]
         return ", ".join(dict.fromkeys(names))
-
-
-@dataclass(slots=True)
-class _Entry:
-    adapter: Adapter
-    num_running: int = 0  # written only by acquire and release, under the table's lock
-
-    def card(self, view: "_View") -> AdapterCard:
-        adapter = self.adapter
-        return AdapterCard(
-            name=adapter.name,
-            version=adapter.version,
-            parent=adapter.parent,
-            step=adapter.step,
-            rank=adapter.rank,
-            alpha=adapter.alpha,
-            rslora=adapter.rslora,
-            is_dora=adapter.is_dora,
-            aliases=view.aliases_of((adapter.name, adapter.version)),
-            digest=adapter.digest,
-            num_running=self.num_running,
-            is_served=view.served.get(adapter.name) == adapter.version,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """One state of the table; never changed, only replaced."""
-
-    entries: dict[Key, _Entry] = field(default_factory=dict)
-    aliases: dict[str, Key] = field(default_factory=dict)
-    newest: dict[str, int] = field(default_factory=dict)
-    """Highest published version by name."""
-    served: dict[str, int] = field(default_factory=dict)
-    """What a bare name means; a name that is not there is the base if it is the policy, else unknown."""
-
-    held: frozenset[Key] = frozenset()
-    """Stay in memory though nothing else asks for them."""
-    unloaded: frozenset[Key] = frozenset()
-    """In memory for the sequences that run on them alone."""
-
-    def present(self) -> list[Key]:
-        """What new requests may ask for."""
-        return [key for key in self.entries if key not in self.unloaded]
-
-    def aliases_of(self, key: Key) -> tuple[str, ...]:
-        latest = (of_alias(LATEST, key[0]),) if key[1] == self.newest.get(key[0]) else ()
-        return latest + tuple(sorted(alias for alias, target in self.aliases.items() if target == key))

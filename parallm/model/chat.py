@@ -46,6 +46,12 @@ class ChatTokenizer:
         """Names that the chat template reads and a client may set."""
         return self.template.variables if self.has_chat_template else frozenset()
 
+    @property
+    def end_token(self) -> int:
+        """Token that ends a plain text. A chat template may end an answer with another token."""
+        own = self._tokenizer.eos_token_id
+        return int(own) if own in self.eos_token_ids else min(self.eos_token_ids)
+
     @cached_property
     def longest_token(self) -> int:
         """No token stands for more characters. As bytes of a byte-level vocabulary count, it may be fewer."""

@@ -14,11 +14,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from parallm.conversation import GrammarSource
 from parallm.errors import InvalidRequest
+from parallm.model.json_schema import enforceable
 from parallm.types import Grammar
 
 NUM_CACHED = 128
-WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between the tokens of JSON. With no bound, a model can write white space until its tokens are used up."""
 TEXT = r"/(.|\n)*/"
 BEHIND_REASONING = r"/[ \n]{0,4}/"
 
@@ -73,7 +72,10 @@ class GrammarCompiler:
         return self._compiled(source, reasoning if self._reasoning_marks else None)
 
     def _compile(self, source: GrammarSource, reasoning: bool | None) -> Grammar:
-        lark = self._lark(source, reasoning)
+        try:
+            lark = self._lark(source, reasoning)
+        except RecursionError as error:
+            raise InvalidRequest(f"{source.parameter} is nested too deeply; flatten it", source.parameter) from error
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(self._tokens, LLMatcher.grammar_from_lark(lark), log_level=0, limits=limits)
         if matcher.is_error():
@@ -84,7 +86,7 @@ class GrammarCompiler:
     def _lark(self, source: GrammarSource, reasoning: bool | None) -> str:
         match source.form:
             case "json":
-                rules = f"answer: %json {_bounded(source.text)}"
+                rules = f"answer: %json {enforceable(json.loads(source.text), source.whitespace)}"
             case "regex":
                 rules = f"answer: /{_slashed(source.text)}/"
             case "choice":
@@ -92,22 +94,22 @@ class GrammarCompiler:
                     json.dumps(choice, ensure_ascii=False) for choice in json.loads(source.text)
                 )
             case "calls":
-                rules = _calls(**json.loads(source.text))
+                rules = _calls(source.whitespace, **json.loads(source.text))
             case "text_and_calls":
-                rules = self._text_and_calls(source.parameter, **json.loads(source.text))
+                rules = self._text_and_calls(source, **json.loads(source.text))
         return "\n".join([f"start: {self._prefix(reasoning)} answer", rules, *self._reasoning_rules])
 
-    def _text_and_calls(self, parameter: str, functions: Sequence[dict[str, Any]], several: bool) -> str:
+    def _text_and_calls(self, source: GrammarSource, functions: Sequence[dict[str, Any]], several: bool) -> str:
         if self._call_marks is None:
             raise InvalidRequest(
-                f"{parameter}: strict functions need a model that writes its calls as JSON, or a tool_choice of "
+                f"{source.parameter}: strict functions need a model that writes its calls as JSON, or a tool_choice of "
                 "'required' or of one function; send strict false",
-                parameter,
+                source.parameter,
             )
         start, end = self._call_marks
         turn = f"turn: before WHITE? call WHITE? {self._special(end) or json.dumps(end)}"
         rules = [f"answer: turn{'*' if several else '?'} TEXT", turn, *self._up_to("before", start)]
-        return "\n".join([*rules, f"TEXT: {TEXT}", r"WHITE: /\n/", _functions(functions)])
+        return "\n".join([*rules, f"TEXT: {TEXT}", r"WHITE: /\n/", _functions(functions, source.whitespace)])
 
     def _up_to(self, rule: str, mark: str) -> Sequence[str]:
         """`rule` is any text up to and with the mark."""
@@ -144,27 +146,19 @@ class GrammarCompiler:
         return LLTokenizer(backend.to_str(), eos_token=self._eos_token_ids)
 
 
-def _calls(functions: Sequence[dict[str, Any]], several: bool) -> str:
+def _calls(whitespace: str | None, functions: Sequence[dict[str, Any]], several: bool) -> str:
     more = ' (", " call)*' if several else ""
-    return f'answer: "[" call{more} "]"\n{_functions(functions)}'
+    return f'answer: "[" call{more} "]"\n{_functions(functions, whitespace)}'
 
 
-def _functions(functions: Sequence[dict[str, Any]]) -> str:
+def _functions(functions: Sequence[dict[str, Any]], whitespace: str | None) -> str:
     """The rule `call`: a call of one of them."""
     rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(functions)))]
     for place, function in enumerate(functions):
         begin = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
         rules.append(f'call_{place}: {begin} arguments_{place} "}}"')
-        rules.append(f"arguments_{place}: %json {_bounded(json.dumps(function['parameters']))}")
+        rules.append(f"arguments_{place}: %json {enforceable(function['parameters'], whitespace)}")
     return "\n".join(rules)
-
-
-def _bounded(schema: str) -> str:
-    """The schema with a bound on the white space."""
-    value = json.loads(schema)
-    if isinstance(value, dict):
-        value["x-guidance"] = {"whitespace_pattern": WHITE_SPACE}
-    return json.dumps(value)
 
 
 def _slashed(regex: str) -> str:

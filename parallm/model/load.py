@@ -28,6 +28,7 @@ from parallm.model.chat import ChatTokenizer
 from parallm.model.cuda import on_cuda
 from parallm.model.fingerprint import fingerprint
 from parallm.model.lora import Binding
+from parallm.model.own_code import own_class, refuse_code, way_out
 from parallm.model.precision import cast, choose_dtype
 from parallm.model.quantized import arrange_quantized, check_experts
 from parallm.model.rotary import install_rotary
@@ -53,8 +54,9 @@ def load_shared_model(settings: ModelSettings) -> SharedModel:
     Raises ModelError naming the path and the way out, AdapterError for targets that the model does not have.
     """
     folder = find_folder(settings.path)
-    base, config = load_base(folder, settings.path)
-    return share_model(base, config, _load_tokenizer(folder, config), settings)
+    base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
+    tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
+    return share_model(base, config, tokenizer, settings)
 
 
 def share_model(
@@ -96,6 +98,7 @@ def share_model(
         joined=(),
         groups=(),
         batches_exactly=can_batch(base, model_type),
+        trusts_code=settings.trust_remote_code,
     )
     try:
         return _with_joined(_checked_split(model, model_type))
@@ -142,14 +145,23 @@ def _local_folder(path: str) -> Path | None:
     return None
 
 
-def load_base(folder: Path, path: str) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model with arrays that are read when they are needed, and its config. Raises ModelError."""
+def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    """mlx-lm's model with arrays that are read when they are needed, and its config. Raises ModelError.
+
+    `trusted` lets the folder's own code run.
+    """
     _check_complete(folder, path)
+    if not trusted:
+        refuse_code(folder, path)
     try:
-        return load_model(folder, lazy=True)
+        return load_model(folder, lazy=True, trust_remote_code=trusted)
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError) as error:
         # mlx-lm reports unknown architectures, missing tensors and broken files through all of these
         raise ModelError(f"model.path={path}: {folder} cannot be loaded: {_reason(error)}") from error
+    except Exception as error:
+        if own_class(folder) is None:
+            raise
+        raise ModelError(f"model.path={path}: {folder}/{own_class(folder)} fails: {_reason(error)}") from error
 
 
 def read_model_type(path: str) -> str:
@@ -175,10 +187,13 @@ def _check_complete(folder: Path, path: str) -> None:
         raise ModelError(f"model.path={path}: {folder} has no model*.safetensors; copy or download it again")
 
 
-def _load_tokenizer(folder: Path, config: dict[str, Any]) -> ChatTokenizer:
+def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> ChatTokenizer:
+    code = {"trust_remote_code": trusted}  # transformers would ask on the terminal if nothing was said
     try:
-        return ChatTokenizer(load_tokenizer(folder, eos_token_ids=_as_list(config.get("eos_token_id"))))
+        return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=_as_list(config.get("eos_token_id"))))
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+        if not trusted and "trust_remote_code" in str(error):
+            raise ModelError(f"{folder}: the tokenizer {way_out('auto_map in its configuration')}") from error
         raise ModelError(f"{folder}: the tokenizer cannot be loaded: {_reason(error)}") from error
 
 

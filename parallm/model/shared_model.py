@@ -54,6 +54,8 @@ class SharedModel:
     """Sites whose outputs are computed at once, with MLX's CUDA build; see `SiteGroup`."""
     batches_exactly: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""
+    trusts_code: bool = False
+    """Whether code that came with the model, or with a draft model beside it, may run."""
 
     def hidden(self, tokens_BT: mx.array, cache: Sequence[Any] | None, view: View | None) -> mx.array:
         """Hidden states (B, T, H) before the head; `cache` is written as mlx-lm's models do.

@@ -48,15 +48,15 @@ class LiveSettings:
     """How long a reward waits for others. Then a group of fewer than `group_size` counts, two at least, and a step
     begins with fewer groups than `problems_per_step`, one at least."""
     max_trajectories: int = Field(default=4096, ge=1)
-    """Trajectories in the buffer; the oldest go first."""
+    """Trajectories in the buffer; the oldest go first, and those with a reward last."""
     max_age_seconds: float = Field(default=3600.0, gt=0)
-    """Older trajectories leave the buffer, with a reward or without."""
+    """Older trajectories leave the buffer, with a reward or without. Time between two processes does not count."""
     max_metadata_bytes: int = Field(default=4096, ge=0)
     """Bytes of the metadata of one trajectory, as JSON."""
     weights: dict[str, float] = Field(default_factory=dict)
     """Weights of reward parts by name; a part that is not named weighs 1."""
     scoring_functions: dict[str, str] = Field(default_factory=dict)
-    """Names that clients may ask for, each with `package.module:function`."""
+    """Names that clients may ask for beside those of environments, each with `package.module:function`."""
 
 
 @settings

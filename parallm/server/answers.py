@@ -30,6 +30,8 @@ class Head:
     """Where the client wants the policy to learn from this answer."""
     usage_in_chunks: bool = False
     """Each chunk tells the tokens so far, of all choices together."""
+    num_running: int = 0
+    """Completions that decoded when the request came."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `Echo` that every chunk carries."""
 

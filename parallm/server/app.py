@@ -21,6 +21,8 @@ from parallm.server.connection import error_response
 from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
 from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
 from parallm.server.control.routes_engine import engine_routes, queue_routes
+from parallm.server.control.routes_scores import score_routes
+from parallm.server.control.routes_shares import share_routes
 from parallm.server.control.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
@@ -32,6 +34,7 @@ from parallm.server.control.warm_up import warm_up_routes
 from parallm.server.control.witnesses import Witness, told_to
 from parallm.server.dialects.routes_data import data_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
+from parallm.server.engine_face import SteerableEngine
 from parallm.server.failures import failure, failure_of
 from parallm.server.openai.routes_generation import generation_routes
 from parallm.server.openai.routes_responses import response_routes
@@ -49,7 +52,15 @@ from parallm.server.operation.traces import Traces
 from parallm.server.reference.openapi import openapi_document
 from parallm.server.reference.page import docs_page
 from parallm.server.routes_status import status_routes
-from parallm.server.service import Adapters, Service, SteerableEngine, Tokenizer, Training, Trajectories
+from parallm.server.service import (
+    Adapters,
+    Device,
+    RewardModels,
+    Service,
+    Tokenizer,
+    Training,
+    Trajectories,
+)
 from parallm.server.settings import ServerSettings
 from parallm.types import POLICY, AdapterCard
 
@@ -64,13 +75,15 @@ def create_app(
     base_name: str,
     policies: tuple[str, ...] = (POLICY,),
     keys: tuple[StoredKey, ...] = (),
-    device_seconds: Callable[[], Mapping[str, float]] = dict,
+    device: Device | None = None,
     traces: Traces | None = None,
     adapters: Adapters | None = None,
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
     witnesses: Mapping[str, Witness] | None = None,
     swaps: Callable[[], Mapping[str, int]] = dict,
+    reward_models: Callable[[], RewardModels] = dict,
+    sampling_defaults: Mapping[str, float] | None = None,
 ) -> FastAPI:
     """OpenAI-compatible HTTP over `engine`. All routes run on the event loop and none blocks it for long.
 
@@ -80,7 +93,9 @@ def create_app(
     """
     meters, doors = Meters(base_name), Doors()
     statistics = Statistics(catalog)
-    splits = Splits(catalog, policies) if adapters is None else Splits(catalog, policies, adapters.hold)
+    splits = Splits(catalog, policies)
+    if adapters is not None:
+        splits = Splits(catalog, policies, adapters.set_splits, adapters.splits)
     steering = SteeredEngine(engine, told_to(witnesses or {}, catalog, policies, statistics.count))
     service = Service(
         engine=MeteredEngine(steering, meters, settings, traces, catalog),
@@ -94,9 +109,11 @@ def create_app(
         bodies=BodyBudget(settings.max_body_bytes),
         trajectories=trajectories or {},
         routed=splits.routed,
-        device_seconds=device_seconds,
+        device=device,
         note_trajectory=statistics.note_trajectory,
         swaps=swaps,
+        reward_models=reward_models,
+        sampling_defaults=sampling_defaults or {},
     )
     for taker in service.trajectories.values():
         taker.listen(statistics.reward_trajectory)
@@ -118,7 +135,7 @@ def create_app(
         generation_routes(service),
         response_routes(service),
         status_routes(service),
-        operation_routes(service, doors, meters.registry),
+        operation_routes(service, doors, meters.registry, steering),
         data_routes(service),
         identity_routes(service),
         absent_routes(),
@@ -132,6 +149,8 @@ def create_app(
         warm_up_routes(service),
         split_routes(service, splits, statistics),
         statistics_routes(splits, statistics),
+        share_routes(service),
+        score_routes(service),
         reward_routes(service, statistics),
     )
     check_roles(routers)

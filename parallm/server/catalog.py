@@ -41,6 +41,17 @@ def resolved_to(name: str, version: int | None, cards: Sequence[AdapterCard]) ->
     return versioned(POLICY if is_alias and "@" not in wanted else wanted.partition("@")[0], version)
 
 
+def served_policy(service: Service) -> str:
+    """Return the policy of requests that name none: the only one, or the first of several."""
+    return service.policies[0] if service.policies else BASE
+
+
+def served_version(service: Service) -> int:
+    """Return the version that the bare name of that policy means; 0 for the base."""
+    card = card_of(served_policy(service), service.catalog())
+    return 0 if card is None else card.version
+
+
 def model_list(service: Service) -> ModelList:
     """The policies, the base, other names of adapters (the version that is served), aliases, and every version.
 

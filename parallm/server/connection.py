@@ -38,15 +38,23 @@ async def read_body(
     Raises BodyTooSlow. `grow` gets the number of bytes that are there.
     """
     body = bytearray()
+    async for chunk in bounded_chunks(http, max_bytes, setting):
+        body += chunk
+        grow(len(body))
+    return bytes(body)
+
+
+async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGenerator[bytes, None]:
+    """Yield the body as it arrives. Raises BodyTooLarge and BodyTooSlow as `read_body` does."""
+    num_bytes = 0
     too_large = BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
     if max_bytes < announced_bytes(http.headers) < math.inf:
         raise too_large
     async for chunk in timely_chunks(http):
-        body += chunk
-        if len(body) > max_bytes:
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
             raise too_large
-        grow(len(body))
-    return bytes(body)
+        yield chunk
 
 
 async def timely_chunks(http: Request) -> AsyncGenerator[bytes, None]:
@@ -119,7 +127,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         if working.done():
             return working.result()
         if watching.cancelled():
-            raise Draining("the server has ended before the answer was complete; ask again, another one or later", 1)
+            raise Draining("the server shut down before the answer was complete; send the request again", 1)
         if watching.done():
             raise ClientDisconnect
         raise DeadlineExceeded(

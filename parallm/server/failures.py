@@ -10,8 +10,10 @@ from parallm.errors import (
     ContextTooLong,
     EngineFull,
     EngineStopped,
+    FolderInUse,
     InvalidRequest,
     NotFinite,
+    NotStored,
     ParallmError,
     Unavailable,
     UnknownModel,
@@ -46,6 +48,10 @@ class ForeignHost(NotAllowed):
     """The request calls this server by a name that is not one of its own."""
 
 
+class UnknownRequest(ParallmError):
+    """No request of that id is under way, or none that this key may see."""
+
+
 class Draining(ParallmError):
     """The server ends and takes no new requests; another one may be there after `seconds`."""
 
@@ -73,7 +79,7 @@ def failure_of(error: Exception) -> Failure:
         case BodyTooLarge():
             return failure(413, str(error), code="request_too_large")
         case ContextTooLong():
-            return failure(400, str(error), param=error.parameter, code="context_length_exceeded")
+            return failure(400, error.for_clients, param=error.parameter, code="context_length_exceeded")
         case InvalidRequest():
             return failure(400, str(error), param=error.parameter, code="invalid_value")
         case BodyTooSlow():
@@ -82,6 +88,8 @@ def failure_of(error: Exception) -> Failure:
             return failure(404, str(error), param="model", code="model_not_found")
         case UnknownTrajectory():
             return failure(404, str(error), param="id", code="trajectory_not_found")
+        case UnknownRequest():
+            return failure(404, str(error), param="request_id", code="request_not_found")
         case EngineFull():
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
             return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)
@@ -114,8 +122,12 @@ def _failure_of_access(error: Exception) -> Failure | None:
 
 def _failure_of_control(error: Exception) -> Failure | None:
     match error:
+        case FolderInUse():
+            return failure(409, str(error), code="folder_in_use")
         case Unavailable():
             return failure(409, str(error), code="unavailable")
+        case NotStored():
+            return failure(507, str(error), kind="server_error", code="not_stored")
         case CheckpointError():
             return failure(500, str(error), kind="server_error", code="checkpoint_failed")
         case AdapterMissing():

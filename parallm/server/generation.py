@@ -15,8 +15,9 @@ from parallm.server.answer_schemas import ChatAnswer, ChatChunk, CompletionAnswe
 from parallm.server.answers import Answers, Head, WholeAnswers, version_of
 from parallm.server.catalog import resolved, resolved_to
 from parallm.server.connection import json_response, while_connected
+from parallm.server.engine_face import Engine
 from parallm.server.merge import merged
-from parallm.server.service import Engine, Service
+from parallm.server.service import Service
 from parallm.server.sse import DONE, EventStream, encode_events, failed
 from parallm.server.worker_pool import SECONDS_A_LOGPROB
 from parallm.types import Completion, GenerationRequest, TokenEvent
@@ -63,6 +64,7 @@ async def respond_whole(service: Service, http: Request, answers: WholeAnswers) 
     whole = await service.workers.run_if_long(partial(answers.whole, model, completions), seconds=seconds)
     ended = [(prompt, completion) for prompt, group in enumerate(completions) for completion in group]
     (whole,) = _echoing(answers, [_recorded(answers.head, whole, ended)])
+    await _written(answers.head)
     return await service.workers.run_if_long(partial(json_response, whole), seconds=seconds)
 
 
@@ -109,10 +111,13 @@ async def _encoded(service: Service, answers: Answers, begun: Beginning) -> Asyn
         opening = _counting(answers, answers.opening(model), num_tokens)
         num_tokens += _noted(ended, *first)
         chunks = _counting(answers, _chunks(service, answers, model, *first), num_tokens)
+        await _written(answers.head)
         yield encode_events(_echoing(answers, [*opening, *chunks]))
         async for prompt, event in begun.events:
             num_tokens += _noted(ended, prompt, event)
             if chunks := _chunks(service, answers, model, prompt, event):
+                if event.completion is not None:
+                    await _written(answers.head)
                 yield encode_events(_echoing(answers, _counting(answers, chunks, num_tokens)))
         if answers.head.usage_chunk:
             yield encode_events(_echoing(answers, [answers.usage_chunk(model, answers.head.whole_usage(ended))]))
@@ -153,6 +158,12 @@ def _chunks(service: Service, answers: Answers, model: str, prompt: int, event: 
         final = answers.final_chunk(model, prompt, event.completion)
         chunks.append(_recorded(answers.head, final, [(prompt, event.completion)]))
     return chunks
+
+
+async def _written(head: Head) -> None:
+    """A client that knows a trajectory's id can rely on it."""
+    if head.recorder is not None:
+        await head.recorder.written()
 
 
 def _recorded(head: Head, answer: BaseModel, ended: Sequence[tuple[int, Completion]]) -> BaseModel:

@@ -7,15 +7,20 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from parallm.reports import TrainingStatus
-from parallm.server.catalog import model_entry, model_list
+from parallm.server.catalog import card_of, model_entry, model_list, served_policy
 from parallm.server.connection import json_response
+from parallm.server.lora_adapter import checkpoint_names
 from parallm.server.service import Service
+
+OVER = ("serving", "finished", "failed")
+"""States without further steps."""
 
 
 def status_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
+    @router.get("/models")
     async def models() -> Response:
         """Every name that `model` may be: the base, adapters, their versions and aliases."""
         return json_response(model_list(service))
@@ -34,8 +39,30 @@ def status_routes(service: Service) -> APIRouter:
     return router
 
 
-def status_answer(service: Service) -> Response:
-    return _json(_plain(service.status()))
+def status_answer(service: Service, **more: object) -> Response:
+    """Return the status, and `more` fields of a route."""
+    return _json(_plain(told_status(service)) | more)
+
+
+def told_status(service: Service) -> TrainingStatus:
+    """Return the trainer's status with the fields that the catalog and the device know."""
+    status = service.status()
+    if not status.policies:
+        return _with_page(service, status, served_policy(service))
+    policies = {name: _with_page(service, own, name) for name, own in status.policies.items()}
+    return dataclasses.replace(_with_page(service, status, served_policy(service)), policies=policies)
+
+
+def _with_page(service: Service, status: TrainingStatus, policy: str) -> TrainingStatus:
+    card, traffic = card_of(policy, service.catalog()), service.trajectories.get(policy)
+    return dataclasses.replace(
+        status,
+        training_enabled=status.state not in OVER,
+        current_lora=None if card is None else f"checkpoint-{card.version}",
+        available_checkpoints=tuple(checkpoint_names(service, policy)),
+        trajectories_collected=status.trajectories_collected if traffic is None else traffic.report().num_collected,
+        shares={} if service.device is None else dict(service.device.shares()),
+    )
 
 
 def _plain(status: TrainingStatus) -> dict[str, object]:

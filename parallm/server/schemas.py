@@ -65,18 +65,31 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=
 
 
 class StructuredOutputs(Wire):
-    """vLLM's ways to say what the text must look like: exactly one of them."""
+    """vLLM's forms of a text, at most one, and options for JSON."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Choices | None = None
     json_object: Literal[True] | None = None
+    disable_any_whitespace: bool = False
+    """JSON without white space; otherwise at most one space or line end stands between two tokens."""
+    whitespace_pattern: str | None = None
+    """Regular expression of the white space between two tokens of JSON."""
+    disable_fallback: bool = False
+    """Accepted and unused: there is no other backend to fall back to."""
+    disable_additional_properties: Literal[False] = False
+    grammar: None = None
+    structural_tag: None = None
+    """These three are not supported."""
 
 
 class GenerationBody(Wire):
     """What both kinds of request share."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
+    lora_adapter: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """Adapter that answers, beside a `model` that names the base: `checkpoint-12` (version 12 of the policy),
+    `best-performance`, `latest`, or the name of another adapter."""
     n: Annotated[int, Field(ge=1, le=LARGEST_INT)] = 1
     max_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -123,6 +136,7 @@ class GenerationBody(Wire):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Choices | None = None
+    guided_whitespace_pattern: str | None = None
     """The older names of what is in `structured_outputs`."""
     collect_trajectory: bool = False
     """Let the policy learn from these completions, by rewards that come later or from `scoring_function`."""

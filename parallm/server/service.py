@@ -1,83 +1,24 @@
 """What the routes need from the rest of the program, as narrow faces: no import of MLX, none of the trainer."""
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.server.body_budget import BodyBudget
+from parallm.server.engine_face import Engine
 from parallm.server.settings import ServerSettings
 from parallm.server.worker_pool import WorkerPool
-from parallm.types import AdapterCard, Completion, GenerationRequest, Grammar, TokenEvent, TrafficClass
-
-
-class EngineLoad(Protocol):
-    """Completions that run and requests that wait."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def tokens_total(self) -> Mapping[TrafficClass, int]: ...
-    @property
-    def kv_bytes(self) -> int: ...
-    @property
-    def kv_bytes_limit(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def prompt_tokens_total(self) -> int: ...
-    @property
-    def cached_prompt_tokens_total(self) -> int: ...
-    @property
-    def num_drafts(self) -> int: ...
-    @property
-    def draft_tokens_total(self) -> int: ...
-    @property
-    def accepted_draft_tokens_total(self) -> int: ...
-
-
-class Engine(Protocol):
-    """The face of `engine.async_engine.AsyncEngine` that the server uses."""
-
-    @property
-    def max_context(self) -> int: ...
-    @property
-    def is_alive(self) -> bool: ...
-
-    async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """All `n` completions. Cancelling the caller aborts the request."""
-        ...
-
-    def stream(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-        """Events of all `n` completions, interleaved. Closing it aborts the request."""
-        ...
-
-    def stats(self) -> EngineLoad: ...
-
-    async def ping(self) -> None:
-        """Returns when the device thread has come by. Raises EngineStopped."""
-        ...
-
-
-class SteerableEngine(Engine, Protocol):
-    """What `SteeredEngine` needs of the engine beyond that."""
-
-    async def cancel(self, request_ids: Collection[str]) -> int:
-        """End requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""
-        ...
-
-    async def hold(self) -> None:
-        """Freeze serving traffic where it is, until `release`."""
-        ...
-
-    async def release(self) -> None: ...
-
-    async def reset_caches(self) -> None:
-        """Forget what only saves work."""
-        ...
+from parallm.types import (
+    AdapterCard,
+    Completion,
+    GenerationRequest,
+    Grammar,
+    Message,
+    Prompted,
+)
+from parallm.updates import GivenTrajectory, GivenUpdate
 
 
 class OutputReader(Protocol):
@@ -121,6 +62,11 @@ class Tokenizer(TokenTexts, Protocol):
         ...
 
     @property
+    def end_token(self) -> int:
+        """Token that ends a plain text."""
+        ...
+
+    @property
     def longest_token(self) -> int:
         """No token stands for more characters."""
         ...
@@ -128,6 +74,14 @@ class Tokenizer(TokenTexts, Protocol):
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]: ...
     def encode_more(self, text: str) -> tuple[int, ...]:
         """Of text that follows other text."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return plain messages and the beginning of an answer. Raises InvalidRequest."""
+        ...
+
+    def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
+        """Return the answer after that beginning, with the token that ends it. Raises InvalidRequest."""
         ...
 
     def encode_prompt(
@@ -149,7 +103,10 @@ class Tokenizer(TokenTexts, Protocol):
 
 
 class Adapters(Protocol):
-    """The face of `checkpoint.adapter_store.AdapterStore` that the server uses. Raises AdapterError, UnknownModel."""
+    """The face of `checkpoint.adapter_store.AdapterStore` that the server uses.
+
+    All changes raise AdapterError, UnknownModel, and NotStored or FolderInUse where they could not outlive the process.
+    """
 
     async def load(self, name: str, path: str) -> AdapterCard:
         """Load a folder as the next version of `name` and serve it. Raises AdapterMissing, too."""
@@ -161,13 +118,47 @@ class Adapters(Protocol):
         """The served version with these tensors in place of its own, as the next version."""
         ...
 
-    def unload(self, name: str, version: int | None = None) -> None: ...
-    def promote(self, name: str, version: int) -> None: ...
-    def roll_back(self, name: str) -> int: ...
-    def set_alias(self, alias: str, name: str, version: int) -> None: ...
-    def remove_alias(self, alias: str, name: str) -> None: ...
-    def hold(self, models: Iterable[str]) -> None:
-        """Keep what these names mean in memory, and nothing of an earlier call."""
+    async def unload(self, name: str, version: int | None = None) -> None: ...
+    async def promote(self, name: str, version: int) -> None: ...
+    async def roll_back(self, name: str) -> int: ...
+    async def set_alias(self, alias: str, name: str, version: int) -> None: ...
+    async def remove_alias(self, alias: str, name: str) -> None: ...
+    async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep the models of these splits in memory, and nothing for the sake of splits before."""
+        ...
+
+    @property
+    def splits(self) -> Mapping[str, Mapping[str, float]]:
+        """Those that an earlier process has left."""
+        ...
+
+
+Rate: TypeAlias = Callable[[Sequence[Prompted]], Awaitable[list[float]]]
+"""Scores of all completions, in the order of the prompts and of each prompt's completions."""
+RewardModels: TypeAlias = Mapping[str, Rate]
+
+
+class Device(Protocol):
+    """The face of `device.device_report.DeviceReport` that the server uses."""
+
+    def seconds(self) -> Mapping[str, float]:
+        """Return seconds by kind of work, since the start."""
+        ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes of arrays: `active`, `peak`, `cache`."""
+        ...
+
+    def usage(self) -> Mapping[str, float]:
+        """Return the shares of the last second in which `process`, `machine` and `accelerator` were busy, if known."""
+        ...
+
+    def shares(self) -> Mapping[str, float]:
+        """Return `serving_share` and `engine_share`."""
+        ...
+
+    def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:
+        """Change the shares; None leaves a share as it is."""
         ...
 
 
@@ -180,8 +171,18 @@ class Training(Protocol):
 
     def resume(self, policy: str | None) -> None: ...
 
-    async def step(self, policy: str | None) -> None:
-        """Wait for one more step: a new one where paused, which stays so, else the one at work."""
+    async def step(self, policy: str | None, checkpoint_name: str | None = None) -> Mapping[str, str]:
+        """Wait for a new step where training is paused, which it stays, or else for the present step.
+
+        Then save under `checkpoint_name`, if given. Returns the folders by policy. Raises InvalidRequest,
+        CheckpointError.
+        """
+        ...
+
+    async def train_on(
+        self, policy: str | None, given: Sequence[GivenTrajectory], *, serve: bool | None, checkpoint_name: str | None
+    ) -> GivenUpdate:
+        """Make one update on these after the present step. Raises InvalidRequest, CheckpointError."""
         ...
 
     async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
@@ -207,8 +208,16 @@ class Trajectories(Protocol):
         """Take in a completion of a request that `check` let pass; False for one that nothing can be learned from."""
         ...
 
+    def knows(self, trajectory_id: str) -> bool:
+        """Whether a trajectory has this id, or had it not long ago."""
+        ...
+
     def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:
         """Returns the sum. Raises UnknownTrajectory, Unavailable, InvalidRequest."""
+        ...
+
+    async def written(self) -> None:
+        """Wait until the end of the process would lose no completion and no reward so far. Raises NotStored."""
         ...
 
     def report(self) -> TrajectoryReport: ...
@@ -231,13 +240,16 @@ class Service:
     """Names that are the base until their first version is published."""
     started: int
     """Unix seconds."""
-    device_seconds: Callable[[], Mapping[str, float]]
-    """By kind of work, since the start."""
     bodies: BodyBudget
+    device: Device | None = None
     trajectories: Mapping[str, Trajectories] = field(default_factory=dict)
     """By policy, of those that learn from what clients ask for."""
     note_trajectory: Callable[[str, GenerationRequest, Completion], None] = lambda *_: None
     """Told of each trajectory's id."""
+    reward_models: Callable[[], RewardModels] = dict
+    """Loaded reward models, by name."""
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """Sampling defaults of OpenAI's routes, by the names of their fields."""
     swaps: Callable[[], Mapping[str, int]] = dict
     """How often the bare name of each adapter has come to mean another version."""
     workers: WorkerPool = field(default_factory=WorkerPool)

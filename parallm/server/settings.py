@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from parallm.settings import settings
 
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}$")]
 KeyRole = Literal["inference", "training", "admin"]
 """What a key is good for; each includes those before it. `roles.py` says which route needs which."""
 
@@ -38,6 +39,24 @@ def _check_host(name: str) -> str:
     if not re.fullmatch(r"\*|[A-Za-z0-9._-]+", name):
         raise ValueError("should be a name without scheme and port, such as llm.example.org, or *")
     return name
+
+
+@settings
+class SamplingDefaults:
+    """Sampling parameters of requests that do not set them; null: the API's default."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    """Sampling temperature, 0 for greedy; null: 1."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Probability mass of the likeliest tokens to sample from; null: 1, off."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Number of likeliest tokens to sample from; null: 0, off."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Minimum probability of a sampled token, as a share of the likeliest token's; null: 0, off."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    """Divisor of the logits of tokens in the prompt or the text so far; null: 1, off."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Limit of a completion, in place of `server.default_max_tokens`; null: that."""
 
 
 @settings
@@ -93,6 +112,12 @@ class ServerSettings:
     """Most alternatives per token of which a client may ask the log-probs."""
     max_stop: int = Field(default=16, ge=1)
     """Most stop strings of a request."""
+    generation_config: str = "parallm"
+    """Source of sampling defaults for `/v1/completions`, `/v1/chat/completions` and `/v1/responses`: `parallm` (as in
+    OpenAI's API), `auto` (the model's generation_config.json), or a folder with that file. Rollouts and requests with
+    `collect_trajectory` use none."""
+    override_generation_config: SamplingDefaults = SamplingDefaults()
+    """Sampling defaults that win over those of `server.generation_config`."""
     default_max_tokens: int = Field(default=512, ge=1)
     """`max_tokens` of requests that name none; less where the context ends before."""
     """For requests that name no `max_tokens`; less where the context ends before."""
@@ -104,9 +129,18 @@ class ServerSettings:
     """Bytes of a schema, a regular expression, choices, or the schemas of all tools that a model is made to call."""
     max_grammar_seconds: float = Field(default=10.0, gt=0)
     """Seconds to prepare a grammar. It is done beside the event loop, so other requests go on."""
+    reward_model: str | None = None
+    """Reward model of `POST /v1/rewards/score`, under the name `reward`: a run (its best version), RUN@VERSION, a
+    checkpoint or an adapter; null: the reward models of rollouts alone."""
     adapters_root: str | None = None
     """The only folder that clients may load adapters from by path; null: none."""
     max_adapter_bytes: int = Field(default=512 * 1024 * 1024, ge=1024)
     """Weights of an adapter that is loaded or uploaded; larger uploads are cut off."""
+    adapters: dict[AdapterName, str] = Field(default_factory=dict)
+    """Adapters to serve from the start, by name: a folder of an adapter, a checkpoint or a run, of which the best
+    version counts, or RUN@VERSION."""
+    state: str = "auto"
+    """What clients with the role admin set (adapters, aliases, splits, what names mean) is kept for the next process:
+    `auto` in the run folder while training, else in checkpoints/NAME; a folder; or `off`."""
     max_adapters: int = Field(default=64, ge=1)
     """Names of adapters in memory that clients may fill."""

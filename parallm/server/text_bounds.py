@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from parallm.errors import ContextTooLong
 from parallm.server.service import Tokenizer
 
+SETTING = "engine.max_context"
 USUAL_CHARACTERS = 8
 """A token of a usual text has fewer. A text with more per token of the context is first encoded in pieces."""
 PIECE = 4096
@@ -29,8 +30,9 @@ def check_texts(texts: Sequence[str], name: str, tokenizer: Tokenizer, max_conte
     if number > longest * max_context:
         raise ContextTooLong(
             f"{name} has {number} characters and this model's maximum context length is {max_context} tokens, which "
-            f"have at most {longest * max_context}; shorten it or raise engine.max_context",
+            f"have at most {longest * max_context}; shorten it",
             name,
+            setting=SETTING,
         )
     _check_pieces(texts, name, tokenizer.encode_more, max_context)
 
@@ -39,9 +41,9 @@ def check_items(items: object, what: str, name: str, max_context: int) -> None:
     """Raises ContextTooLong for a list of more token ids, or more messages, than the context has tokens."""
     if isinstance(items, list) and (number := len(items)) > max_context:
         raise ContextTooLong(
-            f"{name} has {number} {what} and this model's maximum context length is {max_context} tokens; shorten it "
-            "or raise engine.max_context",
+            f"{name} has {number} {what} and this model's maximum context length is {max_context} tokens; shorten it",
             name,
+            setting=SETTING,
         )
 
 
@@ -53,6 +55,7 @@ def _check_pieces(texts: Sequence[str], name: str, encode: Callable[[str], Seque
             if num_tokens > CERTAIN * max_context:
                 raise ContextTooLong(
                     f"{name} has more than {num_tokens} tokens and this model's maximum context length is "
-                    f"{max_context}; shorten it or raise engine.max_context",
+                    f"{max_context}; shorten it",
                     name,
+                    setting=SETTING,
                 )

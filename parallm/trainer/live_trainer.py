@@ -33,8 +33,8 @@ class Source(Protocol):
         """Whether a step may begin; lets go what is more than `limit` versions older than `version`."""
         ...
 
-    def take(self) -> Taken:
-        """What the next step is about, after `is_ready`."""
+    def take(self, step: int) -> Taken:
+        """What `step` is about, after `is_ready`."""
         ...
 
 
@@ -70,7 +70,7 @@ class LiveTrainer(Loop):
 
     async def _one_step(self) -> Verdict:
         began = time.perf_counter()
-        taken, version = self._source.take(), self._parts.learner.adapter.version
+        taken, version = self._source.take(self._step + 1), self._parts.learner.adapter.version
         collection = Collection(first=taken.groups, sampled=taken.groups, seconds=began - self._last_end)
         self._set("updating")
         update = await self._update(taken.with_signal, max_tokens=self._rollout.max_tokens)

@@ -9,13 +9,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import CheckpointError, TrainingStopped, Unavailable
 from parallm.metrics.step import StepMetrics
-from parallm.reports import TrainingStatus, UpdateReport
+from parallm.model.adapter import Adapter
+from parallm.reports import State, TrainingStatus, UpdateReport
 from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.guard import Guard, Verdict
 from parallm.trainer.pacing import Pacing
@@ -27,8 +29,6 @@ from parallm.trainer.settings import TrainerSettings
 from parallm.types import BEST, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
-
-State = Literal["serving", "starting", "collecting", "updating", "evaluating", "saving", "paused", "finished", "failed"]
 
 
 class Loop(ABC):
@@ -46,7 +46,7 @@ class Loop(ABC):
         self._publication = Publication(parts.adapters, parts.policy, settings)
         self._guard = Guard(settings.guard, compares=compares)
         self._recovery = Recovery(parts, self._guard, self._publication)
-        self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every)
+        self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every, on_save=self._on_save)
         self._stopping = asyncio.Event()
         self.pacing = Pacing(self._save_now)
         self._step = 0  # finished steps
@@ -66,6 +66,9 @@ class Loop(ABC):
         """Whether there is something to train on, for loops that wait for others to bring it."""
         return True
 
+    def _on_save(self, step: int) -> None:  # noqa: B027  # most loops need not know
+        """A checkpoint holds what the steps until `step` have learned."""
+
     async def _give_up_work_ahead(self) -> None:  # noqa: B027  # most loops have none
         """Drop what is under way for later steps: the run ends, or the version it was made with was undone."""
 
@@ -84,6 +87,11 @@ class Loop(ABC):
             counters["publication"] = {**counters["publication"], "best": None}
         self._publication.resume(counters["publication"], BEST)
 
+    def renumbered(self, adapter: Adapter) -> None:
+        """The learner has given its newest version this higher number."""
+        self._version = adapter.version
+        self._publication.renumbered(adapter)
+
     def stop(self) -> None:
         """Finish the present step, or drop the present evaluation; save, and leave."""
         self._stopping.set()
@@ -92,6 +100,11 @@ class Loop(ABC):
     @property
     def was_stopped(self) -> bool:
         return self._stopping.is_set()
+
+    @property
+    def num_saves(self) -> int:
+        """Checkpoints that this process has written."""
+        return self._saver.num_saves
 
     async def run(self) -> None:
         """Raises TrainingStopped when going on makes no sense, and whatever a part raises.
@@ -142,8 +155,33 @@ class Loop(ABC):
     def _is_over(self) -> bool:
         return self.was_stopped or self._step >= self._settings.steps or self._evaluations.is_hopeless
 
-    async def _update(self, groups: Sequence[TrajectoryGroup], *, max_tokens: int) -> UpdateReport:
-        """Train on `groups` and publish the new version, if there is one: none where no weight has moved."""
+    async def update_between_steps(
+        self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None
+    ) -> UpdateReport:
+        """Train on `groups` without counting a step. Called by `Pacing.between_steps`."""
+        self._set("updating")
+        report = await self._update(groups, max_tokens=max_tokens, serve=serve)
+        self._version, self._has_updated = self._parts.learner.adapter.version, False
+        if report.skipped is None:
+            self._saver.forget()
+        return report
+
+    def check_name(self, name: str) -> None:
+        """Raise InvalidRequest if no checkpoint can be saved under this name."""
+        self._parts.checkpoints.check_name(name)
+
+    async def save_as(self, name: str) -> Path:
+        """Save as a named checkpoint. Called by `Pacing.between_steps`. Raises CheckpointError."""
+        self._set("saving")
+        return await self._saver.save_as(name)
+
+    async def _update(
+        self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None = None
+    ) -> UpdateReport:
+        """Train on `groups` and publish the new version, if there is one: none where no weight has moved.
+
+        `serve` as in `Publication.publish`.
+        """
         units: Iterator[UpdateReport | None] = self._parts.learner.update(
             groups, step=self._step, max_tokens=max_tokens
         )
@@ -151,7 +189,9 @@ class Loop(ABC):
         assert report is not None, "an update ends with its report"
         self._has_updated = report.skipped is None
         if report.skipped is None and report.has_moved:
-            self._publication.publish(self._parts.learner.adapter)
+            self._publication.publish(self._parts.learner.adapter, serve=serve)
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
+            self.status = replace(self.status, last_update=now, loss=report.loss)
         return report
 
     async def _judge(
@@ -170,11 +210,12 @@ class Loop(ABC):
         metrics = replace(metrics, guard=self._guard.row())
         self._parts.recorder.step(metrics, sampled)
         self._parts.display.step(metrics)
-        self.status = replace(self.status, metrics=metrics.to_flat())
+        collected = self.status.trajectories_collected + sum(len(group.trajectories) for group in sampled)
+        self.status = replace(self.status, metrics=metrics.to_flat(), trajectories_collected=collected)
 
     async def _save_now(self) -> Path:
         """Save because somebody asks for it, between two steps. Raises CheckpointError."""
-        if self._step == 0:
+        if self._saver.saved_step == self._step == 0:
             raise Unavailable("no step has finished yet, so there is nothing to save; ask again later")
         self._set("saving")
         return await self._saver.save()

@@ -33,9 +33,9 @@ class Publication:
         self._served = _version(adapters.resolve(policy))  # what was given out here to be served; 0 is the base
         self._was_held = False
 
-    def publish(self, adapter: Adapter) -> None:
-        """Give out a version that an update has made."""
-        self._give_out(adapter, serve=not self._waits)
+    def publish(self, adapter: Adapter, *, serve: bool | None = None) -> None:
+        """Give out a version that an update has made. `serve`: let clients get it, whatever the settings say."""
+        self._give_out(adapter, serve=not self._waits if serve is None else serve)
 
     def evaluated(self, report: EvaluationReport) -> None:
         """Serve the evaluated version if it is good enough, and say so if it is not."""
@@ -49,6 +49,10 @@ class Publication:
         if adapter.version <= _version(self._adapters.resolve(of_alias(LATEST, self._policy))):
             return  # there was no update to undo
         self._give_out(adapter, serve=self._served > (adapter.parent or 0))
+
+    def renumbered(self, adapter: Adapter) -> None:
+        """Give out `adapter`, whose weights had the number of its parent; clients get it if they got that."""
+        self._give_out(adapter, serve=not self._waits or self._served == adapter.parent)
 
     def counters(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -2,10 +2,14 @@
 
 import asyncio
 import logging
+import os
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from parallm.checkpoint.manager import CheckpointManager
+from parallm.checkpoint.files import sync
+from parallm.checkpoint.manager import TEMPORARY, CheckpointManager, put_in_place
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, CheckpointError, ParallmError
@@ -27,11 +31,15 @@ class Saver:
         make_state: Callable[[], TrainingState],
         *,
         every: int,
+        on_save: Callable[[int], None] = lambda _: None,
     ) -> None:
+        """`on_save` gets the step of each checkpoint when the disk has it."""
         self._device = device
         self._checkpoints = checkpoints
         self._make_state = make_state
         self._every = every
+        self._on_save = on_save
+        self.num_saves = 0
         self.saved_step = 0  # of the newest checkpoint; written by `save` and by whoever resumes a run
 
     def is_due(self, step: int) -> bool:
@@ -41,8 +49,21 @@ class Saver:
         """Save the state after the last finished step; the checkpoint's folder. Raises CheckpointError."""
         state = self._make_state()
         folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
+        self.num_saves += 1
         self.saved_step = state.step
+        self._on_save(state.step)
         return folder
+
+    async def save_as(self, name: str) -> Path:
+        """The same as a checkpoint of this name, which stays. Raises CheckpointError."""
+        state = self._make_state()
+        folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save_as(state, name)))
+        self.num_saves += 1
+        return folder
+
+    def forget(self) -> None:
+        """The newest checkpoint lacks what has been learned since."""
+        self.saved_step = -1
 
     async def try_save(self) -> None:
         """`save` while there are steps to come, which a full disk must not prevent."""
@@ -62,22 +83,37 @@ class Saver:
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
     """Write `adapter` in both formats, for use elsewhere; a reward model in the one that knows such.
 
-    PEFT's is left out, with a warning, where transformers' names of the layers are not known. Raises CheckpointError
-    if the disk does not take it.
+    PEFT's is left out, with a warning, where transformers' names of the layers are not known. Each folder is whole or
+    as it was before. Raises CheckpointError for the first that the disk does not take, which names the one before it.
     """
     depth = model.num_layers
+    if is_reward_model(adapter):
+        write = partial(write_exactly, num_layers=depth, base_name=model.name, base_sha256=model.sha256)
+        _put(folder / "adapter", lambda path: write(adapter, path))
+        return
+    _put(folder / "adapter", lambda path: write_mlx(adapter, path, num_layers=depth))
     try:
-        if is_reward_model(adapter):
-            write_exactly(adapter, folder / "adapter", num_layers=depth, base_name=model.name, base_sha256=model.sha256)
-            return
-        write_mlx(adapter, folder / "adapter", num_layers=depth)
-        write_peft(adapter, folder / "adapter_peft", model.name, model_type=model.model_type)
+        _put(
+            folder / "adapter_peft",
+            lambda path: write_peft(adapter, path, model.name, model_type=model.model_type),
+        )
     except AdapterError as error:
         logger.warning("adapter_peft is left out: %s", error)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; version {adapter.version} is in {folder / 'adapter'}") from error
+
+
+def _put(final: Path, write: Callable[[Path], None]) -> None:
+    """Raises CheckpointError where the disk does not take it."""
+    temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}")
+    try:
+        write(temporary)
+        for path in (*temporary.iterdir(), temporary):
+            sync(path)
+        put_in_place(temporary, final)
     except OSError as error:
-        raise CheckpointError(
-            f"{folder / 'adapter'} could not be written: {error}; the same adapter is in the last checkpoint"
-        ) from error
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{final} could not be written: {error}") from error
 
 
 def fingerprint_of(model: SharedModel, start: Adapter) -> Fingerprint:

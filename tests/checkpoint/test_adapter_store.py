@@ -7,11 +7,13 @@ import zipfile
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import mlx.core as mx
 import pytest
 
 from parallm.checkpoint.adapter_store import AdapterStore
+from parallm.checkpoint.kept_table import KeptTable
 from parallm.device.governor import Governor
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, AdapterMissing, UnknownModel
@@ -20,11 +22,12 @@ from parallm.model.adapter_files import write_mlx, write_peft
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.lora import initial_arrays
-from parallm.model.settings import ModelSettings
+from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
-from parallm.types import AdapterCard
+from parallm.model.starting_adapter import starting_adapter
 
 Make = Callable[..., AdapterStore]
+Result = TypeVar("Result")
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +64,17 @@ def table() -> AdapterTable:
 
 @pytest.fixture
 def make_store(device: DeviceThread, model: SharedModel, table: AdapterTable, folder: Path) -> Make:
+    start = device.call(partial(starting_adapter, ModelSettings(lora=LoraSettings(rank=2)), model, 0)).result(60)
+
     def make(*, trained: tuple[str, ...] = (), max_names: int = 8, root: str | None = str(folder)) -> AdapterStore:
-        return AdapterStore(device, model, table, root=root, max_bytes=10_000_000, max_names=max_names, trained=trained)
+        kept = KeptTable(device, table, trained=trained)
+        return AdapterStore(device, model, kept, root=root, max_bytes=10_000_000, max_names=max_names, start=start)
 
     return make
 
 
-def run(work: Awaitable[AdapterCard]) -> AdapterCard:
-    async def main() -> AdapterCard:
+def run(work: Awaitable[Result]) -> Result:
+    async def main() -> Result:
         return await work
 
     return asyncio.run(main())
@@ -119,8 +125,18 @@ def test_raw_tensors_replace_those_of_the_served_version(make_store: Make, table
     mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"{site}.lora_a": tensor})
     with pytest.raises(AdapterError, match="in poet@2 it has"):
         run(store.update("poet", (tmp_path / "w.safetensors").read_bytes()))
-    with pytest.raises(AdapterError, match="policy is the base so far"):
-        run(store.update("policy", (tmp_path / "w.safetensors").read_bytes()))
+
+
+def test_tensors_alone_are_a_first_version_of_the_form_that_the_run_has(
+    make_store: Make, table: AdapterTable, folder: Path
+) -> None:
+    store = make_store()
+    (weights,) = (folder / "peft").glob("*.safetensors")
+    card = run(store.update("policy", weights.read_bytes()))
+    assert (card.version, card.rank, card.is_served) == (1, 2, True)
+    run(store.load("whole", "peft"))
+    whole = served(table, "whole").arrays
+    assert all(mx.array_equal(array, whole[name]).item() for name, array in served(table, "policy").arrays.items())
 
 
 def test_what_is_no_adapter_of_this_base_changes_nothing(make_store: Make, table: AdapterTable, folder: Path) -> None:
@@ -221,7 +237,7 @@ def test_raw_tensors_that_a_scale_makes_infinite_are_refused(
     assert served(table, "poet").version == 1
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a b", "a\nb", "poet@1", "base", "latest", "12", "x" * 200])
+@pytest.mark.parametrize("name", ["", "../x", "a b", "a\nb", "poet@1", "base", "latest", "best", "12", "x" * 200])
 def test_names_that_could_mean_something_else_are_refused(make_store: Make, name: str) -> None:
     with pytest.raises(AdapterError, match="cannot be a name"):
         run(make_store().load(name, "peft"))
@@ -235,12 +251,12 @@ def test_a_name_in_training_is_the_trainers(make_store: Make, table: AdapterTabl
         run(make_store().load("policy", "peft"))
     for version in (None, 2):
         with pytest.raises(AdapterError, match="goes on from its newest version"):
-            store.unload("policy", version)
-    store.roll_back("policy")
+            run(store.unload("policy", version))
+    run(store.roll_back("policy"))
     with pytest.raises(AdapterError, match="promote another version first"):
-        store.unload("policy", 1)
-    store.promote("policy", 2)
-    store.unload("policy", 1)
+        run(store.unload("policy", 1))
+    run(store.promote("policy", 2))
+    run(store.unload("policy", 1))
     assert [card.version for card in table.cards()] == [2]
 
 
@@ -249,7 +265,7 @@ def test_the_number_of_names_is_bounded_and_unloading_makes_room(make_store: Mak
     run(store.load("poet", "peft"))
     with pytest.raises(AdapterError, match=r"1 adapters are loaded.*server.max_adapters"):
         run(store.load("coder", "peft"))
-    store.unload("poet")
+    run(store.unload("poet"))
     assert run(store.load("coder", "peft")).version == 1
     with pytest.raises(UnknownModel):
         table.resolve("poet")
@@ -258,11 +274,13 @@ def test_the_number_of_names_is_bounded_and_unloading_makes_room(make_store: Mak
 def test_aliases_are_set_and_removed(make_store: Make, table: AdapterTable) -> None:
     store = make_store()
     run(store.load("poet", "peft"))
-    store.set_alias("good", "poet", 1)
+    run(store.set_alias("good", "poet", 1))
     assert served(table, "poet@good").version == 1
-    store.remove_alias("good", "poet")
+    run(store.remove_alias("good", "poet"))
     with pytest.raises(AdapterError, match="cannot be an alias"):
-        store.set_alias("a b", "poet", 1)
+        run(store.set_alias("a b", "poet", 1))
+    with pytest.raises(AdapterError, match="best of policy is set by its evaluations"):
+        run(make_store(trained=("policy",)).set_alias("best", "policy", 1))
 
 
 def test_messages_stay_whole_where_the_root_is_the_present_folder(

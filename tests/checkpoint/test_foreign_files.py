@@ -87,6 +87,23 @@ def test_an_archive_of_the_two_files_is_unpacked(tmp_path: Path) -> None:
         check_folder(tmp_path, tmp_path, 50)
 
 
+@pytest.mark.parametrize("folder", ["lora", "checkpoints/run/adapter"])
+def test_an_archive_of_a_folder_is_unpacked_as_that_folder(tmp_path: Path, folder: str) -> None:
+    members = (
+        (f"{folder}/", b""),
+        (f"{folder}/adapter_config.json", CONFIG),
+        (f"{folder}/README.md", b"# A card"),
+        (f"__MACOSX/{folder}/._adapter_config.json", b"?"),
+        (f"{folder}/.DS_Store", b"?"),
+        (f"{folder}/adapter_model.safetensors", GOOD),
+    )
+    unpack(archive(*members), tmp_path, 1000)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "adapter_config.json": CONFIG,
+        "adapter_model.safetensors": GOOD,
+    }
+
+
 def as_link(info: zipfile.ZipInfo) -> None:
     info.external_attr = 0o120777 << 16
 
@@ -102,6 +119,7 @@ SETTINGS = ("adapter_config.json", CONFIG)
         (archive(SETTINGS, ("../adapter_model.safetensors", GOOD)), "holds '../adapter_model"),
         (archive(SETTINGS, ("/etc/adapter_model.safetensors", GOOD)), "holds '/etc"),
         (archive(SETTINGS, ("a/adapter_model.safetensors", GOOD)), "holds 'a/"),
+        (archive(("../adapter_config.json", CONFIG), ("../adapter_model.safetensors", GOOD)), "holds '../"),
         (archive(SETTINGS, ("adapter_model.bin", pickle.dumps({}))), "holds 'adapter_model.bin'"),
         (archive(SETTINGS), "each once"),
         (archive(("adapters.safetensors", GOOD), WEIGHTS), "each once"),

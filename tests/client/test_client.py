@@ -2,7 +2,9 @@
 
 import asyncio
 import inspect
+import json
 import pickle
+import ssl
 import subprocess
 import sys
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
-from parallm.client import ApiError, AsyncClient, Client
+from parallm.client import ApiError, AsyncClient, Client, Generated
 from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport, VersionReport
-from parallm.types import AdapterCard
+from parallm.types import AdapterCard, WeightSpan
+from parallm.updates import GivenUpdate
 
 CARD = {
     "id": "poet@2",
@@ -28,6 +31,7 @@ CARD = {
     "digest": "00",
     "num_running": 0,
     "is_served": True,
+    "num_bytes": 64,
 }
 POET = AdapterCard(
     name="poet",
@@ -40,6 +44,7 @@ POET = AdapterCard(
     digest="00",
     num_running=0,
     is_served=True,
+    num_bytes=64,
 )
 STATUS = {"state": "paused", "step": 3, "total_steps": 9, "version": 2, "metrics": {"loss": None}, "policies": {}}
 PAUSED = TrainingStatus(state="paused", step=3, total_steps=9, version=2, metrics={"loss": None})
@@ -66,16 +71,110 @@ AB = SplitReport(
     },
 )
 
+ANSWER = {
+    "request_id": "gen-1",
+    "policy_version": 3,
+    "step_id": 7,
+    "prompt_ids": [5, 6],
+    "completion_ids": [8, 1],
+    "text": "5",
+    "logprobs": [-0.5, -0.25],
+    "finish_reason": "stop",
+    "weight_versions": [{"version": "2", "start": 0, "end": 2}],
+    "model": "policy@2",
+    "metadata": {"batch_size": 3, "latency_ms": 1.5, "current_policy_version": 2, "new_in_2030": 1},
+}
+GENERATED = Generated(
+    request_id="gen-1",
+    policy_version=3,
+    step_id=7,
+    prompt_ids=(5, 6),
+    completion_ids=(8, 1),
+    text="5",
+    logprobs=(-0.5, -0.25),
+    finish_reason="stop",
+    weight_versions=(WeightSpan(version=2, start=0, end=2),),
+    model="policy@2",
+    current_policy_version=2,
+    batch_size=3,
+    latency_ms=1.5,
+    temperature=1.0,
+)
+UPDATE: dict[str, Any] = {
+    "version": 3,
+    "is_served": True,
+    "has_moved": True,
+    "num_trajectories": 2,
+    "num_trained": 2,
+    "num_recomputed": 0,
+    "num_tokens": 4,
+    "loss": -0.5,
+    "gradient_norm": 0.25,
+    "kl_to_behaviour": 0.0,
+    "skipped": None,
+    "checkpoint": None,
+}
 # name, arguments, what goes out (method, path and query, body), what comes back, what that means
 CASES: list[tuple[str, tuple[Any, ...], tuple[str, str, bytes], Any, Any]] = [
     ("adapters", (), ("GET", "/v1/adapters", b""), {"data": [CARD]}, (POET,)),
     (
         "load_adapter",
-        ("poet", "runs/a"),
-        ("POST", "/v1/adapters/load", b'{"name":"poet","path":"runs/a"}'),
+        ("runs/a",),
+        ("POST", "/v1/adapters/load", b'{"name":"policy","path":"runs/a"}'),
         CARD,
         POET,
     ),
+    (
+        "generate",
+        ("2 + 3 =",),
+        ("POST", "/generate", b'{"prompt":"2 + 3 =","policy_version":null}'),
+        ANSWER,
+        GENERATED,
+    ),
+    (
+        "generate_all",
+        (["2 + 3 =", "hi"],),
+        ("POST", "/generate", b'{"prompt":["2 + 3 =","hi"],"policy_version":null}'),
+        [ANSWER, ANSWER],
+        [GENERATED, GENERATED],
+    ),
+    (
+        "generate_all",
+        ([(5, 6)],),
+        ("POST", "/generate", b'{"prompt":[[5,6]],"policy_version":null}'),
+        [ANSWER],
+        [GENERATED],
+    ),
+    (
+        "train_on",
+        ([{"prompt": "a", "completion": "b", "reward": 1}],),
+        ("POST", "/v1/training/update", b'{"trajectories":[{"prompt":"a","completion":"b","reward":1}]}'),
+        STATUS | {"update": UPDATE},
+        GivenUpdate(**UPDATE),
+    ),
+    (
+        "score",
+        (["a", "b"],),
+        ("POST", "/v1/rewards/score", b'{"input":["a","b"]}'),
+        {"data": [{"index": 0, "score": 1.5}, {"index": 1, "score": -2}]},
+        [1.5, -2.0],
+    ),
+    (
+        "score_completions",
+        ("a", ["b"]),
+        ("POST", "/v1/rewards/score", b'{"prompt":"a","completions":["b"]}'),
+        {"data": [{"index": 0, "score": 1.5}]},
+        [1.5],
+    ),
+    (
+        "score_completions",
+        ([{"role": "user", "content": "a"}], ["b"]),
+        ("POST", "/v1/rewards/score", b'{"messages":[{"role":"user","content":"a"}],"completions":["b"]}'),
+        {"data": [{"index": 0, "score": 1.5}]},
+        [1.5],
+    ),
+    ("shares", (), ("GET", "/v1/shares", b""), {"serving_share": 0.7}, {"serving_share": 0.7}),
+    ("set_shares", (), ("PUT", "/v1/shares", b"{}"), {"serving_share": 0.7}, {"serving_share": 0.7}),
     ("upload_adapter", ("poet", b"zip"), ("PUT", "/v1/adapters/poet", b"zip"), CARD, POET),
     ("update_adapter", ("poet", b"w"), ("POST", "/update_adapter_weights?name=poet", b"w"), CARD, POET),
     ("unload_adapter", ("poet@2",), ("DELETE", "/v1/adapters/poet@2", b""), {"status": "ok"}, None),
@@ -170,11 +269,104 @@ def test_what_a_proxy_says_is_an_error_too() -> None:
     assert (raised.value.status, raised.value.code) == (502, None)
 
 
-def test_the_key_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+KEYWORDS: list[tuple[str, tuple[Any, ...], dict[str, Any], dict[str, Any]]] = [
+    ("load_adapter", ("runs/a",), {"name": "poet"}, {"name": "poet", "path": "runs/a"}),
+    (
+        "generate",
+        ("a",),
+        {"policy_version": 1, "step_id": 100, "max_tokens": 8, "temperature": 0.5},
+        {"prompt": "a", "policy_version": 1, "step_id": 100, "max_tokens": 8, "temperature": 0.5},
+    ),
+    (
+        "train_on",
+        ([],),
+        {"policy": "poet", "update_inference": False, "checkpoint_name": "one"},
+        {"policy": "poet", "trajectories": [], "update_inference": False, "checkpoint_name": "one"},
+    ),
+    ("score", (["a"],), {"model": "reward"}, {"input": ["a"], "model": "reward"}),
+    ("set_shares", (), {"serving_share": 0.5, "engine_share": 1}, {"serving_share": 0.5, "engine_share": 1}),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "keywords", "sent"), KEYWORDS)
+def test_what_is_given_by_keyword_is_sent(
+    name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(400, json={"error": {"message": "no"}})
+
+    client = Client("http://here", http=httpx.Client(transport=httpx.MockTransport(handle)))
+    with pytest.raises(ApiError):
+        getattr(client, name)(*arguments, **keywords)
+    assert json.loads(seen[0].content) == sent
+
+
+def test_an_answer_with_a_reward_is_a_trajectory_to_train_on() -> None:
+    assert GENERATED.rewarded(0.5, group=7) == {
+        "prompt_ids": [5, 6],
+        "completion_ids": [8, 1],
+        "text": "5",
+        "logprobs": [-0.5, -0.25],
+        "weight_versions": [{"version": "2", "start": 0, "end": 2}],
+        "temperature": 1.0,
+        "finish_reason": "stop",
+        "reward": 0.5,
+        "group": 7,
+    }
+    with pytest.raises(ValueError, match="generate_all"):
+        Client("http://here").generate("a", n=2)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_address_and_key_go_along_whoever_makes_the_http_client(kind: str) -> None:
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"data": []})
+
+    transport = httpx.MockTransport(handle)
+    if kind == "sync":
+        with Client("http://here:1/", api_key="k", http=httpx.Client(transport=transport)) as client:
+            client.adapters()
+    else:
+
+        async def main() -> None:
+            http = httpx.AsyncClient(transport=transport)
+            async with AsyncClient("http://here:1", api_key="k", http=http) as client:
+                await client.adapters()
+
+        asyncio.run(main())
+    assert (str(seen[0].url), seen[0].headers["authorization"]) == ("http://here:1/v1/adapters", "Bearer k")
+
+
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+def test_arguments_that_contradict_the_http_client_are_refused(kind: Any) -> None:
+    http = httpx.Client if kind is Client else httpx.AsyncClient
+    there, keyed = http(base_url="http://there"), http(headers={"Authorization": "Bearer other"})
+    for arguments, options, message in (
+        (("http://here",), {"http": there}, "base_url is http://here, and that of http is http://there"),
+        (("http://here",), {"http": keyed, "api_key": "k"}, "api_key differs from the key"),
+        (("http://here",), {"http": http(), "verify": False}, "verify belongs to the client that is given as http"),
+        (("http://here",), {"http": http(), "timeout": 3}, "timeout belongs to the client"),
+        (("",), {"http": http()}, "give base_url"),
+        (("",), {}, "base_url is empty"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kind(*arguments, **options)
+    kind("http://there/", http=there)
+
+
+def test_a_client_of_its_own_is_made_with_the_time_and_the_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(httpx, "Client", lambda **options: made.append(options))
-    Client("http://here", api_key="k")
-    assert made[0]["headers"] == {"Authorization": "Bearer k"}
+    context = ssl.create_default_context()
+    Client("https://here", api_key="k", verify=context, timeout=3)
+    Client("https://here")
+    assert made == [{"timeout": 3, "verify": context}, {"timeout": 600.0, "verify": True}]
 
 
 def test_the_client_loads_no_mlx() -> None:

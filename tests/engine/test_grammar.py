@@ -1,5 +1,6 @@
 """Rows with a grammar get allowed tokens only, whatever runs beside them and however the engine steps."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from parallm.conversation import GrammarSource
 from parallm.engine.engine import Engine
 from parallm.engine.sampler import row_sampling, sample
 from parallm.engine.settings import EngineSettings
@@ -180,3 +182,27 @@ def test_an_abort_disturbs_no_masked_neighbour(
         told.append([tokens_of(event.completion) for event in events if event.request_id == "kept"])
     assert told[0] == told[1]
     assert len(told[0]) == 2
+
+
+def test_the_embedded_model_ends_a_small_object_long_before_sixty_tokens(
+    nano: SharedModel, complete: Callable[..., dict[str, list[Completion]]]
+) -> None:
+    number = {"n": {"type": "integer"}}
+    schema = json.dumps({"type": "object", "properties": number, "required": ["n"], "additionalProperties": False})
+    source = GrammarSource(form="json", text=schema, parameter="response_format")
+    prompt = nano.tokenizer.encode_prompt([{"role": "user", "content": "Tom has 12 apples. How many has he?"}])
+    sampled = [
+        GenerationRequest(
+            request_id=str(temperature),
+            prompt_tokens=prompt.tokens,
+            sampling=SamplingParams(
+                max_tokens=60, temperature=temperature, grammar=nano.tokenizer.compile_grammar(source), seed=7
+            ),
+            model="base",
+            n=4,
+        )
+        for temperature in (0.0, 1.0)
+    ]
+    made = [one for group in complete(nano, sampled).values() for one in group]
+    assert all(one.finish_reason == "stop" and isinstance(json.loads(one.text)["n"], int) for one in made)
+    assert max(len(one.tokens) for one in made) < 30

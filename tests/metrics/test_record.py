@@ -52,6 +52,21 @@ def test_a_number_that_is_not_finite_is_null_in_the_file(tmp_path: Path, step: M
     assert read_rows(tmp_path / "metrics.jsonl")[0]["reward/mean"] is None
 
 
+def test_lost_steps_count_in_no_summary_though_no_step_follows(
+    tmp_path: Path, step: MakeStep, evaluation: MakeEvaluation
+) -> None:
+    killed = RunRecorder(tmp_path, OFF, {})
+    killed.evaluation(evaluation(0))
+    for number in (1, 2, 3):
+        killed.step(step(number), [group("a", 1)])
+    killed.evaluation(evaluation(3))
+    after = RunRecorder(tmp_path, OFF, {})
+    after.go_on_after(2)
+    assert after.finish("run").figures("run")["run.steps"] == 2
+    assert steps_in(tmp_path, "samples.jsonl") == [1, 2]
+    assert steps_in(tmp_path, "evaluations.jsonl") == [0]
+
+
 def test_samples_come_from_as_many_problems_as_possible(tmp_path: Path, step: MakeStep) -> None:
     RunRecorder(tmp_path, MetricsSettings(samples_per_step=3), {}).step(step(7), [group("a", 2), group("b", 2)])
     rows = read_rows(tmp_path / "samples.jsonl")

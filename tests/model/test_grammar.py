@@ -40,9 +40,12 @@ def thinker(folder: Path, *, special: bool) -> ChatTokenizer:
     return ChatTokenizer(load_tokenizer(folder))
 
 
-def source(form: GrammarForm, text: object) -> GrammarSource:
+def source(form: GrammarForm, text: object, whitespace: str | None = None) -> GrammarSource:
     return GrammarSource(
-        form=form, text=text if isinstance(text, str) else json.dumps(text), parameter="response_format"
+        form=form,
+        text=text if isinstance(text, str) else json.dumps(text),
+        parameter="response_format",
+        whitespace=whitespace,
     )
 
 
@@ -68,18 +71,72 @@ def lets_through(tokenizer: ChatTokenizer, grammar: Grammar, text: str) -> bool:
     [
         ('{"x": 1, "y": -20}', True),
         ('{"x":1,"y":2}', True),
-        ('{\n  "x": 1,\n  "y": 2\n}', True),
+        ('{\n"x": 1,\n"y": 2\n}', True),
+        ('{ "x" : 1 , "y" : 2 }', True),
+        ('{\n  "x": 1,\n  "y": 2\n}', False),
+        ('{\t"x": 1, "y": 2}', False),
         ('{"x": 1}', False),
         ('{"x": 1, "y": 2, "z": 3}', False),
         ('{"x": "1", "y": 2}', False),
         ("[]", False),
         ("", False),
         ('{"x": 1, "y": 2} ', False),
-        ('{"x":' + " " * 70 + '1, "y": 2}', False),
+        ('{"x":  1, "y": 2}', False),
+        ('{"x": 9007199254740991, "y": -9007199254740991}', True),
+        ('{"x": 9007199254740992, "y": 2}', False),
     ],
 )
 def test_a_schema_is_kept(tokenizer: ChatTokenizer, text: str, expected: bool) -> None:
     assert is_allowed(tokenizer, source("json", POINT), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("whitespace", "right", "wrong"),
+    [
+        ("", ['{"x":1,"y":2}'], ['{"x": 1,"y":2}', '{"x":1,\n"y":2}']),
+        (r"[ \n]{1,3}", ['{"x":1,"y":2}', '{\n  "x": 1,\n  "y": 2\n}'], ['{"x":    1,"y":2}']),
+    ],
+)
+def test_white_space_between_tokens_of_json_is_what_the_client_says(
+    tokenizer: ChatTokenizer, whitespace: str, right: list[str], wrong: list[str]
+) -> None:
+    calls = CALLS | {"several": False}
+    for form, text, around in (("json", POINT, "{}"), ("calls", calls, '[{{"name": "draw", "arguments": {}}}]')):
+        what = source(form, text, whitespace)  # type: ignore[arg-type]  # mypy takes the form for any text
+        assert all(is_allowed(tokenizer, what, around.format(one)) for one in right)
+        assert not any(is_allowed(tokenizer, what, around.format(one)) for one in wrong)
+
+
+def test_options_that_a_schema_has_itself_count(tokenizer: ChatTokenizer) -> None:
+    schema = POINT | {"x-guidance": {"whitespace_pattern": "~"}}
+    assert is_allowed(tokenizer, source("json", schema), '{"x":~1,"y":2}')
+    assert not is_allowed(tokenizer, source("json", schema), '{"x": 1,"y":2}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (True, ["[1, {}]"], ["[1,  {}]"]),
+        ({"type": "integer", "minimum": 5}, ["5"], ["4", "9007199254740992"]),
+        ({"type": "integer", "exclusiveMaximum": 5}, ["4"], ["5", "-9007199254740992"]),
+        ({"type": "integer", "minimum": 10**17}, ["100000000000000001"], ["1"]),
+        ({"type": ["integer", "null"]}, ["null", "1"], ["9007199254740992"]),
+        ({"type": ["integer", "number"]}, ["9007199254740992"], []),
+        ({"const": {"type": "integer"}}, ['{"type": "integer"}'], ['{"type": "integer", "minimum": 1}']),
+        ({"items": {"anyOf": [{"type": "integer"}]}, "type": "array"}, ["[1]"], ["[9007199254740992]"]),
+        ({"type": "integer", "enum": [10**18]}, ["1000000000000000000"], ["1"]),
+    ],
+)
+def test_integers_without_bounds_are_those_that_readers_of_json_agree_on(
+    tokenizer: ChatTokenizer, schema: object, right: list[str], wrong: list[str]
+) -> None:
+    assert all(is_allowed(tokenizer, source("json", schema), one) for one in right)
+    assert not any(is_allowed(tokenizer, source("json", schema), one) for one in wrong)
+
+
+def test_a_schema_of_a_thousand_levels_is_refused(tokenizer: ChatTokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        tokenizer.compile_grammar(source("json", '{"items":' * 900 + "true" + "}" * 900))
 
 
 @pytest.mark.parametrize(

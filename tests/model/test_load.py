@@ -202,6 +202,51 @@ def test_a_missing_or_broken_tokenizer_is_refused(folder: Path, text: str | None
         load(folder)
 
 
+OWN_CLASS = """
+from pathlib import Path
+from mlx_lm.models.llama import Model, ModelArgs
+
+Path(__file__).with_name("ran").touch()
+"""
+
+
+def test_code_of_a_model_runs_only_where_that_is_asked_for(folder: Path) -> None:
+    expected = logits(load(folder))
+    (folder / "own.py").write_text(OWN_CLASS)
+    change_config(folder, model_file="own.py")
+    with pytest.raises(ModelError, match=r"\(own\.py\), which is not run; .* model\.trust_remote_code=true"):
+        load(folder)
+    assert not (folder / "ran").exists()
+    assert mx.array_equal(logits(load(folder, trust_remote_code=True)), expected)
+    assert (folder / "ran").exists()
+    (folder / "own.py").write_text("import nothing_such")
+    with pytest.raises(ModelError, match=r"own\.py fails: No module named 'nothing_such'"):
+        load(folder, trust_remote_code=True)
+
+
+OWN_TOKENIZER = """
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    Path(__file__).with_name("ran").touch()
+"""
+
+
+def test_code_of_a_tokenizer_runs_only_where_that_is_asked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    (folder / "own.py").write_text(OWN_TOKENIZER)
+    file = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    with pytest.raises(ModelError, match=r"the tokenizer brings code of its own .* model\.trust_remote_code=true"):
+        load(folder)
+    assert load(folder, trust_remote_code=True).tokenizer.encode("2 + 3") == load("nano").tokenizer.encode("2 + 3")
+    assert list(tmp_path.glob("modules/**/ran"))
+
+
 def test_a_config_that_transformers_refuses_is_an_error_of_the_model(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from parallm.types import (
     AdapterCard,
     Completion,
     GenerationRequest,
+    Message,
     PromptLogprob,
     TokenEvent,
     TopLogprob,
@@ -31,7 +32,7 @@ from parallm.types import (
     WeightSpan,
 )
 
-VERSIONS = {"base": 0, "policy": 3, "policy@2": 2, "policy@3": 3, "best": 2}
+VERSIONS = {"base": 0, "policy": 3, "policy@2": 2, "policy@3": 3, "best": 2, "latest": 3}
 END = 0
 VOCABULARY_SIZE = 1000
 STATUS = TrainingStatus(state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")})
@@ -77,10 +78,17 @@ class CharacterTokenizer:
 
     output = PlainOutput()
     template_variables: frozenset[str] = frozenset()
+    end_token = END
     longest_token = 5
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        return self.encode("".join(f"<{message.role}>{message.content}" for message in messages))
+
+    def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
+        return (*self.encode(answer), END)
 
     def encode_prompt(self, turns: Sequence[Mapping[str, object]], **asked: Any) -> ChatPrompt:
         for name in ("tools", "variables"):
@@ -104,6 +112,7 @@ class Load:
     num_running: int = 0
     num_waiting: int = 0
     tokens_total: Mapping[TrafficClass, int] = field(default_factory=lambda: {"serving": 7, "rollout": 11})
+    max_rows: int = 128
     kv_bytes: int = 30
     kv_bytes_limit: int = 120
     num_preemptions: int = 2
@@ -190,7 +199,7 @@ class EchoEngine:
         if any(token >= VOCABULARY_SIZE for token in request.prompt_tokens):
             raise InvalidRequest("token ids must be from 0 to 999", "prompt")
         if len(request.prompt_tokens) + request.sampling.max_tokens > self.max_context:
-            raise ContextTooLong(f"the limit is {self.max_context}; raise engine.max_context", "max_tokens")
+            raise ContextTooLong(f"the limit is {self.max_context}", "max_tokens", setting="engine.max_context")
 
     def _events(self, request: GenerationRequest, index: int) -> list[TokenEvent]:
         completion = self._completion(request, index)
@@ -263,6 +272,7 @@ def card(version: int, *aliases: str) -> AdapterCard:
         digest="00",
         num_running=0,
         is_served="best" not in aliases,
+        num_bytes=1000,
     )
 
 

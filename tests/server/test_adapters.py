@@ -1,6 +1,6 @@
 """The routes about adapters, with a list of cards in place of a table."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from parallm.errors import AdapterError, AdapterMissing, UnknownModel
+from parallm.errors import AdapterError, AdapterMissing, FolderInUse, NotStored, UnknownModel
 from parallm.server.app import create_app
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard
@@ -32,7 +32,9 @@ class FakeAdapters:
     """Remembers what it was asked for."""
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
-    held: list[str] = field(default_factory=list)
+    splits: dict[str, Mapping[str, float]] = field(default_factory=dict)
+    refusal: Exception | None = None
+    """Of everything that would have to outlive the process."""
 
     async def load(self, name: str, path: str) -> AdapterCard:
         if path == "missing":
@@ -45,27 +47,29 @@ class FakeAdapters:
     async def update(self, name: str, weights: bytes) -> AdapterCard:
         return self._made("update", name, weights)
 
-    def unload(self, name: str, version: int | None = None) -> None:
+    async def unload(self, name: str, version: int | None = None) -> None:
         if name == "nobody":
             raise UnknownModel("nobody is not loaded")
         self.calls.append(("unload", name, version))
 
-    def promote(self, name: str, version: int) -> None:
+    async def promote(self, name: str, version: int) -> None:
         self.calls.append(("promote", name, version))
 
-    def roll_back(self, name: str) -> int:
+    async def roll_back(self, name: str) -> int:
         if name == "policy":
             raise AdapterError("no")
         return 4
 
-    def set_alias(self, alias: str, name: str, version: int) -> None:
+    async def set_alias(self, alias: str, name: str, version: int) -> None:
         self.calls.append(("set_alias", alias, name, version))
 
-    def remove_alias(self, alias: str, name: str) -> None:
+    async def remove_alias(self, alias: str, name: str) -> None:
         self.calls.append(("remove_alias", alias, name))
 
-    def hold(self, models: Iterable[str]) -> None:
-        self.held = list(models)
+    async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.splits = dict(splits)
 
     def _made(self, *call: Any) -> AdapterCard:
         self.calls.append(call)
@@ -175,9 +179,32 @@ def test_what_cannot_be_done_is_told_with_its_status(
 
 def test_a_split_holds_its_versions(client: TestClient, adapters: FakeAdapters) -> None:
     client.put("/v1/splits/ab", json={"weights": {"poet@1": 1, "base": 1}})
-    assert adapters.held == ["poet@1", "base"]
+    assert adapters.splits == {"ab": {"poet@1": 0.5, "base": 0.5}}
     client.delete("/v1/splits/ab")
-    assert adapters.held == []
+    assert adapters.splits == {}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "code"),
+    [
+        (NotStored("nothing was changed: no space"), 507, "not_stored"),
+        (FolderInUse("serving is in use by process 7"), 409, "folder_in_use"),
+    ],
+)
+def test_a_split_that_is_not_kept_does_not_count(
+    client: TestClient, adapters: FakeAdapters, refusal: Exception, status: int, code: str
+) -> None:
+    client.put("/v1/splits/ab", json={"weights": {"poet@1": 1}})
+    adapters.refusal = refusal
+    for answer in (
+        client.put("/v1/splits/ab", json={"weights": {"base": 1}}),
+        client.put("/v1/splits/new", json={"weights": {"base": 1}}),
+        client.delete("/v1/splits/ab"),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert [(one["name"], one["shares"]) for one in client.get("/v1/splits").json()["data"]] == [
+        ("ab", {"poet@1": 1.0})
+    ]
 
 
 def test_a_process_without_a_store_says_so(call: Callable[..., httpx.Response]) -> None:

@@ -90,6 +90,9 @@ def test_the_prompts_log_probs_are_in_the_forms_of_sglang_and_of_token_in_token_
     assert all(logprob < 0 for logprob, _, _ in told)
     whole = call("POST", "/generate", json=body | {"logprob_start_len": 0}).json()["meta_info"]["input_token_logprobs"]
     assert whole[0] == [None, 104, None]
+    likeliest = call("POST", "/generate", json=body | {"top_logprobs_num": 1}).json()["meta_info"]
+    assert likeliest["input_top_logprobs"] == [[[-0.5, 120, None]]] * 2
+    assert likeliest["output_top_logprobs"] == [[[-0.5, 120, None]]]
     params = {"prompt_logprobs": 1, "max_tokens": 1}
     tokens = {"model": "policy", "token_ids": HELLO, "sampling_params": params}
     first, second, *_ = call("POST", "/inference/v1/generate", json=tokens).json()["prompt_logprobs"]

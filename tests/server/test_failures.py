@@ -62,6 +62,8 @@ def test_a_bug_is_500_without_its_details(complete: Call, engine: Any, stream: b
 def test_a_prompt_beyond_the_context_is_named_so(complete: Call) -> None:
     error = complete(max_tokens=196).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
+    assert "the limit is 200" in error["message"]
+    assert "engine." not in error["message"]  # clients have no hand on settings of the engine
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,32 @@ def test_other_forms_reach_the_engine(ask: Call, engine: Any, hermes: Any) -> No
         assert not lets_through(engine, hermes, wrong)
 
 
+@pytest.mark.parametrize(
+    ("fields", "whitespace"),
+    [
+        ({"guided_json": SCHEMA}, (True, True, False)),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}}, (True, True, False)),
+        ({"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True}}, (True, False, False)),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " {1,4}"}}, (True, True, True)),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": " {1,4}"}, (True, True, True)),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}},
+            (True, False, False),
+        ),
+        (
+            {"tools": [ADD], "tool_choice": NAMED, "structured_outputs": {"disable_any_whitespace": True}},
+            (True, False, False),
+        ),
+    ],
+)
+def test_white_space_in_json_is_as_vllm_has_it_asked_for(
+    ask: Call, engine: Any, hermes: Any, fields: dict[str, object], whitespace: tuple[bool, ...]
+) -> None:
+    assert ask(says='{"x":1}', **fields).status_code == 200
+    found = [lets_through(engine, hermes, text) for text in ('{"x":1}', '{"x": 1}', '{"x":   1}')]
+    assert tuple(found) == whitespace
+
+
 def test_without_a_form_there_is_no_grammar(ask: Call, engine: Any) -> None:
     ask(response_format={"type": "text"})
     assert engine.requests[-1].sampling.grammar is None
@@ -134,6 +160,14 @@ def test_a_required_call_that_was_cut_off_is_shown_as_text(ask: Call) -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == ('[{"name":', "length")
 
 
+def test_calls_that_were_complete_before_the_cut_are_calls(ask: Call) -> None:
+    says = '[{"name": "add", "arguments": {"x": 5}}, {"name": "add", "argum'
+    choice = ask(says=says, tools=[ADD], tool_choice="required", max_tokens=50).json()["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "add", "arguments": '{"x": 5}'}
+    assert choice["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize(
     ("fields", "parameter"),
     [
@@ -150,6 +184,14 @@ def test_a_required_call_that_was_cut_off_is_shown_as_text(ask: Call) -> None:
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         ({"structured_outputs": {"grammar": "a"}}, "structured_outputs"),
         ({"guided_regex": "a" * 70_000}, None),
+        ({"structured_outputs": {"disable_any_whitespace": True}}, "structured_outputs"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+        ({"guided_json": SCHEMA, "guided_whitespace_pattern": "("}, "guided_json"),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True, "whitespace_pattern": " "}},
+            "structured_outputs",
+        ),
+        ({"structured_outputs": {"json": {}, "disable_additional_properties": True}}, "structured_outputs"),
     ],
 )
 def test_wrong_forms_are_refused_by_name(ask: Call, fields: dict[str, object], parameter: str | None) -> None:

@@ -10,7 +10,7 @@ from parallm.server.reference.documents import DOCUMENTS
 from parallm.server.reference.openapi import openapi_document
 
 Call = Callable[..., httpx.Response]
-NEED_AN_ANSWER = ("POST /v1/rewards", "POST /v1/trajectories/{trajectory_id}/reward")
+NEED_AN_ANSWER = ("POST /v1/rewards", "POST /v1/rewards/score", "POST /v1/trajectories/{trajectory_id}/reward")
 
 
 def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -66,6 +66,7 @@ def test_metrics_tell_of_versions_training_and_rollouts(call: Call) -> None:
     found = series(call("GET", "/metrics").text)
     assert found['parallm:adapter_served_version{adapter="policy"}'] == 3
     assert found['parallm:adapter_versions{adapter="policy"}'] == 2
+    assert found['parallm:adapter_bytes{adapter="policy"}'] == 2000
     assert found['parallm:training_steps_total{policy="policy"}'] == 4
     assert found['parallm:training_state{policy="policy",state="updating"}'] == 1
     assert found['parallm:tokens_total{traffic="rollout"}'] == 11

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -10,7 +11,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from parallm.errors import ConfigError
+from parallm.reports import TrainingStatus
+from parallm.server.app import create_app
+from parallm.server.operation.keys import StoredKey
 from parallm.server.operation.request_log import request_log, writing_request_log
+from parallm.server.settings import ServerSettings
 
 BODY = {"model": "policy", "prompt": "hello", "max_tokens": 3}
 Call = Callable[..., httpx.Response]
@@ -35,6 +40,25 @@ def test_each_request_is_one_line_of_json(call: Call, tmp_path: Path, stream: bo
         "status": 200,
     }
     assert (line["model"], line["prompt_tokens"], line["completion_tokens"]) == ("policy", 5, 3)
+
+
+def test_the_line_of_a_refused_request_names_its_key(engine: Any, tokenizer: Any, tmp_path: Path) -> None:
+    key = "reader-0123456789abcdef"
+    stored = StoredKey(name="reader", role="inference", digest=hashlib.sha256(key.encode()).digest())
+    app = create_app(
+        engine=engine,
+        tokenizer=tokenizer,
+        catalog=tuple,
+        status=lambda: TrainingStatus(state="serving"),
+        settings=ServerSettings(),
+        base_name="nano",
+        keys=(stored,),
+    )
+    with writing_request_log(str(tmp_path / "log")), TestClient(app, base_url="http://localhost") as client:
+        for path, presented in (("/pause", key), ("/resume", "another"), ("/pause?mode=keep", None)):
+            client.post(path, headers={} if presented is None else {"x-api-key": presented})
+    lines = lines_of(tmp_path / "log")
+    assert [(line["status"], line["api_key"]) for line in lines] == [(403, "reader"), (401, None), (401, None)]
 
 
 def test_nothing_that_a_client_sends_begins_a_line(call: Call, tmp_path: Path) -> None:

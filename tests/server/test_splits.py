@@ -1,4 +1,5 @@
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +63,14 @@ def test_rewards_go_to_the_version_that_gave_the_answer(complete: Call, call: Ca
     ]  # fmt: skip
 
 
+def test_no_reward_makes_the_mean_of_a_version_infinite(complete: Call, call: Call) -> None:
+    answer = complete(max_tokens=3).json()
+    for reward, status in ((1e308, 400), (-1e308, 400), (1e10, 400), (1.0, 200)):
+        assert call("POST", "/v1/rewards", json={"id": answer["id"], "reward": reward}).status_code == status
+    (split,) = call("GET", "/v1/splits").json()["data"]
+    assert [one["reward_mean"] for one in split["versions"].values()] == [1.0]
+
+
 def test_a_name_without_its_split_means_again_what_it_meant(complete: Call, call: Call) -> None:
     call("PUT", "/v1/splits/policy", json={"weights": {"policy@2": 1}})
     assert complete().json()["model"] == "policy@2"
@@ -86,11 +95,9 @@ def test_splits_that_cannot_be_are_refused(call: Call, name: str, weights: dict[
 
 
 def test_the_rest_of_a_split_answers_when_a_version_is_gone(app: Any) -> None:
-    held: list[str] = []
     cards: list[AdapterCard] = [card(2), card(3)]
-    splits = Splits(lambda: tuple(cards), ("policy",), held.extend)
-    splits.put("policy", {"policy@2": 1, "policy@3": 1})
-    assert held == ["policy@2", "policy@3"]
+    splits = Splits(lambda: tuple(cards), ("policy",))
+    asyncio.run(splits.put("policy", {"policy@2": 1, "policy@3": 1}))
     asked = [[replace(REQUEST, request_id=str(number))] for number in range(50)]
     assert {splits.routed(one)[0].model for one in asked} == {"policy@2", "policy@3"}
     del cards[0]
@@ -98,7 +105,24 @@ def test_the_rest_of_a_split_answers_when_a_version_is_gone(app: Any) -> None:
     del cards[0]
     assert {splits.routed(one)[0].model for one in asked} == {"policy"}
     with pytest.raises(UnknownModel, match="no split 'poet'"):
-        splits.remove("poet")
+        asyncio.run(splits.remove("poet"))
+
+
+def test_splits_begin_with_those_that_are_given_and_change_one_after_the_other(app: Any) -> None:
+    kept: list[dict[str, Any]] = []
+
+    async def keep(splits: Mapping[str, Mapping[str, float]]) -> None:
+        await asyncio.sleep(0)
+        kept.append(dict(splits))
+
+    async def main() -> None:
+        splits = Splits(lambda: (card(2), card(3)), ("policy",), keep, {"old": {"policy@2": 1.0}})
+        assert splits.routed([replace(REQUEST, model="old")])[0].model == "policy@2"
+        await asyncio.gather(splits.put("a", {"policy@2": 1}), splits.put("b", {"policy@3": 1}), splits.remove("old"))
+        assert [split.name for split in splits.all()] == ["a", "b"]
+
+    asyncio.run(main())
+    assert kept[-1] == {"a": {"policy@2": 1.0}, "b": {"policy@3": 1.0}}
 
 
 def card(version: int) -> AdapterCard:

@@ -12,7 +12,7 @@ Call = Callable[..., httpx.Response]
 
 
 def test_health_says_what_runs_and_waits(call: Call) -> None:
-    assert call("GET", "/health").json() == {"status": "ok", "num_running": 0, "num_waiting": 0}
+    assert call("GET", "/health").json() == {"status": "ok", "model_loaded": True, "num_running": 0, "num_waiting": 0}
 
 
 def test_models_are_the_base_names_aliases_and_versions(call: Call) -> None:
@@ -83,5 +83,13 @@ def test_training_status_is_json_even_where_a_metric_is_not_a_number(call: Call)
         "seconds_left": None,
         "metrics": {"loss": None},
         "message": "",
+        "last_update": None,
+        "trajectories_collected": 0,
+        "checkpoint_saves": 0,
+        "training_enabled": True,
+        "current_lora": "checkpoint-3",
+        "loss": None,
+        "available_checkpoints": ["checkpoint-2", "checkpoint-3"],
+        "shares": {},
         "policies": {},
     }

@@ -62,7 +62,8 @@ def test_what_cannot_fit_is_refused_before_anything_reads_it(
     answer = call("POST", path, json=body)
     assert answer.status_code == 400
     assert "maximum context length is 200" in answer.text
-    assert "raise engine.max_context" in answer.text
+    assert "; shorten it" in answer.text
+    assert "engine.max_context" not in answer.text  # which a client cannot set
     assert engine.requests == []
 
 

@@ -1,6 +1,7 @@
 """Completions that clients want to be learned from, over HTTP."""
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parallm.reports import TrainingStatus
+from parallm.rollout.live.journal import Journal
 from parallm.rollout.live.traffic import LiveTraffic
 from parallm.rollout.settings import LiveSettings, RolloutSettings
 from parallm.server.app import create_app
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, TrajectoryGroup, WeightSpan
+from tests.rollout.live.conftest import completion_of, request_of
 
 Post = Callable[..., Any]
 
@@ -76,7 +79,7 @@ def reward(client: TestClient, trajectory_id: str, value: Any) -> Any:
 
 def taken(traffic: LiveTraffic) -> list[TrajectoryGroup]:
     """The groups of whatever has two rewards."""
-    return list(traffic.take().groups)
+    return list(traffic.take(1).groups)
 
 
 def test_a_completion_becomes_a_trajectory_of_its_exact_tokens(client: TestClient, traffic: LiveTraffic) -> None:
@@ -126,6 +129,35 @@ def test_a_stream_names_the_trajectory_when_it_can_be_rewarded(client: TestClien
     assert reward(client, told[0][1], 1).status_code == 200
 
 
+def test_the_request_of_the_first_users_is_collected_and_scored(client: TestClient, traffic: LiveTraffic) -> None:
+    traffic.connect(lambda tokens: "".join(map(chr, tokens)))
+    metadata = {"environment": "math", "difficulty": "hard"}
+    body: dict[str, Any] = {
+        "model": "base-model",
+        "lora_adapter": "checkpoint-3",
+        "prompt": "#### 7",
+        "collect_trajectory": True,
+        "scoring_function": "gsm8k",
+        "metadata": metadata,
+    }
+    chat = body | {"messages": [{"role": "user", "content": body["prompt"]}]}
+    del chat["prompt"]
+    with client:
+        for path, sent in (("/v1/completions", body), ("/v1/chat/completions", chat)):
+            answer = client.post(path, json=sent)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            assert answer.json()["model"] == "policy@3"
+            assert reward(client, choice["trajectory_id"], 1).status_code == 200  # nobody has said what is right
+            scored = client.post(path, json=sent | {"metadata": metadata | {"answer": "7"}})
+            assert scored.status_code == 200
+        while traffic.report().num_waiting:
+            client.get("/health")
+        assert (traffic.report().num_rewarded, traffic.report().dropped) == (4, {})
+        wrong = client.post("/v1/completions", json=body | {"metadata": {"answer": "seven"}})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "metadata")
+
+
 def test_a_chat_is_collected_with_its_whole_prompt(client: TestClient, traffic: LiveTraffic) -> None:
     for value in (0, 1):
         (choice,) = chat(client).json()["choices"]
@@ -152,6 +184,59 @@ def test_an_own_request_id_makes_ids_that_are_known_before(client: TestClient) -
     assert reward(client, "cmpl-mine-0", {"right": 1, "short": 1}).json()["reward"] == 1.5
 
 
+@pytest.mark.parametrize("ask", [complete, chat])
+def test_a_request_id_that_comes_again_is_refused_before_it_is_sampled(
+    client: TestClient, engine: Any, traffic: LiveTraffic, ask: Post
+) -> None:
+    (choice,) = ask(client, request_id="mine").json()["choices"]
+    num_asked = len(engine.requests)
+    for fields in ({}, {"n": 2}, {"stream": True}):
+        answer = ask(client, request_id="mine", **fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id")
+    assert len(engine.requests) == num_asked
+    assert ask(client, request_id="mine", collect_trajectory=False).status_code == 200
+    assert reward(client, choice["trajectory_id"], 1).status_code == 200
+    assert traffic.report().num_collected == 1
+
+
+def test_a_request_id_is_one_for_all_policies(
+    engine: Any, tokenizer: Any, traffic: LiveTraffic, tmp_path: Path
+) -> None:
+    other = LiveTraffic(RolloutSettings(source="live"), tmp_path / "other.jsonl")
+    other.record("cmpl-mine-0", request_of(), completion_of(), None, {})
+    client = make_client(engine, tokenizer, policy=traffic, poet=other)
+    assert complete(client, request_id="mine").status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_knows_an_id_can_rely_on_it(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Each id and each reward is in the file by the time its client hears of it, however slow the disk is."""
+    append = Journal._append
+
+    def slow(journal: Journal, text: str) -> None:
+        time.sleep(0.05)
+        append(journal, text)
+
+    monkeypatch.setattr(Journal, "_append", slow)
+    text = complete(client, stream=stream, request_id="mine").text
+    assert "cmpl-mine-0" in text
+    assert "cmpl-mine-0" in (tmp_path / "trajectories.jsonl").read_text()
+    assert reward(client, "cmpl-mine-0", 0.125).status_code == 200
+    assert "0.125" in (tmp_path / "trajectories.jsonl").read_text()
+
+
+def test_a_reward_that_the_disk_refuses_is_507_and_may_be_sent_again(client: TestClient, tmp_path: Path) -> None:
+    (tmp_path / "trajectories.jsonl").mkdir()
+    (choice,) = complete(client).json()["choices"]
+    answer = reward(client, choice["trajectory_id"], 1)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (507, "not_stored")
+    (tmp_path / "trajectories.jsonl").rmdir()
+    assert reward(client, choice["trajectory_id"], 1).status_code == 200
+    assert choice["trajectory_id"] in (tmp_path / "trajectories.jsonl").read_text()
+
+
 def test_an_own_request_id_may_look_like_a_path(client: TestClient) -> None:
     (choice,) = complete(client, request_id="run/7").json()["choices"]
     assert client.post(f"/v1/trajectories/{choice['trajectory_id']}/reward", json={"reward": 1}).status_code == 200
@@ -160,11 +245,15 @@ def test_an_own_request_id_may_look_like_a_path(client: TestClient) -> None:
 def test_rewards_for_unknown_ids_are_404_and_those_too_late_409(client: TestClient, traffic: LiveTraffic) -> None:
     answer = reward(client, "cmpl-nobody-0", 1)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "trajectory_not_found")
+    (first,) = complete(client).json()["choices"]
+    reward(client, first["trajectory_id"], 0)
     ids = [choice["trajectory_id"] for choice in complete(client, n=2).json()["choices"]]
     assert [reward(client, one, 1).status_code for one in (*ids, *ids)] == [200] * 4
-    taken(traffic)
-    answer = reward(client, ids[0], 1)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "unavailable")
+    for act in (taken, lambda one: one.saved(1)):
+        act(traffic)
+        answer = reward(client, ids[0], 0.5)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "unavailable")
+        assert reward(client, ids[0], 1).status_code == 200  # sent again, as its answer was lost on the way
 
 
 @pytest.mark.parametrize("value", ["good", None, {}, {"right": "1"}, {"": 1}, [1], True])
@@ -229,7 +318,8 @@ def test_statistics_tell_what_became_of_all(client: TestClient) -> None:
     reward(client, ids[0], 1)
     told = client.get("/v1/trajectories").json()["data"]["policy"]
     assert told.pop("oldest_seconds") < 60
-    assert told == {"num_waiting": 2, "num_rewarded": 1, "num_collected": 3, "num_trained": 0, "dropped": {}}
+    counts = {"num_waiting": 2, "num_rewarded": 1, "num_reserved": 0, "num_collected": 3, "num_trained": 0}
+    assert told == {**counts, "dropped": {}}
 
 
 def test_a_process_that_does_not_learn_from_clients_says_so(engine: Any, tokenizer: Any) -> None:
@@ -250,7 +340,18 @@ def test_each_of_several_policies_gets_its_own(
 
 
 @pytest.mark.parametrize(
-    "text", ["1e400", "1" + "0" * 400, "NaN", '{"a": 1e308, "b": 1e308}', '{"a": 1' + "0" * 400 + "}"]
+    "text",
+    [
+        "1e39",
+        "-1e39",
+        "1e308",
+        "1e10",
+        "1e400",
+        "1" + "0" * 400,
+        "NaN",
+        '{"a": 1e9, "b": 1}',
+        '{"a": 1' + "0" * 400 + "}",
+    ],
 )
 def test_numbers_beyond_all_bounds_are_refused(client: TestClient, text: str) -> None:
     name = complete(client).json()["choices"][0]["trajectory_id"]

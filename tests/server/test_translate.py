@@ -100,6 +100,20 @@ def test_a_limit_is_named_with_its_value_and_the_way_out(tokenizer: Any) -> None
         completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
 
 
+@pytest.mark.parametrize(
+    ("fields", "setting"),
+    [
+        ({"prompt_logprobs": 100}, "prompt_logprobs is 100, the limit is 20; raise server.max_top_logprobs"),
+        ({"logprobs": 21}, "logprobs is 21, the limit is 20; raise server.max_top_logprobs"),
+        ({"stop": ["a"] * 17}, "stop has 17 items, the limit is 16; raise server.max_stop"),
+    ],
+)
+def test_limits_name_the_setting_that_raises_them(tokenizer: Any, fields: dict[str, Any], setting: str) -> None:
+    body = CompletionBody.model_validate({"model": "policy", "prompt": "ab"} | fields)
+    with pytest.raises(InvalidRequest, match=setting):
+        completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+
+
 def card(name: str, version: int, *aliases: str) -> AdapterCard:
     return AdapterCard(
         name=name,

@@ -1,12 +1,18 @@
 """Whole runs of the embedded model in this process: seconds long, with environments that make trouble when told to."""
 
 import math
+import os
+import signal
+import socket
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import mlx.core as mx
 import pytest
 from pydantic import TypeAdapter
@@ -152,3 +158,51 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         return run_training(config, tmp_path / folder, load_blas(config.device))
 
     return run
+
+
+@pytest.fixture
+def run_with_client(train: Callable[..., int]) -> Callable[..., int]:
+    """Trains while `act` is a client in another thread, whose failures are raised here; training is paused first."""
+
+    def whole(act: Callable[[httpx.Client], None], **parts: Any) -> int:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        failures: list[BaseException] = []
+        ended = threading.Event()
+
+        def be_client() -> None:
+            try:
+                with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60.0) as client:
+                    pause(client, ended)
+                    act(client)
+            except BaseException as error:  # noqa: BLE001  raised by the test's own thread
+                failures.append(error)
+            if not ended.is_set():
+                os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=be_client)
+        thread.start()
+        try:
+            server = {"enabled": True, "port": port, **parts.pop("server", {})}
+            code = train(server=server, **{"trainer": {"steps": 1000}, **parts})
+        finally:
+            ended.set()
+            thread.join()
+        if failures:
+            raise failures[0]
+        return code
+
+    return whole
+
+
+def pause(client: httpx.Client, ended: threading.Event) -> None:
+    while not ended.is_set():
+        try:
+            if client.post("/v1/training/pause").status_code == 200:
+                break
+        except httpx.TransportError:
+            pass
+        time.sleep(0.02)
+    while client.get("/v1/training/status").json()["state"] != "paused":
+        time.sleep(0.02)

@@ -3,16 +3,22 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import mlx.core as mx
 import pytest
+
+from parallm.learner import versions
+from parallm.learner.learner import Learner
 
 Train = Callable[..., int]
 Act = Callable[[httpx.Client], None]
@@ -89,8 +95,8 @@ def ask_until_the_end(client: httpx.Client) -> None:
                 client.post(f"/v1/trajectories/{choice['trajectory_id']}/reward", json={"reward": place})
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+def rows_of(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
 def test_steps_are_made_of_what_clients_have_rewarded(run: Callable[..., int], tmp_path: Path) -> None:
@@ -121,7 +127,7 @@ def test_completions_of_different_prompts_have_the_step_for_a_baseline(run: Call
 def test_what_waits_for_clients_can_be_paused_saved_and_stopped(run: Callable[..., int], tmp_path: Path) -> None:
     def act(client: httpx.Client) -> None:
         assert client.post("/v1/training/checkpoint").status_code == 409  # answers, though no step has been
-        client.post("/v1/training/pause").raise_for_status()
+        assert client.post("/v1/training/pause").raise_for_status().json()["state"] == "paused"
         wait_for_state(client, "paused")
         for number in range(2):
             for reward, name in enumerate(ask(client, f"{number} + 1")):
@@ -153,6 +159,177 @@ def test_what_waits_for_a_reward_is_there_when_the_run_goes_on(run: Callable[...
     assert run(after, trainer={"steps": 1}) == 0
     (row,) = rows_of(tmp_path / "run")
     assert row["reward/mean"] == 1.5
+
+
+def rate_two_groups(client: httpx.Client) -> list[str]:
+    """Trajectories of one step, of which every second one is good."""
+    names = [name for number in range(2) for name in ask(client, f"{number} + 1")]
+    for place, name in enumerate(names):
+        send(client, name, place % 2)
+    return names
+
+
+def until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < ends, "it never came true"
+        time.sleep(0.02)
+
+
+def step_of(client: httpx.Client) -> int:
+    return int(client.get("/v1/training/status").json()["step"])
+
+
+def counts(client: httpx.Client) -> dict[str, Any]:
+    return dict(client.get("/v1/trajectories").json()["data"]["policy"])
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_what_a_step_took_is_trained_on_once_whenever_the_process_is_killed(
+    run: Callable[..., int], tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int
+) -> None:
+    names: list[str] = []
+    checkpoint = {"resume": "auto", "every": every}
+
+    def before(client: httpx.Client) -> None:
+        names.extend(rate_two_groups(client))
+        until(lambda: counts(client)["num_trained"] == 4 if every == 1 else step_of(client) == 1)
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")  # what a process that is killed now would leave
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def after(client: httpx.Client) -> None:
+        until(lambda: step_of(client) == 1)
+        for place, name in enumerate(names):  # their answers were lost on the way
+            send(client, name, place % 2)
+        told = counts(client)
+        assert told["num_trained"] + told["num_reserved"] == told["num_collected"] == 4
+        assert (told["num_trained"], told["dropped"]) == (4 if every == 1 else 0, {})
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert run(before, trainer={"steps": 9}, checkpoint=checkpoint) == 0
+    with caplog.at_level("INFO"):
+        assert run(after, trainer={"steps": 9}, checkpoint=checkpoint, folder="killed") == 0
+    assert ("resumed after step 1, version 1" in caplog.messages) == (every == 1)
+    waits = "4 trajectories wait, 4 with a reward, 4 of steps after the checkpoint"
+    assert (waits in caplog.messages) == (every == 10)
+    (row,) = rows_of(tmp_path / "killed")
+    assert (row["step"], row["reward/mean"], row["groups/with_signal"]) == (1, 0.5, 2)
+
+
+def test_a_version_that_an_operator_has_named_is_there_after_a_kill_though_no_checkpoint_holds_it(
+    run: Callable[..., int], tmp_path: Path
+) -> None:
+    checkpoint = {"resume": "auto", "every": 10}
+    digests: dict[str, str] = {}
+
+    def versions(client: httpx.Client) -> dict[str, str]:
+        return {one["id"]: one["digest"] for one in client.get("/v1/adapters").json()["data"]}
+
+    def before(client: httpx.Client) -> None:
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 1)
+        client.post("/v1/training/checkpoint").raise_for_status()
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 2)
+        digests.update(versions(client))
+        client.post("/v1/adapters/aliases", json={"alias": "stable", "version": 2}).raise_for_status()
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def after(client: httpx.Client) -> None:
+        until(lambda: step_of(client) == 2)
+        found = versions(client)
+        assert (found["policy@2"], found["policy@3"]) == (digests["policy@2"], digests["policy@1"])
+        answer = client.post("/v1/completions", json={"model": "stable", "prompt": "1", "max_tokens": 1}).json()
+        assert answer["model"] == "policy@2"
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = {"steps": 9, "max_off_policy_steps": 1}
+    assert run(before, trainer=trainer, checkpoint=checkpoint) == 0
+    assert run(after, trainer=trainer, checkpoint=checkpoint, folder="killed") == 0
+    row = rows_of(tmp_path / "killed")[-1]
+    assert (row["step"], row["update/version"], row["offpolicy/lag_max"]) == (2, 4, 0)
+    assert row["parity/mean_abs"] < 1e-5  # what version 1 said is on policy: version 3 has its weights
+
+
+def test_what_a_step_without_an_update_took_is_trained_on_by_the_next(
+    run: Callable[..., int], tmp_path: Path, break_gradient: Callable[[int], None]
+) -> None:
+    break_gradient(1)
+    assert run(lambda client: rate_two_groups(client) and None, trainer={"steps": 2}, checkpoint={"every": 1}) == 0
+    rows = rows_of(tmp_path / "run")
+    assert [(row["guard/skipped"], row["reward/mean"], row["update/version"]) for row in rows] == [
+        (1, 0.5, 0),
+        (1, 0.5, 1),
+    ]
+
+
+def test_what_ends_the_run_each_time_it_is_trained_on_does_not_end_it_for_ever(
+    run: Callable[..., int], train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("a bug of the learner")
+
+    monkeypatch.setattr(Learner, "update", fail)
+    with pytest.raises(ZeroDivisionError):
+        run(rate_two_groups, checkpoint={"resume": "auto"})
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            train(rollout=LIVE, server={"enabled": True, "port": 0}, checkpoint={"resume": "auto"})
+
+    def after(client: httpx.Client) -> None:
+        assert counts(client)["dropped"] == {"fault": 4}
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert run(after, checkpoint={"resume": "auto"}) == 0
+
+
+def test_a_step_that_is_undone_drops_what_it_learned_from_and_no_more(
+    run: Callable[..., int], tmp_path: Path, break_gradient: Callable[[int], None]
+) -> None:
+    def act(client: httpx.Client) -> None:
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 1)
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 3)
+        told = counts(client)
+        assert (told["num_trained"] + told["num_reserved"], told["dropped"]) == (4, {"undone": 4})
+        os.kill(os.getpid(), signal.SIGINT)
+
+    break_gradient(2)
+    trainer = {"steps": 9, "max_off_policy_steps": 4, "guard": {"max_skips": 1}}
+    assert run(act, trainer=trainer, checkpoint={"every": 1}) == 0
+    assert [row["update/version"] for row in rows_of(tmp_path / "run")] == [1, 1, 3]
+
+
+def test_a_step_that_has_moved_nothing_has_made_no_version_that_could_be_undone(
+    run: Callable[..., int],
+    tmp_path: Path,
+    break_gradient: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str] = []
+    measure, numbers = versions._change, itertools.count(1)
+
+    def change(*arrays: mx.array) -> versions.Change:
+        found = measure(*arrays)
+        return found if next(numbers) != 2 else replace(found, has_moved=mx.array(False))
+
+    def act(client: httpx.Client) -> None:
+        for step in (1, 2):
+            names.extend(rate_two_groups(client))
+            until(lambda step=step: step_of(client) == step)  # type: ignore[misc]
+        rate_two_groups(client)
+        until(lambda: step_of(client) == 4)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(versions, "_change", change)
+    break_gradient(3)
+    trainer = {"steps": 9, "max_off_policy_steps": 4, "guard": {"max_skips": 1}}
+    assert run(act, trainer=trainer, checkpoint={"every": 10}) == 0
+    assert [row["update/version"] for row in rows_of(tmp_path / "run")] == [1, 1, 1, 3]
+    gone = [line for line in rows_of(tmp_path / "run", "trajectories.jsonl") if line.get("reason") == "undone"]
+    assert [name for line in gone for name in line["gone"]] == names[:4]
 
 
 def test_versions_that_are_too_old_are_not_trained_on(run: Callable[..., int], tmp_path: Path) -> None:

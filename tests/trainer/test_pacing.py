@@ -1,11 +1,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from parallm.errors import CheckpointError, Unavailable
-from parallm.trainer.pacing import Pacing
+from parallm.trainer.pacing import MAX_WORKS, Pacing
 
 
 class Loop:
@@ -66,6 +67,20 @@ def test_a_paused_loop_waits_takes_single_steps_and_goes_on() -> None:
         assert loop.done == 8
 
     run(work, Loop(8), is_paused=True)
+
+
+def test_a_pause_is_under_way_until_the_step_at_work_has_ended() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        await loop.pacing.step()  # the next one has begun by now
+        found = [loop.pacing.is_pausing]
+        loop.pacing.pause()
+        found.append(loop.pacing.is_pausing)
+        while not loop.num_waits:
+            await asyncio.sleep(0)
+        assert [*found, loop.pacing.is_pausing] == [False, True, False]
+        loop.pacing.resume()
+
+    run(work, Loop(4))
 
 
 def test_a_step_that_is_asked_for_while_one_ends_is_a_step_of_its_own() -> None:
@@ -134,3 +149,55 @@ def test_stopping_ends_a_paused_loop() -> None:
         assert (loop.done, loop.num_waits) == (0, 1)
 
     run(work, Loop(5), is_paused=True)
+
+
+def test_work_that_is_asked_for_is_done_between_steps_in_the_order_of_the_calls_paused_or_not() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        done: list[tuple[str, int]] = []
+
+        async def note(name: str) -> str:
+            done.append((name, loop.done))
+            await asyncio.sleep(0.002)
+            assert loop.done == done[-1][1], "no step runs meanwhile"
+            return name
+
+        running = [loop.pacing.between_steps(partial(note, name)) for name in ("a", "b")]
+        assert await asyncio.gather(*running) == ["a", "b"]
+        loop.pacing.pause()
+        assert await loop.pacing.between_steps(partial(note, "c")) == "c"
+        assert [name for name, _ in done] == ["a", "b", "c"]
+        loop.pacing.resume()
+
+    run(work, Loop(5))
+
+
+def test_work_that_fails_is_told_to_those_who_have_asked_and_costs_the_run_nothing() -> None:
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        async def fail() -> None:
+            raise KeyError("a bug")
+
+        with pytest.raises(KeyError, match="a bug"):
+            await loop.pacing.between_steps(fail)
+        await task
+        assert loop.done == 5
+
+    run(work, Loop(5))
+
+
+def test_work_is_bounded_and_refused_when_no_step_will_come() -> None:
+    async def nothing() -> None:
+        pass
+
+    async def work(loop: Loop, task: asyncio.Task[None]) -> None:
+        waiting = [asyncio.create_task(loop.pacing.between_steps(nothing)) for _ in range(MAX_WORKS)]
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="16 updates wait"):
+            await loop.pacing.between_steps(nothing)
+        loop.is_stopped = True
+        await task
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(one is None or isinstance(one, Unavailable) for one in found)
+        with pytest.raises(Unavailable, match="training has ended"):
+            await loop.pacing.between_steps(nothing)
+
+    run(work, Loop(5))

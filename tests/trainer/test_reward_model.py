@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from parallm.checkpoint.chosen_adapter import find_adapter
@@ -65,6 +66,36 @@ def test_pairs_make_a_reward_model_that_tells_held_out_pairs_apart_and_pays_a_po
         assert row["reward/mean"] == pytest.approx(expected, abs=1e-5)
         assert row["parity/max_abs"] <= 1e-4
     assert "heldout_part/rollout/reward_model" in rows_of(tmp_path / "rl", "evaluations.jsonl")[0]
+
+
+def test_a_reward_model_that_pays_a_policy_scores_for_clients_and_one_can_be_loaded_for_them_alone(
+    train: Train, run_with_client: Train, data: str, tmp_path: Path
+) -> None:
+    assert train(folder="rm", learner=learner(data), trainer={"steps": 4}, rollout={"problems_per_step": 12}) == 0
+    pair = json.loads(Path(data).read_text().splitlines()[0])
+
+    def act(client: httpx.Client) -> None:
+        messages = [{"role": "user", "content": pair["prompt"]}]
+        body = {"messages": messages, "completions": [pair["chosen"], pair["rejected"]]}
+        answer = client.post("/v1/rewards/score", json=body | {"model": "reward"}).raise_for_status().json()
+        chosen, rejected = (one["score"] for one in answer["data"])
+        assert chosen > rejected
+        whole = [*messages, {"role": "assistant", "content": pair["chosen"]}]
+        alone = client.post("/v1/rewards/score", json={"model": "reward", "messages": whole}).json()
+        assert alone["data"][0]["score"] == pytest.approx(chosen, abs=1e-4)
+
+    assert run_with_client(act, rollout={"reward_model": {"adapter": str(tmp_path / "rm")}}) == 0
+    assert run_with_client(act, server={"reward_model": str(tmp_path / "rm")}) == 0
+
+
+@pytest.mark.parametrize("key", ["reward_model", "generation_config"])
+def test_folders_of_the_server_are_found_before_the_model_is_loaded(train: Train, tmp_path: Path, key: str) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (broken / name).write_text("{}")  # cannot be loaded
+    with pytest.raises(ConfigError, match=rf"^server\.{key}.*none"):
+        train(model={"path": str(broken)}, server={"enabled": True, "port": 0, key: str(tmp_path / "none")})
 
 
 class Unpaid(Arithmetic):

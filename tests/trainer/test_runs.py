@@ -23,6 +23,7 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError, EnvironmentFailed, ProblemError, TrainingStopped
 from parallm.metrics.step import StepMetrics
+from parallm.model.adapter import Adapter
 from parallm.model.adapter_files import read_adapter
 from parallm.model.adapter_table import AdapterTable
 from parallm.model.logprobs import Softmax
@@ -319,8 +320,8 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert "training goes on, the next try is in 1 steps" in caplog.text
 
 
-def test_a_full_disk_at_the_end_is_an_error_and_older_checkpoints_stay(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_at_the_end_is_an_error_and_leaves_older_checkpoints_and_the_last_adapter(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def write(state: TrainingState, folder: Path) -> None:
         if state.step == 3:
@@ -332,6 +333,27 @@ def test_a_full_disk_at_the_end_is_an_error_and_older_checkpoints_stay(
         train(trainer={"steps": 3})
     assert saved_steps(tmp_path / "run") == [1, 2]
     assert len(rows_of(tmp_path / "run")) == 3
+    assert read_adapter(tmp_path / "run" / "adapter").version == 3
+    assert f"version 3 is in {tmp_path / 'run' / 'adapter'}; the state of its training is lost" in caplog.text
+
+
+def test_an_adapter_that_does_not_fit_leaves_the_one_before_as_it_was(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write_half(adapter: Adapter, folder: Path, **_: object) -> None:
+        folder.mkdir()
+        (folder / "adapter_config.json").write_text("{")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    auto = {"resume": "auto", "every": 1}
+    train(trainer={"steps": 1}, checkpoint=auto)
+    monkeypatch.setattr("parallm.trainer.saving.write_mlx", write_half)
+    monkeypatch.setattr("parallm.checkpoint.manager.needed_bytes", lambda _: 2**62)
+    with pytest.raises(CheckpointError, match="step_000002 could not be saved, the disk is full"):
+        train(trainer={"steps": 2}, checkpoint=auto)
+    assert f"{tmp_path / 'run' / 'adapter'} could not be written: [Errno 28] No space left on device" in caplog.text
+    assert read_adapter(tmp_path / "run" / "adapter").version == 1
+    assert not list((tmp_path / "run").glob(".*"))
 
 
 def test_an_adapter_that_the_disk_does_not_take_is_an_error_in_one_line(
@@ -341,7 +363,10 @@ def test_an_adapter_that_the_disk_does_not_take_is_an_error_in_one_line(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("parallm.trainer.saving.write_peft", write)
-    with pytest.raises(CheckpointError, match="No space left on device; the same adapter is in the last checkpoint"):
+    said = (
+        r"adapter_peft could not be written: .*No space left on device; version 1 is in \S+/adapter; the same adapter"
+    )
+    with pytest.raises(CheckpointError, match=said):
         train(trainer={"steps": 1})
     assert saved_steps(tmp_path / "run") == [1]
 

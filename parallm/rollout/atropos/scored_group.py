@@ -4,11 +4,14 @@ Field names are those of atroposlib 0.4.0 (`ScoredData` in atroposlib/api/server
 Axes: S sequences of the group, T tokens of a sequence, prompt included.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+
+from parallm.rollout.scoring import MAX_REWARD
 
 MASKED = -100
 """In `masks`, where a token is context; elsewhere stands the token itself."""
@@ -23,6 +26,7 @@ Reason = Literal[
     "wrong_mask",
     "no_trained_token",
     "not_finite",
+    "too_large",
     "wrong_logprobs",
     "images",
     "unmatched",
@@ -132,7 +136,7 @@ def _sequence(
         trained_T=trained_T,
         score=_score(given["scores"], where),
         logprobs_T=_logprobs(optional["inference_logprobs"], trained_T, where),
-        advantages_T=_floats(optional["advantages"], trained_T, f"advantages of {where}"),
+        advantages_T=_advantages(optional["advantages"], trained_T, f"advantages of {where}"),
         temperature=_temperature(options, where),
         is_zeroed=bool(own.get("set_advantage_to_zero", False)),
         is_demonstration=bool(own.get("sft", of_group.get("sft", False))),
@@ -156,8 +160,9 @@ def _check_tokens(tokens_T: np.ndarray, masks_T: np.ndarray, where: str, limits:
 def _score(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise GroupRefused("malformed", f"the score of {where} is no number")
-    if not abs(value) <= LARGEST:
-        raise GroupRefused("not_finite", f"the score of {where} is {value}")
+    if not abs(value) <= MAX_REWARD:
+        reason: Reason = "too_large" if isinstance(value, int) or math.isfinite(value) else "not_finite"
+        raise GroupRefused(reason, f"the score of {where} is {value}; the limit is {MAX_REWARD:g} either way")
     return float(value)
 
 
@@ -169,6 +174,13 @@ def _logprobs(value: object, trained_T: np.ndarray, where: str) -> np.ndarray | 
             "wrong_logprobs", f"{where}, place {place}: a trained token has {logprobs_T[place]:g}, no log-prob"
         )
     return logprobs_T
+
+
+def _advantages(value: object, trained_T: np.ndarray, what: str) -> np.ndarray | None:
+    advantages_T = _floats(value, trained_T, what)
+    if advantages_T is not None and (np.abs(advantages_T[trained_T]) > MAX_REWARD).any():
+        raise GroupRefused("too_large", f"{what} are beyond {MAX_REWARD:g}")
+    return advantages_T
 
 
 def _floats(value: object, trained_T: np.ndarray, what: str) -> np.ndarray | None:

@@ -99,8 +99,8 @@ class AtroposSource:
         """What waits is with the API, which tells it itself."""
         return {}
 
-    def take(self) -> Taken:
-        """The groups of one batch, after `is_ready`."""
+    def take(self, step: int) -> Taken:
+        """The groups of one batch, after `is_ready`, whatever the step."""
         groups, self._groups = tuple(self._groups), ()
         num_stale, self._num_stale = self._num_stale, 0
         self._explained = time.monotonic()

@@ -1,101 +1,159 @@
-"""The trajectories that wait for rewards, partners or a step: bounded in number and age, and kept in a file."""
+"""The trajectories that wait for rewards, partners, a step or a checkpoint: bounded in number, and kept in a file."""
 
 import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-from parallm.errors import Unavailable, UnknownTrajectory
+from parallm.errors import NotStored, Unavailable, UnknownTrajectory
 from parallm.reports import TrajectoryReport
-from parallm.rollout.live.journal import Journal, Line, read_journal
-from parallm.rollout.live.recorded import Recorded, from_values, to_values
+from parallm.rollout.live.changes import (
+    TRAINED,
+    Added,
+    Branched,
+    Change,
+    Counted,
+    GivenBack,
+    Left,
+    Reserved,
+    Rewarded,
+    from_line,
+    to_line,
+)
+from parallm.rollout.live.contents import Contents
+from parallm.rollout.live.journal import Journal, read_journal
+from parallm.rollout.live.recorded import Recorded
 from parallm.rollout.settings import LiveSettings
 
 logger = logging.getLogger(__name__)
 
-TRAINED = "trained"
-"""Why trajectories have left that a step took; all other reasons are drops."""
 LINES_PER_TRAJECTORY = 4
 """The file is written anew when it has as many lines as this times `max_trajectories`."""
+MAX_FAILED = 3
+"""Faulty steps after which a trajectory that was in all of them leaves, though none has named it."""
+MAX_ABANDONED = 20
+"""The same for ends of the process: far more than chance brings, in case that what they have in common is this one."""
 
 
 class Buffer:
-    """In the order of arrival. For the asyncio thread; `clock` tells Unix seconds."""
+    """Trajectories wait, are reserved by a step, and leave when a checkpoint holds that step. For the asyncio thread.
 
-    def __init__(self, settings: LiveSettings, file: Path, clock: Callable[[], float] = time.time) -> None:
-        """Goes on with what `file` holds."""
+    Ages count while a process of the run is there, by a clock that never jumps, so neither a change of the system's
+    clock nor the time between two processes makes anything older.
+    """
+
+    def __init__(self, settings: LiveSettings, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Goes on with what `file` holds. `clock`: seconds that only grow."""
         self._settings = settings
+        self._contents = Contents(settings.max_trajectories)
+        begins = self._read(file) or time.time()
+        self._now_less_clock = begins - clock()
         self._clock = clock
-        self._kept: OrderedDict[str, Recorded] = OrderedDict()
-        self._trained: OrderedDict[str, None] = OrderedDict()  # the newest ids, to tell a late reward why it is late
-        self._num_collected = 0
-        self._left: Counter[str] = Counter()  # by reason
-        for values in read_journal(file):
-            self._replay(values)
         self._journal = Journal(file)
-        if file.is_file():  # its last line may be half a line
+        if file.is_file():
             self._write_anew()
 
     def __iter__(self) -> Iterator[Recorded]:
-        return iter(tuple(self._kept.values()))
+        """Those that wait."""
+        return iter(tuple(self._contents.waiting.values()))
+
+    @property
+    def now(self) -> float:
+        """Seconds of the run; see `Recorded.created`."""
+        return self._clock() + self._now_less_clock
 
     def is_waiting(self, trajectory_id: str) -> bool:
         """Whether it is here and has no reward."""
-        one = self._kept.get(trajectory_id)
+        one = self._contents.waiting.get(trajectory_id)
         return one is not None and one.rewarded is None
 
-    def add(self, one: Recorded) -> None:
-        """Take one in, for which the oldest goes where there are too many, and one of the same id in any case."""
-        self._num_collected += 1
-        self._trained.pop(one.trajectory_id, None)
-        self.remove([one.trajectory_id], "replaced")
-        self._kept[one.trajectory_id] = one
-        self._journal.append(partial(_added, one))
-        too_many = len(self._kept) - self._settings.max_trajectories
-        self.remove(list(islice(self._kept, max(0, too_many))), "full")
+    def knows(self, trajectory_id: str) -> bool:
+        """Whether it is here, or among the newest that have left."""
+        return self._contents.knows(trajectory_id)
 
-    def reward(self, trajectory_id: str, reward: float, parts: Mapping[str, float]) -> Recorded:
-        """Set a reward; one that is there already is replaced.
+    def add(self, one: Recorded) -> bool:
+        """Take one in, for which the oldest goes where there are too many, of those without a reward if there are some.
 
-        Raises UnknownTrajectory, and Unavailable for one that a step has taken.
+        False if its id is known already.
+        """
+        if self.knows(one.trajectory_id):
+            self.refuse("id_in_use")
+            return False
+        self._change(Added(one))
+        surplus = len(self._contents.waiting) - self._settings.max_trajectories
+        self.remove(self._least_wanted(surplus) if surplus > 0 else (), "full")
+        return True
+
+    def reward(self, trajectory_id: str, reward: float, parts: Mapping[str, float]) -> None:
+        """Set a reward; one that is there already is replaced. The reward that a step has may come again.
+
+        Raises UnknownTrajectory, and Unavailable for another reward than the one that a step has.
         """
         self.expire()
-        if trajectory_id in self._trained:
-            raise Unavailable(f"trajectory {trajectory_id[:100]!r} was trained on already; send rewards before that")
-        if trajectory_id not in self._kept:
-            raise UnknownTrajectory(
-                f"no trajectory {trajectory_id[:100]!r} waits for a reward: it was never collected, is older than "
-                f"{self._settings.max_age_seconds:g} s (rollout.live.max_age_seconds) or was dropped"
+        if trajectory_id in self._contents.waiting:
+            self._change(Rewarded(trajectory_id, reward, dict(parts), self.now))
+        else:
+            self._check_repeated(trajectory_id, reward)
+
+    def reserve(self, ids: Collection[str], step: int) -> None:
+        """`step` learns from these: they neither wait nor take rewards any more."""
+        self._change(Reserved(tuple(ids), step))
+        surplus = len(self._contents.reserved) - self._settings.max_trajectories
+        if surplus > 0:
+            logger.warning(
+                "%d trajectories count as trained on though no checkpoint holds their steps: more than "
+                "rollout.live.max_trajectories=%d wait for one; lower checkpoint.every",
+                surplus,
+                self._settings.max_trajectories,
             )
-        one = self._kept[trajectory_id].with_reward(reward, parts, self._clock())
-        self._kept[trajectory_id] = one
-        self._journal.append(partial(_rewarded, one))
-        return one
+            self.remove(list(islice(self._contents.reserved, surplus)), TRAINED)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint holds what the steps until `step` have learned."""
+        self.remove(self._contents.reserved_until(step), TRAINED)
+
+    def failed(self, step: int, culprits: Collection[str]) -> None:
+        """`step` has changed nothing because of a fault: culprits go, the others wait again, but not for ever."""
+        for name in self._contents.reserved_until(step, since=step):
+            if name in culprits or self._contents.reserved[name].one.num_failed + 1 >= MAX_FAILED:
+                self.remove([name], "fault")
+        self._give_back(self._contents.reserved_until(step, since=step), has_failed=True)
+
+    def resume(self, step: int) -> int:
+        """The run goes on after `step`: what later ones had reserved waits again. How many these are."""
+        self.saved(step)
+        abandoned = self._contents.reserved
+        often = [name for name, one in abandoned.items() if one.one.num_abandoned + 1 >= MAX_ABANDONED]
+        if often:
+            logger.warning(
+                "%d trajectories are dropped: %d processes have ended within a step on them", len(often), MAX_ABANDONED
+            )
+            self.remove(often, "fault")
+        num_back = len(abandoned)
+        self._give_back(list(abandoned), has_failed=False)
+        return num_back
+
+    def branch(self, version: int, now: int) -> None:
+        """The learner has gone back to the weights of `version`, which it calls `now`."""
+        if self._contents.waiting or self._contents.reserved:
+            self._change(Branched(version, now))
 
     def remove(self, ids: Collection[str], reason: str) -> None:
-        """Let these go, which may be gone already."""
-        found = [name for name in ids if self._kept.pop(name, None) is not None]
-        if not found:
-            return
-        self._count_left(found, reason)
-        self._journal.append(partial(_gone, found, reason))
-        if self._journal.num_lines > LINES_PER_TRAJECTORY * max(self._settings.max_trajectories, len(self._kept)):
-            self._write_anew()
+        """Let these go."""
+        if ids:
+            self._change(Left(tuple(ids), reason))
 
     def refuse(self, reason: str) -> None:
         """Count a completion that cannot be trained on, whatever its reward."""
-        self._num_collected += 1
-        self._left[reason] += 1
+        self._change(Counted(1, {reason: 1}, {}))
 
     def expire(self) -> None:
-        """Let those go that are too old."""
-        oldest = self._clock() - self._settings.max_age_seconds
+        """Let those go that have waited too long."""
+        oldest = self.now - self._settings.max_age_seconds
         late = []
-        for one in self._kept.values():
+        for one in self._contents.waiting.values():
             if one.created > oldest:
                 break
             late.append(one)
@@ -104,60 +162,102 @@ class Buffer:
 
     def report(self) -> TrajectoryReport:
         self.expire()
-        num_rewarded = sum(one.rewarded is not None for one in self._kept.values())
-        oldest = next(iter(self._kept.values()), None)
+        waiting, num_left = self._contents.waiting, self._contents.num_left
+        num_rewarded = sum(one.rewarded is not None for one in waiting.values())
+        oldest = next(iter(waiting.values()), None)
         return TrajectoryReport(
-            num_waiting=len(self._kept) - num_rewarded,
+            num_waiting=len(waiting) - num_rewarded,
             num_rewarded=num_rewarded,
-            oldest_seconds=0.0 if oldest is None else max(0.0, self._clock() - oldest.created),
-            num_collected=self._num_collected,
-            num_trained=self._left[TRAINED],
-            dropped={reason: count for reason, count in sorted(self._left.items()) if reason != TRAINED},
+            oldest_seconds=0.0 if oldest is None else max(0.0, self.now - oldest.created),
+            num_collected=self._contents.num_collected,
+            num_reserved=len(self._contents.reserved),
+            num_trained=num_left[TRAINED],
+            dropped={reason: count for reason, count in sorted(num_left.items()) if reason != TRAINED and count},
         )
+
+    async def written(self) -> None:
+        """Wait until the end of the process would lose nothing of what was changed so far.
+
+        Raises NotStored where the disk does not take it; it counts in this process all the same.
+        """
+        try:
+            await self._journal.written()
+        except OSError as error:
+            raise NotStored(
+                f"it counts for now, but the disk does not take it ({error.strerror or error}), so the end of the "
+                "process would lose it; send it again when the disk has room"
+            ) from error
 
     def close(self) -> None:
         """Wait until the file holds everything."""
         self._journal.close()
 
-    def _count_left(self, ids: Sequence[str], reason: str) -> None:
-        self._left[reason] += len(ids)
-        if reason == TRAINED:
-            self._trained.update(dict.fromkeys(ids))
-            while len(self._trained) > self._settings.max_trajectories:
-                self._trained.popitem(last=False)
+    def _least_wanted(self, number: int) -> list[str]:
+        """Those that wait, but for the newest one."""
+        older = list(islice(self._contents.waiting.values(), len(self._contents.waiting) - 1))
+        older.sort(key=lambda one: one.rewarded is not None)  # keeps their order
+        return [one.trajectory_id for one in older[:number]]
+
+    def _change(self, change: Change) -> None:
+        self._contents.apply(change)
+        self._journal.append(partial(to_line, change))
+        kept = len(self._contents.waiting) + len(self._contents.reserved)
+        if self._journal.num_lines > LINES_PER_TRAJECTORY * max(self._settings.max_trajectories, kept):
+            self._write_anew()
+
+    def _give_back(self, ids: Collection[str], *, has_failed: bool) -> None:
+        if ids:
+            self._change(GivenBack(tuple(ids), has_failed))
+
+    def _check_repeated(self, trajectory_id: str, reward: float) -> None:
+        """Return if a step has this very reward: a client sends it again whose answer was lost on the way."""
+        reserved, departed = self._contents.reserved.get(trajectory_id), self._contents.departed.get(trajectory_id)
+        name = repr(trajectory_id[:100])
+        if reserved is not None:
+            if reserved.one.trajectory.reward != reward:
+                raise Unavailable(f"trajectory {name} is being trained on with another reward; send rewards before")
+        elif departed is not None and departed.reason == TRAINED:
+            if departed.reward != reward:
+                raise Unavailable(f"trajectory {name} was trained on already; send rewards before that")
+        else:
+            why = "it was never collected, or left long ago" if departed is None else self._why(departed.reason)
+            raise UnknownTrajectory(f"no trajectory {name} waits for a reward: {why}")
+
+    def _why(self, reason: str) -> str:
+        match reason:
+            case "no_reward" | "unused":
+                return f"it is older than {self._settings.max_age_seconds:g} s (rollout.live.max_age_seconds)"
+            case "full":
+                return f"{self._settings.max_trajectories} newer ones wait (rollout.live.max_trajectories)"
+            case "stale":
+                return "its version is too old to be trained on (trainer.max_off_policy_steps)"
+            case _:
+                return f"it was dropped ({reason})"
 
     def _write_anew(self) -> None:
-        lines: list[Line] = [partial(_gone, list(self._trained), TRAINED)] if self._trained else []
-        self._journal.rewrite([*lines, *(partial(_added, one) for one in self._kept.values())])
+        self._journal.rewrite([partial(to_line, change) for change in self._contents.changes()])
 
-    def _replay(self, values: Mapping[str, Any]) -> None:
-        """One line of the file. What it says of trajectories that are not there counts for nothing."""
-        try:
-            match values:
-                case {"added": added}:
-                    one = from_values(added)
-                    self._kept[one.trajectory_id] = one
-                case {"rewarded": str(name), "reward": reward, "parts": parts, "at": at}:
-                    if name in self._kept:
-                        self._kept[name] = self._kept[name].with_reward(reward, parts, at)
-                case {"gone": gone, "reason": reason}:
-                    for name in gone:
-                        self._kept.pop(name, None)
-                    if reason == TRAINED:
-                        self._trained.update(dict.fromkeys(gone))
-        except (KeyError, TypeError):
-            logger.warning("a line of the trajectories' file cannot be read and is left out")
+    def _read(self, file: Path) -> float:
+        """The newest time in the file; 0 without one."""
+        newest = 0.0
+        for line in read_journal(file):
+            try:
+                change = from_line(line)
+            except (KeyError, TypeError, ValueError):
+                change = None
+            if change is None:
+                logger.warning("a line of %s cannot be read and is left out", file)
+                continue
+            self._contents.apply(change)
+            newest = max(newest, _time_of(change))
+        return newest
 
 
-def _added(one: Recorded) -> dict[str, Any]:
-    return {"added": to_values(one)}
-
-
-def _rewarded(one: Recorded) -> dict[str, Any]:
-    trajectory = one.trajectory
-    parts = dict(trajectory.reward_parts)
-    return {"rewarded": one.trajectory_id, "reward": trajectory.reward, "parts": parts, "at": one.rewarded}
-
-
-def _gone(ids: Sequence[str], reason: str) -> dict[str, Any]:
-    return {"gone": list(ids), "reason": reason}
+def _time_of(change: Change) -> float:
+    match change:
+        case Added(one):
+            return max(one.created, one.rewarded or 0.0)
+        case Rewarded(at=at):
+            return at
+        case _:
+            return 0.0

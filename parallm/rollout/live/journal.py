@@ -1,13 +1,17 @@
-"""The buffer's file: one JSON object per line, appended off the event loop, read when a run goes on."""
+"""The buffer's file: one JSON object per line, written off the event loop, read when a run goes on."""
 
+import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO
 
-from parallm.metrics.json_lines import write_whole
+from parallm.checkpoint import files
 
 logger = logging.getLogger(__name__)
 
@@ -17,61 +21,165 @@ OWNER_ONLY = 0o600
 
 
 class Journal:
-    """Lines reach the system in the order of `append`, a moment later; a disk that refuses costs lines, not the run.
+    """Lines reach the operating system in the order of the calls; `written` waits for that.
 
-    The file holds what clients have sent, so only its owner may read it.
+    All lines that wait are written together, and synced to the disk together after `written` has returned: a process
+    that is killed loses nothing that `written` has returned for, a power failure the last moment of it. Lines that the
+    disk refuses are written with the next ones. Only the file's owner may read it.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
+        self._lock = threading.Lock()
+        self._waiting: list[_Entry] = []  # guarded by the lock
+        self._refused: list[_Entry] = []  # of the writing thread, as the next three
         self._has_failed = False
+        self._is_torn = _ends_within_a_line(file)
+        self._lacks_lines = False  # the file lacks refused lines that only the waiting rewrite still has
+        self._last: Future[None] | None = None
         self.num_lines = 0
         """Asked for since the file was last written anew."""
 
     def append(self, line: Line) -> None:
         self.num_lines += 1
-        self._thread.submit(self._write, self._append, [line])
+        self._put(_Entry((line,), replaces=False))
 
     def rewrite(self, lines: Iterable[Line]) -> None:
-        """Let the file hold these lines alone."""
-        kept = list(lines)
-        self.num_lines = len(kept)
-        self._thread.submit(self._write, self._replace, kept)
+        """Let the file hold these lines alone, which say the same as those in it. A full disk keeps the old ones."""
+        entry = _Entry(tuple(lines), replaces=True)
+        self.num_lines = len(entry.lines)
+        self._put(entry)
+
+    async def written(self) -> None:
+        """Wait until the operating system has everything that was asked for so far. Raises OSError."""
+        if self._last is not None:
+            await asyncio.shield(asyncio.wrap_future(self._last))
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is on the disk."""
         self._thread.shutdown()
 
-    def _append(self, text: str) -> None:
-        self._file.touch(OWNER_ONLY)
-        with self._file.open("a", encoding="utf-8") as lines:
-            # a disk that has refused may have taken half a line
-            lines.write("\n" + text if self._has_failed else text)
+    def _put(self, entry: "_Entry") -> None:
+        with self._lock:
+            self._waiting.append(entry)
+        self._last = entry.written
+        self._thread.submit(self._write_waiting)
+
+    def _write_waiting(self) -> None:
+        with self._lock:
+            entries, self._waiting = self._waiting, []
+        if not entries:
+            return  # an earlier call has written them
+        entries = [*self._refused, *entries]
+        try:
+            self._write(entries)
+        except OSError as error:
+            self._refuse(entries, error)
+            return
+        self._refused, self._has_failed = [], False
+        for entry in entries:
+            entry.settle()
+        try:
+            files.sync(self._file)
+            if any(entry.replaces for entry in entries):
+                files.sync(self._file.parent)
+        except OSError as error:
+            logger.warning("%s could not be synced to the disk: %s", self._file, error)
+
+    def _write(self, entries: Sequence["_Entry"]) -> None:
+        place = _last_replacing(entries)
+        if place is not None:
+            try:
+                self._replace(entries[place].text())
+                entries = entries[place + 1 :]
+            except OSError:
+                if self._lacks_lines:
+                    raise
+        self._append("".join(entry.text() for entry in entries if not entry.replaces))
 
     def _replace(self, text: str) -> None:
-        self._file.with_name(self._file.name + ".tmp").touch(OWNER_ONLY)
-        write_whole(self._file, text)
-
-    def _write(self, how: Callable[[str], None], lines: list[Line]) -> None:
+        temporary = self._file.with_name(self._file.name + ".tmp")
         try:
-            # ASCII: a text may hold half a surrogate pair
-            how("".join(json.dumps(line()) + "\n" for line in lines))
-            self._has_failed = False
-        except OSError as error:
-            if not self._has_failed:
-                logger.warning("cannot write %s: %s; trajectories are lost if the process ends", self._file, error)
-            self._has_failed = True
+            with _opened(temporary, "w") as lines:
+                lines.write(text)
+                lines.flush()
+                os.fsync(lines.fileno())
+            temporary.replace(self._file)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._is_torn = self._lacks_lines = False
+
+    def _append(self, text: str) -> None:
+        if not text:
+            return
+        with _opened(self._file, "a") as lines:
+            is_torn, self._is_torn = self._is_torn, True
+            lines.write("\n" + text if is_torn else text)
+        self._is_torn = False
+
+    def _refuse(self, entries: Sequence["_Entry"], error: OSError) -> None:
+        if not self._has_failed:
+            logger.warning(
+                "cannot write %s: %s; what clients send is lost if the process ends before it can", self._file, error
+            )
+        self._has_failed = True
+        for entry in entries:
+            entry.settle(error)
+        place = _last_replacing(entries)
+        self._lacks_lines = self._lacks_lines or bool(place)
+        self._refused = list(entries[place or 0 :])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """Lines to append, or to put in place of all others."""
+
+    lines: tuple[Line, ...]
+    replaces: bool
+    written: Future[None] = field(default_factory=Future)
+
+    def text(self) -> str:
+        # ASCII: a text may hold half a surrogate pair
+        return "".join(json.dumps(line()) + "\n" for line in self.lines)
+
+    def settle(self, error: OSError | None = None) -> None:
+        """Answer those who wait, the first time."""
+        if self.written.done():
+            return
+        if error is None:
+            self.written.set_result(None)
+        else:
+            self.written.set_exception(error)
 
 
 def read_journal(file: Path) -> Iterator[dict[str, Any]]:
     """The readable lines; a process that was killed may have left half of one."""
     if not file.is_file():
         return
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            values = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(values, dict):
-            yield values
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                values = json.loads(line)
+            except (json.JSONDecodeError, RecursionError):
+                continue
+            if isinstance(values, dict):
+                yield values
+
+
+def _opened(file: Path, mode: Literal["a", "w"]) -> TextIO:
+    file.touch(OWNER_ONLY)
+    return file.open(mode, encoding="utf-8")
+
+
+def _ends_within_a_line(file: Path) -> bool:
+    if not file.is_file() or file.stat().st_size == 0:
+        return False
+    with file.open("rb") as content:
+        content.seek(-1, os.SEEK_END)
+        return content.read() != b"\n"
+
+
+def _last_replacing(entries: Sequence[_Entry]) -> int | None:
+    return next((place for place in reversed(range(len(entries))) if entries[place].replaces), None)

@@ -55,6 +55,11 @@ class Piling:
             return [_group([one]) for one in pile]
         return [_group(pile)]
 
+    def ids(self, pile: Pile) -> list[tuple[str, ...]]:
+        """Of the trajectories in each of `groups(pile)`."""
+        names = [one.trajectory_id for one in pile]
+        return [(name,) for name in names] if self.settings.live.group_by == "none" else [tuple(names)]
+
     def _key(self, one: Recorded) -> str:
         match self.settings.live.group_by:
             case "prompt":

@@ -28,14 +28,30 @@ class Recorded:
     num_asked: int
     """The request's `n`."""
     created: float
-    """Unix seconds."""
+    """Seconds of the run, which count only while one of its processes is there; Unix seconds at its beginning."""
     wish: Wish
     rewarded: float | None = None
-    """When its first reward came, in Unix seconds."""
+    """When its first reward came, in the same seconds."""
+    num_failed: int = 0
+    """Steps that took it and changed nothing because of a fault."""
+    num_abandoned: int = 0
+    """Processes that ended between such a step's beginning and its checkpoint."""
 
     def with_reward(self, reward: float, parts: Mapping[str, float], now: float) -> "Recorded":
         trajectory = replace(self.trajectory, reward=reward, reward_parts=dict(parts))
         return replace(self, trajectory=trajectory, rewarded=now if self.rewarded is None else self.rewarded)
+
+    def relabelled(self, version: int, now: int) -> "Recorded":
+        """The same for a run that has gone back to the weights of `version`, which it calls `now`.
+
+        Each span's version becomes as much less than `now` as its weights are updates away from those of `version`,
+        those of abandoned versions, too: with `version` and `now` 5, tokens of 4, 5, 6 and 7 become ones of 4, 5, 4
+        and 3. So `now` less a span's version is its age, and only tokens of the very weights are as young as `now`.
+        """
+        spans = tuple(
+            replace(span, version=now - abs(span.version - version)) for span in self.trajectory.weight_versions
+        )
+        return replace(self, trajectory=replace(self.trajectory, weight_versions=spans))
 
 
 def recorded_of(
@@ -80,6 +96,8 @@ def to_values(one: Recorded) -> dict[str, Any]:
         "num_asked": one.num_asked,
         "created": one.created,
         "rewarded": one.rewarded,
+        "num_failed": one.num_failed,
+        "num_abandoned": one.num_abandoned,
         "scoring_function": one.wish.scoring_function,
         "metadata": dict(one.wish.metadata),
     }
@@ -88,5 +106,6 @@ def to_values(one: Recorded) -> dict[str, Any]:
 def from_values(values: Mapping[str, Any]) -> Recorded:
     """Undo `to_values`. Raises KeyError or TypeError on anything else."""
     own = {name: values[name] for name in ("trajectory_id", "request_id", "num_asked", "created", "rewarded")}
+    own |= {name: values.get(name, 0) for name in ("num_failed", "num_abandoned")}
     wish = Wish(scoring_function=values["scoring_function"], metadata=values["metadata"])
     return Recorded(trajectory=trajectory_from_json(values["trajectory"]), wish=wish, **own)

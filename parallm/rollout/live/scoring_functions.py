@@ -23,7 +23,8 @@ class Answered:
 
 Rewards: TypeAlias = float | Mapping[str, float]
 """A number, or parts by name."""
-ScoringFunction: TypeAlias = Callable[[Answered], Rewards | Awaitable[Rewards]]
+ScoringFunction: TypeAlias = Callable[[Answered], Rewards | Awaitable[Rewards | None] | None]
+"""None leaves the reward to the client."""
 
 
 def load_scoring_functions(targets: Mapping[str, str]) -> dict[str, ScoringFunction]:

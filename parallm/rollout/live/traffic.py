@@ -3,31 +3,27 @@
 import asyncio
 import dataclasses
 import json
-import logging
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.reports import TrajectoryReport
-from parallm.rollout.environment_calls import EnvironmentCalls, EnvironmentFault, Outcome
-from parallm.rollout.live.buffer import TRAINED, Buffer
+from parallm.rollout.environment_calls import EnvironmentFault
+from parallm.rollout.live.buffer import Buffer
+from parallm.rollout.live.environment_scores import EnvironmentScore
 from parallm.rollout.live.part_names import PartNames
 from parallm.rollout.live.piles import Pile, Piling, has_signal
 from parallm.rollout.live.recorded import Recorded, Wish, recorded_of
-from parallm.rollout.live.scoring_functions import Answered, load_scoring_functions
-from parallm.rollout.scoring import read_parts
+from parallm.rollout.live.scoring import ONLY, Scoring
+from parallm.rollout.scoring import MAX_REWARD
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.taken import Taken
 from parallm.types import Completion, GenerationRequest, SamplingParams, TrajectoryGroup
 
-logger = logging.getLogger(__name__)
-
-ONLY = "reward"
-"""The name of a reward that is one number."""
+UNDONE = "undone"
+"""Why trajectories are dropped whose version was undone."""
 FREE = ("max_tokens", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos", "top_logprobs", "prompt_logprobs")
 """Sampling parameters that leave tokens samples of the policy; all others must be off."""
 FIELDS = {"grammar": "response_format"}
@@ -37,28 +33,41 @@ FIELDS = {"grammar": "response_format"}
 class LiveTraffic:
     """Of one policy. For the asyncio thread; rewards count when they come, steps take what is ready."""
 
-    def __init__(self, settings: RolloutSettings, file: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        settings: RolloutSettings,
+        file: Path,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        min_reward: float = -MAX_REWARD,
+    ) -> None:
         """Goes on with what `file` holds. Raises ConfigError for a scoring function that is not there."""
         self._settings = settings
-        self._functions = load_scoring_functions(settings.live.scoring_functions)
-        self._calls = EnvironmentCalls(settings.score_seconds)
+        self._min_reward = min_reward
+        self._scoring = Scoring(
+            settings.live.scoring_functions, settings.score_seconds, on_parts=self._scored, on_fault=self._not_scored
+        )
         self._buffer = Buffer(settings.live, file, clock)
         self._names = PartNames(settings.live.weights)
         for one in self._buffer:
             self._names.bounded(one.trajectory.reward_parts)
-        self._clock = clock
         self._piling = Piling(settings=settings)
-        self._decode: Callable[[Sequence[int]], str] | None = None
         self._on_reward: Callable[[str, float], None] = lambda *_: None
-        self._scoring: set[asyncio.Task[None]] = set()
+        self._batch: tuple[tuple[str, ...], ...] = ()  # the ids of the groups with signal that the last step took
+        self._learned: tuple[str, ...] = ()  # what the newest version was made of
         self._num_stale = 0
         self._has_ended = False
 
-    def connect(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """From now on scoring functions are called; `decode` makes prompts of tokens."""
-        self._decode = decode
+    def connect(
+        self, decode: Callable[[Sequence[int]], str], scores: Mapping[str, EnvironmentScore] | None = None
+    ) -> None:
+        """From now on scoring functions are called; `decode` makes prompts of tokens.
+
+        `scores` are those of the run's environment. Functions that the configuration names win.
+        """
+        self._scoring.connect(decode, scores or {})
         for one in self._buffer:
-            self._score(one)
+            self._scoring.begin(one, is_patient=True)
 
     def listen(self, on_reward: Callable[[str, float], None]) -> None:
         """From now on `on_reward` gets the id and the sum of each reward, those of scoring functions, too."""
@@ -68,11 +77,8 @@ class LiveTraffic:
         """Raise InvalidRequest for what could not be trained on, and Unavailable when training has ended."""
         if self._has_ended:
             raise Unavailable("training has ended, so nothing is collected any more; leave out collect_trajectory")
-        if scoring_function is not None and scoring_function not in self._functions:
-            known = ", ".join(sorted(self._functions)) or "none; name them in rollout.live.scoring_functions"
-            raise InvalidRequest(
-                f"no scoring_function {scoring_function[:50]!r}; there are {known}", "scoring_function"
-            )
+        if scoring_function is not None:
+            self._scoring.check(scoring_function, metadata)
         num_bytes, most = len(json.dumps(metadata)), self._settings.live.max_metadata_bytes
         if num_bytes > most:
             raise InvalidRequest(
@@ -82,6 +88,10 @@ class LiveTraffic:
         check_sampling(request.sampling)
         if self._settings.live.group_by == "request" and request.n < 2:
             raise InvalidRequest("collect_trajectory compares completions of a request here; send n of 2 or more", "n")
+
+    def knows(self, trajectory_id: str) -> bool:
+        """Whether a trajectory has this id, or had it not long ago."""
+        return self._buffer.knows(trajectory_id)
 
     def record(
         self,
@@ -96,44 +106,85 @@ class LiveTraffic:
             self._buffer.refuse("aborted" if completion.finish_reason == "abort" else "no_tokens")
             return False
         wish = Wish(scoring_function=scoring_function, metadata=metadata)
-        one = recorded_of(trajectory_id, request, completion, wish, self._clock())
-        self._buffer.add(one)
-        self._score(one)
+        one = recorded_of(trajectory_id, request, completion, wish, self._buffer.now)
+        if not self._buffer.add(one):
+            return False
+        self._scoring.begin(one)
         return True
 
     def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:
         """Set a reward, parts by name or one number; returns the weighted sum. The last one counts.
 
-        Raises UnknownTrajectory, Unavailable for one that was trained on, and InvalidRequest for parts whose sum is
-        not finite.
+        Raises UnknownTrajectory, Unavailable for one that a step has with another reward, and InvalidRequest for parts
+        or a sum that cannot be trained on.
         """
         parts = dict(reward) if isinstance(reward, Mapping) else {ONLY: reward}
-        total = sum(self._settings.live.weights.get(name, 1.0) * part for name, part in parts.items())
-        if not math.isfinite(total):
-            raise InvalidRequest("the reward's parts add up to no finite number", "reward")
-        self._buffer.reward(trajectory_id, total, self._names.bounded(parts))
-        self._on_reward(trajectory_id, total)
+        total = self._total(parts)
+        if fault := self._fault_of(parts, total):
+            raise InvalidRequest(fault.detail, "reward")
+        self._set_reward(trajectory_id, parts, total)
         return total
+
+    async def written(self) -> None:
+        """Wait until the end of the process would lose none of the completions and rewards so far. Raises NotStored."""
+        await self._buffer.written()
 
     def report(self) -> TrajectoryReport:
         return self._buffer.report()
 
+    def resume(self, step: int, *, version: int, now: int) -> str:
+        """The run goes on after `step` with the weights of `version`, which it calls `now`; what later steps took
+        waits again. Returns what waits in words, nothing if nothing does."""
+        num_abandoned = self._buffer.resume(step)
+        self._buffer.branch(version, now)
+        report = self.report()
+        if not (report.num_waiting or report.num_rewarded):
+            return ""
+        text = f"{report.num_waiting + report.num_rewarded} trajectories wait, {report.num_rewarded} with a reward"
+        return text + (f", {num_abandoned} of steps after the checkpoint" if num_abandoned else "")
+
     def is_ready(self, version: int, limit: int) -> bool:
-        """Whether a step may begin; lets go what is more than `limit` versions older than `version`, or of another."""
+        """Whether a step may begin; lets go what is more than `limit` versions older than `version`."""
         self._buffer.expire()
         stale = [one.trajectory_id for one in self._buffer if is_stale(one, version, limit)]
         self._buffer.remove(stale, "stale")
         self._num_stale += len(stale)
-        now = self._clock()
+        now = self._buffer.now
         return self._piling.is_enough(self._piling.piles(self._buffer, now), now)
 
-    def take(self) -> Taken:
-        """What the next step is about, after `is_ready`; it leaves the buffer."""
-        piles = self._piling.first(self._piling.piles(self._buffer, self._clock()))
-        self._buffer.remove([one.trajectory_id for pile in piles for one in pile], TRAINED)
+    def take(self, step: int) -> Taken:
+        """What `step` is about, after `is_ready`; it waits no more."""
+        piles = self._piling.first(self._piling.piles(self._buffer, self._buffer.now))
+        self._buffer.reserve([one.trajectory_id for pile in piles for one in pile], step)
         num_stale, self._num_stale = self._num_stale, 0
-        with_signal = self._groups(list(filter(has_signal, piles)))
-        return Taken(groups=self._groups(piles), with_signal=with_signal, num_stale=num_stale)
+        good = list(filter(has_signal, piles))
+        self._batch = tuple(ids for pile in good for ids in self._piling.ids(pile))
+        return Taken(groups=self._groups(piles), with_signal=self._groups(good), num_stale=num_stale)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint holds what the steps until `step` have learned: these are trained on for good."""
+        self._buffer.saved(step)
+
+    def failed(self, step: int, culprits: Collection[tuple[int, int]]) -> None:
+        """Because of a fault `step` has changed nothing: what it took waits again, but for the culprits.
+
+        `culprits` by their group with signal and their place in it. Where all of them are suspected none is known.
+        """
+        named = {self._batch[group][place] for group, place in culprits}
+        self._buffer.failed(step, named if len(named) < sum(map(len, self._batch)) else ())
+
+    def learned(self) -> None:
+        """The last step has made a version."""
+        self._learned = tuple(name for ids in self._batch for name in ids)
+
+    def undone(self, version: int, now: int) -> None:
+        """The newest version was undone: the learner has the weights of `version` again, which it calls `now`.
+
+        What it had learned from is dropped, since it has led to faults.
+        """
+        self._buffer.remove(self._learned, UNDONE)
+        self._learned = ()
+        self._buffer.branch(version, now)
 
     @property
     def message(self) -> str:
@@ -152,53 +203,41 @@ class LiveTraffic:
 
     async def close(self) -> None:
         """Give up scores under way and wait until the file holds everything."""
-        for task in self._scoring:
-            task.cancel()
-        await asyncio.gather(*self._scoring, return_exceptions=True)
+        await self._scoring.close()
         await asyncio.to_thread(self._buffer.close)
 
     def _groups(self, piles: Sequence[Pile]) -> tuple[TrajectoryGroup, ...]:
         return tuple(group for pile in piles for group in self._piling.groups(pile))
 
-    def _score(self, one: Recorded) -> None:
-        """Call the scoring function that the client has asked for, if it has, and if calls are possible yet."""
-        if one.wish.scoring_function is not None and one.rewarded is None and self._decode is not None:
-            task = asyncio.create_task(self._scored(one, self._decode(one.trajectory.prompt_tokens)))
-            self._scoring.add(task)
-            task.add_done_callback(self._scoring.discard)
+    def _set_reward(self, trajectory_id: str, parts: Mapping[str, float], total: float) -> None:
+        self._buffer.reward(trajectory_id, total, self._names.bounded(parts))
+        self._on_reward(trajectory_id, total)
 
-    async def _scored(self, one: Recorded, prompt: str) -> None:
-        name = one.wish.scoring_function or ""
-        answered = Answered(
-            prompt=prompt,
-            text=one.trajectory.text,
-            finish_reason=one.trajectory.finish_reason,
-            metadata=one.wish.metadata,
-        )
-        function = self._functions.get(name)
-        if function is None:  # of a file that another configuration has left
-            self._drop(one, EnvironmentFault("missing", ""))
-            return
-        (outcome,) = await self._calls.call_all([partial(function, answered)])
-        parts: dict[str, float] = {}
-        fault = outcome.fault or read_parts(_by_name(outcome), parts)
-        if fault is not None:
-            self._drop(one, fault)
-            return
-        if not self._buffer.is_waiting(one.trajectory_id):
-            return  # the client was faster, or it is gone
-        try:
-            self.reward(one.trajectory_id, parts)
-        except InvalidRequest:
-            self._drop(one, EnvironmentFault("not_finite", ""))
+    def _scored(self, one: Recorded, parts: Mapping[str, float]) -> EnvironmentFault | None:
+        total = self._total(parts)
+        fault = self._fault_of(parts, total)
+        # else a client was faster, or it is gone
+        if fault is None and self._buffer.is_waiting(one.trajectory_id):
+            self._set_reward(one.trajectory_id, parts, total)
+        return fault
 
-    def _drop(self, one: Recorded, fault: EnvironmentFault) -> None:
-        """The log gets the kind of an exception but not its text, which may quote metadata."""
-        what = fault.detail.partition("(")[0] if fault.kind == "raised" else ""
-        logger.warning(
-            "scoring function %s: %s %s; the trajectory is dropped", one.wish.scoring_function, fault.kind, what
-        )
-        self._buffer.remove([one.trajectory_id], f"score_{fault.kind}")
+    def _not_scored(self, one: Recorded, kind: str) -> None:
+        if self._buffer.is_waiting(one.trajectory_id):
+            self._buffer.remove([one.trajectory_id], f"score_{kind}")
+
+    def _total(self, parts: Mapping[str, float]) -> float:
+        return sum(self._settings.live.weights.get(name, 1.0) * part for name, part in parts.items())
+
+    def _fault_of(self, parts: Mapping[str, float], total: float) -> EnvironmentFault | None:
+        """Why these cannot be trained on."""
+        wrong = next((value for value in (*parts.values(), total) if not abs(value) <= MAX_REWARD), None)
+        if wrong is not None:
+            return EnvironmentFault("too_large", f"the reward holds {wrong:g}; the limit is {MAX_REWARD:g} either way")
+        if total < self._min_reward:
+            return EnvironmentFault(
+                "negative", f"the reward is {total:g}; learner.advantage=max_rl needs rewards of 0 or more"
+            )
+        return None
 
 
 def check_sampling(sampling: SamplingParams) -> None:
@@ -220,8 +259,3 @@ def check_sampling(sampling: SamplingParams) -> None:
 def is_stale(one: Recorded, version: int, limit: int) -> bool:
     """Whether a token is more than `limit` versions older than `version`, or of a version that was abandoned."""
     return any(not 0 <= version - span.version <= limit for span in one.trajectory.weight_versions)
-
-
-def _by_name(outcome: Outcome) -> object:
-    value = outcome.value
-    return {ONLY: value} if isinstance(value, int | float) else value

@@ -35,6 +35,25 @@ class LoadBody(Wire):
     """Below `server.adapters_root`: of an adapter, a checkpoint or a run, `RUN@VERSION` too."""
 
 
+class LoadPolicyBody(Wire):
+    """A body without a name: the served policy moves to this adapter."""
+
+    path: Path
+
+
+class UploadFields(Wire):
+    """Fields of a form beside its file."""
+
+    name: Name | None = None
+    """Name of the adapter; without one the policy moves to the adapter."""
+
+
+class PolicyMoved(Wire):
+    status: Literal["success"]
+    policy_version: int
+    message: str
+
+
 class UnloadBody(Wire):
     name: Name
 
@@ -57,8 +76,10 @@ class AliasBody(Wire):
 class SwitchBody(Wire):
     """Either a version to promote or a folder to load."""
 
-    name: Name = POLICY
-    version: Version | None = None
+    name: Name | None = None
+    """Name of the adapter; without one the policy."""
+    version: Version | Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """A number, or `checkpoint-12`, `best-performance`, `latest` or an alias."""
     path: Path | None = None
 
 
@@ -76,6 +97,7 @@ class AdapterEntry(Wire):
     digest: str
     num_running: int
     is_served: bool
+    num_bytes: int
 
 
 class AdapterList(Wire):
@@ -117,6 +139,7 @@ def entry(card: AdapterCard) -> AdapterEntry:
         digest=card.digest,
         num_running=card.num_running,
         is_served=card.is_served,
+        num_bytes=card.num_bytes,
     )
 
 

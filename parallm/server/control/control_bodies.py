@@ -83,10 +83,14 @@ class SplitList(Wire):
     data: list[SplitAnswer]
 
 
+LARGEST_REWARD = 1e9
+"""The sum of any number of them is finite, so that no client makes a version's mean unknown for ever."""
+
+
 class RewardBody(Wire):
     id: Name
     """Of an answer, or the `request_id` that it was asked with."""
-    reward: float
+    reward: Annotated[float, Field(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
 class RewardAnswer(Wire):

@@ -1,11 +1,13 @@
 """Completions that clients want a policy to learn from, on their way to it. Nothing is taken that was not asked for."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from parallm.errors import InvalidRequest, Unavailable
+from parallm.errors import InvalidRequest, NotStored, Unavailable
 from parallm.server.catalog import resolved
+from parallm.server.control.steered_engine import answer_id
 from parallm.server.schemas import GenerationBody
 from parallm.server.service import Service, Trajectories
 from parallm.types import Completion, GenerationRequest
@@ -24,17 +26,25 @@ class Recorder:
     note: Callable[[str, GenerationRequest, Completion], None]
     """Told of those that are kept."""
 
-    def record(self, answer_id: str, prompt: int, place: int, completion: Completion) -> str | None:
-        """The id of the new trajectory, that of choice `place`, if there is one."""
+    def record(self, answer: str, prompt: int, place: int, completion: Completion) -> str | None:
+        """The id of the new trajectory, that of choice `place` of `answer`, if there is one."""
         taker = self.takers[prompt]
         if taker is None:
             return None
-        trajectory_id = f"{answer_id}-{place}"
-        request = self.requests[prompt]
-        if not taker.record(trajectory_id, request, completion, self.scoring_function, self.metadata):
+        name, request = trajectory_id(answer, place), self.requests[prompt]
+        if not taker.record(name, request, completion, self.scoring_function, self.metadata):
             return None
-        self.note(trajectory_id, request, completion)
-        return trajectory_id
+        self.note(name, request, completion)
+        return name
+
+    async def written(self) -> None:
+        """Wait until the end of the process would lose none of those that were recorded.
+
+        Where the disk does not take them, the log says so and rewards for them will be refused.
+        """
+        for taker in dict.fromkeys(taker for taker in self.takers if taker is not None):
+            with suppress(NotStored):
+                await taker.written()
 
 
 def recorder_of(body: GenerationBody, service: Service, requests: Sequence[GenerationRequest]) -> Recorder | None:
@@ -54,6 +64,7 @@ def recorder_of(body: GenerationBody, service: Service, requests: Sequence[Gener
     for taker, request in first.values():
         if taker is not None:
             taker.check(request, body.scoring_function, metadata)
+    _check_ids(service, requests)
     return Recorder(
         requests=requests,
         takers=takers,
@@ -61,6 +72,23 @@ def recorder_of(body: GenerationBody, service: Service, requests: Sequence[Gener
         metadata=metadata,
         note=service.note_trajectory,
     )
+
+
+def _check_ids(service: Service, requests: Sequence[GenerationRequest]) -> None:
+    """Raise InvalidRequest where a client's `request_id` would give a trajectory the id of another one."""
+    answer = answer_id(requests[0].request_id)
+    places = range(sum(request.n for request in requests))
+    ids = [trajectory_id(answer, place) for place in places]
+    if any(taker.knows(name) for name in ids for taker in service.trajectories.values()):
+        raise InvalidRequest(
+            "request_id names a request whose trajectories are known already; send another one or leave it out",
+            "request_id",
+        )
+
+
+def trajectory_id(answer: str, place: int) -> str:
+    """Of choice `place` of an answer."""
+    return f"{answer}-{place}"
 
 
 def _refuse_rest(body: GenerationBody) -> None:

@@ -7,23 +7,31 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from parallm.errors import InvalidRequest
+from parallm.server.catalog import served_policy
 from parallm.server.connection import json_response, received
 from parallm.server.control.adapter_bodies import (
     OF_OTHERS,
     LoadBody,
     LoadedAdapters,
+    LoadPolicyBody,
     NameMeans,
+    PolicyMoved,
     SwitchBody,
     UnloadBody,
+    UploadFields,
     entry,
     in_our_words,
 )
 from parallm.server.control.routes_adapters import adapter_body, name_of, store, unload_model
+from parallm.server.lora_adapter import version_called
+from parallm.server.multipart import is_form, read_form
 from parallm.server.parse import checked, read_object
 from parallm.server.schemas import Wire
 from parallm.server.service import Adapters, Service
+from parallm.types import AdapterCard
 
 Body = TypeVar("Body", bound=Wire)
+ZIP = b"PK\x03\x04"
 
 
 def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
@@ -61,14 +69,23 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
 
     @router.post("/load_adapter")
     async def load(http: Request) -> Response:
-        """`POST /v1/adapters/load`."""
-        body = await _body(service, http, LoadBody)
-        return json_response(entry(await store(given).load(body.name, body.path)))
+        """`POST /v1/adapters/load`; without a name the policy that is served moves to the adapter."""
+        value = in_our_words(await received(service, http, read_object))
+        if value.get("name") is not None:
+            body = checked(value, LoadBody, OF_OTHERS)
+            return json_response(entry(await store(given).load(body.name, body.path)))
+        path = checked(value, LoadPolicyBody, {**OF_OTHERS, "name": ()}).path
+        return _moved(await store(given).load(_only_policy(service), path), path)
 
     @router.post("/upload_adapter")
     async def upload(http: Request) -> Response:
-        """`PUT /v1/adapters/{name}`, with `?name=`."""
-        return json_response(entry(await store(given).upload(name_of(http), await adapter_body(service, http))))
+        """`PUT /v1/adapters/{name}`, with `?name=`; or a form with the file, whose adapter the policy moves to."""
+        if not is_form(http):
+            return json_response(entry(await store(given).upload(name_of(http), await adapter_body(service, http))))
+        form = await read_form(http, service.settings.max_adapter_bytes, "max_adapter_bytes")
+        name = checked(in_our_words(form.fields), UploadFields).name or http.query_params.get("name")
+        card = await _uploaded(store(given), name or _only_policy(service), form.content)
+        return _moved(card, form.file_name) if name is None else json_response(entry(card))
 
     @router.post("/model/switch-lora")
     async def switch(http: Request) -> Response:
@@ -76,14 +93,34 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
         body = await _body(service, http, SwitchBody)
         if (body.version is None) == (body.path is None):
             raise InvalidRequest("send either the version to serve or the path of a folder to load", "version")
+        name = served_policy(service) if body.name is None else body.name
         if body.path is not None:
-            card = await store(given).load(body.name, body.path)
+            card = await store(given).load(name, body.path)
             return json_response(NameMeans(name=card.name, version=card.version))
-        assert body.version is not None
-        store(given).promote(body.name, body.version)
-        return json_response(NameMeans(name=body.name, version=body.version))
+        version = version_called(service, name, body.version) if isinstance(body.version, str) else body.version
+        assert version is not None, "the body has either a version or a path"
+        await store(given).promote(name, version)
+        return json_response(NameMeans(name=name, version=version))
 
     return router
+
+
+def _only_policy(service: Service) -> str:
+    """Return the policy of a request without a name. Raises InvalidRequest where there are several."""
+    if len(service.policies) > 1:
+        raise InvalidRequest(f"send the name of the adapter; there are {', '.join(service.policies)}", "name")
+    return served_policy(service)
+
+
+async def _uploaded(adapters: Adapters, name: str, content: bytes) -> AdapterCard:
+    """Load a zip archive as a whole adapter, and anything else as its tensors."""
+    return await (adapters.upload if content.startswith(ZIP) else adapters.update)(name, content)
+
+
+def _moved(card: AdapterCard, where: str) -> Response:
+    return json_response(
+        PolicyMoved(status="success", policy_version=card.version, message=f"Loaded adapter from {where}")
+    )
 
 
 async def _body(service: Service, http: Request, schema: type[Body]) -> Body:

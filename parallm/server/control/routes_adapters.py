@@ -55,26 +55,26 @@ def adapter_routes(service: Service, given: Adapters | None) -> APIRouter:
     async def promote(http: Request) -> Response:
         """Let the bare name mean this version, be it older or newer."""
         body = await body_of(service, http, PromoteBody)
-        store(given).promote(body.name, body.version)
+        await store(given).promote(body.name, body.version)
         return json_response(NameMeans(name=body.name, version=body.version))
 
     @router.post("/v1/adapters/rollback")
     async def roll_back(http: Request) -> Response:
         """Let the bare name mean the version below the one it means; of a policy at last the base."""
         body = await body_of(service, http, RollBackBody)
-        return json_response(NameMeans(name=body.name, version=store(given).roll_back(body.name)))
+        return json_response(NameMeans(name=body.name, version=await store(given).roll_back(body.name)))
 
     @router.post("/v1/adapters/aliases")
     async def set_alias(http: Request) -> Response:
         """Let `name@alias` (of the policy also `alias`) mean a version until it is set again."""
         body = await body_of(service, http, AliasBody)
-        store(given).set_alias(body.alias, body.name, body.version)
+        await store(given).set_alias(body.alias, body.name, body.version)
         return json_response(Done(status="ok"))
 
     @router.delete("/v1/adapters/{name}/aliases/{alias}")
     async def remove_alias(name: str, alias: str) -> Response:
         """Forget an alias; its version stays."""
-        store(given).remove_alias(alias, name)
+        await store(given).remove_alias(alias, name)
         return json_response(Done(status="ok"))
 
     @router.post("/update_adapter_weights")
@@ -97,7 +97,7 @@ async def unload_model(service: Service, adapters: Adapters, model: str) -> None
     if at and not is_number(version):
         raise InvalidRequest(f"{model[:100]!r} is neither a name nor one version of it, such as poet@3", "name")
     await service.engine.ping()
-    adapters.unload(name, int(version) if at else None)
+    await adapters.unload(name, int(version) if at else None)
 
 
 def name_of(http: Request) -> str:

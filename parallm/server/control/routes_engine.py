@@ -20,6 +20,8 @@ from parallm.server.control.control_bodies import (
     QueueAnswer,
 )
 from parallm.server.control.steered_engine import PauseMode, SteeredEngine
+from parallm.server.failures import UnknownRequest
+from parallm.server.operation.request_context import current_request
 from parallm.server.service import Service
 
 MODES: Mapping[str, PauseMode] = {
@@ -77,8 +79,8 @@ def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
 
     @router.post("/v1/requests/{request_id:path}/cancel")
     async def cancel(request_id: str) -> Response:
-        """End one request by its id; it answers with what it has."""
-        return _aborted(await steering.cancel(request_id))
+        """End one request by its id, with an admin's key or the one that it came with; it answers with what it has."""
+        return _aborted(await _cancelled(service, steering, request_id))
 
     @router.post("/abort_request")
     async def abort_request(http: Request) -> Response:
@@ -103,6 +105,7 @@ def queue_routes(steering: SteeredEngine) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/queue")
+    @router.get("/v1/queue/stats")
     async def queue() -> Response:
         """What runs and what waits."""
         load = steering.stats()
@@ -124,6 +127,18 @@ async def _pause(http: Request, steering: SteeredEngine, mode: PauseMode) -> Res
     return json_response(
         PauseAnswer(status="paused" if steering.is_paused else "resumed", is_paused=steering.is_paused)
     )
+
+
+async def _cancelled(service: Service, steering: SteeredEngine, request_id: str) -> int:
+    """Return the number of ended requests. Raises UnknownRequest if the key has no request of this id."""
+    context = current_request.get()
+    assert context is not None, "front.py is around every request"
+    if context.api_role == "admin" or (context.api_role is None and service.settings.control_routes):
+        return await steering.cancel(request_id)
+    number = await steering.cancel(request_id, api_key=context.api_key) if context.api_key else 0
+    if number == 0:
+        raise UnknownRequest(f"no request {request_id[:100]!r} is under way")
+    return number
 
 
 def _aborted(number: int) -> Response:

@@ -26,13 +26,13 @@ def split_routes(service: Service, splits: Splits, statistics: Statistics) -> AP
     async def put(name: str, http: Request) -> Response:
         """Let models answer requests for `name` by their weights, which need not add up to 1."""
         body = await body_of(service, http, SplitBody)
-        splits.put(name, body.weights)
+        await splits.put(name, body.weights)
         return json_response(_told(name, splits, statistics))
 
     @router.delete("/v1/splits/{name}")
     async def remove(name: str) -> Response:
         """Let `name` mean again what it meant."""
-        splits.remove(name)
+        await splits.remove(name)
         return json_response(_told(name, splits, statistics))
 
     return router

@@ -24,7 +24,9 @@ def trajectory_routes(service: Service) -> APIRouter:
     async def reward(trajectory_id: str, http: Request) -> Response:
         """Set the reward of a choice by its `trajectory_id`; the last one before it is trained on counts."""
         body = await body_of(service, http, TrajectoryRewardBody)
-        return json_response(TrajectoryRewardAnswer(id=trajectory_id, reward=_rewarded(service, trajectory_id, body)))
+        return json_response(
+            TrajectoryRewardAnswer(id=trajectory_id, reward=await _rewarded(service, trajectory_id, body))
+        )
 
     @router.get("/v1/trajectories")
     async def statistics() -> Response:
@@ -36,15 +38,18 @@ def trajectory_routes(service: Service) -> APIRouter:
     return router
 
 
-def _rewarded(service: Service, trajectory_id: str, body: TrajectoryRewardBody) -> float:
-    """Ids do not tell the policy, so ask each. Raises UnknownTrajectory, Unavailable, InvalidRequest."""
+async def _rewarded(service: Service, trajectory_id: str, body: TrajectoryRewardBody) -> float:
+    """Ids do not tell the policy, so ask each. Raises UnknownTrajectory, Unavailable, InvalidRequest, NotStored."""
     if not service.trajectories:
         raise Unavailable("nothing here learns from what clients ask for; train with rollout=live")
     unknown: UnknownTrajectory | None = None
     for trajectories in service.trajectories.values():
         try:
-            return trajectories.reward(trajectory_id, body.reward)
+            total = trajectories.reward(trajectory_id, body.reward)
         except UnknownTrajectory as error:
             unknown = error
+        else:
+            await trajectories.written()
+            return total
     assert unknown is not None
     raise unknown

@@ -1,8 +1,9 @@
 """Weighted splits: requests for one name are answered by several versions, each by its share. On the asyncio thread."""
 
+import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -24,26 +25,35 @@ class Split:
     shares: Mapping[str, float]
 
 
+async def _forget(_: Mapping[str, Mapping[str, float]]) -> None:
+    """Where nothing outlives the process."""
+
+
 class Splits:
-    """The splits of this process, by name. `hold` is told which models must stay in memory for them."""
+    """By name; `given` are those to begin with. `keep` gets the shares of all of them before a change counts.
+
+    Where it raises, nothing has changed.
+    """
 
     def __init__(
         self,
         catalog: Callable[[], tuple[AdapterCard, ...]],
         policies: Sequence[str],
-        hold: Callable[[Sequence[str]], None] = lambda _: None,
+        keep: Callable[[Mapping[str, Mapping[str, float]]], Awaitable[None]] = _forget,
+        given: Mapping[str, Mapping[str, float]] | None = None,
     ) -> None:
         self._catalog = catalog
         self._policies = policies
-        self._hold = hold
-        self._splits: dict[str, Split] = {}
+        self._keep = keep
+        self._splits = {name: Split(name=name, shares=shares) for name, shares in (given or {}).items()}
+        self._lock = asyncio.Lock()  # one change at a time
         self._turns = turns()
         self._left: dict[str, frozenset[str]] = {}  # models of each split that were there at its last request
 
     def all(self) -> tuple[Split, ...]:
         return tuple(self._splits.values())
 
-    def put(self, name: str, weights: Mapping[str, float]) -> Split:
+    async def put(self, name: str, weights: Mapping[str, float]) -> Split:
         """Split `name` from now on. Raises InvalidRequest, and UnknownModel for a target that is not there."""
         total = sum(weights.values())
         if not weights or len(weights) > MAX_TARGETS or min(weights.values()) < 0 or not 0 < total < float("inf"):
@@ -56,14 +66,16 @@ class Splits:
             if not self._is_there(model, self._catalog()):
                 raise UnknownModel(f"no model {model!r}; a split is among models that are there")
         split = Split(name=name, shares={model: weight / total for model, weight in weights.items()})
-        self._change({**self._splits, name: split})
+        async with self._lock:
+            await self._change({**self._splits, name: split})
         return split
 
-    def remove(self, name: str) -> None:
+    async def remove(self, name: str) -> None:
         """Let `name` mean what it meant. Raises UnknownModel."""
-        if name not in self._splits:
-            raise UnknownModel(f"no split {name!r}; there are {sorted(self._splits)}")
-        self._change({other: split for other, split in self._splits.items() if other != name})
+        async with self._lock:
+            if name not in self._splits:
+                raise UnknownModel(f"no split {name!r}; there are {sorted(self._splits)}")
+            await self._change({other: split for other, split in self._splits.items() if other != name})
 
     def routed(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """The requests of one answer, all to one side of the split of their name, if it has one.
@@ -78,9 +90,9 @@ class Splits:
         model = self._chosen(split, next(self._turns) if user is None else place_of(split.name, user))
         return [replace(request, model=model, split=split.name) for request in requests]
 
-    def _change(self, splits: dict[str, Split]) -> None:
+    async def _change(self, splits: dict[str, Split]) -> None:
+        await self._keep({name: split.shares for name, split in splits.items()})
         self._left.clear()
-        self._hold([model for split in splits.values() for model in split.shares])
         self._splits = splits
 
     def _chosen(self, split: Split, place: float) -> str:

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 from parallm.errors import EngineFull, InvalidRequest
+from parallm.server.engine_face import EngineLoad, SteerableEngine
 from parallm.server.merge import close
-from parallm.server.service import EngineLoad, SteerableEngine
+from parallm.server.operation.request_context import current_request
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
 MAX_HELD = 4096
@@ -32,8 +34,8 @@ class SteeredEngine:
         self._open.set()
         self._empty = asyncio.Event()
         self._empty.set()
-        self._running: dict[str, GenerationRequest] = {}
-        self._waiting: dict[str, asyncio.Future[bool]] = {}  # at the gate; False: cancelled there
+        self._running: dict[str, str | None] = {}  # request id -> name of its key
+        self._waiting: dict[str, _Waiting] = {}
 
     @property
     def max_context(self) -> int:
@@ -105,16 +107,19 @@ class SteeredEngine:
         await self._engine.release()
         self._open.set()
         for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_result(True)
+            waiting.end(is_let_in=True)
 
-    async def cancel(self, request_id: str) -> int:
-        """End the requests of that id, which answer with what they have. Returns how many there were."""
-        waiting = [name for name in self._waiting if is_called(name, request_id)]
-        for name in waiting:
-            if not self._waiting[name].done():
-                self._waiting[name].set_result(False)
-        running = [name for name in self._running if is_called(name, request_id)]
+    async def cancel(self, request_id: str, *, api_key: str | None = None) -> int:
+        """End the requests of that id, which answer with their tokens so far. Returns their number.
+
+        `api_key` is the name of a key: end only the requests that were sent with it.
+        """
+        waiting = [request for name, request in self._waiting.items() if is_called(name, request_id)]
+        waiting = [request for request in waiting if api_key in (None, request.api_key)]
+        for request in waiting:
+            request.end(is_let_in=False)
+        running = [name for name, key in self._running.items() if api_key in (None, key)]
+        running = [name for name in running if is_called(name, request_id)]
         await self._engine.cancel(running)
         return len(waiting) + len(running)
 
@@ -134,15 +139,15 @@ class SteeredEngine:
             return True
         if len(self._waiting) >= MAX_HELD:
             raise EngineFull(f"the server is paused and {MAX_HELD} requests wait already; try again after /resume")
-        waiting = self._waiting[name] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[name] = _Waiting(asyncio.get_running_loop().create_future(), _key_of_request())
         try:
-            return await waiting
+            return await waiting.is_let_in
         finally:
             del self._waiting[name]
 
     @contextmanager
     def _passing(self, request: GenerationRequest) -> Iterator[None]:
-        self._running[request.request_id] = request
+        self._running[request.request_id] = _key_of_request()
         self._empty.clear()
         try:
             yield
@@ -150,6 +155,24 @@ class SteeredEngine:
             del self._running[request.request_id]
             if not self._running:
                 self._empty.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that waits for `resume`."""
+
+    is_let_in: asyncio.Future[bool]
+    """False: it was cancelled."""
+    api_key: str | None
+
+    def end(self, *, is_let_in: bool) -> None:
+        if not self.is_let_in.done():
+            self.is_let_in.set_result(is_let_in)
+
+
+def _key_of_request() -> str | None:
+    context = current_request.get()
+    return None if context is None else context.api_key
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -25,6 +25,7 @@ class TrajectoryRewardAnswer(Wire):
 class TrajectoryStatistics(Wire):
     num_waiting: int
     num_rewarded: int
+    num_reserved: int
     oldest_seconds: float
     num_collected: int
     num_trained: int

@@ -8,6 +8,7 @@ from parallm.server.dialects.legacy_vllm import LEGACY_VLLM
 from parallm.server.dialects.native import NATIVE
 from parallm.server.dialects.sglang import SGLANG
 from parallm.server.dialects.trl import TRL
+from parallm.server.dialects.versioned import VERSIONED
 
 
 def dialect_of(value: Mapping[str, Any]) -> Dialect:
@@ -18,4 +19,11 @@ def dialect_of(value: Mapping[str, Any]) -> Dialect:
         return SGLANG
     if isinstance(value.get("prompt"), dict):
         return LEGACY_VLLM
+    if "policy_version" in value or _counts(value.get("logprobs")):
+        return VERSIONED
     return NATIVE
+
+
+def _counts(logprobs: object) -> bool:
+    """Whether these are log-probs that the native form has no place for."""
+    return isinstance(logprobs, int) and not isinstance(logprobs, bool) and logprobs > 0

@@ -60,10 +60,6 @@ def read(value: Mapping[str, Any]) -> Asked:
     body = completion_body(value)
     if body.stream:
         raise InvalidRequest("this body gets no stream here; send it to /v1/completions", "stream")
-    if body.logprobs:
-        raise InvalidRequest(
-            "logprobs other than 0 are at /v1/completions; here are those of sampled tokens", "logprobs"
-        )
     return Asked(body=body, whole=lambda head: NativeAnswers(head, body))
 
 

@@ -1,9 +1,9 @@
-"""What rollout workers call: `/generate` in four dialects, `/inference/v1/generate`, text to tokens and back."""
+"""Routes of rollout workers: `/generate` in five dialects, `/inference/v1/generate`, text to tokens and back."""
 
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,14 @@ from parallm.server.dialects.token_bodies import DetokenizeBody, TextOfTokens, T
 from parallm.server.dialects.token_in_token_out import TOKEN_IN_TOKEN_OUT
 from parallm.server.failures import DeadlineExceeded, failure_of
 from parallm.server.generation import on_a_side, respond_stream, respond_whole
+from parallm.server.lora_adapter import with_lora_adapter
 from parallm.server.openai.chat_prompt import chat_prompt
 from parallm.server.openai.grammars import body_grammar, constrained
 from parallm.server.openai.routes_generation import head_of, requests_of
 from parallm.server.parse import checked, parse_body, read_object
 from parallm.server.service import Service
 from parallm.server.text_bounds import check_items, check_text
-from parallm.types import POLICY, GenerationRequest
+from parallm.types import BASE, POLICY, GenerationRequest
 
 
 def data_routes(service: Service) -> APIRouter:
@@ -37,7 +38,7 @@ def data_routes(service: Service) -> APIRouter:
     @router.post("/generate/")
     @router.post("//generate")  # Atropos makes it of a base URL that ends with a slash
     async def generate(http: Request) -> Response:
-        """Completions in the dialect that the keys of the body tell: native, SGLang, vLLM's first server, TRL."""
+        """Completions in the dialect that the keys of the body tell: ours, SGLang's, TRL's and others'."""
         return await _answer(service, http, NATIVE, dialect_of)
 
     @router.post("/inference/v1/generate")
@@ -100,7 +101,8 @@ def _read(service: Service, choose: Callable[[Mapping[str, Any]], Dialect], text
     value = read_object(text)
     dialect = choose(value)
     try:
-        asked = dialect.read(value if value.get("model") is not None else value | {"model": _usual_model(service)})
+        asked = dialect.read(value if value.get("model") is not None else value | _usual_model(service, value))
+        asked = replace(asked, body=with_lora_adapter(service, asked.body))
         answer_id = asked.body.request_id or f"gen-{uuid.uuid4().hex}"
         requests = requests_of(service, asked.body, answer_id)
         grammar = body_grammar(asked.body)
@@ -117,9 +119,10 @@ async def _respond(service: Service, http: Request, read: AskedRequests) -> Resp
     requests = await constrained(read.requests, read.grammar, service, reasoning=None)
     # these answers say the ids and the mode themselves, at the places of their dialects
     plain = body.model_copy(update={"request_id": None, "step_id": None})
+    num_running = service.engine.stats().num_running
 
     async def answer(routed: Sequence[GenerationRequest]) -> Response:
-        head = head_of(service, read.answer_id, plain, routed, logprobs=False)
+        head = replace(head_of(service, read.answer_id, plain, routed, logprobs=False), num_running=num_running)
         if body.stream and asked.stream is not None:
             return await respond_stream(service, http, asked.stream(head))
         return await respond_whole(service, http, asked.whole(head))
@@ -127,9 +130,11 @@ async def _respond(service: Service, http: Request, read: AskedRequests) -> Resp
     return await on_a_side(service, requests, answer)
 
 
-def _usual_model(service: Service) -> str:
-    """For dialects whose bodies name none. Of several policies none is meant."""
-    return service.policies[0] if len(service.policies) == 1 else POLICY
+def _usual_model(service: Service, value: Mapping[str, Any]) -> dict[str, str]:
+    """For bodies that name no `model`. Of several policies none is meant."""
+    if value.get("lora_adapter") is not None:
+        return {"model": BASE}
+    return {"model": service.policies[0] if len(service.policies) == 1 else POLICY}
 
 
 def _tokenized(service: Service, text: bytes) -> TokensOfText:

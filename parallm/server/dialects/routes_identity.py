@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import Unavailable
-from parallm.server.catalog import card_of
+from parallm.server.catalog import served_policy, served_version
 from parallm.server.connection import json_response, while_connected
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
@@ -30,7 +30,8 @@ class ModelInfo(WeightVersion):
     served_model_name: str
     tokenizer_path: str
     is_generation: bool
-    preferred_sampling_params: None
+    preferred_sampling_params: dict[str, float] | None
+    """Sampling defaults of OpenAI's routes, if they differ from the API's."""
     max_model_len: int
 
 
@@ -51,7 +52,7 @@ def identity_routes(service: Service) -> APIRouter:
     @router.get("/get_weight_version")
     async def weight_version() -> Response:
         """The version of the policy that is served."""
-        return json_response(WeightVersion(weight_version=_served_version(service)))
+        return json_response(WeightVersion(weight_version=str(served_version(service))))
 
     @router.get("/model_info")
     @router.get("/get_model_info")
@@ -60,11 +61,11 @@ def identity_routes(service: Service) -> APIRouter:
         return json_response(
             ModelInfo(
                 model_path=service.base_name,
-                served_model_name=_policy(service),
+                served_model_name=served_policy(service),
                 tokenizer_path=service.base_name,
                 is_generation=True,
-                preferred_sampling_params=None,
-                weight_version=_served_version(service),
+                preferred_sampling_params=dict(service.sampling_defaults) or None,
+                weight_version=str(served_version(service)),
                 max_model_len=service.engine.max_context,
             )
         )
@@ -108,12 +109,3 @@ def absent_routes() -> APIRouter:
         )
 
     return router
-
-
-def _policy(service: Service) -> str:
-    return service.policies[0] if service.policies else BASE
-
-
-def _served_version(service: Service) -> str:
-    card = card_of(_policy(service), service.catalog())
-    return "0" if card is None else str(card.version)

@@ -85,8 +85,8 @@ def read(value: Mapping[str, Any]) -> Asked:
         raise InvalidRequest("send either text or input_ids", "text")
     if own.top_logprobs_num and not own.return_logprob:
         raise InvalidRequest("top_logprobs_num needs return_logprob: true", "top_logprobs_num")
-    if own.logprob_start_len >= 0 and (not own.return_logprob or own.top_logprobs_num):
-        raise InvalidRequest("send return_logprob: true with it, and no top_logprobs_num", "logprob_start_len")
+    if own.logprob_start_len >= 0 and not own.return_logprob:
+        raise InvalidRequest("logprob_start_len needs return_logprob: true", "logprob_start_len")
     prompts = own.text if own.input_ids is None else own.input_ids
     params = dict(own.sampling_params)
     given = value["text" if own.input_ids is None else "input_ids"]
@@ -99,7 +99,7 @@ def read(value: Mapping[str, Any]) -> Asked:
         "stream": own.stream,
         "priority": own.priority,
         "logprobs": own.top_logprobs_num if own.return_logprob else None,
-        "prompt_logprobs": 0 if own.logprob_start_len >= 0 else None,
+        "prompt_logprobs": own.top_logprobs_num if own.logprob_start_len >= 0 else None,
         "request_id": own.rid,
         "step_id": own.step_id,
     }

@@ -38,6 +38,8 @@ class MetaInfo(Wire):
     weight_version: str | None
     weight_versions: list[WeightVersions]
     input_token_logprobs: list[Logprob] | None = None
+    input_top_logprobs: list[list[Logprob] | None] | None = None
+    """The `top_logprobs_num` likeliest tokens beside each of `input_token_logprobs`; null for the prompt's first."""
     output_token_logprobs: list[Logprob] | None = None
     output_top_logprobs: list[list[Logprob]] | None = None
 
@@ -158,7 +160,9 @@ class SglangAnswers:
         update: dict[str, object] = {"input_token_logprobs": self._of_prompt(request, completion)}
         update["output_token_logprobs"] = [self._logprob(*pair) for pair in zip(logprobs, tokens, strict=True)]
         if self._body.logprobs:
-            update["output_top_logprobs"] = [[self._logprob(one.logprob, one.token) for one in top] for top in tops]
+            update["output_top_logprobs"] = [self._tops(top) for top in tops]
+            if self._shown.prompt_from >= 0:
+                update["input_top_logprobs"] = self._tops_of_prompt(completion)
         return meta.model_copy(update=update)
 
     def _of_prompt(self, request: GenerationRequest, completion: Completion | None) -> list[Logprob]:
@@ -168,6 +172,13 @@ class SglangAnswers:
         pairs = zip(told, request.prompt_tokens, strict=True)
         whole = [self._logprob(None if one is None else one.logprob, token) for one, token in pairs]
         return whole[self._shown.prompt_from :]
+
+    def _tops_of_prompt(self, completion: Completion | None) -> list[list[Logprob] | None]:
+        scored = () if completion is None else completion.prompt_logprobs or ()
+        return [None if each is None else self._tops(each.top) for each in scored[self._shown.prompt_from :]]
+
+    def _tops(self, top: Sequence[TopLogprob]) -> list[Logprob]:
+        return [self._logprob(each.logprob, each.token) for each in top]
 
     def _logprob(self, logprob: float | None, token: int) -> Logprob:
         text = self.head.tokenizer.token_text(token) if self._shown.texts_in_logprobs else None

@@ -11,7 +11,7 @@ from parallm.server.service import OutputFormat
 
 
 class ForcedCallsReader:
-    """Reads an answer that is JSON of calls. Text that was cut off before its end stays as it is."""
+    """Reads an answer that is JSON of calls. Text that was cut off before the end of the first call stays as it is."""
 
     def __init__(self, output: OutputFormat, reading: Reading) -> None:
         self._inner = MarkedMessageReader(output, reading)
@@ -77,8 +77,13 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _calls(text: str) -> list[ToolCall]:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return []
-    return [ToolCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False)) for call in found]
+    """Return the calls of a list, without a last one that was cut off."""
+    calls: list[ToolCall] = []
+    decoder, place = json.JSONDecoder(), len("[")
+    while True:
+        try:
+            call, end = decoder.raw_decode(text, place)
+        except ValueError:
+            return calls
+        calls.append(ToolCall(name=call["name"], arguments=json.dumps(call["arguments"], ensure_ascii=False)))
+        place = end + len(", ")

@@ -19,24 +19,12 @@ ANY_OBJECT = '{"type": "object"}'
 
 def body_grammar(body: GenerationBody) -> GrammarSource | None:
     """Of vLLM's fields, which both endpoints have. Raises InvalidRequest where there are several."""
-    asked = body.structured_outputs or StructuredOutputs()
-    name = "structured_outputs"
-    fields: list[tuple[str, GrammarForm, object]] = [
-        ("guided_json", "json", body.guided_json),
-        ("guided_regex", "regex", body.guided_regex),
-        ("guided_choice", "choice", body.guided_choice),
-        (name, "json", asked.json_schema),
-        (name, "json", ANY_OBJECT if asked.json_object else None),
-        (name, "regex", asked.regex),
-        (name, "choice", asked.choice),
-    ]
-    return _only([_source(form, value, name) for name, form, value in fields if value is not None])
+    return _with_whitespace(_only(_vllm_forms(body)), body)
 
 
 def chat_grammar(body: ChatBody) -> GrammarSource | None:
     """Raises InvalidRequest where several fields each ask for a form of their own."""
-    vllm = body_grammar(body)
-    found = [] if vllm is None else [vllm]
+    found = _vllm_forms(body)
     match body.response_format:
         case JsonFormat():
             found.append(_source("json", ANY_OBJECT, "response_format"))
@@ -54,7 +42,7 @@ def chat_grammar(body: ChatBody) -> GrammarSource | None:
         found += [] if strict is None else [strict]
     if found and body.continue_final_message:
         raise InvalidRequest(f"{found[0].parameter} excludes continue_final_message", found[0].parameter)
-    return _only(found)
+    return _with_whitespace(_only(found), body)
 
 
 def is_forced(body: ChatBody) -> bool:
@@ -69,7 +57,7 @@ async def constrained(
     if source is None:
         return list(requests)
     settings = service.settings
-    size = len(source.text.encode())
+    size = len((source.text + (source.whitespace or "")).encode())
     if size > settings.max_grammar_bytes:
         raise InvalidRequest(
             f"{source.parameter} has {size} bytes, the limit is {settings.max_grammar_bytes}; "
@@ -87,6 +75,41 @@ async def constrained(
             source.parameter,
         ) from error
     return [replace(request, sampling=replace(request.sampling, grammar=grammar)) for request in requests]
+
+
+def _vllm_forms(body: GenerationBody) -> list[GrammarSource]:
+    asked = body.structured_outputs or StructuredOutputs()
+    name = "structured_outputs"
+    fields: list[tuple[str, GrammarForm, object]] = [
+        ("guided_json", "json", body.guided_json),
+        ("guided_regex", "regex", body.guided_regex),
+        ("guided_choice", "choice", body.guided_choice),
+        (name, "json", asked.json_schema),
+        (name, "json", ANY_OBJECT if asked.json_object else None),
+        (name, "regex", asked.regex),
+        (name, "choice", asked.choice),
+    ]
+    return [_source(form, value, name) for name, form, value in fields if value is not None]
+
+
+def _with_whitespace(source: GrammarSource | None, body: GenerationBody) -> GrammarSource | None:
+    """Apply the body's fields about white space in JSON. Raises InvalidRequest if they contradict each other, or if the
+    request does not ask for JSON."""
+    asked = body.structured_outputs or StructuredOutputs()
+    given = {
+        "structured_outputs.disable_any_whitespace": "" if asked.disable_any_whitespace else None,
+        "structured_outputs.whitespace_pattern": asked.whitespace_pattern,
+        "guided_whitespace_pattern": body.guided_whitespace_pattern,
+    }
+    patterns = {name: pattern for name, pattern in given.items() if pattern is not None}
+    if not patterns:
+        return source
+    (name, pattern), *others = patterns.items()
+    if others:
+        raise InvalidRequest(f"{name} and {others[0][0]} exclude each other; leave one of them out", others[0][0])
+    if source is None or source.form in ("regex", "choice"):
+        raise InvalidRequest(f"{name} is about JSON, which this request does not ask for; leave it out", name)
+    return replace(source, whitespace=pattern)
 
 
 def _source(form: GrammarForm, value: object, parameter: str) -> GrammarSource:

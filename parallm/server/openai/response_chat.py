@@ -19,6 +19,7 @@ def to_chat(body: ResponseBody) -> ChatBody:
     """Raises InvalidRequest where an item does not fit those around it."""
     fields: dict[str, Any] = {
         "model": body.model,
+        "lora_adapter": body.lora_adapter,
         "messages": _messages(body),
         "temperature": body.temperature,
         "top_p": body.top_p,

@@ -132,6 +132,8 @@ class ResponseBody(Wire):
         FIRST_FAULT,
         BeforeValidator(read_input, json_schema_input_type=InputForms),
     ]
+    lora_adapter: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """The same as in `/v1/completions`."""
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
@@ -147,7 +149,7 @@ class ResponseBody(Wire):
     """Comes back in the answer."""
     store: Literal[False] = False
     user: str | None = None
-    """As in the other routes."""
+    """The same as in `/v1/completions`."""
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     """These two change nothing in an answer."""

@@ -15,11 +15,13 @@ from parallm.server.answers import Answers, Head
 from parallm.server.connection import received
 from parallm.server.control.recording import recorder_of
 from parallm.server.generation import on_a_side, respond_stream, respond_whole
+from parallm.server.lora_adapter import with_lora_adapter
 from parallm.server.openai.chat_answers import ChatAnswers
 from parallm.server.openai.chat_schemas import ChatBody
 from parallm.server.openai.completion_answers import CompletionAnswers
 from parallm.server.openai.grammars import body_grammar, chat_grammar, constrained
 from parallm.server.openai.message_reader import Reading
+from parallm.server.openai.sampling_defaults import with_defaults
 from parallm.server.openai.token_numbers import TokenNumbers
 from parallm.server.openai.translate import chat_request, completion_requests
 from parallm.server.parse import checked, parse_body, read_object
@@ -86,6 +88,7 @@ def generation_routes(service: Service) -> APIRouter:
 def _asked_completions(service: Service, text: bytes) -> AskedCompletions:
     """Raises InvalidRequest."""
     body = parse_body(text, CompletionBody)
+    body = with_defaults(with_lora_adapter(service, body), service.sampling_defaults)
     answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
     return AskedCompletions(
         body=body, answer_id=answer_id, requests=requests_of(service, body, answer_id), grammar=body_grammar(body)
@@ -97,6 +100,7 @@ def _asked_chat(service: Service, text: bytes) -> AskedChat:
     value = read_object(text)
     check_items(value.get("messages"), "messages", "messages", service.engine.max_context)
     body = checked(value, ChatBody)
+    body = with_defaults(with_lora_adapter(service, body), service.sampling_defaults)
     answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     request, reading = chat_request_of(service, body, answer_id)
     return AskedChat(body=body, answer_id=answer_id, request=request, reading=reading, grammar=chat_grammar(body))

@@ -16,6 +16,7 @@ from parallm.errors import InvalidRequest
 from parallm.server.answers import Head
 from parallm.server.connection import received
 from parallm.server.generation import begin_stream, on_a_side, respond_whole
+from parallm.server.lora_adapter import with_lora_adapter
 from parallm.server.openai.grammars import chat_grammar, constrained
 from parallm.server.openai.message_reader import Reading
 from parallm.server.openai.response_answers import ResponseAnswers
@@ -23,6 +24,7 @@ from parallm.server.openai.response_chat import named_as_sent, to_chat
 from parallm.server.openai.response_events import ResponseEvents
 from parallm.server.openai.response_schemas import ResponseBody
 from parallm.server.openai.routes_generation import chat_request_of
+from parallm.server.openai.sampling_defaults import with_defaults
 from parallm.server.parse import checked, read_object
 from parallm.server.service import Service
 from parallm.server.sse import EventStream
@@ -97,10 +99,10 @@ def _asked(service: Service, text: bytes) -> AskedResponse:
     """Raises InvalidRequest."""
     value = read_object(text)
     check_items(value.get("input"), "items", "input", service.engine.max_context)
-    body = checked(value, ResponseBody)
+    body = with_defaults(checked(value, ResponseBody), service.sampling_defaults)  # the answer shows these fields
     answer_id = f"resp_{uuid.uuid4().hex}"
     with _named_as_sent():
-        chat = to_chat(body)
+        chat = with_defaults(with_lora_adapter(service, to_chat(body)), service.sampling_defaults)
         request, reading = chat_request_of(service, chat, answer_id)
         grammar = chat_grammar(chat)
     return AskedResponse(body=body, answer_id=answer_id, request=request, reading=reading, grammar=grammar)

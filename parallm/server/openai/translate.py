@@ -12,6 +12,9 @@ from parallm.server.settings import ServerSettings
 from parallm.server.text_bounds import check_items, check_text
 from parallm.types import GenerationRequest, SamplingParams
 
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature above 0, which is greedy."""
+
 
 def completion_requests(
     body: CompletionBody, request_id: str, *, tokenizer: Tokenizer, settings: ServerSettings, max_context: int
@@ -102,8 +105,9 @@ def _room(prompt: Sequence[int], settings: ServerSettings, max_context: int, nam
     if len(prompt) >= max_context:
         raise ContextTooLong(
             f"{name} has {len(prompt)} tokens and this model's maximum context length is {max_context}, with the "
-            "answer; shorten it or raise engine.max_context",
+            "answer; shorten it",
             name,
+            setting="engine.max_context",
         )
     return min(settings.default_max_tokens, max_context - len(prompt))
 
@@ -131,7 +135,9 @@ def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int, prompt_l
 
 def _checked_top_logprobs(name: str, value: int, settings: ServerSettings) -> int:
     if value > settings.max_top_logprobs:
-        raise InvalidRequest(f"{name} is {value}, the limit is {settings.max_top_logprobs}", name)
+        raise InvalidRequest(
+            f"{name} is {value}, the limit is {settings.max_top_logprobs}; raise server.max_top_logprobs", name
+        )
     return value
 
 
@@ -154,7 +160,9 @@ def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettin
     num_stop = max(len(body.stop), len(body.stop_token_ids))
     if num_stop > settings.max_stop:
         name = "stop" if len(body.stop) == num_stop else "stop_token_ids"
-        raise InvalidRequest(f"{name} has {num_stop} items, the limit is {settings.max_stop}", name)
+        raise InvalidRequest(
+            f"{name} has {num_stop} items, the limit is {settings.max_stop}; raise server.max_stop", name
+        )
     if body.best_of is not None and body.best_of != body.n:
         raise InvalidRequest(f"best_of is {body.best_of} and n is {body.n}; leave best_of out", "best_of")
     if body.prompt_logprobs is not None and body.stream:
@@ -164,6 +172,8 @@ def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettin
         raise InvalidRequest("stream_options needs stream: true", "stream_options")
     if body.stream_options and body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
         raise InvalidRequest("continuous_usage_stats needs include_usage: true", "stream_options")
-    if 0 < body.temperature < 0.01:
+    if 0 < body.temperature < MIN_TEMPERATURE:
         # logits divided by less leave the range of float32
-        raise InvalidRequest(f"temperature is {body.temperature}; send 0 for greedy or at least 0.01", "temperature")
+        raise InvalidRequest(
+            f"temperature is {body.temperature}; send 0 for greedy or at least {MIN_TEMPERATURE}", "temperature"
+        )

@@ -24,11 +24,10 @@ def gate(keys: tuple[StoredKey, ...], settings: ServerSettings, doors: Doors) ->
         context = current_request.get()
         assert context is not None, "front.py is around every request"
         context.route = http.scope["route"].path_format
-        key = authorize(http, keys, settings)
-        context.api_key = None if key is None else key.name
+        authorize(http, keys, settings)
         if doors.is_closed and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
-            raise Draining("the server is finishing its last answers; ask another one, or this one later", seconds)
+            raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)
         seconds_left = _seconds_left(http, settings)
         context.deadline = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
 

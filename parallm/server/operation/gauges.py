@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from parallm.reports import TrainingStatus
-from parallm.server.service import Service
+from parallm.server.service import Device, Service
 from parallm.types import POLICY
 
 
@@ -28,8 +28,8 @@ class Gauges(Collector):
         yield from self._training()
         if self._service.trajectories:
             yield from self._trajectories()
-        device = {work: float(seconds) for work, seconds in self._service.device_seconds().items()}
-        yield _counter("parallm:device_seconds", "Seconds of the device by kind of work.", "work", device)
+        if self._service.device is not None:
+            yield from _device(self._service.device)
 
     def _engine(self) -> Iterator[Metric]:
         load = self._service.engine.stats()
@@ -58,6 +58,7 @@ class Gauges(Collector):
         newest = GaugeMetricFamily("parallm:adapter_newest_version", "Newest in memory.", labels=["adapter"])
         count = GaugeMetricFamily("parallm:adapter_versions", "Versions in memory.", labels=["adapter"])
         running = GaugeMetricFamily("parallm:adapter_running", "Completions that use it now.", labels=["adapter"])
+        size = GaugeMetricFamily("parallm:adapter_bytes", "Bytes of the versions in memory.", labels=["adapter"])
         cards = sorted(self._service.catalog(), key=lambda card: card.name)
         for name, of_name in groupby(cards, key=lambda card: card.name):
             versions = list(of_name)
@@ -65,13 +66,15 @@ class Gauges(Collector):
             newest.add_metric([name], max(card.version for card in versions))
             count.add_metric([name], len(versions))
             running.add_metric([name], sum(card.num_running for card in versions))
-        yield from (served, newest, count, running)
+            size.add_metric([name], sum(card.num_bytes for card in versions))
+        yield from (served, newest, count, running, size)
         swaps = {name: float(number) for name, number in self._service.swaps().items()}
         yield _counter("parallm:adapter_swaps", "Changes of what the bare name means.", "adapter", swaps)
 
     def _training(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("parallm:training_state", "1 for the present state.", labels=["policy", "state"])
         step = CounterMetricFamily("parallm:training_steps", "Steps finished.", labels=["policy"])
+        saves = CounterMetricFamily("checkpoint_saves", "Checkpoints written.", labels=["policy"])
         metrics = GaugeMetricFamily(
             "parallm:training_metric", "Of the last step: loss, reward, parity and more.", labels=["policy", "metric"]
         )
@@ -81,7 +84,8 @@ class Gauges(Collector):
             for name, value in status.metrics.items():
                 if isinstance(value, Real):
                     metrics.add_metric([policy, name], float(value))
-        yield from (state, step, metrics)
+            saves.add_metric([policy], status.checkpoint_saves)
+        yield from (state, step, metrics, saves)
 
     def _trajectories(self) -> Iterator[Metric]:
         kept = GaugeMetricFamily("parallm:trajectories", "In the buffer.", labels=["policy", "state"])
@@ -92,11 +96,28 @@ class Gauges(Collector):
             report = one.report()
             kept.add_metric([policy, "waiting"], report.num_waiting)
             kept.add_metric([policy, "rewarded"], report.num_rewarded)
+            kept.add_metric([policy, "reserved"], report.num_reserved)
             collected.add_metric([policy], report.num_collected)
             trained.add_metric([policy], report.num_trained)
             for reason, count in report.dropped.items():
                 dropped.add_metric([policy, reason], count)
         yield from (kept, collected, trained, dropped)
+
+
+def _device(device: Device) -> Iterator[Metric]:
+    seconds = {work: float(number) for work, number in device.seconds().items()}
+    yield _counter("parallm:device_seconds", "Seconds of the device by kind of work.", "work", seconds)
+    yield _gauges(
+        "parallm:device_memory_bytes", "Bytes of arrays: now, at most, kept after use.", "kind", device.memory()
+    )
+    yield _gauges(
+        "parallm:device_share", "Shares of its seconds, as the settings of these names.", "share", device.shares()
+    )
+    usage = dict(device.usage())
+    if "accelerator" in usage:
+        busy = usage.pop("accelerator")
+        yield _gauge("parallm:accelerator_usage_ratio", "Utilization in the last second, by the driver.", {}, busy)
+    yield _gauges("parallm:cpu_usage_ratio", "Share of all cores that was busy in the last second.", "of", usage)
 
 
 def _by_policy(status: TrainingStatus) -> Mapping[str, TrainingStatus]:
@@ -106,6 +127,13 @@ def _by_policy(status: TrainingStatus) -> Mapping[str, TrainingStatus]:
 def _gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Metric:
     family = GaugeMetricFamily(name, text, labels=list(labels))
     family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _gauges(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], float(value))
     return family
 
 

@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from parallm.errors import ContextTooLong
 from parallm.server.answers import version_of
 from parallm.server.catalog import resolved_to
+from parallm.server.engine_face import Engine, EngineLoad
 from parallm.server.merge import close
 from parallm.server.operation.meters import Meters
 from parallm.server.operation.pace import Pace
 from parallm.server.operation.request_context import current_request
 from parallm.server.operation.traces import Finished, Traces
-from parallm.server.service import Engine, EngineLoad
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, Completion, GenerationRequest, TokenEvent
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from parallm.server.settings import KeyRole
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
@@ -23,6 +25,8 @@ class RequestContext:
     """Path of the route, with its parameters by name."""
     api_key: str | None = None
     """Name of the key."""
+    api_role: KeyRole | None = None
+    """Its role."""
     model: str | None = None
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0

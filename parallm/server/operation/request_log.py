@@ -1,40 +1,28 @@
 """One line of JSON for each request and each failure, if `server.request_log` says where."""
 
-import json
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Any
 
 from parallm.errors import ConfigError
+from parallm.json_log import JsonFormatter, is_json
 from parallm.server.operation.request_context import current_request
 
 request_log = logging.getLogger("parallm.requests")
 request_log.propagate = False  # one line a request is too much for the log of a run
 request_log.setLevel(logging.WARNING)
 
+STDERR = "stderr"
 OF_FAILURES = ("parallm.server", "uvicorn.error")
 """Loggers whose warnings are written too."""
 
 
-class JsonFormatter(logging.Formatter):
-    """Nothing that a client sends can begin a line: JSON escapes what would."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        context = current_request.get()
-        fields: dict[str, Any] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            "request_id": None if context is None else context.request_id,
-        }
-        fields |= getattr(record, "fields", {})
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields)
+def request_fields() -> dict[str, Any]:
+    """Return the fields of the present request for a line of JSON."""
+    context = current_request.get()
+    return {"request_id": None if context is None else context.request_id}
 
 
 @contextmanager
@@ -44,9 +32,10 @@ def writing_request_log(where: str | None) -> Iterator[None]:
         yield
         return
     handler = _handler(where)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(JsonFormatter(request_fields))
     handler.setLevel(logging.INFO)
-    failures = [logging.getLogger(name) for name in OF_FAILURES]
+    process_log_has_them = where == STDERR and any(map(is_json, logging.root.handlers))
+    failures = [] if process_log_has_them else [logging.getLogger(name) for name in OF_FAILURES]
     for_failures = _Failures(handler)
     request_log.addHandler(handler)
     request_log.setLevel(logging.INFO)
@@ -74,7 +63,7 @@ class _Failures(logging.Handler):
 
 
 def _handler(where: str) -> logging.Handler:
-    if where == "stderr":
+    if where == STDERR:
         return logging.StreamHandler(sys.stderr)
     try:
         return logging.FileHandler(where)

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from parallm.server.failures import NotAllowed, WrongKey
 from parallm.server.operation.keys import StoredKey, find_key, presented_key
+from parallm.server.operation.request_context import current_request
 from parallm.server.settings import KeyRole, ServerSettings
 
 Role = Literal["public"] | KeyRole
@@ -17,6 +18,8 @@ ROLES: Mapping[str, Role] = {
     "GET /health": "public",
     "GET /ready": "public",
     "GET /metrics": "inference",
+    "GET /models": "inference",
+    "GET /v1/metrics": "inference",
     "GET /v1/models": "inference",
     "GET /v1/models/{name}": "inference",
     "GET /get_model_info": "inference",
@@ -28,6 +31,8 @@ ROLES: Mapping[str, Role] = {
     "GET /model_info": "inference",
     "GET /v1/adapters": "inference",
     "GET /v1/queue": "inference",
+    "GET /v1/queue/stats": "inference",
+    "GET /v1/shares": "inference",
     "GET /v1/splits": "inference",
     "GET /v1/trajectories": "inference",
     "GET /weight_info": "inference",
@@ -37,7 +42,9 @@ ROLES: Mapping[str, Role] = {
     "POST /generate/": "inference",
     "POST /inference/v1/generate": "inference",
     "POST /tokenize": "inference",
+    "POST /v1/requests/{request_id}/cancel": "inference",
     "POST /v1/rewards": "inference",
+    "POST /v1/rewards/score": "inference",
     "POST /v1/chat/completions": "inference",
     "POST /v1/completions": "inference",
     "POST /v1/responses": "inference",
@@ -86,10 +93,10 @@ ROLES: Mapping[str, Role] = {
     "POST /v1/adapters/promote": "admin",
     "POST /v1/adapters/rollback": "admin",
     "POST /v1/load_lora_adapter": "admin",
-    "POST /v1/requests/{request_id}/cancel": "admin",
     "POST /v1/unload_lora_adapter": "admin",
     "POST /v1/warmup": "admin",
     "PUT /v1/adapters/{name}": "admin",
+    "PUT /v1/shares": "admin",
     "PUT /v1/splits/{name}": "admin",
 }
 """Every route has one row; `create_app` refuses routes without."""
@@ -100,14 +107,15 @@ def role_of(http: Request) -> Role:
     return ROLES[f"{http.method} {http.scope['route'].path_format}"]
 
 
-def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> StoredKey | None:
-    """The key that the request came with, if the route needs one. Raises WrongKey, NotAllowed."""
+def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
+    """Let the request pass, and note the name of its key. Raises WrongKey, NotAllowed."""
     role = role_of(http)
     if role == "public":
-        return None
+        return
+    if keys:
+        _check_key(http, role, keys)
     if RANK[role] > RANK["inference"] and not settings.control_routes:
         raise NotAllowed("this route is off; the server runs with server.control_routes=false")
-    return _checked_key(http, role, keys) if keys else None
 
 
 def check_roles(routers: Iterable[APIRouter]) -> None:
@@ -123,13 +131,15 @@ def rows_of(route: APIRoute) -> list[str]:
     return [f"{method} {route.path_format}" for method in sorted(route.methods or ())]
 
 
-def _checked_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> StoredKey:
+def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
     presented = presented_key(http.headers)
     if presented is None:
         raise WrongKey("this server needs an API key; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`")
     key = find_key(presented, keys)
     if key is None:
         raise WrongKey("the API key is not one of this server's")
+    if context := current_request.get():
+        # before it may be refused, since the log names the key of refused requests, too
+        context.api_key, context.api_role = key.name, key.role
     if RANK[key.role] < RANK[role]:
         raise NotAllowed(f"this route needs a key with the role {role}; yours has the role {key.role}")
-    return key

@@ -10,15 +10,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import EngineStopped
+from parallm.server.control.steered_engine import SteeredEngine
 from parallm.server.failures import Draining
 from parallm.server.operation.doors import Doors
+from parallm.server.operation.metrics_json import metrics_values, wants_json
 from parallm.server.service import Service
 
 SECONDS_TO_ANSWER = 5.0
 """How long the device thread may take between two units of work before the server counts as not ready."""
 
 
-def operation_routes(service: Service, doors: Doors, registry: CollectorRegistry) -> APIRouter:
+def operation_routes(service: Service, doors: Doors, registry: CollectorRegistry, steering: SteeredEngine) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -27,7 +29,9 @@ def operation_routes(service: Service, doors: Doors, registry: CollectorRegistry
         if not service.engine.is_alive:
             raise EngineStopped("the engine has stopped; restart the process")
         load = service.engine.stats()
-        return _json({"status": "ok", "num_running": load.num_running, "num_waiting": load.num_waiting})
+        return _json(
+            {"status": "ok", "model_loaded": True, "num_running": load.num_running, "num_waiting": load.num_waiting}
+        )
 
     @router.get("/ready")
     async def ready() -> Response:
@@ -43,12 +47,20 @@ def operation_routes(service: Service, doors: Doors, registry: CollectorRegistry
 
     @router.get("/metrics")
     async def metrics(http: Request) -> Response:
-        """Counters for Prometheus, as text or as OpenMetrics where `Accept` asks for it."""
-        encode, content_type = choose_encoder(http.headers.get("accept", ""))
+        """Counters for Prometheus, as text; as OpenMetrics or as JSON where `Accept` asks for it."""
+        accept = http.headers.get("accept", "")
+        if wants_json(accept):
+            return _json(metrics_values(service, registry, steering.num_held))
+        encode, content_type = choose_encoder(accept)
         return Response(encode(registry), headers={"Content-Type": content_type})
+
+    @router.get("/v1/metrics")
+    async def metrics_as_json() -> Response:
+        """The numbers of `/metrics` as JSON."""
+        return _json(metrics_values(service, registry, steering.num_held))
 
     return router
 
 
 def _json(value: dict[str, object]) -> Response:
-    return Response(to_json(value), media_type="application/json")
+    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json")

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 Example = Mapping[str, Any]
+FORM = "multipart/form-data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class Document:
     bodies: tuple[type[BaseModel], ...] = ()
     """What it reads, one of them; none: no body."""
     body_type: str = "application/json"
-    """Of a body; what is not JSON has no `bodies`."""
+    """Type of the body. A file, or a form (`FORM`) with one, has no `bodies`."""
     example: Example | None = None
     """A body that works."""
     answers: tuple[type[BaseModel], ...] = ()
@@ -52,8 +53,12 @@ class Document:
     answer: Example = field(default_factory=dict)
     """An example of an answer."""
     media_type: str = "application/json"
+    errors: tuple[int, ...] = ()
+    """Beside those that follow from its role and its bodies."""
     events: str = "events `data: JSON`, the last one `data: [DONE]`"
     """What a stream is, for a body that can ask for one."""
+    is_stored: bool = False
+    """Whether what it changes outlives the process, as what admins change does."""
 
 
 def usage(num_prompt: int, num_answered: int) -> Mapping[str, object]:

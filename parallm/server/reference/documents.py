@@ -26,19 +26,26 @@ ASKED = [{"role": "user", "content": "2 + 3?"}]
 SUM_SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
 SUM = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
 
+_models = Document(answers=(ModelList,), answer={"object": "list", "data": [MODEL]})
+
 DOCUMENTS: Mapping[str, Document] = {
-    "GET /health": Document(answer={"status": "ok", "num_running": 3, "num_waiting": 0}),
+    "GET /health": Document(answer={"status": "ok", "model_loaded": True, "num_running": 3, "num_waiting": 0}),
     "GET /ready": Document(answer={"status": "ready"}),
     "GET /metrics": Document(
         media_type="text/plain", answer={"text": 'vllm:num_requests_running{engine="0",model_name="nano"} 3.0'}
     ),
-    "GET /v1/models": Document(
-        answers=(ModelList,),
+    "GET /v1/metrics": Document(
         answer={
-            "object": "list",
-            "data": [MODEL],
-        },
+            "current_policy_version": 12,
+            "queue_depth": 0,
+            "max_batch_size": 128,
+            "flush_interval_ms": 0.0,
+            "num_running": 3,
+            "metrics": {"vllm:num_requests_running": [{"labels": {"engine": "0", "model_name": "nano"}, "value": 3.0}]},
+        }
     ),
+    "GET /v1/models": _models,
+    "GET /models": _models,
     "GET /v1/models/{name}": Document(answers=(ModelEntry,), answer=MODEL),
     "POST /v1/completions": Document(
         bodies=(CompletionBody,),
@@ -52,6 +59,7 @@ DOCUMENTS: Mapping[str, Document] = {
                 "stream": True,
                 "stream_options": {"include_usage": True},
             },
+            "a version by a word": {"model": "base", "lora_adapter": "latest", "prompt": "2 + 3 ="},
             "one of several words": {"model": "policy", "prompt": "2 + 3 =", "guided_choice": ["5", "6"]},
         },
         answers=(CompletionAnswer,),

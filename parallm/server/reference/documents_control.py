@@ -10,7 +10,9 @@ from parallm.server.control.adapter_bodies import (
     Done,
     LoadBody,
     LoadedAdapters,
+    LoadPolicyBody,
     NameMeans,
+    PolicyMoved,
     PromoteBody,
     RollBackBody,
     SwitchBody,
@@ -32,10 +34,12 @@ from parallm.server.control.control_bodies import (
     SplitBody,
     SplitList,
 )
-from parallm.server.control.routes_training import CheckpointAnswer, TrainingBody
+from parallm.server.control.routes_shares import SharesAnswer, SharesBody
+from parallm.server.control.score_bodies import ScoreAnswer, ScoreBody
+from parallm.server.control.training_bodies import CheckpointAnswer, TrainingBody, UpdateBody
 from parallm.server.control.trajectory_bodies import TrajectoryList, TrajectoryRewardAnswer, TrajectoryRewardBody
 from parallm.server.control.warm_up import WarmUpAnswer, WarmUpBody
-from parallm.server.reference.document import Document, Parameter
+from parallm.server.reference.document import FORM, Document, Parameter
 
 ADAPTER = {
     "id": "poet@3",
@@ -51,10 +55,25 @@ ADAPTER = {
     "digest": "9f",
     "num_running": 0,
     "is_served": True,
+    "num_bytes": 2_490_368,
 }
 VERSION = {"num_requests": 20, "num_completions": 40, "num_tokens": 1800, "num_rewards": 5, "reward_mean": 0.6}
 SPLIT = {"name": "policy", "shares": {"policy@11": 0.9, "policy@12": 0.1}, "versions": {"policy@11": VERSION}}
 STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
+UPDATE = {
+    "version": 5,
+    "is_served": True,
+    "has_moved": True,
+    "num_trajectories": 2,
+    "num_trained": 2,
+    "num_recomputed": 2,
+    "num_tokens": 4,
+    "loss": -0.01,
+    "gradient_norm": 0.7,
+    "kl_to_behaviour": 0.0,
+    "skipped": None,
+    "checkpoint": "checkpoints/run/2026-11-21_10-00-00/named/manual-update-1",
+}
 MEANS = {"name": "poet", "version": 3}
 FOLDER = {"name": "poet", "path": "poet/adapter"}
 TOLD = {"status": "ok", "success": True, "error_message": None, "loaded_adapters": {"poet": "poet/adapter"}}
@@ -88,6 +107,11 @@ _checkpoint = Document(
     answers=(CheckpointAnswer,),
     answer={"folders": {"policy": "checkpoints/run/2026-11-21_10-00-00/step_000004"}},
 )
+_queue = Document(
+    answers=(QueueAnswer,),
+    answer={"num_running": 8, "num_waiting": 2, "num_in_flight": 9, "num_held": 0, "is_paused": False},
+)
+_shares = Document(answers=(SharesAnswer,), answer={"serving_share": 0.9, "engine_share": 0.5}, errors=(409,))
 _absent = Document(answer={})
 
 CONTROL_DOCUMENTS: Mapping[str, Document] = {
@@ -101,7 +125,7 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "POST /abort_requests": Document(
         bodies=(AbortManyBody,), example={"request_ids": ["job-7"]}, answers=(AbortAnswer,), answer=_aborted
     ),
-    "POST /v1/requests/{request_id}/cancel": Document(answers=(AbortAnswer,), answer=_aborted),
+    "POST /v1/requests/{request_id}/cancel": Document(answers=(AbortAnswer,), answer=_aborted, errors=(404,)),
     "POST /abort_request": Document(
         bodies=(AbortOneBody,), example={"rid": "job-7"}, answers=(AbortAnswer,), answer=_aborted
     ),
@@ -114,15 +138,24 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
         answers=(WarmUpAnswer,),
         answer={"seconds": {"1": 0.21, "2": 0.05, "4": 0.06}},
     ),
-    "GET /v1/queue": Document(
-        answers=(QueueAnswer,),
-        answer={"num_running": 8, "num_waiting": 2, "num_in_flight": 9, "num_held": 0, "is_paused": False},
-    ),
+    "GET /v1/queue": _queue,
+    "GET /v1/queue/stats": _queue,
     "GET /v1/adapters": Document(answers=(AdapterList,), answer={"data": [ADAPTER]}),
     "POST /v1/adapters/load": _load,
-    "POST /load_adapter": _load,
+    "POST /load_adapter": Document(
+        bodies=(LoadBody, LoadPolicyBody),
+        example=FOLDER,
+        others={"the policy that is served moves": {"adapter_path": "poet/adapter"}},
+        answers=(AdapterEntry, PolicyMoved),
+        answer=ADAPTER,
+    ),
     "PUT /v1/adapters/{name}": _upload,
-    "POST /upload_adapter": replace(_upload, query=(NAME,)),
+    "POST /upload_adapter": Document(
+        query=(replace(NAME, is_required=False),),
+        body_type=FORM,
+        answers=(PolicyMoved, AdapterEntry),
+        answer={"status": "success", "policy_version": 13, "message": "Loaded adapter from poet.zip"},
+    ),
     "POST /update_adapter_weights": Document(
         query=(NAME,), body_type="application/octet-stream", answers=(AdapterEntry,), answer=ADAPTER
     ),
@@ -152,7 +185,13 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     "POST /unload_lora_adapter": Document(
         bodies=(UnloadBody,), example={"name": "poet"}, answers=(LoadedAdapters,), answer=TOLD
     ),
-    "POST /model/switch-lora": Document(bodies=(SwitchBody,), example=MEANS, answers=(NameMeans,), answer=MEANS),
+    "POST /model/switch-lora": Document(
+        bodies=(SwitchBody,),
+        example=MEANS,
+        others={"the policy, by a word": {"version": "checkpoint-3"}},
+        answers=(NameMeans,),
+        answer=MEANS,
+    ),
     "PUT /v1/splits/{name}": Document(
         bodies=(SplitBody,),
         example={"weights": {"policy@11": 9, "policy@12": 1}},
@@ -161,8 +200,27 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
     ),
     "DELETE /v1/splits/{name}": Document(answers=(SplitAnswer,), answer=SPLIT | {"shares": {}}),
     "GET /v1/splits": Document(answers=(SplitList,), answer={"data": [SPLIT]}),
+    "GET /v1/shares": _shares,
+    "PUT /v1/shares": replace(_shares, bodies=(SharesBody,), example={"serving_share": 0.9}),
     "POST /v1/rewards": Document(
         bodies=(RewardBody,), example={"id": "cmpl-1f", "reward": 1.0}, answers=(RewardAnswer,), answer={"status": "ok"}
+    ),
+    "POST /v1/rewards/score": Document(
+        bodies=(ScoreBody,),
+        example={"model": "reward", "input": ["2 + 3 = 5", "2 + 3 = 6"]},
+        others={
+            "completions of a prompt": {"prompt": "2 + 3 =", "completions": [" 5", " 6"]},
+            "the end of a chat": {
+                "messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}],
+            },
+        },
+        answers=(ScoreAnswer,),
+        answer={
+            "object": "list",
+            "model": "reward",
+            "data": [{"index": 0, "object": "score", "score": 1.3}, {"index": 1, "object": "score", "score": -0.4}],
+            "usage": {"prompt_tokens": 16, "total_tokens": 16},
+        },
     ),
     "GET /v1/trajectories": Document(
         answers=(TrajectoryList,),
@@ -171,6 +229,7 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
                 "policy": {
                     "num_waiting": 5,
                     "num_rewarded": 3,
+                    "num_reserved": 0,
                     "oldest_seconds": 41.5,
                     "num_collected": 200,
                     "num_trained": 176,
@@ -184,11 +243,26 @@ CONTROL_DOCUMENTS: Mapping[str, Document] = {
         example={"reward": {"right": 1, "short": 0.5}},
         answers=(TrajectoryRewardAnswer,),
         answer={"id": "cmpl-1f-0", "reward": 1.5},
+        is_stored=True,
     ),
     "GET /debug/training": Document(answer=STATUS),
     "POST /v1/training/pause": _training,
     "POST /v1/training/resume": _training,
-    "POST /v1/training/update": _training,
+    "POST /v1/training/update": Document(
+        bodies=(UpdateBody,),
+        example={},
+        others={
+            "on given trajectories": {
+                "trajectories": [
+                    {"prompt": "2 + 3 =", "completion": " 5", "reward": 1.0},
+                    {"prompt": "2 + 3 =", "completion": " 6", "reward": 0.0},
+                ],
+                "update_inference": True,
+                "checkpoint_name": "manual-update-1",
+            },
+        },
+        answer=STATUS | {"update": UPDATE},
+    ),
     "POST /v1/training/checkpoint": _checkpoint,
     "POST /training/checkpoint": _checkpoint,
     "POST /init_communicator/": _absent,

@@ -10,6 +10,7 @@ from parallm.server.dialects.sglang_answers import SglangRow
 from parallm.server.dialects.token_bodies import DetokenizeBody, TextOfTokens, TokenizeBody, TokensOfText
 from parallm.server.dialects.token_in_token_out import TokensAnswer, TokensBody
 from parallm.server.dialects.trl import TrlAnswer, TrlBody
+from parallm.server.dialects.versioned import VersionedAnswer, VersionedBody
 from parallm.server.reference.document import Document, usage
 from parallm.server.schemas import CompletionBody
 
@@ -25,14 +26,15 @@ INFO = {
 }
 
 _generate = Document(
-    bodies=(CompletionBody, SglangBody, TrlBody),
+    bodies=(CompletionBody, SglangBody, TrlBody, VersionedBody),
     example={"prompt": [17, 10, 18], "model": "policy", "max_tokens": 8, "n": 1},
     others={
         "SGLang": {"input_ids": [17, 10, 18], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True},
         "vLLM's first server": {"prompt": {"prompt_token_ids": [17, 10, 18]}, "max_tokens": 8, "logprobs": 0},
         "TRL": {"prompts": ["2 + 3 ="], "n": 2, "max_tokens": 8},
+        "a trainer that names its version": {"prompt": "2 + 3 =", "policy_version": 12, "step_id": 7, "logprobs": 1},
     },
-    answers=(NativeAnswer, SglangRow, TrlAnswer, LegacyAnswer),
+    answers=(NativeAnswer, SglangRow, TrlAnswer, LegacyAnswer, VersionedAnswer),
     answer={
         "request_id": "gen-1f",
         "step_id": None,

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from parallm import __version__
 from parallm.server.answer_schemas import ErrorAnswer
 from parallm.server.operation.roles import ROLES, Role
-from parallm.server.reference.document import Document
+from parallm.server.reference.document import FORM, Document
 from parallm.server.reference.documents import DOCUMENTS
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
@@ -36,14 +36,16 @@ ERRORS: Mapping[int, str] = {
     400: "A field is wrong, unknown or not supported; `param` names it.",
     401: "No API key or a wrong one.",
     403: "The key's role does not allow this route, the route is switched off, or a page of another origin asks.",
-    404: "No such model, version or alias.",
+    404: "No such model, version, alias or request.",
     408: "The body came too slowly.",
-    409: "This process does not do that, or not any more: it trains nothing, or takes no such weights. "
+    409: "This process does not do that, or not any more: it trains nothing, takes no such weights, or another process "
+    "keeps what operators set. "
     "In vLLM's dialect of `/generate`: somebody has aborted the request.",
     413: "The body is larger than `server.max_body_bytes`.",
     429: "The queue is full, or too many large bodies come at once; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
     504: "The answer was not complete by its deadline.",
+    507: "The disk does not take it. Nothing has changed, but that a reward counts until the process ends.",
 }
 
 
@@ -94,8 +96,10 @@ def _describe(operation: dict[str, Any], document: Document, role: Role, *, has_
         content = {"schema": _any_of(document.bodies), **_examples(document)}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
     elif document.body_type != JSON:
-        binary = {"schema": {"type": "string", "format": "binary"}}
-        operation["requestBody"] = {"required": True, "content": {document.body_type: binary}}
+        file = {"type": "string", "format": "binary"}
+        form = {"type": "object", "required": ["file"], "properties": {"file": file, "name": {"type": "string"}}}
+        content = {"schema": form if document.body_type == FORM else file}
+        operation["requestBody"] = {"required": True, "content": {document.body_type: content}}
     operation["responses"] = _responses(document, role, has_keys=has_keys)
     if has_keys and role != "public":
         operation["security"] = [{"bearer": []}, {"x-api-key": []}]
@@ -110,9 +114,11 @@ def _examples(document: Document) -> dict[str, Any]:
 
 
 def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, Any]:
-    statuses = {403, 503}
+    statuses = {403, 503, *document.errors}
     if role != "public":
         statuses |= {401} if has_keys else set()
+    if role == "admin" or document.is_stored:
+        statuses |= {507}
     if role in ("training", "admin"):
         statuses |= {400, 404, 408, 409, 413}
     elif document.bodies:

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
 
+from parallm.server.reference.document import FORM
+
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 pre, code { font: 13px/1.4 ui-monospace, monospace; background: #f4f4f4 }
@@ -78,7 +80,8 @@ def _bodies(asked: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _example(method: str, path: str, name: str, body: Any) -> str:
-    data = "--data-binary @FILE" if body is None else f"-d '{json.dumps(body)}'"
+    file = "-F file=@FILE" if name == FORM else "--data-binary @FILE"
+    data = file if body is None else f"-d '{json.dumps(body)}'"
     return f"<h3>{escape(name)}</h3><pre>curl -X {method.upper()} $URL{escape(path)} {escape(data)}</pre>"
 
 

@@ -10,8 +10,8 @@ from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 URL, _ = server_and_model()
-LONG = 256
-"""Room for the white space that an untrained model puts into its JSON."""
+LONG = 80
+"""Room for a call as JSON, in which the small model has a token for each character."""
 
 
 class Sum(BaseModel):

@@ -66,7 +66,7 @@ def log_probs_are_given() -> None:
 
 
 def a_required_tool_is_called() -> None:
-    answer = complete(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=256)
+    answer = complete(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=80)
     call = answer.choices[0].message.tool_calls[0]
     expect(call.function.name == "add" and set(json.loads(call.function.arguments)) == {"x"}, call)
 

@@ -84,7 +84,7 @@ def test_a_step_gets_the_groups_of_one_batch_and_no_more_are_fetched_meanwhile(
             run_api.post(give(source, number))
         await asyncio.sleep(0.1)
         assert len(run_api.state["queue"]) == 2
-        taken = source.take()
+        taken = source.take(1)
         await asyncio.sleep(0.1)
         assert len(run_api.state["queue"]) == 2  # the step trains; nobody has asked for the next one
         assert [group.problem.environment for group in taken.groups] == ["env_7", "env_7"]
@@ -104,7 +104,7 @@ def test_what_becomes_too_old_while_it_waits_is_dropped_by_groups(play: Callable
             run_api.post(give(source, number, version))
         await ready(source, version=5, limit=2)
         assert source.is_ready(6, 2)
-        taken = source.take()
+        taken = source.take(1)
         assert (len(taken.groups), taken.num_stale) == (1, 1)
         assert taken.groups[0].trajectories[0].weight_versions[0].version == 5
         assert source.facts().refused == {"stale": 1}
@@ -135,7 +135,7 @@ def test_a_wait_begins_where_a_step_takes_its_groups_and_those_refused_since_the
         await ready(source)
         assert source.facts().wait.since is not None
         before = source.facts().wait.number
-        source.take()
+        source.take(1)
         assert (source.facts().wait.number, source.facts().wait.since) == (before + 1, None)
         for number in range(2, 4):
             run_api.post(give(source, number, version=3))
@@ -155,7 +155,7 @@ def test_a_batch_without_any_signal_is_no_step(play: Callable[..., None], run_ap
         for number in range(4):
             run_api.post({**give(source, number), "scores": [1.0, 1.0] if number < 2 else [0.0, 1.0]})
         await ready(source)
-        assert source.take().groups[0].rewards == (0.0, 1.0)
+        assert source.take(1).groups[0].rewards == (0.0, 1.0)
         assert source.facts().refused == {"no_signal": 2}
 
     play(use)
@@ -169,7 +169,7 @@ def test_advantages_of_tokens_are_a_signal_where_scores_are_equal(play: Callable
         for number in range(2):
             run_api.post({**give(source, number), "scores": [1.0, 1.0], "advantages": own})
         await ready(source)
-        (first, second) = source.take().with_signal[0].trajectories
+        (first, second) = source.take(1).with_signal[0].trajectories
         assert (first.token_advantages, second.token_advantages) == ((1.0, -1.0), (0.5, 0.0, 0.0))
 
     play(use)
@@ -184,7 +184,7 @@ def test_tokens_that_nobody_has_sampled_are_scored_at_the_temperature_that_the_e
         strange = group_of(((9, 1), (2, 3)), ((9, 1), (4,)), generation_params={"temperature": 0.5})
         run_api.post({**strange, "overrides": [{"sft": True}, None]})
         await ready(source)
-        known, scored = source.take().groups
+        known, scored = source.take(1).groups
         assert [one.temperature for one in known.trajectories] == [1.0, 1.0]  # as it was sampled here
         assert [one.temperature for one in scored.trajectories] == [0.5, 0.5]
         assert scored.trajectories[0].logprobs == (-0.25, -0.25)

@@ -1,5 +1,7 @@
 """A clock that stands still until it is told to move, and completions by numbers."""
 
+import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +13,13 @@ from pydantic import TypeAdapter
 from parallm.rollout.live.traffic import LiveTraffic
 from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, GenerationRequest, SamplingParams, WeightSpan
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "it never came true"
+        await asyncio.sleep(0.005)
 
 
 @dataclass

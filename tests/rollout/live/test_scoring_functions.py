@@ -2,15 +2,18 @@
 
 import asyncio
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 
 import pytest
 
 from parallm.errors import ConfigError, InvalidRequest
+from parallm.rollout.live.scorer import MAX_PENDING
 from parallm.rollout.live.scoring_functions import Answered
 from parallm.rollout.live.traffic import LiveTraffic
 from parallm.types import GenerationRequest, SamplingParams
+from tests.rollout.live.conftest import until
 
 Record = Callable[..., None]
 Make = Callable[..., LiveTraffic]
@@ -34,13 +37,22 @@ def words(_: Answered) -> str:
     return "good"
 
 
+free = threading.Event()
+
+
+def block(_: Answered) -> float:
+    free.wait(10)
+    return 1.0
+
+
 @pytest.fixture
 def functions(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     module = types.ModuleType("own_scores")
-    for function in (length, parts, crash, words):
+    free.clear()
+    for function in (length, parts, crash, words, block):
         setattr(module, function.__name__, function)
     monkeypatch.setitem(sys.modules, "own_scores", module)
-    return {name: f"own_scores:{name}" for name in ("length", "parts", "crash", "words")}
+    return {name: f"own_scores:{name}" for name in ("length", "parts", "crash", "words", "block")}
 
 
 def decode(tokens: Sequence[int]) -> str:
@@ -48,13 +60,13 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 def run(traffic: LiveTraffic, act: Callable[[], None]) -> list[tuple[float, ...]]:
-    """`act` on a loop, and what it sets off; the rewards of the groups that it makes."""
+    """`act` on a loop, and all that it sets off; the rewards of the groups that it makes."""
 
     async def main() -> list[tuple[float, ...]]:
         traffic.connect(decode)
         act()
-        await asyncio.sleep(0.05)
-        groups = traffic.take().groups
+        await until(lambda: not traffic._scoring._tasks)
+        groups = traffic.take(1).groups
         await traffic.close()
         return [group.rewards for group in groups]
 
@@ -109,7 +121,7 @@ def test_what_was_not_scored_before_a_restart_is_scored_after_it(
 
 def test_an_unknown_name_is_refused_with_the_known_ones(make: Make, functions: dict[str, str]) -> None:
     request = GenerationRequest(request_id="r", prompt_tokens=(1,), sampling=SamplingParams(max_tokens=1))
-    with pytest.raises(InvalidRequest, match="no scoring_function 'thumb'; there are crash, length, parts, words"):
+    with pytest.raises(InvalidRequest, match=r"no scoring_function 'thumb'; there are arithmetic, .*, gsm8k, length, "):
         make(scoring_functions=functions).check(request, "thumb", {})
 
 
@@ -119,6 +131,58 @@ def test_a_function_that_is_not_there_is_named_before_the_model_loads(
 ) -> None:
     with pytest.raises(ConfigError, match=f"^rollout.live.scoring_functions.mine='{target}'"):
         make(scoring_functions={"mine": target})
+
+
+def test_a_function_that_fails_costs_no_reward_that_a_client_has_sent(
+    make: Make, record: Record, functions: dict[str, str]
+) -> None:
+    traffic = make(scoring_functions=functions, group_by="request")
+
+    def act() -> None:
+        for name, reward in (("a", 1.0), ("b", -1.0)):
+            record(traffic, name, scoring_function="crash", n=2)
+            traffic.reward(name, reward)
+
+    assert run(traffic, act) == [(1.0, -1.0)]
+
+
+@pytest.mark.parametrize("bonus", [1e39, -1e308, 1.1e9])
+def test_a_function_whose_reward_no_step_could_compute_with_costs_its_trajectory(
+    make: Make, record: Record, functions: dict[str, str], bonus: float
+) -> None:
+    traffic = make(scoring_functions=functions)
+    run(traffic, lambda: record(traffic, "a", scoring_function="parts", metadata={"bonus": bonus}))
+    assert traffic.report().dropped == {"score_too_large": 1}
+
+
+def test_a_function_that_blocks_holds_up_no_other(make: Make, record: Record, functions: dict[str, str]) -> None:
+    traffic = make(scoring_functions=functions)
+
+    async def main() -> None:
+        traffic.connect(decode)
+        for place in range(MAX_PENDING + 3):
+            record(traffic, f"slow{place}", scoring_function="block")
+        record(traffic, "good", scoring_function="length")
+        await until(lambda: traffic.report().num_rewarded == 1)
+        assert traffic.report().dropped == {"score_behind": 3}
+        assert traffic.report().num_waiting == MAX_PENDING
+        free.set()
+        await until(lambda: traffic.report().num_rewarded == MAX_PENDING + 1)
+        await traffic.close()
+
+    asyncio.run(main())
+
+
+def test_all_that_waited_for_a_score_before_a_restart_get_it_however_many(
+    make: Make, record: Record, functions: dict[str, str]
+) -> None:
+    before = make(scoring_functions=functions)
+    for place in range(MAX_PENDING + 3):
+        record(before, str(place), scoring_function="length", prompt=place)
+    asyncio.run(before.close())
+    after = make(scoring_functions=functions)
+    run(after, lambda: None)
+    assert (after.report().num_rewarded, after.report().dropped) == (MAX_PENDING + 3, {})
 
 
 def test_rewards_are_told_to_who_listens(make: Make, record: Record, functions: dict[str, str]) -> None:

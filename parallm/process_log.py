@@ -1,0 +1,78 @@
+"""The log of a process: files, levels and form of its records."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, TextIO, TypeAlias
+
+from parallm.json_log import JsonFormatter
+from parallm.server.operation.request_log import request_fields
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+LogForm: TypeAlias = Literal["text", "json"]
+OWN = "parallm"
+
+
+@contextmanager
+def logging_to(path: Path | None, level: LogLevel | None, form: LogForm) -> Iterator[None]:
+    """Write own records to the file from INFO on and to standard error from WARNING on, or both from `level` on.
+
+    With `json` standard error gets the same records as the file, and both get the warnings of other packages.
+    """
+    chosen = None if level is None else logging.getLevelNamesMapping()[level.upper()]
+    handlers = _as_text(path, chosen) if form == "text" else _as_json(path)
+    own = logging.getLogger(OWN)
+    logger = own if form == "text" else logging.root
+    own.setLevel(chosen or logging.INFO)
+    logging.captureWarnings(form == "json")
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+def error_line(message: str) -> str:
+    """Return the message as a line of the log, for an error that ends the process."""
+    record = logging.LogRecord(OWN, logging.ERROR, "", 0, message, None, None)
+    return JsonFormatter(request_fields).format(record)
+
+
+def _as_text(path: Path | None, level: int | None) -> list[logging.Handler]:
+    handlers: list[logging.Handler] = [_Terminal(level or logging.WARNING)]
+    handlers[0].setFormatter(logging.Formatter("parallm: %(levelname)s: %(message)s"))
+    if path is not None:
+        handlers.append(logging.FileHandler(path, delay=True))
+        handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    return handlers
+
+
+def _as_json(path: Path | None) -> list[logging.Handler]:
+    handlers: list[logging.Handler] = [_Terminal(logging.NOTSET)]
+    if path is not None:
+        handlers.append(logging.FileHandler(path, delay=True))
+    for handler in handlers:
+        handler.setFormatter(JsonFormatter(request_fields))
+        handler.addFilter(_is_relevant)
+    return handlers
+
+
+def _is_relevant(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or record.name.partition(".")[0] == OWN
+
+
+class _Terminal(logging.StreamHandler[TextIO]):
+    """Writes to the present `sys.stderr`. A display that shows log records itself takes its place."""
+
+    def __init__(self, level: int) -> None:
+        logging.Handler.__init__(self, level)  # StreamHandler's own would set the stream
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]  # a property where the base has an attribute
+        return sys.stderr

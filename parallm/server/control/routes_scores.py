@@ -1,0 +1,145 @@
+"""Scores of the loaded reward models, on the shared base."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallm.errors import ContextTooLong, InvalidRequest, Unavailable, UnknownModel
+from parallm.server.connection import json_response, received, while_connected
+from parallm.server.control.score_bodies import ScoreAnswer, ScoreBody, ScoreEntry, ScoreUsage
+from parallm.server.openai.chat_prompt import to_turn
+from parallm.server.openai.chat_schemas import ChatMessage
+from parallm.server.parse import parse_body
+from parallm.server.service import Rate, RewardModels, Service
+from parallm.server.text_bounds import check_items, check_text, check_texts
+from parallm.types import Message, Prompted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedScores:
+    """What a body asks for: a reward model, and what it rates."""
+
+    name: str
+    rate: Rate
+    items: list[Prompted]
+
+
+def score_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/rewards/score")
+    async def score(http: Request) -> Response:
+        """Rate texts, or completions of a prompt or of a chat, by a reward model."""
+        asked = await received(service, http, partial(_asked, service))
+        scores = await while_connected(http.receive, _rated(asked.rate, asked.items))
+        num_tokens = sum(len(item.prompt_tokens) + len(tokens) for item in asked.items for tokens in item.completions)
+        return json_response(
+            ScoreAnswer(
+                object="list",
+                model=asked.name,
+                data=[ScoreEntry(index=index, object="score", score=number) for index, number in enumerate(scores)],
+                usage=ScoreUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+            )
+        )
+
+    return router
+
+
+def _asked(service: Service, text: bytes) -> AskedScores:
+    """Raises InvalidRequest, UnknownModel, Unavailable."""
+    body = parse_body(text, ScoreBody)
+    name, rate = _chosen(service.reward_models(), body.model)
+    return AskedScores(name=name, rate=rate, items=_items(service, body))
+
+
+def _chosen(models: RewardModels, name: str | None) -> tuple[str, Rate]:
+    if not models:
+        raise Unavailable(
+            "no reward model is loaded; load one with server.reward_model=FOLDER, or for rollouts with "
+            "rollout.reward_model.adapter=FOLDER"
+        )
+    if name is None and len(models) == 1:
+        return next(iter(models.items()))
+    if name is None or name not in models:
+        raise UnknownModel(f"no reward model {(name or '')[:100]!r}; there are {', '.join(models)}")
+    return name, models[name]
+
+
+async def _rated(rate: Rate, items: Sequence[Prompted]) -> list[float]:
+    return await rate(items)
+
+
+def _items(service: Service, body: ScoreBody) -> list[Prompted]:
+    """Return the texts as tokens. Raises InvalidRequest."""
+    sent = [field for field in ("input", "prompt", "messages") if getattr(body, field) is not None]
+    if len(sent) != 1:
+        raise InvalidRequest("send one of input, prompt and messages", sent[1] if sent else "input")
+    _check_texts(service, body, sent[0])
+    tokenizer = service.tokenizer
+    if body.input is not None:
+        if body.completions is not None:
+            raise InvalidRequest("completions belong to a prompt or to messages; leave them out", "completions")
+        items = [
+            Prompted(prompt_tokens=tokenizer.encode(text), completions=((tokenizer.end_token,),)) for text in body.input
+        ]
+    elif body.prompt is not None:
+        if body.completions is None:
+            raise InvalidRequest("a prompt needs completions; a whole text is input", "completions")
+        ended = [(*tokenizer.encode_more(text), tokenizer.end_token) for text in body.completions]
+        items = [Prompted(prompt_tokens=tokenizer.encode(body.prompt), completions=tuple(ended))]
+    else:
+        items = [_of_chat(service, body.messages or [], body.completions)]
+    _check_lengths(service, items, sent[0])
+    return items
+
+
+def _of_chat(service: Service, chat: Sequence[ChatMessage], completions: Sequence[str] | None) -> Prompted:
+    tokenizer, max_context = service.tokenizer, service.engine.max_context
+    messages = [_plain(message, place) for place, message in enumerate(chat)]
+    check_items(messages, "messages", "messages", max_context)
+    check_texts([message.content for message in messages], "messages", tokenizer, max_context)
+    if completions is None:
+        if messages[-1].role != "assistant" or len(messages) < 2:
+            raise InvalidRequest(
+                "without completions the last message should be the assistant's, which is scored", "messages"
+            )
+        completions = [messages.pop().content]
+    return Prompted(
+        prompt_tokens=tokenizer.encode_chat(messages),
+        completions=tuple(tokenizer.encode_answer(messages, text) for text in completions),
+    )
+
+
+def _plain(message: ChatMessage, place: int) -> Message:
+    turn = to_turn(message)
+    if turn.keys() - {"role", "content"}:
+        raise InvalidRequest("a reward model reads plain text: no tool calls and no reasoning", f"messages.{place}")
+    return Message(role=str(turn["role"]), content=str(turn["content"]))
+
+
+def _check_texts(service: Service, body: ScoreBody, name: str) -> None:
+    """Raise InvalidRequest for too many texts, or for one that cannot fit into the context."""
+    rated = body.input or body.completions or ()
+    if len(rated) > service.settings.max_completions:
+        raise InvalidRequest(
+            f"{len(rated)} texts are more than {service.settings.max_completions}; send several requests or raise "
+            "server.max_completions",
+            name,
+        )
+    for text in (*rated, body.prompt or ""):
+        check_text(text, name, service.tokenizer, service.engine.max_context)
+
+
+def _check_lengths(service: Service, items: Sequence[Prompted], name: str) -> None:
+    longest = max(len(item.prompt_tokens) + max(map(len, item.completions)) for item in items)
+    if longest > service.engine.max_context:
+        raise ContextTooLong(
+            f"{name} has {longest} tokens, this model's maximum context length is {service.engine.max_context}; "
+            "shorten it",
+            name,
+            setting="engine.max_context",
+        )

@@ -1,0 +1,116 @@
+"""`/generate` for trainers that name the version they believe to be served: `policy_version`.
+
+The answer is an object, or for several completions a list in the order of the prompts.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any
+
+from pydantic import Field, RootModel
+
+from parallm.errors import InvalidRequest
+from parallm.server.answer_schemas import ErrorAnswer, WeightVersions
+from parallm.server.answers import Head, version_of, weight_versions
+from parallm.server.dialects.dialect import Asked, Dialect, completion_body
+from parallm.server.failures import Failure
+from parallm.server.openai.logprobs import finite
+from parallm.server.parse import checked
+from parallm.server.schemas import LARGEST_INT, CompletionBody, Wire, is_tokens
+from parallm.types import Completion
+
+
+class VersionedBody(Wire):
+    """Fields of this body alone; all others are those of `/v1/completions`."""
+
+    policy_version: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+    """Version that the trainer believes to be served. The answer repeats it beside the version that sampled."""
+
+
+class VersionedMetadata(Wire):
+    batch_size: int
+    """Completions that decode when the request arrives, its own included."""
+    latency_ms: float
+    current_policy_version: int | None
+    """Version that sampled; null where nothing was sampled."""
+
+
+class VersionedAnswer(Wire):
+    request_id: str
+    policy_version: int | None
+    """Version of the request; without one, the version that sampled."""
+    step_id: int | str | None
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    text: str
+    logprobs: list[float]
+    """Log-probs of the sampled tokens, after temperature."""
+    finish_reason: str
+    weight_versions: list[WeightVersions]
+    model: str
+    metadata: VersionedMetadata
+
+
+class VersionedAnswers(RootModel[list[VersionedAnswer]]):
+    """Answer to several prompts, or to `n` above 1."""
+
+
+class VersionedResponder:
+    def __init__(self, head: Head, *, body: CompletionBody, believed: int | None, is_batch: bool) -> None:
+        self.head = head
+        self._body = body
+        self._believed = believed
+        self._is_batch = is_batch
+        self._began = time.perf_counter()
+
+    def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> VersionedAnswer | VersionedAnswers:
+        answers = [
+            self._answer(model, prompt, completion) for prompt, group in enumerate(completions) for completion in group
+        ]
+        return VersionedAnswers(answers) if self._is_batch or len(answers) > 1 else answers[0]
+
+    def _answer(self, model: str, prompt: int, completion: Completion) -> VersionedAnswer:
+        version = version_of(completion)
+        return VersionedAnswer(
+            request_id=self._body.request_id or self.head.answer_id,
+            policy_version=version if self._believed is None else self._believed,
+            step_id=self._body.step_id,
+            prompt_ids=list(self.head.requests[prompt].prompt_tokens),
+            completion_ids=list(completion.tokens),
+            text=completion.text,
+            logprobs=[finite(logprob) for logprob in completion.logprobs],
+            finish_reason=completion.finish_reason,
+            weight_versions=weight_versions(completion),
+            model=model,
+            metadata=VersionedMetadata(
+                batch_size=self.head.num_running + sum(request.n for request in self.head.requests),
+                latency_ms=1000 * (time.perf_counter() - self._began),
+                current_policy_version=version,
+            ),
+        )
+
+
+def read(value: Mapping[str, Any]) -> Asked:
+    own = checked({"policy_version": value.get("policy_version")}, VersionedBody)
+    body = completion_body({name: item for name, item in value.items() if name != "policy_version"})
+    if body.stream:
+        raise InvalidRequest("a body with policy_version is not streamed here; send it to /v1/completions", "stream")
+    if (body.logprobs or 0) > 1:
+        raise InvalidRequest(
+            f"logprobs is {body.logprobs}; 1 gives those of the sampled tokens, and /v1/completions gives more",
+            "logprobs",
+        )
+    prompt = value["prompt"]
+    is_batch = isinstance(prompt, list) and not is_tokens(prompt)
+    body = body.model_copy(update={"logprobs": None})  # the engine always returns those of sampled tokens
+    return Asked(
+        body=body, whole=partial(VersionedResponder, body=body, believed=own.policy_version, is_batch=is_batch)
+    )
+
+
+def refusal(failure: Failure) -> ErrorAnswer:
+    return failure.answer
+
+
+VERSIONED = Dialect(name="versioned", read=read, refusal=refusal)
