@@ -1,7 +1,7 @@
 """Requests of the first users' programs, sent as these programs send them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,7 @@ class Adapters:
     """Makes version 43 of whatever comes, and remembers it."""
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    splits: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
     async def load(self, name: str, path: str) -> AdapterCard:
         return self._made("load", name, path)
@@ -95,12 +96,12 @@ class Adapters:
     async def update(self, name: str, weights: bytes) -> AdapterCard:
         return self._made("update", name, weights)
 
-    def promote(self, name: str, version: int) -> None:
+    async def promote(self, name: str, version: int) -> None:
         if version == 9:
             raise UnknownModel("no version policy@9; there are base, policy, policy@2, policy@3")
         self._made("promote", name, version)
 
-    def hold(self, models: Iterable[str]) -> None: ...
+    async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None: ...
 
     def _made(self, *call: Any) -> AdapterCard:
         self.calls.append(call)
