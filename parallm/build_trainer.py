@@ -6,7 +6,7 @@ from functools import partial
 
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.run_facts import RunFacts
-from parallm.config import RunConfig, parts_of
+from parallm.config import RunConfig
 from parallm.errors import CheckpointError, ConfigError
 from parallm.house import House, on_device
 from parallm.learner.learner import Learner
@@ -23,7 +23,7 @@ from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.environment_scores import own_scores
 from parallm.rollout.problem_stream import Stream, make_stream
-from parallm.run_kinds import CHOICES, recorded_keys
+from parallm.run_kinds import CHOICES, kind_of, recorded_keys
 from parallm.trainer.client_trainer import ClientTrainer
 from parallm.trainer.evaluation_samples import evaluation_samples
 from parallm.trainer.evaluations import adapter_to_keep
@@ -142,8 +142,8 @@ def _check_context(config: RunConfig, house: House) -> None:
 
 async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
     config = run.config
-    run_parts = parts_of(config)
-    if run_parts.kind == "rollouts" or (run_parts.kind != "reward_model" and lessons.splits.test):
+    kind = kind_of(config)
+    if kind == "rollouts" or (kind != "reward_model" and lessons.splits.test):
         _check_context(config, house)
     learner = await on_device(
         house.device,
@@ -163,10 +163,10 @@ async def _make_parts(run: PolicyRun, house: House, lessons: Lessons) -> Parts:
     )
     checkpoints = CheckpointManager(run.folder, config.checkpoint)
     facts = RunFacts(
-        kind=CHOICES[run_parts.kind],
+        kind=CHOICES[kind],
         seed=config.seed,
         start=house.start.digest if config.model.adapter is not None else "",
-        keys=recorded_keys(run_parts, house.start.dropout),
+        keys=recorded_keys(config, house.start.dropout),
     )
     collector = Collector(
         house.engine.generate_all,

@@ -24,7 +24,7 @@ from parallm.policies import PolicyName, PolicyPart, check_policies, values_of
 from parallm.process_log import LogForm, LogLevel
 from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.run_folder import NAME_PATTERN
-from parallm.run_kinds import RunParts
+from parallm.run_kinds import wrong_evaluation
 from parallm.server.settings import ServerSettings
 from parallm.settings import settings
 from parallm.trainer.settings import EvaluationSettings, TrainerSettings
@@ -198,29 +198,12 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
     return configs
 
 
-def parts_of(config: RunConfig) -> RunParts:
-    return RunParts(
-        learner=config.learner, rollout=config.rollout, trainer=config.trainer, environment=config.environment
-    )
-
-
 def check_choices(config: RunConfig) -> None:
     """Raise ConfigError with one line for each pair of choices that contradict each other."""
-    objective, kind = objective_of(config.learner), parts_of(config).kind
-    if config.trainer.evaluate_on == "data" and kind not in ("sft", "reward_model"):
-        raise ConfigError("trainer.evaluate_on=data is for learner=sft; a policy that samples has no data to hold out")
-    if config.trainer.evaluate_on == "environment" and kind == "reward_model":
-        raise ConfigError(
-            "trainer.evaluate_on=environment is for policies; a reward model is evaluated on pairs, see "
-            "learner.data_held_out"
-        )
-    source = config.rollout.source
-    if source == "environment":
-        return
-    wrong = []
-    if not config.server.enabled:
+    objective, source, wrong = objective_of(config.learner), config.rollout.source, [*wrong_evaluation(config)]
+    if source != "environment" and not config.server.enabled:
         wrong.append(f"rollout.source={source} learns from requests: it needs server.enabled=true")
-    if config.learner.data is not None:
+    if source != "environment" and config.learner.data is not None:
         wrong.append(f"rollout.source={source} learns from requests: leave learner.data out, or rollout.source")
     if source == "atropos" and objective.needs_base and objective.kl_placement == "reward":
         wrong.append(

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 
-from parallm.config import RunConfig, parts_of
+from parallm.config import RunConfig
 from parallm.environment.environment import AnyEnvironment, build_environment
 from parallm.learner.demonstrations import read_demonstrations
 from parallm.learner.given_data import GivenData
 from parallm.learner.pairs import Pairs, read_pairs
 from parallm.rollout.splits import Splits, read_splits
+from parallm.run_kinds import plays_environment
 from parallm.trainer.reward_training import find_reward_model
 from parallm.types import Problem
 
@@ -38,6 +39,6 @@ def read_lessons(config: RunConfig, environment: AnyEnvironment | None = None) -
     demonstrations = read_demonstrations(config.learner, holds_out=num_held_out > 0)
     pairs = read_pairs(config.learner, holds_out=num_held_out > 0)
     environment = build_environment(config.environment) if environment is None else environment
-    num_played = num_held_out if parts_of(config).plays_environment else 0
+    num_played = num_held_out if plays_environment(config) else 0
     splits = read_splits(environment, num_played)  # may download, so it comes last
     return Lessons(environment=environment, splits=splits, demonstrations=demonstrations, pairs=pairs)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.manager import step_folders
-from parallm.config import RunConfig, parts_of, policy_configs
+from parallm.config import RunConfig, policy_configs
 from parallm.errors import ConfigError, ParallmError, TrainingStopped
 from parallm.learner.presets import objective_of
 from parallm.metrics.display import Display, LoggedDisplay, NoDisplay
@@ -248,7 +248,7 @@ def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
 
 def _warn_of_unused(configs: Mapping[str, RunConfig], *, named: bool) -> None:
     for name, config in configs.items():
-        for line in keys_without_effect(parts_of(config)):
+        for line in keys_without_effect(config):
             logger.warning("%s%s", f"policies.{name}." if named else "", line)
 
 

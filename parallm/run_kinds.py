@@ -3,8 +3,8 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict
+from typing import Any, Literal, Protocol
 
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.learner.presets import objective_of
@@ -61,35 +61,53 @@ UNUSED: Mapping[RunKind, tuple[str, ...]] = {
 """Keys, or all keys below them, that a kind of run does not read."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunParts:
+class RunParts(Protocol):
     """The parts of a run's configuration that its kind depends on."""
 
-    learner: LearnerSettings
-    rollout: RolloutSettings
-    trainer: TrainerSettings
-    environment: EnvironmentSettings
+    @property
+    def learner(self) -> LearnerSettings: ...
 
     @property
-    def kind(self) -> RunKind:
-        if self.learner.trains == "reward_model":
-            return "reward_model"
-        if objective_of(self.learner).policy == "likelihood":
-            return "sft"
-        return "rollouts" if self.rollout.source == "environment" else self.rollout.source
+    def rollout(self) -> RolloutSettings: ...
 
     @property
-    def plays_environment(self) -> bool:
-        """Whether evaluations ask for completions of the environment's held-out problems."""
-        if self.kind != "sft":
-            return self.kind != "reward_model"
-        chosen = self.trainer.evaluate_on
-        return chosen == "environment" or (chosen == "auto" and self.environment != ArithmeticSettings())
+    def trainer(self) -> TrainerSettings: ...
+
+    @property
+    def environment(self) -> EnvironmentSettings: ...
+
+
+def kind_of(run: RunParts) -> RunKind:
+    if run.learner.trains == "reward_model":
+        return "reward_model"
+    if objective_of(run.learner).policy == "likelihood":
+        return "sft"
+    return "rollouts" if run.rollout.source == "environment" else run.rollout.source
+
+
+def plays_environment(run: RunParts) -> bool:
+    """Whether evaluations ask for completions of the environment's held-out problems."""
+    kind, chosen = kind_of(run), run.trainer.evaluate_on
+    if kind != "sft":
+        return kind != "reward_model"
+    return chosen == "environment" or (chosen == "auto" and run.environment != ArithmeticSettings())
+
+
+def wrong_evaluation(run: RunParts) -> Iterator[str]:
+    """One line where the kind of run cannot be evaluated on what it names."""
+    kind, chosen = kind_of(run), run.trainer.evaluate_on
+    if chosen == "data" and kind not in ("sft", "reward_model"):
+        yield "trainer.evaluate_on=data is for learner=sft; a policy that samples has no data to hold out"
+    if chosen == "environment" and kind == "reward_model":
+        yield (
+            "trainer.evaluate_on=environment is for policies; a reward model is evaluated on pairs, see "
+            "learner.data_held_out"
+        )
 
 
 SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
-    "learner.data_reward_min": ("learner=sft", lambda run: run.kind == "sft"),
-    "learner.center_scores": ("learner=reward_model", lambda run: run.kind == "reward_model"),
+    "learner.data_reward_min": ("learner=sft", lambda run: kind_of(run) == "sft"),
+    "learner.center_scores": ("learner=reward_model", lambda run: kind_of(run) == "reward_model"),
     "rollout.switch_in_flight": ("trainer.max_off_policy_steps", lambda run: run.trainer.max_off_policy_steps > 0),
     "rollout.overlong_weight": ("rollout.overlong_buffer", lambda run: run.rollout.overlong_buffer > 0),
     "rollout.reward_model.weight": (
@@ -109,15 +127,16 @@ def keys_without_effect(run: RunParts) -> list[str]:
 
 
 def _without_effect(run: RunParts) -> Iterator[str]:
+    kind, is_played = kind_of(run), plays_environment(run)
     changed = {
         name: value
         for part in ("learner", "rollout", "trainer")
         for name, value in _changed(part, getattr(run, part)).items()
     }
     for name, value in changed.items():
-        if any(_is_below(name, key) for key in UNUSED[run.kind]):
-            yield f"{name}={value} has no effect with {CHOICES[run.kind]}"
-        elif not run.plays_environment and any(_is_below(name, key) for key in OF_ENVIRONMENTS):
+        if any(_is_below(name, key) for key in UNUSED[kind]):
+            yield f"{name}={value} has no effect with {CHOICES[kind]}"
+        elif not is_played and any(_is_below(name, key) for key in OF_ENVIRONMENTS):
             yield f"{name}={value} has no effect without trainer.evaluate_on=environment"
         elif name in SWITCHES and not SWITCHES[name][1](run):
             yield f"{name}={value} has no effect without {SWITCHES[name][0]}"

@@ -5,6 +5,7 @@ in its file exactly once, or tests that cannot run, end the script with 1, so th
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,12 +22,15 @@ from report import print_figures, print_table
 ROOT = Path(__file__).parent.parent
 SECONDS_FOR_TESTS = 300
 PASSED, FAILED = 0, 1
+FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+"""Of pytest's summary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     name: str
-    is_noticed: bool
+    noticed_by: str
+    """The first test that failed; empty if none did."""
     seconds: float
 
 
@@ -36,6 +40,8 @@ class Done:
 
     code: int
     output: str
+    failed: str = ""
+    """The test that ended it."""
 
 
 class CannotRun(Exception):
@@ -55,7 +61,7 @@ def main() -> int:
     if arguments.list:
         print(*(mutant.name for mutant in chosen), sep="\n")
         return 0
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copy = copy_tree(Path(folder))
         try:
             check_controls(copy, chosen)
@@ -63,8 +69,8 @@ def main() -> int:
         except CannotRun as error:
             print(error, file=sys.stderr)
             return 1
-    survivors = [trial.name for trial in trials if not trial.is_noticed]
-    rows = [(one.name, "noticed" if one.is_noticed else "SURVIVED", f"{one.seconds:.0f} s") for one in trials]
+    survivors = [trial.name for trial in trials if not trial.noticed_by]
+    rows = [(trial.name, trial.noticed_by or "SURVIVED", f"{trial.seconds:.0f} s") for trial in trials]
     print_table("Mutants", rows)
     print_figures({"mutants.tried": len(trials), "mutants.survived": len(survivors)})
     return 1 if survivors else 0
@@ -105,7 +111,7 @@ def check_controls(copy: Path, chosen: Sequence[Mutant]) -> None:
     if done.code != PASSED:
         raise CannotRun(f"{done.output}\nwithout any mutant pytest ends with {done.code}")
     print(f"without any mutant all tests pass: {done.output.splitlines()[-1]}", flush=True)
-    if try_mutant(copy, HARMLESS).is_noticed:
+    if try_mutant(copy, HARMLESS).noticed_by:
         raise CannotRun(f"{HARMLESS.name} was noticed, so what is noticed says nothing")
 
 
@@ -119,20 +125,24 @@ def try_mutant(copy: Path, mutant: Mutant) -> Trial:
         done = run_tests(copy, mutant.tests)
     finally:
         file.write_text(original)
-    if done.code not in (PASSED, FAILED):
-        raise CannotRun(f"{done.output}\n{mutant.name}: pytest ends with {done.code}")
-    trial = Trial(name=mutant.name, is_noticed=done.code == FAILED, seconds=time.perf_counter() - began)
-    print(f"{'noticed ' if trial.is_noticed else 'SURVIVED'}  {trial.seconds:4.0f} s  {trial.name}", flush=True)
+    if done.code != PASSED and not done.failed:
+        raise CannotRun(f"{done.output}\n{mutant.name}: pytest ends with {done.code}, and no test has failed")
+    trial = Trial(name=mutant.name, noticed_by=done.failed, seconds=time.perf_counter() - began)
+    print(f"{trial.seconds:4.0f} s  {trial.name}: {trial.noticed_by or 'SURVIVED'}", flush=True)
     return trial
 
 
 def run_tests(copy: Path, tests: Sequence[str]) -> Done:
     """Tests that hang have noticed something."""
+    # what other runs of pytest have left in the usual place must not fail these
+    temporary = tempfile.mkdtemp(dir=copy.parent)
     try:
-        done = run_python(copy, "-m", "pytest", "-q", "-x", *tests)
+        done = run_python(copy, "-m", "pytest", "-q", "-x", f"--basetemp={temporary}/tests", *tests)
     except subprocess.TimeoutExpired:
-        return Done(code=FAILED, output=f"no end after {SECONDS_FOR_TESTS} s")
-    return Done(code=done.returncode, output=(done.stdout + done.stderr).strip())
+        return Done(code=FAILED, output="", failed=f"no end after {SECONDS_FOR_TESTS} s")
+    named = FAILURE.search(done.stdout)
+    output = (done.stdout + done.stderr).strip()
+    return Done(code=done.returncode, output=output, failed=named[1].partition("::")[2] if named else "")
 
 
 def run_python(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

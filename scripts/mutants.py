@@ -19,6 +19,7 @@ class Mutant:
 CHECKPOINTS = "tests/checkpoint/test_manager.py"
 RUNS = "tests/trainer/test_runs.py"
 LIVE = "tests/rollout/live/test_traffic.py"
+RESTART = "tests/rollout/live/test_restart.py"
 
 HARMLESS = Mutant(
     name="a comment (control: must survive)",
@@ -33,7 +34,14 @@ MUTANTS = (
     Mutant(
         name="the name of a checkpoint is not synced to the disk",
         file="parallm/checkpoint/manager.py",
-        old="        sync(self._folder)\n",
+        old="    sync(final.parent)\n",
+        new="",
+        tests=(CHECKPOINTS,),
+    ),
+    Mutant(
+        name="the folder of named checkpoints is not synced to the disk",
+        file="parallm/checkpoint/manager.py",
+        old="                sync(self._folder)\n",
         new="",
         tests=(CHECKPOINTS,),
     ),
@@ -221,6 +229,20 @@ MUTANTS = (
         tests=("tests/trainer/test_pipeline.py",),
     ),
     # live traffic
+    Mutant(
+        name="a checkpoint costs the trajectories of the step after it",
+        file="parallm/rollout/live/buffer.py",
+        old="        self.remove(self._contents.reserved_until(step), TRAINED)\n",
+        new="        self.remove(self._contents.reserved_until(step + 1), TRAINED)\n",
+        tests=(RESTART,),
+    ),
+    Mutant(
+        name="a restart trains again on what a checkpoint holds",
+        file="parallm/rollout/live/buffer.py",
+        old="        self.saved(step)\n",
+        new="",
+        tests=(RESTART,),
+    ),
     Mutant(
         name="clients' completions of undone versions are trained on",
         file="parallm/rollout/live/traffic.py",

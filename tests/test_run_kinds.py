@@ -4,22 +4,16 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
-from parallm.config import RunConfig, parts_of, policy_configs, to_config
+from parallm.config import RunConfig, policy_configs
 from parallm.errors import ConfigError
 from parallm.learner.settings import LearnerSettings
 from parallm.rollout.settings import RolloutSettings
-from parallm.run_kinds import SWITCHES, UNUSED, RunKind, RunParts, flat_keys, keys_without_effect
+from parallm.run_kinds import SWITCHES, UNUSED, RunKind, flat_keys, keys_without_effect, kind_of, plays_environment
 from parallm.trainer.settings import TrainerSettings
 
 SFT = {"preset": "sft", "data": "x"}
-
-
-def run_parts(**values: Any) -> RunParts:
-    config = to_config(OmegaConf.create(values), RunConfig)
-    return parts_of(config)
 
 
 def config(**parts: Any) -> RunConfig:
@@ -39,7 +33,7 @@ def config(**parts: Any) -> RunConfig:
     ],
 )
 def test_learner_and_rollout_make_the_kind_of_a_run(values: dict[str, Any], kind: RunKind) -> None:
-    assert run_parts(**values).kind == kind
+    assert kind_of(config(**values)) == kind
 
 
 @pytest.mark.parametrize(
@@ -88,17 +82,17 @@ def test_learner_and_rollout_make_the_kind_of_a_run(values: dict[str, Any], kind
     ],
 )
 def test_a_key_that_changes_nothing_is_named(values: dict[str, Any], line: str) -> None:
-    assert keys_without_effect(run_parts(**values)) == [line]
+    assert keys_without_effect(config(**values)) == [line]
 
 
 def test_what_has_an_effect_is_not_named() -> None:
     rollout = {"temperature": 0.7, "overlong_buffer": 8, "overlong_weight": 2.0, "switch_in_flight": True}
     trainer = {"max_off_policy_steps": 2, "publish_if": "evaluation", "publish_margin": 0.1}
-    assert keys_without_effect(run_parts(rollout=rollout, trainer=trainer)) == []
+    assert keys_without_effect(config(rollout=rollout, trainer=trainer)) == []
     live = {"source": "live", "group_size": 4, "max_tokens": 9, "live": {"wait_seconds": 1, "weights": {"thumbs": 2.0}}}
-    assert keys_without_effect(run_parts(rollout=live, trainer={"max_off_policy_steps": 2})) == []
+    assert keys_without_effect(config(rollout=live, trainer={"max_off_policy_steps": 2})) == []
     played = {"evaluate_on": "environment", "evaluate_samples": 8}
-    assert keys_without_effect(run_parts(learner={"preset": "sft", "data": "x"}, trainer=played)) == []
+    assert keys_without_effect(config(learner={"preset": "sft", "data": "x"}, trainer=played)) == []
 
 
 def test_the_table_names_keys_that_exist() -> None:
@@ -123,13 +117,13 @@ def test_the_table_names_keys_that_exist() -> None:
 def test_policies_play_their_environment_and_supervised_runs_one_that_was_asked_for(
     parts: dict[str, Any], plays: bool
 ) -> None:
-    assert parts_of(config(**parts)).plays_environment is plays
+    assert plays_environment(config(**parts)) is plays
 
 
 def test_one_of_several_policies_that_names_an_environment_has_asked_for_it() -> None:
     policies = {"one": {"learner": SFT}, "other": {"learner": SFT, "environment": {"name": "arithmetic"}}}
     configs = policy_configs(config(policies=policies))
-    assert {name: parts_of(own).plays_environment for name, own in configs.items()} == {"one": False, "other": True}
+    assert {name: plays_environment(own) for name, own in configs.items()} == {"one": False, "other": True}
 
 
 def test_a_policy_that_samples_has_no_data_to_evaluate_on() -> None:

@@ -297,6 +297,4 @@ def _ratio(totals: Totals) -> RatioReport:
 def _nothing_to_learn(totals: Totals, norm: float) -> str | None:
     if totals.tokens == 0:
         return "no tokens with signal"
-    if norm == 0:
-        return "the gradient is zero"  # the optimizer would go on with its momentum alone
-    return None
+    return "the gradient is zero" if norm == 0 else None  # the optimizer would go on with its momentum alone

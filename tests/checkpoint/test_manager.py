@@ -344,6 +344,14 @@ def test_a_checkpoint_gets_its_name_when_the_disk_has_all_of_it_and_the_disk_has
     assert disk_calls[renamed - 1] == ("rename", ".old-step_000001", 0)
 
 
+def test_the_disk_has_the_folder_of_named_checkpoints_before_the_first_one_is_in_it(
+    make_state: MakeState, disk_calls: list[tuple[str, str, int]], tmp_path: Path
+) -> None:
+    manager(tmp_path).save_as(make_state(1), "first")
+    renamed = disk_calls.index(("rename", "named/first", 0))
+    assert disk_calls[renamed - 1 :] == [("fsync", ".", 0), ("rename", "named/first", 0), ("fsync", "named", 0)]
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_with_the_reason(
     make_state: MakeState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ class Adapters:
     """Makes version 43 of whatever comes, and remembers it."""
 
     calls: list[tuple[Any, ...]] = field(default_factory=list)
+    splits: dict[str, Mapping[str, float]] = field(default_factory=dict)
 
     async def load(self, name: str, path: str) -> AdapterCard:
         return self._made("load", name, path)
@@ -100,7 +101,7 @@ class Adapters:
             raise UnknownModel("no version policy@9; there are base, policy, policy@2, policy@3")
         self._made("promote", name, version)
 
-    splits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None: ...
 
     def _made(self, *call: Any) -> AdapterCard:
         self.calls.append(call)
