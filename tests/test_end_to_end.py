@@ -499,7 +499,7 @@ def test_trajectories_of_a_killed_run_are_trained_on_by_the_next(start: Start, t
 
 LATE = """
 import asyncio
-from parallm import train
+import parallm.train as train
 
 run = train.run
 

@@ -1,6 +1,6 @@
 """`python -m parallm.train` with a fault in one route: an odd text at /tokenize is an error that nobody handles."""
 
-from parallm import train
+import parallm.train as train
 from parallm.server.dialects import routes_data
 
 checked = routes_data.check_text

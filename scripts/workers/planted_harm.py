@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parallm import train
+import parallm.train as train
 from parallm.config import RunConfig
 from parallm.device.blas import BlasReport
 from parallm.metrics.json_lines import JsonLines

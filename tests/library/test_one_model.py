@@ -131,6 +131,7 @@ def test_a_program_may_end_without_closing_its_model(tmp_path: Path) -> None:
     assert (program.returncode, out, err) == (0, "0\n", "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_program_is_a_keyboard_interrupt_that_closes_the_model(tmp_path: Path) -> None:
     text = "\n".join(
         (
@@ -149,6 +150,7 @@ def test_ctrl_c_in_a_program_is_a_keyboard_interrupt_that_closes_the_model(tmp_p
     assert err.splitlines()[-1] == "KeyboardInterrupt"
 
 
+@pytest.mark.slow
 def test_overrides_are_composed_beside_a_program_that_uses_hydra(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("own: 1\n")
     program = "\n".join(
