@@ -12,7 +12,7 @@ from parallm.composition import compose
 from parallm.config import ServeConfig
 from parallm.device.blas import load_blas
 from parallm.device.load_mlx import load_mlx
-from parallm.errors import InvalidRequest, UnknownModel
+from parallm.errors import ConfigError, InvalidRequest, UnknownModel
 from parallm.library.answer import Answer, Messages, Prompt, answers_of, is_chat, requests_of
 from parallm.library.runtime import Runtime
 from parallm.library.server import Server
@@ -39,6 +39,8 @@ def load(
     named = {"model.path": model, "model.adapter": adapter}
     given = {key: str(value) for key, value in named.items() if value is not None}
     config = compose("serve", ServeConfig, overrides, given).config
+    if config.metrics.display not in ("auto", "off"):
+        raise ConfigError(f"metrics.display={config.metrics.display}: a model in a program shows nothing; leave it out")
     blas = load_blas(config.device)
     load_mlx()
     # not at the top: it loads MLX, which takes whatever BLAS the process has by then

@@ -8,7 +8,7 @@ import atexit
 import gc
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -19,7 +19,7 @@ from parallm.server.app import forget_applications
 Session = TypeVar("Session", covariant=True)
 Result = TypeVar("Result")
 Main = Callable[[Callable[[Session], None], asyncio.Event], Coroutine[Any, Any, None]]
-"""Gets a function to call once the session is there, and an event after which it shall end."""
+"""Takes a function that it calls with its session, and an event after which it ends."""
 
 
 class Runtime(Generic[Session]):
@@ -73,7 +73,7 @@ class Runtime(Generic[Session]):
         future = self._submit(work)
         try:
             return future.result()
-        except (Exception, CancelledError):
+        except Exception:
             if not self.is_open:
                 raise self._ended() from self._error
             raise
@@ -111,7 +111,7 @@ class Runtime(Generic[Session]):
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._live(main, started))
-        except BaseException as error:  # noqa: BLE001  # belongs to the caller of `wait`, or of the constructor
+        except BaseException as error:  # noqa: BLE001  # belongs to the readers of `ended`, or to the caller of the constructor
             self._error = error
         finally:
             self._session = self._task = None

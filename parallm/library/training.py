@@ -70,7 +70,8 @@ def training(
     folder or an id of the hub, `adapter` what to go on from. `environment` is an object such as those of
     parallm/environment/README.md; `problems` with `reward` are the short form of one, and `held_out` are for
     evaluations. Without any of these the recipe says what to learn from. Nothing is shown unless `overrides` has
-    `metrics.display=lines`. Raises ParallmError.
+    `metrics.display=lines`, and the model stays until `close`, whatever `trainer.keep_serving` is. Raises
+    ParallmError.
     """
     own = own_environment(environment, problems, held_out, reward)
     named = {"model.path": model, "model.adapter": adapter}

@@ -53,6 +53,8 @@ def test_a_model_that_was_dropped_or_could_not_be_loaded_makes_room_for_the_next
         parallm.load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"engine\.max_contexts: unknown key, did you mean max_context"):
         parallm.load(overrides=["engine.max_contexts=3"])
+    with pytest.raises(ConfigError, match=r"metrics\.display=lines: .*shows nothing"):
+        parallm.load(overrides=["metrics.display=lines"])
     with parallm.load() as model:
         assert model.chat("x", temperature=0, max_tokens=4) == first
 
