@@ -115,7 +115,6 @@ class Runtime(Generic[Session]):
             self._error = error
         finally:
             self._session = self._task = None
-            _leave_place(self)
             _settle(self.ended, self._error)
             if not started.done():
                 started.set_exception(self._error or self._ended())
@@ -163,19 +162,11 @@ def _take_place(runtime: Runtime[Any]) -> None:
     """Two device threads would share one BLAS and its number of threads. Raises ConfigError."""
     global _present
     with _lock:
-        before = _present
-        if before is not None and not before.is_open:
-            before.close()  # it is ending already
-            before = None
-        if before is not None:
+        if _present is not None and _present.is_open:
             raise ConfigError(
-                f"{before.name} is open in this process, which has room for one model; call its close() first, load "
+                f"{_present.name} is open in this process, which has room for one model; call its close() first, load "
                 "adapters into it in place of a second model, or open the other one in a process of its own"
             )
+        if _present is not None:
+            _present.close()  # it may be ending, or have ended by itself
         _present = runtime
-
-
-def _leave_place(runtime: Runtime[Any]) -> None:
-    global _present
-    if _present is runtime:
-        _present = None
