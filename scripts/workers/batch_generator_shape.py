@@ -8,6 +8,7 @@ rows: completions that decode together. prompts: that are computed together. chu
 one forward. copies: a prompt that several rows have is computed once, and its keys and values are handed in for each.
 """
 
+import gc
 import sys
 import time
 from collections import deque
@@ -25,6 +26,8 @@ from random_load import Arrival, Tokens, random_arrivals, random_prompts, random
 from random_model import random_base
 from shapes import SHAPES, EngineJob, read_engine_job
 from tuning import Settings, Trial, tune
+
+from parallm.engine.out_of_memory import is_out_of_memory
 
 PREFILL_ROWS, GROUPS, GROUP_SIZE = 32, 4, 8
 DEFAULTS = {"prompts": 8, "chunk": 2048}
@@ -76,7 +79,8 @@ class Bench:
     ) -> dict[str, Any]:
         """Requests of all lengths at the times of their arrivals; before them a quarter of others that warm up.
 
-        How many rows decode together shows on the whole load only, so that is tried on it, and the fastest counts.
+        How many rows decode together shows on the whole load only, so that is tried on it, and the fastest counts. What
+        does not fit into memory is left out.
         """
         job, vocabulary = self._job, self._shape.vocabulary
         start = job.peer_settings or {**DEFAULTS, "rows": job.peer_rows[0]}
@@ -86,9 +90,17 @@ class Bench:
         arrivals = arrivals_of(job, vocabulary, 0)
         latencies: dict[float, list[float]] = {}
 
-        def whole(settings: Settings) -> float:
-            seconds, found = self._serve(arrivals, settings)
-            latencies[seconds] = found
+        def whole(settings: Settings) -> float | None:
+            try:
+                seconds, found = self._serve(arrivals, settings)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                seconds = None
+            else:
+                latencies[seconds] = found
+            gc.collect()
+            mx.clear_cache()
             return seconds
 
         best = trials[0].settings if trials else start
