@@ -61,7 +61,7 @@ LIVE = (
 )
 RUN = (
     "name=hostile",
-    f"policies={{math: {{}}, live: {{rollout: {LIVE}}}}}",
+    f"policies={{math: {{}}, live: {{rollout: {LIVE}, trainer: {{max_off_policy_steps: 1000}}}}}}",
     "rollout.problems_per_step=4",
     "rollout.group_size=4",
     "rollout.max_tokens=32",

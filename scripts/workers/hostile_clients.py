@@ -115,7 +115,7 @@ async def rewards(field: Field) -> None:
 
 async def scales(field: Field) -> None:
     changes: dict[str, Mapping[str, Any]] = {
-        "alpha 1e39": {"lora_alpha": 1e39},
+        "alpha 1e40": {"lora_alpha": 1e40},  # over its rank still more than float32 can hold
         "alpha 1e308": {"lora_alpha": 1e308},
         "alpha 1e999": {"lora_alpha": float("inf")},
         "alpha of a pattern null": {"alpha_pattern": {"q_proj": None}},
