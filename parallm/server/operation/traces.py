@@ -74,6 +74,8 @@ def exporting_traces(endpoint: str | None) -> Iterator[Traces | None]:
     if endpoint is None:
         yield None
         return
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"server.otlp_endpoint={endpoint} is no address; give one as http://localhost:4318/v1/traces")
     exporter = _module(EXPORTER).OTLPSpanExporter(endpoint=endpoint)
     steady = SpanExporter(exporter, logging.getLogger(EXPORTER), endpoint)
     traces = Traces(_module("opentelemetry.sdk.trace.export").BatchSpanProcessor(steady))
