@@ -76,8 +76,9 @@ class PolicyRun:
         status = dataclasses.replace(self.trainer.status, checkpoint_saves=self.trainer.num_saves)
         if pacing.is_pausing:
             return dataclasses.replace(status, state="pausing")
-        is_paused = pacing.is_paused and status.state == "collecting"  # the loop has not looked yet
-        return dataclasses.replace(status, state="paused") if is_paused else status
+        if status.state in ("collecting", "paused"):  # of a loop that may not have looked since the last call
+            return dataclasses.replace(status, state="paused" if pacing.is_paused else "collecting")
+        return status
 
     @property
     def was_stopped(self) -> bool:

@@ -51,7 +51,10 @@ def check_folder(folder: Path, root: Path, max_bytes: int) -> None:
             with _ordinary_file(inside(root, str(folder / name)), name) as file:
                 size = os.fstat(file.fileno()).st_size
                 _check_size(name, size, max_bytes)
-                parse_config(file.read()) if name == CONFIG else check_safetensors(file, size)
+                try:
+                    parse_config(file.read()) if name == CONFIG else check_safetensors(file, size)
+                except AdapterError as error:
+                    raise AdapterError(f"{folder / name}: {error}") from error
 
 
 def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:

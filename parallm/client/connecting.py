@@ -21,9 +21,10 @@ def connection(
 ) -> Connection:
     """Check the arguments of a client. `http` is None or an HTTP client of the caller.
 
-    Raises ValueError for arguments that contradict `http`, or that only a new client could follow.
+    Raises ValueError for a key that no header holds, and for arguments that contradict `http` or that only a new client
+    could follow.
     """
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    headers = {} if api_key is None else {"Authorization": f"Bearer {_checked(api_key)}"}
     if http is None:
         if not base_url:
             raise ValueError("base_url is empty; give the server's address, such as http://localhost:8000")
@@ -45,3 +46,12 @@ def connection(
     if not own and not base_url:
         raise ValueError("neither base_url nor http says where the server is; give base_url")
     return Connection(base_url=own or base_url.rstrip("/"), headers=headers)
+
+
+def _checked(api_key: str) -> str:
+    """Refused here, since the error of the HTTP client would show the key."""
+    if not api_key.strip():
+        raise ValueError("api_key is empty; leave it out for a server without keys")
+    if api_key != api_key.strip():
+        raise ValueError("api_key has white space around it, as a line of a file has its end; give api_key.strip()")
+    return api_key

@@ -194,7 +194,10 @@ def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> C
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         if not trusted and "trust_remote_code" in str(error):
             raise ModelError(f"{folder}: the tokenizer {way_out('auto_map in its configuration')}") from error
-        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {_reason(error)}") from error
+        reason = _reason(error)
+        if not (folder / "tokenizer.json").is_file():  # what transformers says then is about packages
+            reason = f"there is no tokenizer.json; copy or download it again ({reason})"
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {reason}") from error
 
 
 def _freeze(base: nn.Module, path: str, model_type: str) -> None:

@@ -68,7 +68,7 @@ class ServerSettings:
     port: int = Field(default=8000, ge=0, le=65535)
     """0 picks a free port and prints it."""
     uds: str | None = None
-    """Path of a unix socket to listen on instead of host and port."""
+    """Path of a unix socket to listen on instead of host and port, which stay at their defaults then."""
     ssl_certfile: str | None = None
     """Certificate chain in PEM: HTTPS instead of HTTP."""
     ssl_keyfile: str | None = None

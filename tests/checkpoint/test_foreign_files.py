@@ -194,3 +194,10 @@ def test_a_file_that_is_a_link_out_of_the_root_is_refused(tmp_path: Path) -> Non
     (root / "adapter_model.safetensors").symlink_to(tmp_path / "secret")
     with pytest.raises(AdapterError, match="is outside of"):
         check_folder(root, root, 1000)
+
+
+def test_weights_that_were_cut_off_are_named_by_their_file(tmp_path: Path) -> None:
+    whole = safetensors({"a.lora_a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, bytes(8))
+    (tmp_path / "adapters.safetensors").write_bytes(whole[:-4])
+    with pytest.raises(AdapterError, match=r"adapters\.safetensors: the weights have more or fewer bytes"):
+        check_folder(tmp_path, tmp_path, 1000)

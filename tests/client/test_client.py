@@ -360,6 +360,16 @@ def test_arguments_that_contradict_the_http_client_are_refused(kind: Any) -> Non
     kind("http://there/", http=there)
 
 
+@pytest.mark.parametrize("kind", [Client, AsyncClient])
+@pytest.mark.parametrize(
+    ("key", "message"), [("secret\n", r"api_key\.strip\(\)"), ("", "is empty"), (" \n", "is empty")]
+)
+def test_a_key_that_no_header_holds_is_refused_without_showing_it(kind: Any, key: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        kind("http://here", api_key=key)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_client_of_its_own_is_made_with_the_time_and_the_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(httpx, "Client", lambda **options: made.append(options))

@@ -193,12 +193,12 @@ def test_weights_that_do_not_fit_the_config_are_refused(folder: Path) -> None:
         load(folder)
 
 
-@pytest.mark.parametrize("text", [None, "{"])
-def test_a_missing_or_broken_tokenizer_is_refused(folder: Path, text: str | None) -> None:
+@pytest.mark.parametrize(("text", "reason"), [(None, r"there is no tokenizer\.json; copy or download"), ("{", "")])
+def test_a_missing_or_broken_tokenizer_is_refused(folder: Path, text: str | None, reason: str) -> None:
     (folder / "tokenizer.json").unlink()
     if text is not None:
         (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(ModelError, match=r"tokenizer cannot be loaded: .*[.)\d]$"):
+    with pytest.raises(ModelError, match=rf"tokenizer cannot be loaded: {reason}.*[.)\d]$"):
         load(folder)
 
 

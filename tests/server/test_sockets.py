@@ -5,6 +5,7 @@ import ssl
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -46,6 +47,13 @@ def test_a_unix_socket_in_use_and_a_file_in_its_place_are_left_alone(tmp_path: P
     with pytest.raises(ListenError, match=r"cannot listen on server.uds=/nowhere/server"):
         bind(ServerSettings(uds="/nowhere/server"))
     assert (tmp_path / "notes").read_text() == "mine"
+
+
+@pytest.mark.parametrize("address", [{"host": "0.0.0.0"}, {"port": 9000}])
+def test_a_host_or_a_port_beside_a_unix_socket_is_refused(tmp_path: Path, address: dict[str, Any]) -> None:
+    ((name, given),) = address.items()
+    with pytest.raises(ListenError, match=rf"server\.{name}={given} names one; leave server\.uds out"):
+        bind(ServerSettings(uds=str(tmp_path / "server"), **address))
 
 
 @pytest.fixture

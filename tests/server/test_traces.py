@@ -57,3 +57,8 @@ def test_without_an_endpoint_nothing_is_loaded_and_without_the_extra_it_is_named
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match=r"pip install 'parallm\[otel\]'"), exporting_traces("http://localhost:4318"):
         pass
+
+
+def test_an_endpoint_without_a_scheme_is_refused_before_anything_is_served() -> None:
+    with pytest.raises(ConfigError, match="endpoint=localhost:4318 is no address"), exporting_traces("localhost:4318"):
+        pass

@@ -136,7 +136,7 @@ def test_what_waits_for_clients_can_be_paused_saved_and_stopped(run: Callable[..
         assert client.get("/v1/trajectories").json()["data"]["policy"]["num_rewarded"] == 4
         stepped = client.post("/v1/training/update").raise_for_status().json()
         assert (stepped["step"], stepped["version"]) == (1, 1)
-        client.post("/v1/training/resume").raise_for_status()
+        assert client.post("/v1/training/resume").raise_for_status().json()["state"] == "collecting"
         wait_for_state(client, "collecting")
         os.kill(os.getpid(), signal.SIGINT)
 

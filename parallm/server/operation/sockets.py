@@ -28,6 +28,7 @@ def bind(settings: ServerSettings) -> socket.socket:
     """
     _check_certificates(settings)
     connection_limit(settings)
+    _check_one_address(settings)
     bound = _bind_unix(settings.uds) if settings.uds else _bind_tcp(settings)
     bound.setblocking(False)
     return bound
@@ -45,6 +46,17 @@ def connection_limit(settings: ServerSettings) -> int:
             f"{files}; raise that with `ulimit -n`, or set server.max_connections={max(1, files - FILES_FOR_OTHERS)}"
         )
     return given or min(USUAL_CONNECTIONS, max(1, files // 2))
+
+
+def _check_one_address(settings: ServerSettings) -> None:
+    """Raise ListenError for a host or a port beside a unix socket: nothing would listen there."""
+    usual = ServerSettings()
+    for name, given, default in (("host", settings.host, usual.host), ("port", settings.port, usual.port)):
+        if settings.uds and given != default:
+            raise ListenError(
+                f"server.uds={settings.uds} listens on no address, and server.{name}={given} names one; leave "
+                f"server.uds out, or set server.{name}={default}, which is not used then"
+            )
 
 
 def _bind_tcp(settings: ServerSettings) -> socket.socket:

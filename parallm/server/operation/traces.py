@@ -1,6 +1,7 @@
 """Spans of OpenTelemetry, named by its conventions for generative models. Needs the extra `parallm[otel]`."""
 
 import importlib
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,9 +11,11 @@ from urllib.parse import SplitResult, urlsplit
 
 from parallm.errors import ConfigError
 from parallm.server.operation.request_context import RequestContext
+from parallm.server.operation.span_exporter import SpanExporter
 from parallm.types import GenerationRequest
 
 PROVIDER = "parallm"
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +74,11 @@ def exporting_traces(endpoint: str | None) -> Iterator[Traces | None]:
     if endpoint is None:
         yield None
         return
-    exporter = _module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter(endpoint=endpoint)
-    traces = Traces(_module("opentelemetry.sdk.trace.export").BatchSpanProcessor(exporter))
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"server.otlp_endpoint={endpoint} is no address; give one as http://localhost:4318/v1/traces")
+    exporter = _module(EXPORTER).OTLPSpanExporter(endpoint=endpoint)
+    steady = SpanExporter(exporter, logging.getLogger(EXPORTER), endpoint)
+    traces = Traces(_module("opentelemetry.sdk.trace.export").BatchSpanProcessor(steady))
     try:
         yield traces
     finally:
