@@ -8,7 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-import hydra
+try:
+    import hydra
+except ModuleNotFoundError as error:
+    sys.exit(f"parallm: {error}, for {sys.executable}; `source .venv/bin/activate` chooses the Python that has it")
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode

@@ -56,6 +56,7 @@ def compose(
     `given` are values by dotted keys, which `overrides` must leave out. Raises ConfigError.
     """
     given = given or {}
+    overrides = listed(overrides)
     _check_overrides(overrides, given)
     register(name, kind, overrides)
     try:
@@ -75,11 +76,18 @@ def compose(
     return Composed(config=to_config(whole, kind), values=whole, folder=folder)
 
 
+def listed(overrides: object) -> list[str]:
+    """Return overrides that a program gives as a list. Raises ConfigError for a text, a mapping and the like."""
+    if (
+        isinstance(overrides, str)
+        or not isinstance(overrides, Sequence)
+        or not all(isinstance(override, str) for override in overrides)
+    ):
+        raise ConfigError(f"overrides is {overrides!r} and must be a list of texts such as ['trainer.steps=20']")
+    return list(overrides)
+
+
 def _check_overrides(overrides: Sequence[str], given: Mapping[str, object]) -> None:
-    if isinstance(overrides, str):
-        raise ConfigError(
-            f"overrides is the text {overrides!r} and must be a list of texts such as ['trainer.steps=20']"
-        )
     for override in overrides:
         if override.startswith("-"):
             raise ConfigError(f"{override}: an option of the command line; overrides are keys with values")

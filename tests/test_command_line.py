@@ -1,5 +1,8 @@
 """What may stand on a command line beside overrides, and what is said about the rest."""
 
+import subprocess
+import sys
+
 import pytest
 
 from parallm.command_line import asks_version, check_words, help_topics
@@ -56,3 +59,12 @@ def test_keys_with_dashes_and_without_values_are_explained() -> None:
         "--fast: unknown option; --help shows what there is",
         "quick: neither key=value nor group=choice; --help shows what there is",
     ]
+
+
+@pytest.mark.parametrize("command", ["parallm.train", "parallm.serve", "parallm.evaluate", "parallm.export"])
+def test_a_python_without_what_parallm_needs_is_told_to_activate_the_one_that_has_it(command: str) -> None:
+    program = f"import runpy, sys; sys.modules['hydra'] = None; runpy.run_module({command!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "source .venv/bin/activate" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

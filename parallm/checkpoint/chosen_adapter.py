@@ -28,8 +28,9 @@ def find_adapters(where: str) -> tuple[Path, ...]:
         return tuple(folder / ADAPTER for folder in _chosen(checkpoints, choice, where))
     if (path / ADAPTER / CONFIG).is_file():
         return (_without_choice(path / ADAPTER, choice, where),)
-    if policies := [folder for folder in sorted(path.glob("*/")) if step_folders(folder)]:
-        raise AdapterError(f"{where} is a run of several policies; name one: {', '.join(map(str, policies))}")
+    if several := [folder for folder in sorted(path.glob("*/")) if step_folders(folder)]:
+        links = [folder for folder in several if folder.is_symlink()]  # `latest`, of what may be a long list
+        raise AdapterError(f"{where} holds several policies or runs; name one: {', '.join(map(str, links or several))}")
     raise AdapterError(f"{where} is neither an adapter, a checkpoint nor a run: {_contents(path)}")
 
 

@@ -140,8 +140,8 @@ class CheckpointManager:
             return path, read_checkpoint(path)
         choices = [str(choice) for choice in (*step_folders(path), *self.checkpoints())]
         raise CheckpointError(
-            f"checkpoint.resume={path} is no checkpoint: it has no {MANIFEST}; "
-            f"there are {', '.join(choices) or 'none in that folder or this run'}"
+            f"checkpoint.resume={path} is no checkpoint: it has no {MANIFEST}; name never, auto or "
+            f"{'one of ' + ', '.join(choices) if choices else 'a folder step_N of another run'}"
         )
 
     def _prune(self) -> None:

@@ -104,6 +104,8 @@ def json_rows(path: Path, key: str) -> list[tuple[int, Mapping[str, Any]]]:
         lines = [line for line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line[1].strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ProblemError(f"{key}: {path} cannot be read: {error}") from error
+    if not lines:
+        raise ProblemError(f"{key}: {path} has no lines")
     return [(number, _row(line, f"{key}: line {number} of {path}")) for number, line in lines]
 
 

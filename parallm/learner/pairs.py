@@ -83,10 +83,7 @@ def to_prompted(group: TrajectoryGroup) -> Prompted:
 
 def _read(where: str, key: str) -> list[Pair]:
     path = Path(where).expanduser()
-    pairs = [_pair(path, f"{key}: line {number}", row) for number, row in json_rows(path, key)]
-    if not pairs:
-        raise ProblemError(f"{key}: {path} has no lines")
-    return pairs
+    return [_pair(path, f"{key}: line {number}", row) for number, row in json_rows(path, key)]
 
 
 def _pair(path: Path, name: str, row: Mapping[str, Any]) -> Pair:

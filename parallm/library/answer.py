@@ -1,7 +1,7 @@
 """One completion as Python gets it, and the bodies that ask for it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, TypeAlias
 
@@ -32,11 +32,11 @@ class Answer:
 
     text: str
     """Without the end token; of a chat without reasoning and calls of tools."""
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = field(repr=False)
     """Those that were sampled, the end token included."""
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] = field(repr=False)
     """Natural logarithms, one for each of `tokens`, after temperature."""
-    prompt_tokens: tuple[int, ...]
+    prompt_tokens: tuple[int, ...] = field(repr=False)
     finish_reason: str
     """`stop`, `length`, `tool_calls` or `abort`."""
     version: int
@@ -47,7 +47,7 @@ class Answer:
     """Name with the exact version, such as `policy@12`."""
     trajectory_id: str | None
     """Where its reward goes, if it was sampled with `collect_trajectory=True`."""
-    choice: Mapping[str, Any]
+    choice: Mapping[str, Any] = field(repr=False)
     """All that the route of HTTP says of it: `message` with reasoning and tool calls, `weight_versions` and more."""
 
     def rewarded(self, reward: float, *, group: str | int | None = None) -> dict[str, Any]:
@@ -72,6 +72,9 @@ def requests_of(prompts: Sequence[Prompt], model: str, fields: Mapping[str, Any]
     """
     for name in fields.keys() & SET_HERE.keys():
         raise InvalidRequest(f"{name} cannot be given: {SET_HERE[name]}", name)
+    for prompt in prompts:
+        if not _is_list(prompt):
+            raise InvalidRequest(f"{prompt!r} is no prompt; give a text, token ids, or a list of turns", "prompts")
     body = {**fields, "model": model, "return_token_ids": True}
     requests: list[tuple[str, dict[str, Any]]] = []
     for chats, several in groupby(prompts, is_chat):
@@ -84,7 +87,12 @@ def requests_of(prompts: Sequence[Prompt], model: str, fields: Mapping[str, Any]
 
 
 def is_chat(prompt: Prompt) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return not isinstance(prompt, str) and _is_list(prompt) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _is_list(prompt: object) -> bool:
+    """Whether it has items by number; arrays of token ids do."""
+    return isinstance(prompt, Sized) and not isinstance(prompt, Mapping)
 
 
 def answers_of(path: str, body: Mapping[str, Any], response: Mapping[str, Any]) -> list[Answer]:

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from parallm.composition import listed
 from parallm.environment.environment import AnyEnvironment
 from parallm.errors import ConfigError, Unavailable
 from parallm.library.problems import GivenProblem, Reward, own_environment
@@ -68,7 +69,7 @@ class RLServer:
         self._start = partial(
             start,
             LIVE_RECIPE if own is None else None,
-            [f"learner={rl.algorithm}", *overrides],
+            [f"learner={rl.algorithm}", *listed(overrides)],
             {
                 "model.path": base_model,
                 "model.lora.rank": lora.rank,

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from parallm.composition import compose
+from parallm.composition import compose, listed
 from parallm.config import RunConfig
 from parallm.device.blas import load_blas
 from parallm.device.load_mlx import load_mlx
@@ -93,7 +93,7 @@ def start(
         kind = type(environment)
         first.append("environment=custom")
         given = {**given, "environment.target": f"{kind.__module__}:{kind.__qualname__}"}
-    composed = compose("train", RunConfig, [*first, *overrides], given)
+    composed = compose("train", RunConfig, [*first, *listed(overrides)], given)
     if environment is not None and composed.config.policies:
         raise ConfigError("policies: each has an environment of its own; leave environment and problems out")
     blas = load_blas(composed.config.device)

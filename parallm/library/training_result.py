@@ -17,9 +17,9 @@ class TrainingResult:
 
     folder: Path
     """Metrics, samples, checkpoints and adapters, as parallm/metrics/README.md lists them."""
-    steps: Sequence[Mapping[str, Any]]
+    steps: Sequence[Mapping[str, Any]] = field(repr=False)
     """A row of metrics for each step, such as `row["reward/mean"]`."""
-    evaluations: Sequence[Mapping[str, Any]]
+    evaluations: Sequence[Mapping[str, Any]] = field(repr=False)
     """A row for each evaluation, such as `row["heldout/accuracy"]`."""
     version: int
     """The newest version; 0 where no update has moved the adapter."""

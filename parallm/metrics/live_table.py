@@ -46,7 +46,7 @@ COLUMNS = (
     Column("rollout tok/s", "rollout/tokens_per_second", width=13, supervised=False),
     Column("serving tok/s", "serving/tokens_per_second", width=13),
     Column("version", "update/version", width=7),
-    Column("time", "seconds/total", _seconds, width=9),
+    Column("time", "seconds/total", _seconds, width=11),
 )
 KEPT_FIRST = (
     "step",

@@ -39,7 +39,7 @@ class PairEvaluator:
             low=accuracy.low,
             high=accuracy.high,
             reward=mean_estimate(scores),
-            margin=mean_estimate(margins),
+            margin=mean_estimate(margins, low=-1.0),
             loss=self._loss(scores),
         )
         return Evaluation(report=report)

@@ -74,9 +74,16 @@ def test_a_folder_may_have_an_at_in_its_name(run: Path) -> None:
     assert find_adapter(f"{renamed}@10") == renamed / "step_000010" / "adapter"
 
 
-def test_a_run_of_several_policies_asks_which(run: Path) -> None:
-    with pytest.raises(AdapterError, match=f"is a run of several policies; name one: {run}$"):
+def test_a_folder_of_several_policies_or_runs_asks_which(run: Path) -> None:
+    with pytest.raises(AdapterError, match=f"holds several policies or runs; name one: {run}$"):
         find_adapter(str(run.parent))
+
+
+def test_of_the_runs_of_a_name_the_newest_is_offered(run: Path) -> None:
+    (run.parent / "latest").symlink_to("run")
+    for asked in (f"{run.parent}", f"{run.parent}@10"):
+        with pytest.raises(AdapterError, match=f"several policies or runs; name one: {run.parent / 'latest'}$"):
+            find_adapter(asked)
 
 
 def test_only_the_adapter_is_left_of_a_run(run: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_damaged_checkpoint_that_was_named_is_an_error(make_state: MakeState, 
 
 def test_a_folder_that_is_no_checkpoint_names_those_there_are(make_state: MakeState, tmp_path: Path) -> None:
     manager(tmp_path).save(make_state(4))
-    with pytest.raises(CheckpointError, match=r"it has no manifest\.json; there are .*step_000004"):
+    with pytest.raises(CheckpointError, match=r"name never, auto or one of .*step_000004"):
         manager(tmp_path).load(str(tmp_path))
 
 

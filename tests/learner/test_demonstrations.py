@@ -74,6 +74,13 @@ def test_a_run_without_accepted_samples_says_which_reward_was_the_largest(tmp_pa
         read(path)
 
 
+def test_a_file_without_lines_is_empty(tmp_path: Path) -> None:
+    path = tmp_path / "empty.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ProblemError, match=r"learner\.data: .*empty\.jsonl has no lines$"):
+        read(path)
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [

@@ -83,6 +83,12 @@ def test_a_chat_has_text_tokens_logprobs_and_the_version(model: parallm.Model) -
     assert answer.choice["message"]["role"] == "assistant"
 
 
+def test_an_answer_is_short_where_a_notebook_shows_it(model: parallm.Model) -> None:
+    answer = model.chat(QUESTION, temperature=0, max_tokens=32)
+    assert repr(answer).startswith(f"Answer(text={answer.text!r}, finish_reason='stop', version=0")
+    assert len(repr(answer)) < len(answer.text) + 150
+
+
 def test_http_gives_the_same_tokens_and_the_same_logprobs(model: parallm.Model) -> None:
     here = model.chat(CHAT, temperature=0.7, seed=3, max_tokens=16)
     plain = model.generate(["1 + 1 ="], temperature=0.7, seed=3, max_tokens=16)[0]
@@ -139,6 +145,10 @@ def test_threads_may_use_one_model_at_the_same_time(model: parallm.Model) -> Non
         (lambda model: model.chat("x", max_tokens=4000), ContextTooLong, "maximum context length is 256"),
         (lambda model: model.chat("x", n=2), InvalidRequest, "generate"),
         (lambda model: model.chat([]), InvalidRequest, "messages"),
+        (lambda model: model.chat({"role": "user", "content": "x"}), InvalidRequest, "messages"),
+        (lambda model: model.chat(3), InvalidRequest, "messages"),
+        (lambda model: model.generate([3.5]), InvalidRequest, "3.5 is no prompt"),
+        (lambda model: model.generate([{"role": "user", "content": "x"}]), InvalidRequest, "is no prompt"),
         (lambda model: model.chat("x", logprobs=True), InvalidRequest, "each answer has"),
         (lambda model: model.generate("x"), InvalidRequest, "list of prompts"),
         (lambda model: model.generate(["x", ""]), InvalidRequest, "prompt"),

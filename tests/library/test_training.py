@@ -66,6 +66,7 @@ def test_a_recipe_with_overrides_leaves_what_the_command_leaves_and_shows_nothin
     assert result.folder.parent == Path("checkpoints/mine")
     assert [row["step"] for row in result.steps] == [1, 2]
     assert [row["step"] for row in result.evaluations] == [0, 2]
+    assert "reward/mean" not in repr(result), "a notebook shows it, with one row for each step"
     assert (result.version, result.was_stopped) == (2, False)
     assert result.best_version in (0, 2)
     assert result.adapter == result.folder / "adapter"
@@ -118,6 +119,9 @@ def test_an_environment_object_is_trained_on_as_it_is() -> None:
         ({"recipe": "nope"}, "recipe: 'nope' is unknown"),
         ({"recipe": "two_policies_grpo", "environment": Shout()}, "policies: each has an environment of its own"),
         ({"model": "nano", "overrides": ["model.path=nano"]}, "model.path is given twice"),
+        ({"overrides": "trainer.steps=2"}, "overrides is 'trainer.steps=2' and must be a list"),
+        ({"overrides": {"trainer.steps": 2}}, "overrides is .* and must be a list"),
+        ({"overrides": [("trainer.steps", 2)]}, "overrides is .* and must be a list"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_told_before_anything_is_loaded(

@@ -18,6 +18,7 @@ from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
 from parallm.metrics.time_left import Schedule
+from parallm.metrics.wording import duration
 from parallm.reports import Estimate, EvaluationReport, TrainingStatus
 
 HEADER = RunHeader(
@@ -214,6 +215,14 @@ def test_the_live_table_has_the_signal_and_what_a_curriculum_skips(step: Callabl
     title, _, row = console.file.getvalue().splitlines()
     assert title.split()[:4] == ["step", "reward", "signal", "skipped"]
     assert row.split()[:5] == ["1", "0.250", "11/16", "3", "-"]
+
+
+@pytest.mark.parametrize("seconds", [61.0, 3599.0, 36000.0])
+def test_the_live_table_shows_how_long_a_slow_step_took(step: Callable[..., StepMetrics], seconds: float) -> None:
+    console = Console(file=io.StringIO(), width=78)
+    console.print(step_table([step(1, total_seconds=seconds)], [], 78))
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().rstrip().endswith(duration(seconds))
 
 
 def test_the_live_table_of_a_supervised_run_has_its_loss_and_nothing_of_samples(
