@@ -237,9 +237,10 @@ def send_as_much_as_is_taken(port: int, path: str, is_chunked: bool) -> tuple[st
         return connection.recv(65_536).decode(), num_sent
 
 
-def test_a_small_body_that_is_refused_keeps_its_connection(make: Make) -> None:
-    (answer,) = send_all(make(), {"method": "POST", "url": "/nowhere", "content": bytes(1000)})
-    assert (answer.status_code, "connection" in answer.headers) == (404, False)
+@pytest.mark.parametrize(("num_bytes", "closes"), [(1000, False), (1 << 20, False), ((1 << 20) + 1, True)])
+def test_a_small_body_that_is_refused_keeps_its_connection(make: Make, num_bytes: int, closes: bool) -> None:
+    (answer,) = send_all(make(), {"method": "POST", "url": "/nowhere", "content": bytes(num_bytes)})
+    assert (answer.status_code, "connection" in answer.headers) == (404, closes)
 
 
 def test_nothing_that_a_client_sends_becomes_a_header_or_a_line_of_an_event_stream(make: Make) -> None:

@@ -24,8 +24,9 @@ from parallm.server.operation.request_log import request_log
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
-MOST_UNREAD = 65_536
-"""Bytes of a body that may come after the answer; a connection with more to come is closed."""
+MOST_UNREAD = 1 << 20
+"""Bytes of a body that may come after the answer. A connection with more to come is closed, and a client that is still
+sending may see that before the answer."""
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
