@@ -14,7 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from parallm.checkpoint.manager import step_folders
+from parallm.checkpoint.manager import check_named, step_folders
 from parallm.config import RunConfig, policy_configs
 from parallm.errors import ConfigError, ParallmError, TrainingStopped
 from parallm.learner.presets import objective_of
@@ -235,7 +235,10 @@ def _registration(run: PolicyRun) -> Registration:
 
 
 def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
-    """Raise ConfigError where resuming would leave checkpoints of another policy behind."""
+    """Raise CheckpointError for a named folder that is no checkpoint, and ConfigError where resuming would leave
+    checkpoints of another policy behind."""
+    if config.checkpoint.resume not in ("never", "auto"):
+        check_named(Path(config.checkpoint.resume), folder)
     if config.checkpoint.resume != "auto":
         return
     found = {path for path in (folder, *folder.glob("*/")) if step_folders(path)}

@@ -136,13 +136,8 @@ class CheckpointManager:
         return self._folder, None
 
     def _named(self, path: Path) -> tuple[Path, TrainingState]:
-        if (path / MANIFEST).is_file():
-            return path, read_checkpoint(path)
-        choices = [str(choice) for choice in (*step_folders(path), *self.checkpoints())]
-        raise CheckpointError(
-            f"checkpoint.resume={path} is no checkpoint: it has no {MANIFEST}; name never, auto or "
-            f"{'one of ' + ', '.join(choices) if choices else 'a folder step_N of another run'}"
-        )
+        check_named(path, self._folder)
+        return path, read_checkpoint(path)
 
     def _prune(self) -> None:
         keep = {*self.checkpoints()[-self._settings.keep :], self.best()}
@@ -190,6 +185,17 @@ def put_in_place(temporary: Path, final: Path) -> None:
         raise
     sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def check_named(path: Path, run_folder: Path) -> None:
+    """Raise CheckpointError, with the checkpoints of both folders, if `path` is none."""
+    if (path / MANIFEST).is_file():
+        return
+    choices = [str(choice) for choice in (*step_folders(path), *step_folders(run_folder))]
+    raise CheckpointError(
+        f"checkpoint.resume={path} is no checkpoint: it has no {MANIFEST}; name never, auto or "
+        f"{'one of ' + ', '.join(choices) if choices else 'a folder step_N of another run'}"
+    )
 
 
 def best_of(checkpoints: Iterable[Path]) -> Path | None:

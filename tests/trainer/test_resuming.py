@@ -56,6 +56,12 @@ def test_a_run_does_not_go_on_from_one_of_another_kind(train: Train, data: str, 
         train(folder="next", trainer={"steps": 2}, checkpoint={"resume": checkpoint})
 
 
+def test_what_is_no_checkpoint_is_refused_before_the_model_is_looked_for(train: Train, tmp_path: Path) -> None:
+    for resume in ("yes", str(tmp_path)):
+        with pytest.raises(CheckpointError, match=f"checkpoint.resume={resume} is no checkpoint"):
+            train(checkpoint={"resume": resume}, model={"path": "nobody/nothing"})
+
+
 def test_auto_goes_on_with_the_same_run_only(train: Train, parity: Any, tmp_path: Path) -> None:
     train(parity(), trainer={"steps": 1}, keys={"name": "arithmetic", "num_train": 32})
     with pytest.raises(CheckpointError) as refused:
