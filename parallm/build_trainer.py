@@ -95,7 +95,7 @@ async def leave_adapter(run: PolicyRun, house: House) -> None:
 
 
 async def rescue_adapter(run: PolicyRun, house: House) -> None:
-    """Where the disk has no room for the last checkpoint it may have some for the adapter alone."""
+    """A disk that has no room for the last checkpoint may have some for the adapter alone."""
     try:
         kept = await _write_adapter(run, house)
     except CheckpointError as error:

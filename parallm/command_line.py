@@ -1,4 +1,4 @@
-"""What stands on a command line beside overrides: questions (`--help`, `--version`), options of Hydra, and mistakes."""
+"""Words of a command line beside overrides: questions (`--help`, `--version`), options of Hydra, and mistakes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -24,7 +24,7 @@ def asks_version(arguments: Iterable[str]) -> bool:
 
 
 def help_topics(arguments: Sequence[str]) -> list[str] | None:
-    """The words that help is asked about, `--help trainer`; none of them for an overview, None where nobody asks."""
+    """The words that help is asked about, `--help trainer`; none of them for an overview, None without a question."""
     asked = [word for word in arguments if word.partition("=")[0] in HELP]
     if not asked:
         return None

@@ -33,7 +33,7 @@ class Composed(Generic[Config]):
     values: DictConfig
     """The same before it was checked, as a run folder keeps it."""
     folder: Path
-    """Where a run with this configuration writes."""
+    """The folder that a run with this configuration writes to."""
 
 
 def register(name: str, kind: type, arguments: Sequence[str]) -> None:

@@ -72,7 +72,7 @@ class RunConfig(LogConfig):
     device: DeviceSettings = DeviceSettings()
     """The library behind matrix products on a CPU."""
     metrics: MetricsSettings = MetricsSettings()
-    """What is shown on the screen and written to the run folder."""
+    """The display, and the files of the run folder."""
     policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
     """Several adapters to train at the same time, by name, each with what differs from the parts above; see conf/."""
 
@@ -92,12 +92,12 @@ class ServeConfig(LogConfig):
     device: DeviceSettings = DeviceSettings()
     """The library behind matrix products on a CPU."""
     metrics: DisplaySettings = DisplaySettings()
-    """What is shown on the screen."""
+    """The display."""
 
 
 @settings
 class EvaluateConfig(LogConfig):
-    """What `parallm.evaluate` compares, and how."""
+    """Everything that `parallm.evaluate` depends on."""
 
     name: str = Field(default="evaluate", pattern=NAME_PATTERN)
     """Name of the folder below checkpoints/."""

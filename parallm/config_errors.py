@@ -100,7 +100,7 @@ def _explain_value(error: ErrorDetails, path: tuple[str, ...], known: KnownKeys)
 
 
 def _explain_key(key: str, known: KnownKeys, elsewhere: Mapping[str, KnownKeys]) -> str:
-    """What is wrong with a key whose part this command does not have."""
+    """Describe the mistake of a key whose part this command does not have."""
     if owners := _owners(key, elsewhere):
         return f"{key}: {owners}"
     part = key.partition(".")[0]
@@ -108,7 +108,7 @@ def _explain_key(key: str, known: KnownKeys, elsewhere: Mapping[str, KnownKeys])
 
 
 def _owners(key: str, elsewhere: Mapping[str, KnownKeys]) -> str:
-    """That a key belongs to other commands; empty where none has it."""
+    """Name the other commands that have a key; empty where none has it."""
     owners = [command for command, keys in elsewhere.items() if _holds(keys, key.split("."))]
     *others, last = owners or [""]
     named = f"{', '.join(others)} and {last}" if others else last

@@ -63,7 +63,7 @@ REWARD = "reward"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HouseSettings:
-    """What a command asks for."""
+    """Everything that a command asks of the shared model and its server."""
 
     model: ModelSettings
     engine: EngineSettings

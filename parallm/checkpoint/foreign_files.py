@@ -25,7 +25,7 @@ MAX_HEADER_BYTES = 4 * 1024 * 1024
 MAX_TENSORS = 16384
 MAX_AXES = 4
 MAX_NUMBER = 1 << 48
-"""Of a shape or a place: products of larger ones would take their time."""
+"""Largest number in a shape or an offset: products of larger ones would take their time."""
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 """Types of tensors that adapters have, and their sizes."""
 
