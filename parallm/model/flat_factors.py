@@ -65,8 +65,8 @@ class FlatFactors:
 
 def flat_factors(adapter: OneAdapter, groups: Sequence[Sites], dtype: mx.Dtype) -> FlatFactors | None:
     """An adapter's factors, one version, or None where the kernels cannot serve it: DoRA, another type than the base's,
-    some sites of a group only, sizes that are no whole vectors. Evaluated."""
-    if adapter.stretch_O:
+    some sites of a group only, a site in no group, sizes that are no whole vectors. Evaluated."""
+    if adapter.stretch_O or not {site for sites in groups for site in sites} >= adapter.a_IR.keys():
         return None
     found: list[GroupLayout] = []
     parts: list[list[mx.array]] = [[]]  # of each array

@@ -67,10 +67,11 @@ def test_adapters_of_other_forms_have_other_layouts(other: dict[str, int]) -> No
     "other",
     [
         adapter({"q": 8, "o": 8}),
+        adapter({"q": 8, "k": 8, "x_proj": 8}),
         adapter({"q": 6, "k": 6}),
         adapter({"q": 8, "k": 8}, stretch_O={"q": mx.ones((8,))}),
     ],
-    ids=["half a group", "no whole vectors", "DoRA"],
+    ids=["half a group", "a site in no group", "no whole vectors", "DoRA"],
 )
 def test_what_the_kernels_cannot_serve_is_left_to_the_other_views(other: OneAdapter) -> None:
     assert flat_factors(other, GROUPS, mx.float32) is None
@@ -91,3 +92,11 @@ def test_stacked_versions_lie_in_the_order_in_which_they_are_given() -> None:
     assert stack.num_versions == 3
     assert stack.arrays[0][:, 0].tolist() == [2, 1, 2]
     assert mx.array_equal(stack.version(1).arrays[0], found.arrays[0]).item()
+
+
+def test_sites_in_no_group_keep_the_output_of_the_base() -> None:
+    found = flat_factors(adapter({"q": 8, "k": 8}), GROUPS, mx.float32)
+    assert found is not None
+    y = mx.ones((1, 1, 9))
+
+    assert RowAdapters(factors=found, order_B2=order_rows([0], 1)).added("x_proj", mx.ones((1, 1, 16)), y) is y
