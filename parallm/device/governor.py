@@ -8,7 +8,7 @@ work-conserving: who has nothing to do loses the turn, and does not save it up.
 from collections.abc import Collection
 from typing import Generic, Literal, TypeVar
 
-LEAST_SHARE = 1e-6  # a share of zero waits until the others have nothing to do
+MIN_SHARE = 1e-6  # a share of zero waits until the others have nothing to do
 
 Work = Literal["serving", "rollout", "learning"]
 Name = TypeVar("Name", bound=str)
@@ -67,4 +67,4 @@ class _FairQueue(Generic[Name]):
         return min(sorted(ready), key=lambda name: self._clocks[name])
 
     def charge(self, name: Name, seconds: float, share: float) -> None:
-        self._clocks[name] = self._clocks.get(name, 0.0) + seconds / max(share, LEAST_SHARE)
+        self._clocks[name] = self._clocks.get(name, 0.0) + seconds / max(share, MIN_SHARE)
