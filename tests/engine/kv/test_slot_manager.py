@@ -157,7 +157,7 @@ def test_rows_that_keep_their_slots_get_the_same_tokens(
         turns.append(rotation)
         return turn_of(rows, rotation)
 
-    monkeypatch.setattr(AttentionMetadata, "turn", noted)
+    monkeypatch.setattr(AttentionMetadata, "rotary", noted)
     monkeypatch.setattr(SlotCache, "put", lambda *_: pytest.fail("a row was moved"))
     monkeypatch.setattr(SlotCache, "join", lambda *_: pytest.fail("pools were written by MLX"))
     found, _ = run(make_engine, model, requests, async_scheduling=async_scheduling, **parts)
