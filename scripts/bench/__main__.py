@@ -59,7 +59,7 @@ def main() -> int:
 
 def read_arguments() -> Namespace:
     parser = ArgumentParser(prog="scripts/figures", description=__doc__)
-    parser.add_argument("figures", nargs="*", metavar="PREFIX", help="beginnings of names of figures, or measurements")
+    parser.add_argument("figures", nargs="*", metavar="PREFIX", help="beginnings of names of figures")
     parser.add_argument("--list", action="store_true", help="all figures with their bars, needs and minutes")
     parser.add_argument("--model", default=os.environ.get("PARALLM_MODEL"), help="a local folder (PARALLM_MODEL)")
     parser.add_argument("--data", default=os.environ.get("PARALLM_GSM8K"), help="GSM8K as jsonl (PARALLM_GSM8K)")
@@ -121,7 +121,7 @@ def judged(
     rows = []
     for one in measurements:
         for name, bar in one.bars.items():
-            if request.wants(name) or request.wants(one.name):
+            if request.wants(name):
                 value, bounded = figures.get(name), bar.with_bounds(figures)
                 text = "-" if value is None else f"{value:.4g}"
                 rows.append((name, text, bounded.text(), bounded.verdict(value, here)))

@@ -112,11 +112,7 @@ def bars() -> dict[str, Bar]:
 
 def chosen(request: Request, here: frozenset[str]) -> list[Measurement]:
     """The measurements of the wanted figures that can run with what is here."""
-    return [
-        one
-        for one in MEASUREMENTS
-        if here.issuperset(one.needs.split()) and any(request.wants(name) for name in (*one.bars, one.name))
-    ]
+    return [one for one in MEASUREMENTS if here.issuperset(one.needs.split()) and any(map(request.wants, one.bars))]
 
 
 def found_here(request: Request) -> frozenset[str]:

@@ -246,9 +246,9 @@ def python_with(place: Path, *installs: Sequence[str]) -> str:
     return str(python)
 
 
-def our_mlx(*, has_build: bool = True) -> list[str]:
+def our_mlx() -> list[str]:
     """Requirements of the versions of MLX and mlx-lm that we have."""
-    build = "[cpu]" if has_build and sys.platform != "darwin" else ""
+    build = "" if sys.platform == "darwin" else "[cpu]"
     return [f"mlx{build}=={metadata.version('mlx')}", f"mlx-lm=={metadata.version('mlx-lm')}"]
 
 

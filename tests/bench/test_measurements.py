@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from bench.compare import change, change_by_halves, tune
-from bench.measure import engine, learner, quality, serving
+from bench.measure import engine, learner, serving
 from bench.measurement import Figures, Request
 from bench.processes import run_program
 
@@ -123,33 +123,6 @@ def test_a_publish_costs_what_the_next_first_token_takes_longer(
     assert figures["publish.p50_ms"] == pytest.approx(p50)
     assert figures["publish.p99_ms"] == pytest.approx(p99)
     assert figures["publish.pointers_p99_ms"] == pytest.approx(0.1)
-
-
-def learning_run(*accuracies: float) -> quality.Run:
-    """Four steps between two evaluations."""
-    looks = [{"step": 4 * place, "heldout/accuracy": one} for place, one in enumerate(accuracies)]
-    return quality.Run(evaluations=looks, steps=[{"seconds/total": 0.5}] * 12)
-
-
-def test_a_preset_counts_as_reached_if_every_seed_gets_there() -> None:
-    runs = {
-        ("grpo", 0): learning_run(0.3, 0.6, 0.9),
-        ("grpo", 1): learning_run(0.3, 0.85),
-        ("sapo", 0): learning_run(0.3, 0.9),
-        ("sapo", 1): learning_run(0.3, 0.5, 0.84),
-    }
-    assert quality.preset_figures(runs, learning_run(0.3, 0.3)) == {
-        "presets.reached": 1,
-        "presets.total": 2,
-        "presets.worst_accuracy": 0.84,
-        "presets.control_accuracy": 0.3,
-    }
-
-
-def test_only_steps_up_to_the_target_are_counted() -> None:
-    run = learning_run(0.3, 0.6, 0.9)
-    assert (run.steps_to_target, run.seconds) == (8, 4.0)
-    assert learning_run(0.3).steps_to_target is None
 
 
 def test_the_command_lists_all_figures() -> None:

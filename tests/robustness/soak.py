@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 import mlx.core as mx
-from bench.workers.memory_left import settled
+from bench.workers.memory import settled
 from bench.workers.workbench import Workbench, open_workbench, random_adapter
 
 from parallm.engine import decode_batch
@@ -185,7 +185,7 @@ async def main(*, requests: int, rounds: int, rows: int, kv_cache_bytes: int, co
             buckets = num_buckets(rows, bench.engine.max_context) * bench.streams.width
     return {
         "ends": dict(soak.ends),
-        "active": [one for _, one in sizes],
+        "active": sizes,
         "held": stats.kv_bytes - stats.prefix_bytes,
         "preemptions": stats.num_preemptions,
         "prefix_hits": stats.num_prefix_hits,

@@ -275,7 +275,8 @@ def gpu_figures(parts: Mapping[str, Part], found: Found) -> Figures:
 )
 def speculation(request: Request) -> Figures:
     """N-gram lookup over none: tokens a CPU second of the process, which other work on the machine does not slow."""
-    size, figures, table = request.size, Figures(), []
+    size, table = request.size, []
+    figures: Figures = {}
     for rows in (1, 4):
         job = {"model": request.model, "data": request.data, "rows": rows, "prompts": size(8, 2)}
         found = work("speculation_speed", **job, max_tokens=size(128, 32), rounds=size(3, 1))

@@ -1,4 +1,4 @@
-"""Figures that tests give: interoperation with other programs, and robustness.
+"""Figures that tests give: interoperation with other programs, robustness, learning.
 
 A test records a figure with pytest's `record_property`. Tests that are skipped for want of something count in no
 figure.
@@ -88,6 +88,13 @@ give(
 )
 give("mutants", "robustness/test_mutants.py", 15, {"mutants.tried": Bar(min=30)}, zero("mutants.survived"))
 give(
+    "oracles",
+    "learner/test_oracles.py",
+    0.2,
+    {"oracle.worst_error": Bar(max=1e-6), "oracle.cases": Bar(min=31)},
+    worst_error=max,
+)
+give(
     "regenerated",
     "interop/trl/test_oracles.py",
     1,
@@ -97,8 +104,29 @@ give(
 give("trl", "interop/trl/test_samples.py", 40, {"trl.samples_to_80_ratio": Bar(max=1)})
 give("split", "robustness/test_split.py", 1, {"ab.share_error": Bar(max=0.02)}, zero("ab.failed_requests"))
 give(
+    "head",
+    "learner/passes/test_head_memory.py",
+    0.1,
+    {"head.memory_ratio": Bar(max=0.1, needs="gpu")},
+)
+give(
+    "presets",
+    "learning/test_presets.py",
+    17,
+    {"presets.reached": Bar(min=10), "presets.total": Bar()},
+    {"presets.worst_accuracy": Bar(min=0.85), "presets.control_accuracy": Bar(max=0.45)},
+)
+give(
+    "reward_model",
+    "learning/test_reward_model.py",
+    4,
+    {"reward_model.pair_accuracy": Bar(min=0.8), "reward_model.accuracy_before": Bar(max=0.45)},
+    {"reward_model.accuracy_best": Bar(min=0.7), "reward_model.accuracy_last": Bar()},
+    {"reward_model.control_pair_accuracy": Bar(max=0.7), "reward_model.control_gain": Bar(max=0.1)},
+)
+give(
     "live_learning",
-    "robustness/test_live_learning.py",
+    "learning/test_live_traffic.py",
     4,
     {"live.reward_gain": GAIN, "live.control_gain": STILL, "live.control_steps": Bar(min=1)},
     zero("live.failed_requests"),

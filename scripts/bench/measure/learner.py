@@ -201,7 +201,6 @@ UPDATES = {
         "update.8b.vs_mlx_lm_same_head": Bar(),
         "update.8b.vs_torch_peft": Bar(min=1, needs="gpu"),
         "update.prompt_sharing_gain": Bar(min=1.5, needs="gpu"),
-        "head.memory_ratio": Bar(max=0.1, needs="gpu"),
     },
     minutes=10,
     needs="gpu",
@@ -230,9 +229,6 @@ def updates(request: Request) -> Figures:
     if ours and request.wants("update.prompt_sharing_gain"):
         shared = attempt("parallm_update", **job | {"groups": 2, "group_size": 8})
         figures["update.prompt_sharing_gain"] = median(ours["seconds"]) / median(shared["seconds"]) if shared else None
-    if request.wants("head.memory_ratio"):
-        head = work("head_memory", tokens=4096, vocabulary=151_936)
-        figures["head.memory_ratio"] = head["chunked"] / head["whole"]
     print_table(f"One update: {shape}, 16 x {2 * half} tokens", [("", "median s", "settings"), *rows])
     return figures
 

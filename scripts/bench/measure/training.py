@@ -3,8 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,20 +13,6 @@ from bench.processes import ROOT, SCRIPTS, clean_environment, metrics
 
 SEEDS = (0, 1, 2)
 QUICK = ("trainer.steps=2", "trainer.evaluate_problems=64")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    figures: Figures
-    rewards: Sequence[float]
-    """Mean of each step."""
-
-    def figure(self, name: str) -> float:
-        """Raises ValueError if the run could not tell it."""
-        value = self.figures.get(name)
-        if value is None:
-            raise ValueError(f"{name} is missing in the run's summary.json")
-        return value
 
 
 @measurement(
@@ -44,18 +29,14 @@ def quickstart(request: Request) -> Figures:
     """The worst of three seeds; and what changes in a run that does not learn: greedy answers, sampled rewards."""
     command, more = [str(SCRIPTS / "quickstart")], QUICK if request.is_quick else ()
     runs = [trained(command, [f"seed={seed}", *more], "quickstart") for seed in SEEDS]
-    control = trained(command, ["seed=0", "learner.learning_rate=0", *more], "quickstart")
-    worst: Mapping[str, Callable[[list[float]], float]] = {
-        "quickstart.accuracy_before": max,
-        "quickstart.accuracy_after": min,
-        "quickstart.train_seconds": max,
-    }
-    figures: Figures = {name: choose([run.figure(name) for run in runs]) for name, choose in worst.items()}
-    before, after = (control.figure(f"quickstart.accuracy_{when}") for when in ("before", "after"))
-    by_chance = change_by_halves(control.rewards)
+    control, rewards = trained(command, ["seed=0", "learner.learning_rate=0", *more], "quickstart")
+    by_chance = change_by_halves(rewards)
     print(f"  learning rate 0: reward of the second half of the steps over that of the first {by_chance.text()}")
-    return figures | {
-        "quickstart.control_change": after - before,
+    return {
+        "quickstart.accuracy_before": max(figures["quickstart.accuracy_before"] for figures, _ in runs),
+        "quickstart.accuracy_after": min(figures["quickstart.accuracy_after"] for figures, _ in runs),
+        "quickstart.train_seconds": max(figures["quickstart.train_seconds"] for figures, _ in runs),
+        "quickstart.control_change": control["quickstart.accuracy_after"] - control["quickstart.accuracy_before"],
         "quickstart.control_reward_change": by_chance.gain,
     }
 
@@ -77,15 +58,15 @@ def gsm8k(request: Request) -> Figures:
     overrides = [f"model.path={request.model}", f"environment.path={request.data}", "environment.limit=16"]
     more = QUICK if request.is_quick else ("trainer.steps=12",)
     command = [sys.executable, "-m", "parallm.train", "+recipe=gsm8k_grpo"]
-    run = trained(command, [*overrides, "learner.learning_rate=5e-4", *more], "gsm8k")
-    return run.figures | {"gsm8k.reward_rise": run.figure("gsm8k.reward_last") - run.figure("gsm8k.reward_first")}
+    figures, _ = trained(command, [*overrides, "learner.learning_rate=5e-4", *more], "gsm8k")
+    return figures | {"gsm8k.reward_rise": figures["gsm8k.reward_last"] - figures["gsm8k.reward_first"]}
 
 
-def trained(command: Sequence[str], overrides: Sequence[str], prefix: str) -> Run:
-    """Train and show what is printed. Raises subprocess.CalledProcessError if it fails."""
+def trained(command: Sequence[str], overrides: Sequence[str], prefix: str) -> tuple[dict[str, float], list[float]]:
+    """The figures of a run and the mean reward of each step. Raises subprocess.CalledProcessError if it fails."""
     with TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         own = [f"metrics.figures={prefix}", "metrics.display=lines", "server.port=0", f"hydra.run.dir={run}"]
         subprocess.run([*command, *overrides, *own], env=clean_environment(), cwd=ROOT, check=True)
-        summary = json.loads((run / "summary.json").read_text())
-        return Run(figures=summary["figures"], rewards=[row["reward/mean"] for row in metrics(run)])
+        figures = json.loads((run / "summary.json").read_text())["figures"]
+        return figures, [row["reward/mean"] for row in metrics(run)]

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +27,7 @@ from bench.workers.loads import (
     Arrival,
     Load,
     Tokens,
+    check_tokens,
     random_arrivals,
     random_prompts,
     random_storm,
@@ -44,7 +44,7 @@ AT_ONCE = (1, 4, 8, 16, 32)
 CHUNKS = (128, 512, 2048)
 SERVED_CHOICES: Mapping[str, Sequence[int]] = {"prompts": (1, 8, 32), "chunk": (512, 2048)}
 TUNED_SHARE = 4
-"""A long load is tuned on so many times fewer requests."""
+"""A long load is tuned on a fourth of its requests."""
 
 
 class Bench:
@@ -92,34 +92,23 @@ class Bench:
         start = load.peer_settings or {**DEFAULTS, "rows": load.peer_rows[0]}
         self._serve(arrivals_of(load, vocabulary, 1)[: max(1, load.requests // 4)], start)
         short = arrivals_of(replace(load, requests=max(1, load.requests // tuned_share)), vocabulary, 2)
-        trials = self._tried(start, SERVED_CHOICES, lambda settings: self._serve(short, settings)[0])
+        trials = self._tried(start, SERVED_CHOICES, lambda settings: self._serve(short, settings))
         arrivals = arrivals_of(load, vocabulary, 0)
-        latencies: dict[float, list[float]] = {}
 
         def whole(settings: Settings) -> float | None:
+            gc.collect()
+            mx.clear_cache()
             try:
-                seconds, found = self._serve(arrivals, settings)
+                return self._serve(arrivals, settings)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                seconds = None
-            else:
-                latencies[seconds] = found
-            gc.collect()
-            mx.clear_cache()
-            return seconds
+                return None
 
         best = trials[0].settings if trials else start
-        by_rows = tune(best, {} if load.peer_settings else {"rows": load.peer_rows}, whole)
-        seconds = by_rows[0].seconds
-        assert seconds is not None
-        return {
-            "tokens": sum(one.num_new for one in arrivals),
-            "seconds": [seconds],
-            "latency": median(latencies[seconds]),
-            "settings": by_rows[0].settings,
-            "tried": [[trial.settings, trial.seconds] for trial in (*trials, *by_rows)],
-        }
+        fastest = tune(best, {} if load.peer_settings else {"rows": load.peer_rows}, whole)[0]
+        tokens = sum(one.num_new for one in arrivals)
+        return {"tokens": tokens, "seconds": [fastest.seconds], "settings": fastest.settings}
 
     def _tuned_turns(
         self, prompts: int, rows_each: int, length: int, new: int, choices: Mapping[str, Sequence[Any]]
@@ -128,48 +117,36 @@ class Bench:
         rows = prompts * rows_each
         turn = iter(range(1_000_000))
 
-        def timed(settings: Settings) -> tuple[float, float]:
+        def timed(settings: Settings) -> float:
             distinct = random_prompts(self._shape.vocab_size, prompts, length, next(turn))
             return self._complete([one for one in distinct for _ in range(rows_each)], new, settings)
 
         own = {"prompts": min(rows, DEFAULTS["prompts"]), "rows": rows} | ({"copies": False} if rows_each > 1 else {})
         start = self._load.peer_settings or {**DEFAULTS, **own}
         timed(start)
-        trials = self._tried(start, choices, lambda settings: timed(settings)[0])
+        trials = self._tried(start, choices, timed)
         best = trials[0].settings if trials else start
-        seconds, steps = zip(*(timed(best) for _ in range(self._load.repeats)), strict=True)
-        return {
-            "tokens": rows * new,
-            "seconds": seconds,
-            "step_seconds": steps,
-            "settings": best,
-            "tried": [[trial.settings, trial.seconds] for trial in trials],
-        }
+        seconds = [timed(best) for _ in range(self._load.repeats)]
+        return {"tokens": rows * new, "seconds": seconds, "settings": best}
 
     def _tried(
         self, start: Settings, choices: Mapping[str, Sequence[Any]], seconds_of: Callable[[Settings], float]
     ) -> list[Trial]:
-        """Fastest first; none where the job gives the settings."""
+        """Fastest first; none where the load gives the settings."""
         return [] if self._load.peer_settings else tune(start, choices, seconds_of)
 
-    def _complete(self, prompts: Sequence[Tokens], new: int, settings: Settings) -> tuple[float, float]:
-        """Seconds of all, and of the median step."""
-        units: list[float] = []
+    def _complete(self, prompts: Sequence[Tokens], new: int, settings: Settings) -> float:
+        """Seconds of all."""
         began = time.perf_counter()
         generator = self._generator(settings)
         self._insert(generator, prompts, new, settings)
         num_found = 0
-        while True:
-            start = time.perf_counter()
-            responses = generator.next_generated()
-            if not responses:
-                break
-            units.append(time.perf_counter() - start)
+        while responses := generator.next_generated():
             num_found += len(responses)
         seconds = time.perf_counter() - began
         generator.close()
-        _check(num_found, len(prompts) * new)
-        return seconds, median(units)
+        check_tokens(num_found, len(prompts) * new)
+        return seconds
 
     def _insert(self, generator: BatchGenerator, prompts: Sequence[Tokens], new: int, settings: Settings) -> None:
         limits = [new] * len(prompts)
@@ -192,28 +169,27 @@ class Bench:
             mx.eval([one.state for one in cache])
         return list(cache)
 
-    def _serve(self, arrivals: Sequence[Arrival], settings: Settings) -> tuple[float, list[float]]:
-        """Seconds of all, and from each request's arrival to its last token."""
+    def _serve(self, arrivals: Sequence[Arrival], settings: Settings) -> float:
+        """Seconds of all."""
         generator = self._generator(settings)
         coming = deque(arrivals)
-        ends: dict[int, float] = {}
-        num_inserted, num_found = 0, 0
+        num_inserted = num_ended = num_found = 0
         began = time.perf_counter()
-        while len(ends) < len(arrivals):
+        while num_ended < len(arrivals):
             while coming and coming[0].seconds <= time.perf_counter() - began:
                 one = coming.popleft()
                 generator.insert([list(one.prompt)], [one.num_new])
                 num_inserted += 1
-            if num_inserted == len(ends):
+            if num_inserted == num_ended:
                 time.sleep(max(0.0, coming[0].seconds - (time.perf_counter() - began)))
                 continue
             responses = generator.next()[1]
             num_found += len(responses)
-            ends.update({one.uid: time.perf_counter() for one in responses if one.finish_reason})
+            num_ended += sum(one.finish_reason is not None for one in responses)
         seconds = time.perf_counter() - began
         generator.close()
-        _check(num_found, sum(one.num_new for one in arrivals))
-        return seconds, [ends[place] - began - one.seconds for place, one in enumerate(arrivals)]
+        check_tokens(num_found, sum(one.num_new for one in arrivals))
+        return seconds
 
     def _generator(self, settings: Settings) -> BatchGenerator:
         rows = settings["rows"]
@@ -227,11 +203,6 @@ class Bench:
 
 def _up_to(rows: int) -> Sequence[int]:
     return sorted({min(count, rows) for count in (*AT_ONCE, rows)})
-
-
-def _check(found: int, expected: int) -> None:
-    if found != expected:
-        raise ValueError(f"{found} tokens, expected {expected}")
 
 
 def main(*, shape: str, parts: Sequence[str], load: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -17,22 +17,29 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from bench.workers.loads import SHAPES, Arrival, Load, random_arrivals, random_prompts, random_storm, read_load
+from bench.workers.loads import (
+    SHAPES,
+    Arrival,
+    Load,
+    check_tokens,
+    random_arrivals,
+    random_prompts,
+    random_storm,
+    read_load,
+)
 from bench.workers.parts import run_parts
 from bench.workers.random_model import random_base, random_model
+from bench.workers.workbench import random_adapter
 from parallm.device.blas import load_blas, set_blas_threads
 from parallm.device.settings import DeviceSettings
 from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings, SpeculationSettings
 from parallm.engine.speculation import Speculation
-from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.lora.single import initial_arrays
 from parallm.types import BASE, GenerationRequest, SamplingParams, TokenEvent, TrafficClass
 
-RANK, ALPHA, SIZE_OF_B = 16, 32.0, 0.01
 VERSIONS = 8
 LORA_ROWS, SAMPLING_ROWS, JOIN_ROWS = 32, 16, 16
 GROUPS, GROUP_SIZE = 4, 8
@@ -40,16 +47,9 @@ CHURN_TOKENS = 4
 WARM_UP_UNITS = 4
 GREEDY = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Some requests, from the first one's arrival to the last one's end."""
-
-    seconds: float
-    steps: list[float]
-    """Seconds of each unit that gave a token to every row."""
-    host_steps: list[float]
-    """CPU seconds that Python and MLX took of them in this thread, which sleeps while it waits for a GPU."""
+Timing = tuple[float, float, float]
+"""Seconds of some requests, of the median unit that gave a token to every row, and the CPU seconds that Python and MLX
+took of that unit in this thread, which sleeps while it waits for a GPU."""
 
 
 class CountedEmbedding(nn.Module):
@@ -76,7 +76,7 @@ class Bench:
         self._streams = DeviceStreams(partial(set_blas_threads, load_blas(DeviceSettings())))
         self._num_runs = 0
         self._speculations: list[Speculation] = []
-        """Of the engines of the present part."""
+        """Those of the engines of the present part."""
 
     def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:
         measures: dict[str, Callable[[], dict[str, Any]]] = {
@@ -98,30 +98,24 @@ class Bench:
         return {name: partial(self._watched, measure) for name, measure in measures.items()}
 
     def _watched(self, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Adds how many tokens were guessed right, so that no forward was needed for them."""
+        """Add the number of tokens that were guessed right, so that no forward was needed for them."""
         self._speculations.clear()
-        found = measure()
-        return found | {"accepted": sum(one.num_accepted for one in self._speculations)}
+        return measure() | {"accepted": sum(one.num_accepted for one in self._speculations)}
 
     def same_lengths(self, rows: int) -> dict[str, Any]:
         """Rows of the base that begin and end together."""
-        engine = self._engine(rows)
-        timings = [self._timed(engine, self._requests([GREEDY] * rows, [BASE] * rows)) for _ in self._turns()]
-        return {
-            "rows": rows,
-            "tokens": rows * self._load.new,
-            "weight_bytes": sum(array.nbytes for _, array in tree_flatten(random_base(self._shape).parameters())),
-            **_summary(timings[1:]),
-        }
+        timed = self._in_turns([GREEDY] * rows, [BASE] * rows)
+        size = sum(array.nbytes for _, array in tree_flatten(random_base(self._shape).parameters()))
+        return {"tokens": rows * self._load.new, "weight_bytes": size} | _summary([timed() for _ in self._turns()])
 
     def lora(self, versions: int) -> dict[str, Any]:
-        """Rows of so many versions in turns with rows of the base."""
+        """Rows of some versions, in turns with rows of the base."""
         models = self._models(LORA_ROWS, versions)
         pair = self._in_turns([GREEDY] * LORA_ROWS, models), self._in_turns([GREEDY] * LORA_ROWS, [BASE] * LORA_ROWS)
         return self._compared(*pair)
 
     def sampling(self, *, has_penalties: bool) -> dict[str, Any]:
-        """Rows that sample in as many ways as they are, in turns with greedy ones."""
+        """Rows that each sample in another way, in turns with greedy ones."""
         base = [BASE] * SAMPLING_ROWS
         settings = [_settings(place) for place in range(SAMPLING_ROWS)]
         if has_penalties:
@@ -138,53 +132,37 @@ class Bench:
         }
 
     def group(self) -> dict[str, Any]:
-        """Prompt tokens that are computed for groups that share theirs."""
+        """Prompt tokens that are computed for groups with shared prompts."""
         trunk = self._model.base.model
         trunk.embed_tokens = counted = CountedEmbedding(trunk.embed_tokens)
         engine = self._engine(GROUPS * GROUP_SIZE)
-        requests = self._requests([GREEDY] * GROUPS, [BASE] * GROUPS, length=self._load.group_prompt)
-        self._timed(engine, [replace(request, n=GROUP_SIZE) for request in requests])
+        length = self._load.group_prompt
+        self._timed(engine, self._requests([GREEDY] * GROUPS, [BASE] * GROUPS, length=length, n=GROUP_SIZE))
         trunk.embed_tokens = counted.inner
-        return {"computed": counted.num_tokens, "of_rows": GROUPS * GROUP_SIZE * self._load.group_prompt}
+        return {"computed": counted.num_tokens, "of_rows": GROUPS * GROUP_SIZE * length}
 
     def prefill(self) -> dict[str, Any]:
         """Prompts of which one token each is sampled; tokens of prompts are counted."""
-        engine = self._engine(LORA_ROWS)
-        asked = [GREEDY] * LORA_ROWS, [BASE] * LORA_ROWS, self._load.group_prompt
-        timings = [self._timed(engine, self._requests(*asked, new=1)) for _ in self._turns()]
-        tokens = LORA_ROWS * self._load.group_prompt
-        return {"tokens": tokens, "seconds": [one.seconds for one in timings[1:]]}
+        length = self._load.group_prompt
+        timed = self._in_turns([GREEDY] * LORA_ROWS, [BASE] * LORA_ROWS, length=length, new=1)
+        return {"tokens": LORA_ROWS * length} | _summary([timed() for _ in self._turns()])
 
     def groups(self) -> dict[str, Any]:
         """Groups that share their prompts, from the first prompt token to the last sampled one."""
-        engine = self._engine(GROUPS * GROUP_SIZE)
-        asked = [GREEDY] * GROUPS, [BASE] * GROUPS, self._load.group_prompt
-        turns = [
-            self._timed(engine, [replace(one, n=GROUP_SIZE) for one in self._requests(*asked)]) for _ in self._turns()
-        ]
-        return {"tokens": GROUPS * GROUP_SIZE * self._load.new, "seconds": [one.seconds for one in turns[1:]]}
+        timed = self._in_turns([GREEDY] * GROUPS, [BASE] * GROUPS, length=self._load.group_prompt, n=GROUP_SIZE)
+        return {"tokens": GROUPS * GROUP_SIZE * self._load.new} | _summary([timed() for _ in self._turns()])
 
     def served(self, arrivals_of: Callable[[Load, int, int], list[Arrival]]) -> dict[str, Any]:
         """Requests of all lengths at the times of their arrivals; before them a quarter of others that warm up."""
-        ends: dict[str, float] = {}
-
-        def emit(events: list[TokenEvent]) -> None:
-            ends.update({event.request_id: time.perf_counter() for event in events if event.completion})
-
-        engine = self._engine(self._load.mixed_rows, emit)
-        vocabulary = self._shape.vocab_size
+        engine, vocabulary = self._engine(self._load.mixed_rows), self._shape.vocab_size
         _serve(engine, arrivals_of(self._load, vocabulary, 1)[: max(1, self._load.requests // 4)])
-        ends.clear()
         before = engine.num_tokens()["serving"]
         arrivals = arrivals_of(self._load, vocabulary, 0)
         began = time.perf_counter()
         _serve(engine, arrivals)
-        _check(engine.num_tokens()["serving"] - before, sum(one.num_new for one in arrivals))
-        return {
-            "tokens": sum(one.num_new for one in arrivals),
-            "seconds": [time.perf_counter() - began],
-            "latency": median(ends[str(place)] - began - one.seconds for place, one in enumerate(arrivals)),
-        }
+        seconds, tokens = time.perf_counter() - began, sum(one.num_new for one in arrivals)
+        check_tokens(engine.num_tokens()["serving"] - before, tokens)
+        return {"tokens": tokens, "seconds": [seconds]}
 
     def _turns(self) -> range:
         return range(self._load.repeats + 1)
@@ -204,24 +182,16 @@ class Bench:
         return engine
 
     def _models(self, rows: int, versions: int) -> list[str]:
-        """So many versions in turns, or the base where there are none."""
+        """The versions in turns, or the base where there are none."""
         if versions and not self._table.cards():
             for version in range(1, VERSIONS + 1):
-                self._table.publish(self._adapter(version))
+                self._table.publish(random_adapter(self._model, version, seed=version))
         return [f"policy@{1 + place % versions}" if versions else BASE for place in range(rows)]
 
-    def _adapter(self, version: int) -> Adapter:
-        keys = mx.random.split(mx.random.key(version), 2)
-        arrays = {
-            name: SIZE_OF_B * mx.random.normal(array.shape, key=keys[1]) if name.endswith(".lora_b") else array
-            for name, array in initial_arrays(self._model.targets, RANK, keys[0]).items()
-        }
-        return make_adapter(arrays, version=version, rank=RANK, alpha=ALPHA)
-
     def _requests(
-        self, settings: Sequence[SamplingParams], models: Sequence[str], length: int = 0, new: int = 0
+        self, settings: Sequence[SamplingParams], models: Sequence[str], *, length: int = 0, new: int = 0, n: int = 1
     ) -> list[GenerationRequest]:
-        """One request for each; prompts of `length` and so many new tokens, by default those of the job."""
+        """One request for each; prompts of `length` and `new` tokens, by default those of the load."""
         self._num_runs += 1
         prompts = random_prompts(
             self._shape.vocab_size, len(settings), length or self._load.prompt, seed=1000 + self._num_runs
@@ -232,6 +202,7 @@ class Bench:
                 prompt_tokens=prompt,
                 sampling=replace(one, max_tokens=new or self._load.new),
                 model=model,
+                n=n,
                 traffic="rollout",
             )
             for place, (prompt, one, model) in enumerate(zip(prompts, settings, models, strict=True))
@@ -252,15 +223,17 @@ class Bench:
                 steps.append(time.perf_counter() - start)
                 host_steps.append(time.thread_time() - host)
         seconds = time.perf_counter() - began
-        _check(engine.num_tokens()["rollout"] - first, sum(one.n * one.sampling.max_tokens for one in requests))
-        return Timing(seconds=seconds, steps=steps, host_steps=host_steps)
+        check_tokens(engine.num_tokens()["rollout"] - first, sum(one.n * one.sampling.max_tokens for one in requests))
+        return seconds, median(steps or [0.0]), median(host_steps or [0.0])
 
-    def _in_turns(self, settings: Sequence[SamplingParams], models: Sequence[str]) -> Callable[[], Timing]:
-        engine = self._engine(len(settings))
-        return lambda: self._timed(engine, self._requests(settings, models))
+    def _in_turns(
+        self, settings: Sequence[SamplingParams], models: Sequence[str], **sizes: int
+    ) -> Callable[[], Timing]:
+        engine = self._engine(len(settings) * sizes.get("n", 1))
+        return lambda: self._timed(engine, self._requests(settings, models, **sizes))
 
     def _compared(self, ours: Callable[[], Timing], plain: Callable[[], Timing]) -> dict[str, Any]:
-        pairs = [(ours(), plain()) for _ in self._turns()][1:]
+        pairs = [(ours(), plain()) for _ in self._turns()]
         return {**_summary([one for one, _ in pairs]), "plain": _summary([other for _, other in pairs])}
 
     def _churn(self, members: int) -> tuple[float, float]:
@@ -331,16 +304,8 @@ def _serve(engine: Engine, arrivals: Sequence[Arrival]) -> None:
 
 
 def _summary(timings: Sequence[Timing]) -> dict[str, Any]:
-    return {
-        "seconds": [one.seconds for one in timings],
-        "step_seconds": [median(one.steps) for one in timings],
-        "host_seconds": [median(one.host_steps) for one in timings],
-    }
-
-
-def _check(found: int, expected: int) -> None:
-    if found != expected:
-        raise ValueError(f"{found} tokens, expected {expected}")
+    """The first one warms up."""
+    return dict(zip(("seconds", "step_seconds", "host_seconds"), zip(*timings[1:], strict=True), strict=True))
 
 
 def main(*, shape: str, parts: Sequence[str], load: dict[str, Any]) -> Iterator[dict[str, Any]]:

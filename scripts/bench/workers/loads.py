@@ -40,7 +40,6 @@ def shape_of(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: 
 
 SHAPES = {
     "8b": shape_of(4096, 14336, 32, 32, 8, 128, 128256),
-    "1b": shape_of(2048, 8192, 16, 32, 8, 64, 128256),
     "0.5b": shape_of(896, 4864, 24, 14, 2, 64, 151936),
     "25m": shape_of(512, 1408, 8, 8, 4, 64, 4096),
     "tiny": shape_of(64, 96, 2, 4, 2, 16, 384),
@@ -119,6 +118,11 @@ def random_storm(load: Load, vocabulary: int, seed: int) -> list[Arrival]:
     """Short requests that come at the same time."""
     short = replace(load, prompts=load.storm_prompts, outputs=load.storm_outputs)
     return [replace(one, seconds=0.0) for one in random_arrivals(short, vocabulary, seed)]
+
+
+def check_tokens(sampled: int, expected: int) -> None:
+    if sampled != expected:
+        raise ValueError(f"{sampled} tokens, expected {expected}")
 
 
 def lengths(random: np.random.Generator, bounds: tuple[int, int], count: int) -> list[int]:

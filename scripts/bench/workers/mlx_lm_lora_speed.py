@@ -18,7 +18,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm_lora.trainer import grpo_trainer
 
 RANK, SCALE = 16, 2.0
-BYTES_TO_REPORT = 8 << 30
 
 
 def main(
@@ -34,7 +33,6 @@ def main(
     group_size: int = 8,
 ) -> dict[str, list[float]]:
     mx.random.seed(seed)
-    pretend_metal()
     network, tokenizer = load(model)[:2]
     network.set_dtype(mx.float32)
     network.freeze()
@@ -61,15 +59,6 @@ def main(
     clock.stop()
     times = {"seconds": clock.seconds, "rollout": clock.sampling, "tokens": clock.tokens, "trained": clock.tokens}
     return {name: values[1:] for name, values in times.items()}
-
-
-def pretend_metal() -> None:
-    """Versions before 5 ask for a key that only Metal devices have, and set a limit that only they know."""
-    known = dict(mx.device_info())
-    if "max_recommended_working_set_size" not in known:
-        known["max_recommended_working_set_size"] = BYTES_TO_REPORT
-        mx.device_info = lambda *_: known
-        mx.set_wired_limit = lambda _: 0
 
 
 def set_rows(rows: int) -> None:

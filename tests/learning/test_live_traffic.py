@@ -38,7 +38,7 @@ RUN = (
 )
 
 
-@pytest.mark.robustness
+@pytest.mark.learning
 def test_late_rewards_of_clients_make_the_policy_better_and_without_learning_they_do_not(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:

@@ -1,20 +1,37 @@
-"""Peak bytes of log-probs and their gradient for many tokens: our head in chunks, and all logits at once."""
+"""Log-probs and their gradient for many tokens take a fraction of the memory of all logits at once."""
+
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
+import pytest
+from bench.workers.loads import shape_of
 from mlx_lm.models.llama import Model, ModelArgs
 
-from bench.workers.loads import shape_of
-from parallm.learner.passes.lm_head import Head, run_stages
+from parallm.learner.passes.lm_head import ChunkedHead, run_stages
 from parallm.learner.settings import LearnerSettings
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO, load_tokenizer, share_model
 from parallm.model.settings import ModelSettings
 
+
+@pytest.mark.skipif(mx.default_device() == mx.Device(mx.cpu), reason="all logits at once take gigabytes of a GPU")
+def test_the_head_takes_a_tenth_of_the_memory(record_property: Callable[[str, object], None]) -> None:
+    (chunked, whole), _ = peaks_and_difference(4096, 151_936)
+    record_property("head.memory_ratio", chunked / whole)
+    assert chunked < 0.1 * whole
+
+
+def test_the_gradients_are_the_same() -> None:
+    _, difference = peaks_and_difference(64, 384)
+    assert difference < 1e-3
+
+
 HIDDEN = 256
 
 
-def main(*, tokens: int, vocabulary: int) -> dict[str, float]:
+def peaks_and_difference(tokens: int, vocabulary: int) -> tuple[list[int], float]:
+    """Peak bytes of our head in chunks and of all logits at once, and the relative difference of their gradients."""
     shape = shape_of(HIDDEN, 64, 1, 4, 4, 64, vocabulary)
     base: nn.Module = Model(ModelArgs.from_dict(shape.config()))
     model = share_model(base, shape.config(), ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
@@ -24,7 +41,7 @@ def main(*, tokens: int, vocabulary: int) -> dict[str, float]:
     mx.eval(hidden_NH, tokens_N, ones_N)
 
     def chunked() -> mx.array:
-        head = Head(model, LearnerSettings().head_chunk_bytes)
+        head = ChunkedHead(model, LearnerSettings().head_chunk_bytes)
         scores = head.score(hidden_NH, tokens_N, ones_N, wants_slopes=True)
         gradient_NH, stages = head.backward(scores, ones_N)
         run_stages(scores.stages + stages)
@@ -48,4 +65,4 @@ def main(*, tokens: int, vocabulary: int) -> dict[str, float]:
         mx.eval(gradients[-1])
         peaks.append(mx.get_peak_memory() - before)
     difference = mx.abs(gradients[0] - gradients[1]).max() / mx.abs(gradients[1]).max()
-    return {"chunked": peaks[0], "whole": peaks[1], "difference": float(difference.item())}
+    return peaks, float(difference.item())
