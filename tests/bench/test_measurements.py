@@ -89,7 +89,7 @@ def test_a_change_by_chance_has_an_interval_around_zero_and_one_by_learning_has_
 
 
 def test_steps_are_compared_by_the_seconds_of_a_token_that_is_sampled_and_trained_on() -> None:
-    steps = {"seconds": [10.0], "rollout": [6.0], "tokens": [600], "trained": [400]}
+    steps: learner.Steps = {"seconds": [10.0], "rollout": [6.0], "tokens": [600], "trained": [400]}
     assert learner.seconds_a_token([steps, steps]) == pytest.approx(0.02)
     steps = {"seconds": [20.0], "rollout": [6.0], "tokens": [300], "trained": [700]}
     assert learner.seconds_a_token([steps]) == pytest.approx(0.04)

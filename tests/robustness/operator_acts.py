@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ class Operator:
 
     def change(self, state: State) -> Change:
         name = self._random.choice(NAMES)
-        makers = [self._promote, self._alias, self._split]
+        makers: list[Callable[[State, str], Change]] = [self._promote, self._alias, self._split]
         makers.append(self._load if len(state.of(name)) < MAX_VERSIONS else self._unload)
         if state.splits:
             makers.append(self._remove_split)

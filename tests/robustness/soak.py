@@ -27,6 +27,7 @@ from parallm.engine.decode import Decoder
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.shapes import EMPTY, MIN_POSITIONS, BufferShape, in_quarters, roomy
 from parallm.errors import EngineStopped
+from parallm.model.kernels.cuda import on_cuda
 from parallm.types import BASE, POLICY, Completion, GenerationRequest, SamplingParams
 
 BEGINNINGS, MAX_BEGINNING, MAX_END = 24, 160, 60
@@ -169,9 +170,10 @@ async def main(*, requests: int, rounds: int, rows: int, kv_cache_bytes: int, co
         traces.append(num_positions)
         set_traced(self, lengths_B, slots_B, num_positions)
 
-    with mock.patch.object(AttentionMetadata, "set_traced", noted):
-        if compiles:
-            decode_batch.on_cuda = lambda: True
+    with (
+        mock.patch.object(AttentionMetadata, "set_traced", noted),
+        mock.patch.object(decode_batch, "on_cuda", lambda: compiles or on_cuda()),
+    ):
         async with open_workbench(rows=rows, kv_cache_bytes=kv_cache_bytes) as bench:
             soak, sizes, faults = Soak(bench), [], []
             for number in range(rounds):

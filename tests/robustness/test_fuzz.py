@@ -27,7 +27,7 @@ from tests.robustness.servers import TIMEOUT, answers, random_archives, settled_
 
 Record = Callable[[str, object], None]
 SCHEMATHESIS = "schemathesis==4.32.5"
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parent / "programs"
 AT_A_TIME = 8
 LIMITS = (
     *("engine.max_context=256", "engine.kv_cache_bytes=64000000", "server.default_max_tokens=16"),
@@ -88,7 +88,7 @@ def test_schemathesis_finds_no_server_error(tmp_path: Path, record_property: Rec
 
 @pytest.mark.robustness
 def test_a_planted_fault_is_found(tmp_path: Path, record_property: Record) -> None:
-    with running(str(HERE / "planted_fault.py"), RUN, tmp_path) as server:
+    with running(str(PROGRAMS / "planted_fault.py"), RUN, tmp_path) as server:
         operations = [one for one in operations_for(server.url) if one.path == "/tokenize"]
         found = asyncio.run(fuzz_routes(server.url, requests_over(operations, [], 1300, seed=0)))
     record_property("fuzz.control_errors", len(found.errors))
@@ -177,7 +177,7 @@ async def fuzz_with_schemathesis(url: str, folder: Path, examples: int) -> Fuzze
         f"--max-examples={examples}", "--seed=0", "--workers=2", f"--request-timeout={TIMEOUT:.0f}",
         "--continue-on-failure", "--no-shrink", "--suppress-health-check=all", "--warnings=off",
     ]  # fmt: skip
-    environment = os.environ | {"SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(HERE)}
+    environment = os.environ | {"SCHEMATHESIS_HOOKS": "schemathesis_hooks", "PYTHONPATH": str(PROGRAMS)}
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, trust_env=False) as client:
         async with kept_awake(client):
             process = await asyncio.create_subprocess_exec(

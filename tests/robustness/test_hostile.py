@@ -33,7 +33,7 @@ from parallm.client import AsyncClient
 from tests.robustness.servers import answers, prompts, random_archives, settled_megabytes
 
 STREAMS = 20
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parent / "programs"
 QUIET_SECONDS = 15.0
 TIMEOUT = 60.0
 MAX_TOKENS = 48
@@ -150,7 +150,7 @@ def test_honest_clients_and_the_run_do_not_notice_a_hostile_day(tmp_path: Path, 
 def test_a_server_that_does_wrong_by_itself_is_seen(tmp_path: Path, record_property: Record) -> None:
     archive = random_archives(tmp_path, 1)[0]
     (tmp_path / "hostile_functions.py").write_text(FUNCTIONS)
-    with running(str(HERE / "planted_harm.py"), RUN, tmp_path) as server:
+    with running(str(PROGRAMS / "planted_harm.py"), RUN, tmp_path) as server:
         day = asyncio.run(live_through(server, archive, sockets=0))
     seen = [bool(day.day.wrong), day.delay > DELAY, left_in(tmp_path).rows_lost > 0]
     record_property("hostile.control_seen", sum(seen))
@@ -279,7 +279,7 @@ async def attack(server: Server, archive: bytes, sockets: int) -> dict[str, Any]
     """The account of the hostile clients. Raises RuntimeError if they crash, TimeoutError."""
     file = server.log.with_name("poet.zip")
     file.write_bytes(archive)
-    command = [sys.executable, str(HERE / "hostile_clients.py"), str(server.port), str(file), str(sockets)]
+    command = [sys.executable, str(PROGRAMS / "hostile_clients.py"), str(server.port), str(file), str(sockets)]
     process = await asyncio.create_subprocess_exec(*command, env=clean_environment(), stdout=asyncio.subprocess.PIPE)
     async with asyncio.timeout(MAX_SECONDS):
         output, _ = await process.communicate()

@@ -217,7 +217,7 @@ class Visitor:
             if answer.finish not in (("length", "stop", "abort") if may_be_cut else ("length", "stop")):
                 self._tally.lost.append(f"{self._name}: ended with {answer.finish}")
                 return
-            self._tally.ends[answer.finish] += 1
+            self._tally.ends[str(answer.finish)] += 1
         if not is_greedy:
             return
         (answer,) = answers

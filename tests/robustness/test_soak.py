@@ -9,12 +9,13 @@ adapters that the longest context allows. On a CPU that needs g++.
 import shutil
 from collections.abc import Callable, Sequence
 from statistics import mean
+from typing import Any
 
 import pytest
 from bench.measurement import request_of_tests
 from bench.processes import work
 
-JOB = {"rows": 64, "kv_cache_bytes": 6_000_000}
+JOB: dict[str, Any] = {"rows": 64, "kv_cache_bytes": 6_000_000}
 WARM_UP = 2
 """Readings of memory, of five versions each: the table of versions keeps eight."""
 

@@ -222,7 +222,7 @@ def newcombe(both: int, only_first: int, only_second: int, neither: int) -> Inte
     """Method 10 of Newcombe (1998), with his correction of the correlation."""
     num = both + only_first + only_second + neither
     sums = (both + only_first, only_second + neither, both + only_second, only_first + neither)
-    excess = both * neither - only_first * only_second
+    excess: float = both * neither - only_first * only_second
     if excess > 0:
         excess = max(0.0, excess - num / 2)
     correlation = excess / math.sqrt(math.prod(sums)) if all(sums) else 0.0

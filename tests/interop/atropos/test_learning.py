@@ -119,7 +119,7 @@ def worth(one: Trainer, model: str, seed: int) -> float:
 def problems_and_score() -> dict[str, Any]:
     """These functions of the template, which is written for an interpreter with atroposlib."""
     tree = ast.parse(TEMPLATE.read_text())
-    kept = [
+    kept: list[ast.stmt] = [
         node
         for node in tree.body
         if isinstance(node, ast.FunctionDef | ast.Assign)
@@ -250,7 +250,7 @@ def regex_rows(environments: Path) -> list[dict[str, object]]:
     code = (environments / "community" / "regex_generation" / "regex_problems.py").read_text()
     names: dict[str, list[dict[str, Any]]] = {}
     exec(code, names)  # data of the environment that is about to run
-    rows = []
+    rows: list[dict[str, object]] = []
     for number, problem in enumerate(names["PROBLEMS"]):
         shown = [f"Description: {problem['description']}", "", "Strings that SHOULD match:"]
         shown += [f"  - {text!r}" for text in problem["positive"]] + ["", "Strings that should NOT match:"]

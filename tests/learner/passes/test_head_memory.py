@@ -7,11 +7,12 @@ import mlx.nn as nn
 import pytest
 from bench.workers.loads import shape_of
 from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.utils import load_tokenizer
 
 from parallm.learner.passes.lm_head import ChunkedHead, run_stages
 from parallm.learner.settings import LearnerSettings
 from parallm.model.chat.tokenizer import ChatTokenizer
-from parallm.model.load import NANO, load_tokenizer, share_model
+from parallm.model.load import NANO, share_model
 from parallm.model.settings import ModelSettings
 
 
