@@ -172,7 +172,7 @@ async def main(*, requests: int, rounds: int, rows: int, kv_cache_bytes: int, co
 
     with (
         mock.patch.object(AttentionMetadata, "set_traced", noted),
-        mock.patch.object(decode_batch, "on_cuda", lambda: compiles or on_cuda()),
+        mock.patch.object(decode_batch, "on_cuda", return_value=compiles or on_cuda()),
     ):
         async with open_workbench(rows=rows, kv_cache_bytes=kv_cache_bytes) as bench:
             soak, sizes, faults = Soak(bench), [], []
