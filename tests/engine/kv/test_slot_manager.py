@@ -19,7 +19,8 @@ from parallm.engine.kv.slot_manager import SlotManager
 from parallm.engine.settings import EngineSettings
 from parallm.model.attention import attention
 from parallm.model.kernels.decode_attention import RotaryAngles
-from parallm.model.patches.rotary import Rotation, install_rotary
+from parallm.model.kernels.rotary import Rotation
+from parallm.model.patches.rotary import install_rotary
 from parallm.model.shared_model import PlainCache, SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -157,7 +158,7 @@ def test_rows_that_keep_their_slots_get_the_same_tokens(
         turns.append(rotation)
         return turn_of(rows, rotation)
 
-    monkeypatch.setattr(AttentionMetadata, "turn", noted)
+    monkeypatch.setattr(AttentionMetadata, "rotary", noted)
     monkeypatch.setattr(SlotCache, "put", lambda *_: pytest.fail("a row was moved"))
     monkeypatch.setattr(SlotCache, "join", lambda *_: pytest.fail("pools were written by MLX"))
     found, _ = run(make_engine, model, requests, async_scheduling=async_scheduling, **parts)

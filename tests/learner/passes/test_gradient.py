@@ -20,11 +20,12 @@ from parallm.learner.passes.checkpointing import checkpointed
 from parallm.learner.passes.gradient import LoraWeights, PolicyGradient
 from parallm.learner.passes.scoring import ScoredStep, score_step
 from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.kernels.token_scores import token_scores
 from parallm.model.load import load_shared_model
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.merged import merge_linears
-from parallm.model.lora.single import LoraScaling, initial_arrays, single_lora
+from parallm.model.lora.linear import merge_linears
+from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import TrajectoryGroup

@@ -11,9 +11,9 @@ import pytest
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter, make_adapter
 from parallm.model.adapters.files import read_adapter, read_arrays, write_arrays, write_exactly, write_mlx, write_peft
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.reward_head import read_reward_model, with_reward_head
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 

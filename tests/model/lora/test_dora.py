@@ -15,10 +15,12 @@ from mlx_lm.utils import load_model
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.lora.dora import initial_magnitudes, lora_scaling
 from parallm.model.lora.gathered import stack_loras
-from parallm.model.lora.single import LoraBinding, LoraLinear, initial_arrays, single_lora
+from parallm.model.lora.linear import LoraBinding, LoraLinear
+from parallm.model.lora.single import single_lora
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 

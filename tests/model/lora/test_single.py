@@ -7,11 +7,14 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import load_shared_model
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.gathered import stack_loras
-from parallm.model.lora.single import LoraLinear, SingleLora, initial_arrays, single_lora
-from parallm.model.lora.training import DropoutLora, training_lora
+from parallm.model.lora.linear import LoraLinear
+from parallm.model.lora.selector import training_lora
+from parallm.model.lora.single import SingleLora, single_lora
+from parallm.model.lora.training import DropoutLora
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 

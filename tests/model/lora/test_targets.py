@@ -5,8 +5,8 @@ import mlx.core as mx
 import pytest
 
 from parallm.errors import AdapterError
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import initial_arrays
 from parallm.model.lora.targets import target_ranks
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel

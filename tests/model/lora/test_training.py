@@ -6,16 +6,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from parallm.model.lora.merged import merge_linears
-from parallm.model.lora.single import (
-    LoraBinding,
-    LoraContext,
-    LoraLinear,
-    LoraScaling,
-    SingleLora,
-    initial_arrays,
-    single_lora,
-)
+from parallm.model.adapters.initial import initial_arrays
+from parallm.model.lora.linear import LoraBinding, LoraContext, LoraLinear, merge_linears
+from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.lora.training import TrainingLora
 
 SHAPES = {"q": (64, 64), "k": (64, 32), "gate": (64, 96), "up": (64, 96), "down": (96, 64)}
@@ -77,7 +70,7 @@ def test_groups_that_lack_a_site_or_do_more_than_multiply_take_the_plain_way() -
     arrays = random_arrays()
 
     def served(adapter: SingleLora) -> list[str]:
-        return [name for name in SHAPES if getattr(layers, name).group.serves(TrainingLora(adapter))]
+        return [name for name in SHAPES if getattr(layers, name).merged.serves(TrainingLora(adapter))]
 
     assert served(adapter_of(arrays)) == list(SHAPES)
     assert served(adapter_of(arrays, widens=False)) == ["down"]

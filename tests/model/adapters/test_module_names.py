@@ -10,8 +10,8 @@ import pytest
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.files import read_adapter, read_arrays, write_arrays, write_exactly, write_mlx, write_peft
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.module_names import KNOWN, modules_of
-from parallm.model.lora.single import initial_arrays
 from parallm.model.shared_model import SharedModel
 
 LAYERS = json.loads((Path(__file__).parent / "peft_layers.json").read_text())
