@@ -135,7 +135,7 @@ def check(found: Mapping[tuple[str, int], Completion], expected: Mapping[tuple[s
         assert np.abs(np.array(one.logprobs) - np.array(expected[name].logprobs)).max() <= 1e-4
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True], ids=["in turns", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turns", "ahead"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_rows_that_keep_their_slots_get_the_same_tokens(
     architecture: str,

@@ -357,7 +357,7 @@ def test_another_base_is_refused_with_site_shape_and_way_out(
 def test_a_site_that_the_base_lacks_is_refused_by_name(adapter: Adapter, tmp_path: Path) -> None:
     write_mlx(adapter, tmp_path, num_layers=2)
     with pytest.raises(
-        AdapterError, match=r"down_proj is no LoRA site here; there are 1, such as model\.x; load the base"
+        AdapterError, match=r"down_proj is no LoRA target here; there are 1, such as model\.x; load the base"
     ):
         read_adapter(tmp_path, {"model.x": (32, 32)})
 

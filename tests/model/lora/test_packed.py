@@ -1,4 +1,4 @@
-"""Which adapters the kernels of `row_lora` can serve, and where their factors lie."""
+"""Adapters that the kernels of `segmented_lora` can serve, and the layout of their weights."""
 
 from dataclasses import replace
 
