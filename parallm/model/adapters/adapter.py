@@ -211,17 +211,17 @@ def checksums(arrays: Mapping[str, mx.array], scale: float = 1.0) -> Checksums:
     return Checksums(sums=sums, is_finite=_are_finite(values_N, scale).all())
 
 
-def arrays_digest(arrays: Mapping[str, mx.array], scale: float = 1.0, known: Checksums | None = None) -> str:
-    """SHA-256 over the names, the shapes and the checksums of `arrays`, which are `known` if they were computed before.
+def arrays_digest(arrays: Mapping[str, mx.array], scale: float = 1.0, computed: Checksums | None = None) -> str:
+    """SHA-256 over the names, the shapes and the checksums of `arrays`, if they were `computed` before.
 
     Raises AdapterNotFinite, naming an array, if one holds NaN or infinity, or values that the adapter's largest `scale`
     makes infinite. Every version passes here when it is made, so none that holds such values is ever trained on or
     served: rows of several versions share products, in which an infinite factor would reach the others.
     """
-    known = known or checksums(arrays, scale)
-    mx.eval(known.sums, known.is_finite)
+    computed = computed or checksums(arrays, scale)
+    mx.eval(computed.sums, computed.is_finite)
     names = sorted(arrays)
-    if not known.is_finite.item():
+    if not computed.is_finite.item():
         broken = next(name for name in names if not _are_finite(arrays[name], scale).all().item())
         if mx.isfinite(arrays[broken]).all().item():
             raise AdapterNotFinite(
@@ -229,7 +229,7 @@ def arrays_digest(arrays: Mapping[str, mx.array], scale: float = 1.0, known: Che
             )
         raise AdapterNotFinite(f"{broken} holds values that are not finite; take an earlier version of the adapter")
     shapes = [(name, arrays[name].shape) for name in names]
-    return hashlib.sha256(f"{shapes} {known.sums.tolist()}".encode()).hexdigest()
+    return hashlib.sha256(f"{shapes} {computed.sums.tolist()}".encode()).hexdigest()
 
 
 def _are_finite(values: mx.array, scale: float) -> mx.array:

@@ -226,8 +226,8 @@ def _is_integer(kind: Any) -> bool:
 
 def _missing_bounds(schema: Mapping[str, Any]) -> dict[str, int]:
     """Return no bounds where a given bound lies beyond `MAX_INTEGER`: together they could allow nothing."""
-    given = [schema[name] for name in BOUNDS & schema.keys()]
-    if any(not isinstance(bound, int | float) or abs(bound) > MAX_INTEGER for bound in given):
+    bounds = [schema[name] for name in BOUNDS & schema.keys()]
+    if any(not isinstance(bound, int | float) or abs(bound) > MAX_INTEGER for bound in bounds):
         return {}
     low = {} if {"minimum", "exclusiveMinimum"} & schema.keys() else {"minimum": -MAX_INTEGER}
     high = {} if {"maximum", "exclusiveMaximum"} & schema.keys() else {"maximum": MAX_INTEGER}

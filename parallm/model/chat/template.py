@@ -160,11 +160,11 @@ class ControlTokens:
         for piece in pieces[1:]:
             is_ours += [True, *[False] * piece.count(splitter)]
         ids = self._tokenizer.encode(splitter.join(pieces), add_special_tokens=add_special)
-        splitters = [index for index, found in enumerate(ids) if found == token]
+        splitters = [index for index, number in enumerate(ids) if number == token]
         if len(splitters) != len(is_ours):
             return self._encoded_in_pieces(pieces, add_special)
         dropped = {index for index, ours in zip(splitters, is_ours, strict=True) if ours}
-        return tuple(found for index, found in enumerate(ids) if index not in dropped)
+        return tuple(number for index, number in enumerate(ids) if index not in dropped)
 
     def _encoded_in_pieces(self, pieces: list[str], add_special: bool) -> tuple[int, ...]:
         """Token ids where no token can stand for the mark; a tokenizer may write a space where a piece begins."""
