@@ -89,7 +89,7 @@ def test_a_backward_keeps_no_unpacked_weights(tmp_path: Path) -> None:
 
 
 class _Scaled:
-    """Multiplies the outputs of all sites."""
+    """Multiplies the outputs of all targets."""
 
     def __init__(self, scale: mx.array) -> None:
         self._scale = scale

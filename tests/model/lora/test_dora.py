@@ -66,7 +66,7 @@ def quantized_nano(tmp_path: Path) -> SharedModel:
     "form", [{"dora": True}, {"rslora": True}, {"dora": True, "rslora": True, "ranks": {"q_proj": 7}}], ids=str
 )
 @pytest.mark.parametrize("quantized", [False, True])
-def test_a_site_of_the_nano_model_computes_what_mlx_lm_computes(
+def test_a_target_of_the_nano_model_computes_what_mlx_lm_computes(
     form: dict[str, object], quantized: bool, variant: Variant, quantized_nano: SharedModel
 ) -> None:
     model = quantized_nano if quantized else load_shared_model(ModelSettings(path="nano"))

@@ -21,7 +21,7 @@ CALLED = [("q", "k", "v")]
 
 
 class Layers(nn.Module):
-    """Four sites, of which three get the same input."""
+    """Four targets, of which three get the same input."""
 
     def __init__(self, lora_context: LoraContext, *, bias: bool, bits: int | None = None) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
 
 
 class GatedLayers(nn.Module):
-    """Two sites of one input, and a gate between them."""
+    """Two targets of one input, and a gate between them."""
 
     def __init__(self, lora_context: LoraContext) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_halves_of_one_product_are_gated_where_they_are(shape: tuple[int, int]) 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_gated_sites_are_trained_as_one_product(dtype: mx.Dtype) -> None:
+def test_gated_targets_are_trained_as_one_product(dtype: mx.Dtype) -> None:
     layers, lora_context = GatedLayers(LoraContext()), LoraContext()
     layers.set_dtype(dtype)
     for layer in (layers.gate, layers.up):

@@ -21,7 +21,7 @@ class Versions:
 
     a_IK: list[mx.array]
     b_RO: list[list[mx.array]]
-    """By version, then by site."""
+    """By version, then by target."""
     weights: GroupWeights
 
 

@@ -21,7 +21,7 @@ RowsOf = Callable[..., SegmentedLora]
 
 @pytest.fixture
 def model(load_tiny: Callable[..., SharedModel]) -> SharedModel:
-    """With groups of sites as they are formed on CUDA."""
+    """With groups of targets as they are formed on CUDA."""
     tiny = load_tiny("llama")
     alone = [target for target in tiny.targets if not any(target in targets for targets in tiny.joined)]
     return replace(tiny, groups=(*tiny.joined, *((target,) for target in alone)))

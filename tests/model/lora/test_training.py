@@ -64,7 +64,7 @@ def test_outputs_and_gradients_are_those_of_plain_differentiation(bias: bool) ->
         assert mx.abs(one - other).max().item() <= tolerance * mx.abs(other).max().item()
 
 
-def test_groups_that_lack_a_site_or_do_more_than_multiply_take_the_plain_way() -> None:
+def test_groups_that_lack_a_target_or_do_more_than_multiply_take_the_plain_way() -> None:
     layers = Block(LoraContext(), bias=False)
     merge_linears(layers, GROUPS)
     arrays = random_arrays()
@@ -82,7 +82,7 @@ def test_groups_that_lack_a_site_or_do_more_than_multiply_take_the_plain_way() -
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_sites_that_are_one_product_have_the_outputs_and_gradients_of_several(bias: bool) -> None:
+def test_targets_that_are_one_product_have_the_outputs_and_gradients_of_several(bias: bool) -> None:
     layers, x = Block(LoraContext(), bias=bias), mx.random.normal((2, 5, 64))
     linears = [layers.gate.linear, layers.up.linear]
     joined = nn.Linear(64, 192, bias=bias)
