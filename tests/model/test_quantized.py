@@ -94,8 +94,8 @@ class _Scaled:
     def __init__(self, scale: mx.array) -> None:
         self._scale = scale
 
-    def added(self, target: str, x: mx.array, y: mx.array) -> mx.array:
+    def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
         return y * self._scale
 
-    def stretch(self, target: str) -> None:
+    def dora_scale(self, target: str) -> None:
         return None

@@ -258,7 +258,7 @@ def test_sites_may_add_their_gradients_to_one_another(
     model = load_shared_model(ModelSettings(path=str(tiny_model("qwen3")), lora=LoraSettings(rank=4)))
     adapter = make_start(model)
     expected = chunked(model, streams, adapter, groups, objective=PRESETS["dapo"])
-    for module in ("parallm.learner.passes.gradient", "parallm.model.lora.training"):  # as on a GPU
+    for module in ("parallm.learner.passes.gradient", "parallm.model.lora.selector"):  # as on a GPU
         monkeypatch.setattr(f"{module}.on_cuda", lambda: True)
     monkeypatch.setattr("parallm.learner.passes.gradient.can_trim", lambda _: False)  # groups without a view need one
     merge_linears(model.base, model.joined)

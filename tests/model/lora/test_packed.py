@@ -14,7 +14,7 @@ def adapter(ranks: dict[str, int], **options: dict[str, mx.array]) -> SingleLora
     a_IR = {target: mx.ones((16, rank)) for target, rank in ranks.items()}
     b_RO = {target: mx.ones((rank, 8)) for target, rank in ranks.items()}
     joined = join_a({target: a_IR[target] for target in ("q", "k") if target in a_IR})
-    return SingleLora(a_IR, b_RO, options.get("stretch_O", {}), dict.fromkeys(joined.targets, joined))
+    return SingleLora(a_IR, b_RO, options.get("dora_scale_O", {}), dict.fromkeys(joined.targets, joined))
 
 
 GROUPS = (("q", "k"), ("o",))
@@ -99,4 +99,4 @@ def test_targets_in_no_group_keep_the_output_of_the_base() -> None:
     assert found is not None
     y = mx.ones((1, 1, 9))
 
-    assert SegmentedLora(weights=found, order_B2=order_rows([0], 1)).added("x_proj", mx.ones((1, 1, 16)), y) is y
+    assert SegmentedLora(weights=found, order_B2=order_rows([0], 1)).apply("x_proj", mx.ones((1, 1, 16)), y) is y
