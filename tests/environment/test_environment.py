@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from parallm.environment.arithmetic import Arithmetic
-from parallm.environment.environment import MultiTurnEnvironment, build_environment, connect
+from parallm.environment.environment import MultiTurnEnvironment, connect
 from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.settings import ArithmeticSettings, CustomSettings, Gsm8kSettings
 from parallm.errors import ConfigError
+from parallm.run.environments import build_environment
 from parallm.types import Message
 
 README = Path(__file__).parents[2] / "parallm" / "environment" / "README.md"

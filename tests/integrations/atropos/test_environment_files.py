@@ -8,9 +8,14 @@ import pytest
 
 from parallm.errors import ConfigError
 from parallm.integrations.atropos.api import Sizes
-from parallm.integrations.atropos.launcher import HOST, LaunchContext, check_interpreter, command_of
-from parallm.integrations.atropos.ports import with_free_port
-from parallm.rollout.atropos_settings import AtroposSettings, EnvironmentProcess, StartSettings
+from parallm.integrations.atropos.launcher import (
+    ENVIRONMENT_HOST,
+    LaunchContext,
+    check_interpreter,
+    command_of,
+    with_free_port,
+)
+from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
 
 TOLD = LaunchContext(
     api="http://127.0.0.1:8001",
@@ -34,7 +39,7 @@ def test_an_environment_is_told_of_this_run_in_a_file(tmp_path: Path) -> None:
     command = command_of("words", one, TOLD, python="python", folder=tmp_path)
     assert command == [
         "python",
-        str(HOST),
+        str(ENVIRONMENT_HOST),
         str(tmp_path / "words.py"),
         "serve",
         "--config",
@@ -80,7 +85,7 @@ def test_an_api_that_is_joined_keeps_its_url() -> None:
 
 @pytest.mark.parametrize("url", ["http://0.0.0.0:8001", "https://127.0.0.1:8001", "http://127.0.0.1", "http://far:1"])
 def test_an_api_is_started_on_this_machine_only(url: str) -> None:
-    with pytest.raises(ConfigError, match="which nobody else may reach"):
+    with pytest.raises(ConfigError, match="which no other machine may reach"):
         with_free_port(AtroposSettings(url=url, start=StartSettings(api=True)))
 
 
