@@ -83,8 +83,6 @@ class SampleStore:
         self.num_tokens = 0
         self.num_recorded = 0
         """Completions since the start."""
-        self.num_expired = 0
-        """Completions that left without having been joined."""
 
     @property
     def num_completions(self) -> int:
@@ -118,8 +116,7 @@ class SampleStore:
             prompt = self._prompts.get(arrival.key)
             if prompt is None:
                 continue
-            completion = prompt.completions.pop(arrival.number, None)
-            self.num_expired += completion is not None and completion.num_joined == 0
+            prompt.completions.pop(arrival.number, None)
             if not prompt.completions:
                 del self._prompts[arrival.key]
 

@@ -64,7 +64,7 @@ class AtroposSource:
         registration: Callable[[], Registration],
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`registration` makes what run-api is told of this run; `transport` leads to another API."""
+        """`registration` makes the body of each registration at run-api; `transport` leads to another API."""
         self._settings = settings.atropos
         self._registration = registration
         self.sample_store = SampleStore(settings.atropos)
