@@ -44,7 +44,8 @@ class RolloutBatch:
     @property
     def num_tokens(self) -> int:
         """Tokens of all episodes, those of replies and of faulty ones included."""
-        return sum(len(episode.tokens) for group in self.sampled for episode in (*group.trajectories, *group.faulty))
+        scored = sum(len(trajectory.tokens) for group in self.sampled for trajectory in group.trajectories)
+        return scored + sum(len(fault.tokens) for group in self.sampled for fault in group.faulty)
 
     @property
     def faults(self) -> Mapping[str, int]:
