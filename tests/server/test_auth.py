@@ -12,6 +12,7 @@ from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.auth import ROLES, read_keys
 from parallm.server.operation.sockets import ListenError, bind
+from parallm.server.service import Service
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
 
 KEYS = {role: f"{role}-0123456789abcdef" for role in ("inference", "training", "admin")}
@@ -30,13 +31,15 @@ def send(engine: Any, tokenizer: Any) -> Send:
 
     async def call(method: str, path: str, settings: ServerSettings = with_keys, **options: Any) -> httpx.Response:
         app = create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="starting"),
-            settings=settings,
-            base_name="nano",
-            keys=read_keys(settings),
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=tuple,
+                status=lambda: TrainingStatus(state="starting"),
+                settings=settings,
+                base_name="nano",
+                keys=read_keys(settings),
+            )
         )
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.auth import read_keys
+from parallm.server.service import Service
 from parallm.server.settings import ApiKey, ServerSettings
 
 KEY = "admin-0123456789abcdef"
@@ -41,13 +42,15 @@ def ask(engine: Any, tokenizer: Any) -> Ask:
 def application(engine: Any, tokenizer: Any, **settings: Any) -> FastAPI:
     found = ServerSettings(**settings)
     return create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=tuple,
-        status=lambda: TrainingStatus(state="starting"),
-        settings=found,
-        base_name="nano",
-        keys=read_keys(found),
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=tuple,
+            status=lambda: TrainingStatus(state="starting"),
+            settings=found,
+            base_name="nano",
+            keys=read_keys(found),
+        )
     )
 
 

@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 from parallm.errors import CheckpointError, Unavailable, UnknownModel
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import GivenTrajectory, GivenUpdate, WeightSpan
 
@@ -79,13 +80,15 @@ def training() -> FakeTraining:
 def client(engine: Any, tokenizer: Any, training: FakeTraining) -> TestClient:
     return TestClient(
         create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state=training.state, step=4),
-            settings=ServerSettings(),
-            base_name="nano",
-            training=training,
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=tuple,
+                status=lambda: TrainingStatus(state=training.state, step=4),
+                settings=ServerSettings(),
+                base_name="nano",
+                training=training,
+            )
         ),
         base_url="http://localhost",
     )

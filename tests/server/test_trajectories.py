@@ -14,6 +14,7 @@ from parallm.rollout.live.journal import Journal
 from parallm.rollout.live.source import LiveSource
 from parallm.rollout.settings import LiveSettings, RolloutSettings
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, TrajectoryGroup, WeightSpan
 from tests.rollout.live.conftest import completion_of, request_of
@@ -39,13 +40,15 @@ def policy_card(version: int) -> AdapterCard:
 def make_client(engine: Any, tokenizer: Any, **trajectories: LiveSource) -> TestClient:
     return TestClient(
         create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=lambda: (policy_card(2), policy_card(3)),
-            status=lambda: TrainingStatus(state="collecting"),
-            settings=ServerSettings(),
-            base_name="nano",
-            trajectories=trajectories,
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=lambda: (policy_card(2), policy_card(3)),
+                status=lambda: TrainingStatus(state="collecting"),
+                settings=ServerSettings(),
+                base_name="nano",
+                trajectories=trajectories,
+            )
         ),
         base_url="http://localhost",
     )

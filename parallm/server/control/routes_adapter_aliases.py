@@ -26,8 +26,9 @@ from parallm.server.control.routes_adapters import (
     unload_model,
     with_own_names,
 )
+from parallm.server.interfaces import Adapters
 from parallm.server.schemas import Wire, checked, read_object
-from parallm.server.service import Adapters, Service
+from parallm.server.service import Service
 from parallm.types import AdapterCard
 
 Body = TypeVar("Body", bound=Wire)

@@ -11,8 +11,9 @@ from starlette.responses import Response
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.model.adapters.names import is_number, versioned
 from parallm.server.connection import body_of, json_response, read_body
+from parallm.server.interfaces import Adapters
 from parallm.server.schemas import MAX_INT, Wire
-from parallm.server.service import Adapters, Service
+from parallm.server.service import Service
 from parallm.types import POLICY, AdapterCard
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]

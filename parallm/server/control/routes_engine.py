@@ -133,7 +133,7 @@ def warm_up_routes(service: Service) -> APIRouter:
         body = await body_of(service, http, WarmUpBody)
         token = service.tokenizer.encode("0")[-1]
         work = warm_up(
-            service.engine.generate, token, model=body.model, rows=body.rows, prompt_tokens=body.prompt_tokens
+            service.gateway.generate, token, model=body.model, rows=body.rows, prompt_tokens=body.prompt_tokens
         )
         seconds = await while_connected(http.receive, work)
         return json_response(WarmUpAnswer(seconds={str(rows): one for rows, one in seconds.items()}))
@@ -218,14 +218,14 @@ def engine_routes(service: Service, gateway: EngineGateway) -> APIRouter:
     return router
 
 
-def queue_routes(gateway: EngineGateway) -> APIRouter:
+def queue_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/queue")
     @router.get("/v1/queue/stats")
     async def queue() -> Response:
         """What runs and what waits."""
-        load = gateway.stats()
+        load, gateway = service.engine.stats(), service.gateway
         return json_response(
             QueueAnswer(
                 num_running=load.num_running,

@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from parallm.errors import ContextTooLong, InvalidRequest, Unavailable, UnknownModel
 from parallm.server.connection import json_response, received, while_connected
+from parallm.server.interfaces import Rate, RewardModels
 from parallm.server.openai.chat_schemas import ChatMessage
 from parallm.server.openai.translate import to_turn
+from parallm.server.request_limits import check_items, check_text, check_texts
 from parallm.server.schemas import FIRST_FAULT, Wire, parse_body
-from parallm.server.service import Rate, RewardModels, Service
-from parallm.server.text_bounds import check_items, check_text, check_texts
+from parallm.server.service import Service
 from parallm.types import Message, ScoringRequest
 
 Text = Annotated[str, Field(min_length=1)]

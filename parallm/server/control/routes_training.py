@@ -14,11 +14,13 @@ from starlette.responses import Response
 
 from parallm.errors import ContextTooLong, InvalidRequest, Unavailable
 from parallm.server.connection import body_of, json_response, received, while_connected
+from parallm.server.control.training_status import status_answer
+from parallm.server.interfaces import Tokenizer, Training
+from parallm.server.openai.completion_schemas import WeightVersions
 from parallm.server.openai.translate import MIN_TEMPERATURE
-from parallm.server.routes_models import status_answer
-from parallm.server.schemas import FIRST_FAULT, MAX_INT, WeightVersions, Wire, is_tokens, parse_body
-from parallm.server.service import Service, Tokenizer, Training
-from parallm.server.text_bounds import check_items, check_text
+from parallm.server.request_limits import check_items, check_text
+from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire, is_tokens, parse_body
+from parallm.server.service import Service
 from parallm.types import GivenTrajectory, WeightSpan
 
 MAX_TRAJECTORIES = 4096

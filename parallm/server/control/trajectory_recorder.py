@@ -8,8 +8,9 @@ from typing import Any
 from parallm.errors import InvalidRequest, NotStored, Unavailable
 from parallm.server.catalog import resolved
 from parallm.server.engine_gateway import answer_id
-from parallm.server.schemas import GenerationBody
-from parallm.server.service import Service, Trajectories
+from parallm.server.interfaces import Trajectories
+from parallm.server.openai.completion_schemas import GenerationBody
+from parallm.server.service import Service
 from parallm.types import Completion, GenerationRequest
 
 
@@ -47,16 +48,11 @@ class TrajectoryRecorder:
                 await taker.written()
 
 
-def recorder_for(
-    body: GenerationBody, service: Service, requests: Sequence[GenerationRequest]
-) -> TrajectoryRecorder | None:
-    """None unless the client has asked for it.
+def recorder_for(body: GenerationBody, service: Service, requests: Sequence[GenerationRequest]) -> TrajectoryRecorder:
+    """Return the recorder of a body with `collect_trajectory`.
 
     Raises InvalidRequest for what could not be trained on, and Unavailable where nothing learns from clients.
     """
-    if not body.collect_trajectory:
-        _refuse_rest(body)
-        return None
     metadata = {} if body.metadata is None else body.metadata
     if not isinstance(metadata, dict):
         raise InvalidRequest("metadata should be an object", "metadata")
@@ -72,7 +68,7 @@ def recorder_for(
         takers=takers,
         scoring_function=body.scoring_function,
         metadata=metadata,
-        note=service.note_trajectory,
+        note=service.statistics.note_trajectory,
     )
 
 
@@ -91,13 +87,6 @@ def _check_ids(service: Service, requests: Sequence[GenerationRequest]) -> None:
 def trajectory_id(answer: str, place: int) -> str:
     """Of choice `place` of an answer."""
     return f"{answer}-{place}"
-
-
-def _refuse_rest(body: GenerationBody) -> None:
-    if body.scoring_function is not None:
-        raise InvalidRequest("scoring_function needs collect_trajectory: true", "scoring_function")
-    if body.metadata not in (None, {}):
-        raise InvalidRequest("metadata is kept only with collect_trajectory: true; leave it out", "metadata")
 
 
 def _taker(service: Service, request: GenerationRequest) -> Trajectories | None:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from parallm.errors import InvalidRequest
-from parallm.server.catalog import resolved_to
+from parallm.server.catalog import answered_by
 from parallm.server.engine_gateway import answer_id
-from parallm.server.generation import version_of
 from parallm.types import AdapterCard, Completion, GenerationRequest
 
 MAX_NAMES = 256
@@ -94,7 +93,7 @@ class VersionStatistics:
 
     def _of(self, request: GenerationRequest, completion: Completion) -> VersionCounts:
         name = request.split or request.model
-        version = resolved_to(request.model, version_of(completion), self._catalog())
+        version = answered_by(request.model, completion, self._catalog())
         versions = _keep(self._names, name, self._names.get(name, OrderedDict()), MAX_NAMES)
         return _keep(versions, version, versions.get(version, VersionCounts()), MAX_VERSIONS)
 

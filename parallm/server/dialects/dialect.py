@@ -10,7 +10,8 @@ from pydantic import BaseModel
 from parallm.errors import InvalidRequest
 from parallm.server.failures import Failure
 from parallm.server.generation import ResponseBuilder, ResponseContext, StreamBuilder
-from parallm.server.schemas import CompletionBody, Wire, checked
+from parallm.server.openai.completion_schemas import CompletionBody
+from parallm.server.schemas import Wire, checked
 
 RESPONSE_FIELDS = ("collect_trajectory", "echo", "prompt_logprobs", "return_tokens_as_token_ids")
 """Fields of `/v1/completions` that change what an answer holds, which a dialect has to have a place for."""

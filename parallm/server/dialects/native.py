@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from parallm.errors import InvalidRequest
+from parallm.server.catalog import version_of
 from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body
 from parallm.server.failures import Failure
-from parallm.server.generation import ResponseContext, version_of, weight_versions
+from parallm.server.generation import ResponseContext, weight_versions
+from parallm.server.openai.completion_schemas import CompletionBody, Usage, WeightVersions
 from parallm.server.openai.logprobs import finite
-from parallm.server.schemas import CompletionBody, ErrorAnswer, Usage, WeightVersions, Wire
+from parallm.server.schemas import ErrorAnswer, Wire
 from parallm.types import Completion
 
 

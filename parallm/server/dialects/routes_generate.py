@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from parallm.conversation import GrammarSource
 from parallm.errors import InvalidRequest, ParallmError
-from parallm.server.catalog import with_lora_adapter
 from parallm.server.connection import error_response, json_response, received
 from parallm.server.dialects.dialect import Dialect, DialectRequest
 from parallm.server.dialects.native import NATIVE
@@ -24,13 +23,13 @@ from parallm.server.dialects.versioned import VERSIONED
 from parallm.server.dialects.vllm_legacy import LEGACY_VLLM
 from parallm.server.dialects.vllm_tokens import TOKEN_IN_TOKEN_OUT
 from parallm.server.failures import DeadlineExceeded, failure_of
-from parallm.server.generation import on_a_side, respond_stream, respond_whole
+from parallm.server.generation import ChunkStream, respond
 from parallm.server.openai.grammars import body_grammar, constrained
-from parallm.server.openai.routes_generation import requests_of, response_context
-from parallm.server.openai.translate import chat_prompt
+from parallm.server.openai.routes_generation import response_context
+from parallm.server.openai.translate import chat_prompt, completion_requests, with_lora_adapter
+from parallm.server.request_limits import check_items, check_text
 from parallm.server.schemas import checked, parse_body, read_object
 from parallm.server.service import Service
-from parallm.server.text_bounds import check_items, check_text
 from parallm.types import BASE, POLICY, GenerationRequest
 
 
@@ -123,9 +122,9 @@ def _read(service: Service, choose: Callable[[Mapping[str, Any]], Dialect], text
     dialect = choose(value)
     try:
         asked = dialect.read(value if value.get("model") is not None else value | _usual_model(service, value))
-        asked = replace(asked, body=with_lora_adapter(service, asked.body))
+        asked = replace(asked, body=with_lora_adapter(asked.body, service))
         answer_id = asked.body.request_id or f"gen-{uuid.uuid4().hex}"
-        requests = requests_of(service, asked.body, answer_id)
+        requests = completion_requests(asked.body, answer_id, service)
         grammar = body_grammar(asked.body)
     except ParallmError as error:
         return Read(dialect=dialect, asked=error)
@@ -140,17 +139,12 @@ async def _respond(service: Service, http: Request, read: AskedRequests) -> Resp
     requests = await constrained(read.requests, read.grammar, service, reasoning=None)
     # these answers say the ids and the mode themselves, at the places of their dialects
     plain = body.model_copy(update={"request_id": None, "step_id": None})
-    num_running = service.engine.stats().num_running
-
-    async def answer(routed: Sequence[GenerationRequest]) -> Response:
-        context = replace(
-            response_context(service, read.answer_id, plain, routed, logprobs=False), num_running=num_running
-        )
-        if body.stream and asked.stream is not None:
-            return await respond_stream(service, http, asked.stream(context))
-        return await respond_whole(service, http, asked.whole(context))
-
-    return await on_a_side(service, requests, answer)
+    context = response_context(service, read.answer_id, plain, requests, logprobs=False)
+    context.num_running = service.engine.stats().num_running
+    if body.stream and asked.stream is not None:
+        builder = asked.stream(context)
+        return await respond(service, http, builder, ChunkStream(service, builder))
+    return await respond(service, http, asked.whole(context))
 
 
 def _usual_model(service: Service, value: Mapping[str, Any]) -> dict[str, str]:

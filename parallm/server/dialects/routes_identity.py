@@ -79,7 +79,7 @@ def identity_routes(service: Service) -> APIRouter:
             sampling=SamplingParams(max_tokens=1, temperature=0),
             model=BASE,
         )
-        await while_connected(http.receive, service.engine.generate(request))
+        await while_connected(http.receive, service.gateway.generate(request))
         return json_response(Alive(status="ok"))
 
     return router

@@ -9,20 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, RootModel
 
 from parallm.errors import InvalidRequest
+from parallm.server.catalog import version_of
 from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body
 from parallm.server.failures import Failure
-from parallm.server.generation import ResponseContext, version_of, weight_versions
+from parallm.server.generation import ResponseContext, weight_versions
+from parallm.server.openai.completion_schemas import CompletionBody, Usage, WeightVersions, read_prompts
 from parallm.server.openai.logprobs import finite
-from parallm.server.schemas import (
-    MAX_INT,
-    CompletionBody,
-    Usage,
-    WeightVersions,
-    Wire,
-    checked,
-    is_tokens,
-    read_prompts,
-)
+from parallm.server.schemas import MAX_INT, Wire, checked, is_tokens
 from parallm.types import Completion, GenerationRequest, TokenEvent, TopLogprob
 
 Logprob = tuple[float | None, int, str | None]

@@ -9,8 +9,9 @@ from parallm.errors import InvalidRequest
 from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, sampling_fields
 from parallm.server.failures import Failure
 from parallm.server.generation import ResponseContext, weight_versions
+from parallm.server.openai.completion_schemas import WeightVersions, read_prompts
 from parallm.server.openai.logprobs import finite
-from parallm.server.schemas import WeightVersions, Wire, checked, read_prompts
+from parallm.server.schemas import Wire, checked
 from parallm.types import Completion
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {

@@ -11,11 +11,13 @@ from typing import Annotated, Any
 from pydantic import Field, RootModel
 
 from parallm.errors import InvalidRequest
+from parallm.server.catalog import version_of
 from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body
 from parallm.server.failures import Failure
-from parallm.server.generation import ResponseContext, version_of, weight_versions
+from parallm.server.generation import ResponseContext, weight_versions
+from parallm.server.openai.completion_schemas import CompletionBody, WeightVersions
 from parallm.server.openai.logprobs import finite
-from parallm.server.schemas import MAX_INT, CompletionBody, ErrorAnswer, WeightVersions, Wire, checked, is_tokens
+from parallm.server.schemas import MAX_INT, ErrorAnswer, Wire, checked, is_tokens
 from parallm.types import Completion
 
 

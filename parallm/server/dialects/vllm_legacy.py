@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from parallm.errors import InvalidRequest, Unavailable
+from parallm.server.catalog import version_of
 from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, refusal, sampling_fields
-from parallm.server.generation import ResponseContext, version_of, weight_versions
+from parallm.server.generation import ResponseContext, weight_versions
+from parallm.server.openai.completion_schemas import CompletionBody, WeightVersions
 from parallm.server.openai.logprobs import finite
-from parallm.server.schemas import CompletionBody, WeightVersions, Wire, checked, is_tokens
+from parallm.server.schemas import Wire, checked, is_tokens
 from parallm.types import Completion, PromptLogprob
 
 Position = list[dict[str, float]]

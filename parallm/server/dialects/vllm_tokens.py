@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from parallm.errors import InvalidRequest
+from parallm.server.catalog import version_of
 from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, refusal, sampling_fields
-from parallm.server.generation import ResponseContext, version_of, weight_versions
+from parallm.server.generation import ResponseContext, weight_versions
+from parallm.server.openai.completion_schemas import CompletionBody, RankedLogprob, Usage, WeightVersions
 from parallm.server.openai.logprobs import PromptLogprobs, finite, prompt_logprobs
-from parallm.server.schemas import CompletionBody, RankedLogprob, Usage, WeightVersions, Wire, checked, is_tokens
+from parallm.server.schemas import Wire, checked, is_tokens
 from parallm.types import Completion, TopLogprob
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {

@@ -10,7 +10,8 @@ from prometheus_client.registry import Collector
 from parallm.reports import TrainingStatus
 from parallm.server.control.traffic_splits import TrafficSplits
 from parallm.server.control.version_statistics import VersionStatistics
-from parallm.server.service import Device, Service
+from parallm.server.interfaces import Device
+from parallm.server.service import Service
 from parallm.types import POLICY
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 
-from parallm.server.openai.chat_schemas import ChatBody
+from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
+from parallm.server.openai.completion_schemas import CompletionAnswer, CompletionBody
 from parallm.server.openai.responses_schemas import ResponseAnswer, ResponseBody
 from parallm.server.reference.document import Document, usage
 from parallm.server.reference.documents_control import CONTROL_DOCUMENTS
 from parallm.server.reference.documents_data import DATA_DOCUMENTS
-from parallm.server.schemas import ChatAnswer, CompletionAnswer, CompletionBody, ModelEntry, ModelList
+from parallm.server.routes_models import ModelEntry, ModelList
 
 MODEL = {
     "id": "policy",

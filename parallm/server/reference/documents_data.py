@@ -10,8 +10,8 @@ from parallm.server.dialects.trl import TrlAnswer, TrlBody
 from parallm.server.dialects.versioned import VersionedAnswer, VersionedBody
 from parallm.server.dialects.vllm_legacy import LegacyAnswer
 from parallm.server.dialects.vllm_tokens import TokensAnswer, TokensBody
+from parallm.server.openai.completion_schemas import CompletionBody
 from parallm.server.reference.document import Document, usage
-from parallm.server.schemas import CompletionBody
 
 SPAN = [{"version": "12", "start": 0, "end": 2}]
 INFO = {
