@@ -27,7 +27,7 @@ MANY_STREAMS = 16
 """More streams than these are coalesced."""
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What happens to running requests: they end with their tokens so far, go on to their ends, or freeze."""
+"""Modes of a pause: running requests end with their tokens so far, go on to their ends, or freeze."""
 CompletionListener: TypeAlias = Callable[[GenerationRequest, Sequence[Completion]], None]
 
 

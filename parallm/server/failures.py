@@ -73,7 +73,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How the errors of one class are answered."""
+    """Form of the answer to the errors of one class."""
 
     status: int
     code: str
@@ -106,11 +106,11 @@ _KINDS: Mapping[type[Exception], _Kind] = {
     DeadlineExceeded: _Kind(504, "deadline_exceeded", "server_error", headers={"x-should-retry": "false"}),
     NotStored: _Kind(507, "not_stored", "server_error"),
 }
-"""By class; the nearest base class of an error counts."""
+"""Forms by class of the error; the nearest base class counts."""
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return the answer to a request that raised `error`. An error of no known class says nothing of its cause."""
+    """Return the answer to a request that raised `error`. Other classes get a text without their cause."""
     kind = next((_KINDS[base] for base in type(error).__mro__ if base in _KINDS), _INTERNAL)
     message, param, headers = str(error), kind.param, kind.headers
     if kind is _INTERNAL:

@@ -1,4 +1,4 @@
-"""From the requests of one answer to a response, whole or as a stream.
+"""Generation of one answer, whole or as a stream.
 
 Every route that generates calls `respond` with a builder of its wire types. It resolves a split of the model's name to
 a version, which no other module does.
@@ -41,7 +41,7 @@ Events: TypeAlias = AsyncGenerator[tuple[int, TokenEvent], None]
 
 @dataclass(slots=True, kw_only=True)
 class ResponseContext:
-    """What all chunks of one answer share: its id, its requests, and what the client asked to see."""
+    """The id, the requests and the options that all chunks of one answer share."""
 
     answer_id: str
     body: GenerationBody
@@ -69,7 +69,7 @@ class ResponseContext:
 
     @property
     def usage_in_chunks(self) -> bool:
-        """Whether each chunk holds the number of tokens so far, of all choices together."""
+        """Each chunk holds the number of tokens so far, of all choices together."""
         return self.body.stream_options is not None and self.body.stream_options.continuous_usage_stats
 
     def choice_index(self, prompt: int, index: int) -> int:
@@ -153,7 +153,7 @@ class StreamWriter(Protocol):
 async def respond(
     service: Service, http: Request, builder: ResponseBuilder, writer: StreamWriter | None = None
 ) -> Response:
-    """Generate and answer, as a stream if there is a writer of it. Raises ClientDisconnect, and what the engine raises.
+    """Generate and answer, as a stream if a writer is given. Raises ClientDisconnect, and what the engine raises.
 
     If the version that a split has chosen is unloaded before the engine begins, another one of the split answers.
     """

@@ -105,7 +105,7 @@ class OutputFormat(Protocol):
 
     @property
     def tool_marks(self) -> tuple[str, str] | None:
-        """None for a model whose notation of tool calls is unknown."""
+        """Marks before and after a tool call; None if the model's notation is unknown."""
         ...
 
     def reader(self, *, begins_in_reasoning: bool, has_tools: bool) -> OutputReader: ...

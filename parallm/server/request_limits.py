@@ -27,7 +27,7 @@ SECONDS_ON_LOOP = 0.01
 SECONDS_PER_BYTE = 1.5e-6
 """Time to read a byte of a body: its JSON, the checks of its fields, the chat template, the tokens of its texts."""
 SECONDS_PER_LOGPROB = 5e-6
-"""Time to write a token of an answer, or one of the likely tokens beside it."""
+"""Time to write a token of an answer, or one of its alternatives."""
 THREADS = 2  # a client uses one at a time, so that another client finds one
 
 MAX_CONTEXT_KEY = "engine.max_context"

@@ -72,7 +72,7 @@ def _model_entry(name: str, service: Service) -> ModelEntry:
 
 
 def _entry(name: str, card: AdapterCard | None, service: Service) -> ModelEntry:
-    """Without a card it is the base, which the policy is, too, before its first version."""
+    """Return the entry of a name; one without a card is the base, or a policy before its first version."""
     parent = BASE if card is None or not card.parent else versioned(card.name, card.parent)
     return ModelEntry(
         id=name,

@@ -25,7 +25,7 @@ class Wire(BaseModel):
 
 
 def is_tokens(value: object) -> bool:
-    """Whether this is a list of what could be token ids. By hand: strict and stops at the first wrong item."""
+    """Return whether this is a list of integers that could be token ids. It stops at the first wrong item."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_INT for item in value)
 
 
@@ -42,9 +42,10 @@ class ErrorAnswer(Wire):
 
 Body = TypeVar("Body", bound=Wire)
 
-MANY = 50_000
+MAX_UNCHECKED = 50_000
+"""Lists, objects or fields up to this number may stand close together."""
 MIN_BYTES = 16
-"""Of a body for each list in it, and for each object and field, once there are many: prompts and messages have more."""
+"""Least bytes of a body for each list, object and field in it, if there are many. Real bodies have more."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
@@ -87,16 +88,16 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields that this server does not implement, with the values that ask for nothing; null is one of them for all."""
+"""Values that ask for nothing, by field that this server does not implement; null is such a value for all."""
 
 
 def parse_body(body: bytes, schema: type[Body]) -> Body:
-    """The body as `schema`. Raises InvalidRequest that names the first field at fault."""
+    """Return the body as `schema`. Raises InvalidRequest that names the first field at fault."""
     return checked(read_object(body), schema)
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body. Raises InvalidRequest."""
+    """Return the JSON object of a body. Raises InvalidRequest."""
     _check_density(body)
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -108,10 +109,10 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_density(body: bytes) -> None:
-    """Raises InvalidRequest for a body that is mostly brackets or names: nothing runs while objects are made of it."""
+    """Raise InvalidRequest for a body that is mostly brackets or names: parsing it would stop all streams."""
     for mark in (b"[", b"{", b":"):
         number = body.count(mark)
-        if number > MANY and number * MIN_BYTES > len(body):
+        if number > MAX_UNCHECKED and number * MIN_BYTES > len(body):
             raise InvalidRequest(
                 f"the request body has {number} times {mark.decode()!r} in {len(body)} bytes, the limit is once in "
                 f"{MIN_BYTES}; send several requests"
@@ -119,17 +120,17 @@ def _check_density(body: bytes) -> None:
 
 
 def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]] = NEUTRAL) -> Body:
-    """The object as `schema`. Raises InvalidRequest that names the first field at fault.
+    """Return the object as `schema`. Raises InvalidRequest that names the first field at fault.
 
     `neutral` are fields that the schema lacks, with the values that ask for nothing.
     """
     try:
-        return schema.model_validate(_known_fields(value, schema, neutral))
+        return schema.model_validate(_fields_of(value, schema, neutral))
     except ValidationError as error:
         raise _invalid(error.errors(include_url=False, include_context=False)[0]) from error
 
 
-def _known_fields(
+def _fields_of(
     value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]]
 ) -> dict[str, Any]:
     fields = {}
@@ -161,8 +162,8 @@ def _invalid(error: ErrorDetails) -> InvalidRequest:
         return InvalidRequest(f"unknown field {location!r}; remove it from the request", location)
     if error["type"] == "missing":
         return InvalidRequest(f"the field {location!r} is required", location)
-    before, should, after = error["msg"].partition("should")
-    message = should + after if should else before
+    start, should, rule = error["msg"].partition("should")
+    message = should + rule if should else start
     return InvalidRequest(f"{location} {message}; it is {_shown(error['input'])}", location)
 
 

@@ -1,4 +1,4 @@
-"""What the server serves, and the state that its routes share. `create_app` takes one of these."""
+"""The object that `create_app` takes: what is served, and the state that routes share."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,15 +44,15 @@ class Service:
     device: Device | None = None
     traces: Traces | None = None
     adapters: Adapters | None = None
-    """None: the routes about adapters answer that this process has none."""
+    """Store of adapters; without one, its routes answer that this process has none."""
     training: Training | None = None
-    """None: the routes about training answer that this process has none."""
+    """Control of training; without one, its routes answer that this process has none."""
     trajectories: Mapping[str, Trajectories] = field(default_factory=dict)
-    """By policy, of those that learn from what clients ask for."""
+    """Sources of policies that learn from clients' completions, by policy."""
     sample_stores: Mapping[str, SampleStore] = field(default_factory=dict)
-    """By policy: get each request that the policy has answered."""
+    """Stores that get each request that a policy has answered, by policy."""
     swaps: Callable[[], Mapping[str, int]] = dict
-    """How often the bare name of each adapter has come to mean another version."""
+    """Number of changes of the version that each adapter's bare name means."""
     reward_models: Callable[[], RewardModels] = dict
     """Loaded reward models, by name."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)

@@ -70,7 +70,7 @@ class AssistantMessage(Wire):
 
 
 class ToolMessage(Wire):
-    """What a function returned."""
+    """The result of a function."""
 
     role: Literal["tool"]
     content: Content
@@ -214,7 +214,7 @@ class ChatAnswer(Echo):
     usage: Usage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = None
-    """By position and token id, the prompt's own token first."""
+    """Log-probs by position and token id, the prompt's own token first."""
 
 
 class ChatChunk(Echo):

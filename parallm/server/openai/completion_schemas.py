@@ -70,7 +70,7 @@ class StructuredOutputs(Wire):
 
 
 class GenerationBody(Wire):
-    """What both kinds of request share."""
+    """Fields that completions and chats share."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     lora_adapter: Annotated[str, Field(min_length=1, max_length=512)] | None = None
@@ -90,7 +90,7 @@ class GenerationBody(Wire):
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0, le=MAX_INT)]], FIRST_FAULT] = Field(default=[])
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
-    """Before so many tokens only `max_tokens` ends the completion."""
+    """Number of tokens before which only `max_tokens` ends the completion."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] = 1.0
@@ -98,27 +98,27 @@ class GenerationBody(Wire):
         list[tuple[int, float]], PlainValidator(read_bias, json_schema_input_type=dict[str, float])
     ] = Field(default=[])
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    """Log-probabilities of the prompt's tokens, and of so many most likely ones beside each."""
+    """Number of likely tokens in the log-probs of each of the prompt's tokens."""
     best_of: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     """Refused unless it is `n`: nothing is sampled that is not given back."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    """In log-probs `token_id:5` stands for the text of the token."""
+    """Write `token_id:5` in log-probs in place of the token's text."""
     request_id: Annotated[str, Field(min_length=1, max_length=256, pattern="^[^#]+$")] | None = None
     """Given back in the answer; `POST /abort_requests` knows the request by it. `#` numbers its prompts: not in it."""
     step_id: int | Annotated[str, Field(max_length=256)] | None = None
-    """Of a training framework; given back in the answer."""
+    """Step of a training framework; given back in the answer."""
     priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] = 0
-    """Of waiting requests the one with the lowest number goes first."""
+    """The waiting request with the lowest number goes first."""
     user: str | None = None
-    """Gets the same side of a split every time; nothing else depends on it."""
+    """Users stay on one side of a split; nothing else depends on this."""
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """Only requests with the same one share what is kept of the beginnings of prompts."""
+    """Only requests with the same salt share the prefix cache."""
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    """These two are accepted and unused, as `store: false` is: by definition they change nothing in the answer."""
+    """This and `prompt_cache_key` are accepted and unused, as `store: false` is: they change nothing in the answer."""
     store: Literal[False] = False
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
@@ -127,11 +127,11 @@ class GenerationBody(Wire):
     guided_whitespace_pattern: str | None = None
     """The older names of what is in `structured_outputs`."""
     collect_trajectory: bool = False
-    """Let the policy learn from these completions, by rewards that come later or from `scoring_function`."""
+    """Let the policy learn from these completions, with rewards that come later or from `scoring_function`."""
     scoring_function: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """One that the run has registered."""
+    """Name of a scoring function that the run has registered."""
     metadata: Any = None
-    """A small object for the scoring function. Checked in recording.py, whose refusals do not quote it."""
+    """A small object for the scoring function. Checked in trajectory_recorder.py, whose refusals do not quote it."""
 
 
 class CompletionBody(GenerationBody):
@@ -141,7 +141,7 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool = True
     """Begin the tokens of a text as the tokenizer begins one by itself."""
     parse_special: bool | None = None
-    """Whether texts of control tokens in a prompt become the tokens; null: `server.parse_special`."""
+    """Make tokens of the texts of control tokens in a prompt; null: `server.parse_special`."""
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     """0 with `echo` or `prompt_logprobs`: nothing is sampled."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
@@ -151,7 +151,7 @@ class CompletionBody(GenerationBody):
 
 class PromptTokensDetails(Wire):
     cached_tokens: int
-    """Tokens of the prompts that were known from before, and not computed."""
+    """Tokens of the prompts that were in the prefix cache."""
 
 
 class Usage(Wire):
@@ -171,7 +171,7 @@ class WeightVersions(Wire):
 
 
 class ChoiceFields(Wire):
-    """What every choice carries; the first three are set when the choice is finished."""
+    """Fields of every choice; `finish_reason` and the two after it are set when the choice is finished."""
 
     index: int
     finish_reason: str | None
@@ -179,7 +179,7 @@ class ChoiceFields(Wire):
     weight_versions: list[WeightVersions] | None
     token_ids: list[int] | None = None
     trajectory_id: str | None = None
-    """Where rewards go, of a finished choice that was asked for with `collect_trajectory`."""
+    """Id for rewards of a finished choice, with `collect_trajectory`."""
 
 
 class CompletionLogprobs(Wire):
@@ -190,7 +190,7 @@ class CompletionLogprobs(Wire):
 
 
 class RankedLogprob(Wire):
-    """Of one token at a position of the prompt."""
+    """Log-prob of one token at a position of the prompt."""
 
     logprob: float
     rank: int
@@ -203,11 +203,11 @@ class CompletionChoice(ChoiceFields):
     logprobs: CompletionLogprobs | None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = None
-    """By position and token id, the prompt's own token first."""
+    """Log-probs by position and token id, the prompt's own token first."""
 
 
 class Echo(Wire):
-    """What a training framework finds its answers again by; each field is there if it was asked for."""
+    """Fields by which a training framework finds its answers again; each is there if the request had it."""
 
     request_id: str | None = None
     step_id: int | str | None = None
@@ -216,7 +216,7 @@ class Echo(Wire):
 
 
 class CompletionAnswer(Echo):
-    """Also the shape of each chunk of a stream."""
+    """A whole answer, or a chunk of a stream."""
 
     id: str
     object: Literal["text_completion"]

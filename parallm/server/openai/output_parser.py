@@ -11,7 +11,7 @@ from parallm.server.interfaces import OutputFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputParsing:
-    """How to parse the text of an answer."""
+    """Rules to parse the text of one answer."""
 
     begins_in_reasoning: bool = False
     tools: Sequence[Mapping[str, object]] = ()
