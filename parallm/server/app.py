@@ -13,17 +13,17 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
 from parallm.server.connection import error_response
 from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
-from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
-from parallm.server.control.routes_engine import engine_routes, queue_routes, warm_up_routes
+from parallm.server.control.routes_adapters import adapter_routes
+from parallm.server.control.routes_engine import engine_routes, queue_routes
 from parallm.server.control.routes_scores import score_routes
 from parallm.server.control.routes_shares import share_routes
-from parallm.server.control.routes_splits import reward_routes, split_routes, statistics_routes
+from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
 from parallm.server.control.traffic_splits import TrafficSplits
@@ -31,6 +31,7 @@ from parallm.server.control.version_statistics import VersionStatistics
 from parallm.server.control.witnesses import Witness, told_to
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
+from parallm.server.dialects.routes_tokenize import tokenize_routes
 from parallm.server.engine_gateway import EngineGateway
 from parallm.server.failures import failure, failure_of
 from parallm.server.interfaces import EngineClient
@@ -44,7 +45,6 @@ from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Or
 from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.operation.routes_operation import operation_routes
 from parallm.server.operation.tracing import Traces
-from parallm.server.reference.page import docs_page
 from parallm.server.request_limits import BodyBudget
 from parallm.server.routes_models import status_routes
 from parallm.server.service import (
@@ -132,21 +132,18 @@ def create_app(
         status_routes(service),
         operation_routes(service, drain, request_metrics.registry, gateway),
         generate_routes(service),
+        tokenize_routes(service),
         identity_routes(service),
         absent_routes(),
-        adapter_list_routes(service),
         adapter_routes(service, adapters),
         adapter_alias_routes(service, adapters),
         training_routes(service, training),
         trajectory_routes(service),
-        queue_routes(gateway),
         engine_routes(service, gateway),
-        warm_up_routes(service),
+        queue_routes(service, gateway),
         split_routes(service, splits, statistics),
-        statistics_routes(splits, statistics),
         share_routes(service),
         score_routes(service),
-        reward_routes(service, statistics),
     )
     check_roles(routers)
     for router in routers:
@@ -171,7 +168,7 @@ def forget_applications() -> None:
 
 
 async def _docs(http: Request) -> Response:
-    return Response(docs_page(http.app.openapi()), media_type="text/html")
+    return RedirectResponse("/openapi.json")
 
 
 def _operation_id(route: APIRoute) -> str:
@@ -205,7 +202,7 @@ async def _on_http_error(http: Request, error: Exception) -> Response:
 def _way_out(http: Request) -> str:
     paths = [row.partition(" ")[2] for row in ROLES]
     close = get_close_matches(http.url.path[:200], paths, 1, cutoff=0.8)
-    return f"; did you mean {close[0]}?" if close else "; GET /docs shows what there is"
+    return f"; did you mean {close[0]}?" if close else "; GET /openapi.json shows what there is"
 
 
 async def _on_wrong_parameter(http: Request, error: Exception) -> Response:

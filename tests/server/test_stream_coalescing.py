@@ -12,7 +12,7 @@ async def rests(num_streams: int, coalesce_ms: float) -> list[float]:
         with coalescer.stream():
             await asyncio.sleep(0)
             began = time.perf_counter()
-            await coalescer.rest()
+            await coalescer.wait()
             return time.perf_counter() - began
 
     return await asyncio.gather(*(one() for _ in range(num_streams)))

@@ -77,7 +77,7 @@ class MeteredEngine:
                     num_since_rest += 1
                     if num_since_rest >= watch.num_unfinished > 0:  # all completions have told what they had
                         num_since_rest = 0
-                        await self._coalescer.rest()
+                        await self._coalescer.wait()
         finally:
             self._end(watch)
             await close(events)

@@ -1,4 +1,7 @@
-"""How often streams send when there are many: less often, all at the same moment, with more text each time."""
+"""Stream coalescing: many open streams send less often, all at the same moment, with more text each time.
+
+The engine joins into one event what a stream has missed. The engine gateway has one coalescer, on the event loop only.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,12 +11,12 @@ MANY_STREAMS = 16
 
 
 class StreamCoalescer:
-    """A stream that rests finds what it has missed joined into one event by the engine. Used on the event loop only."""
+    """Counts the open streams, and lets each wait between two of its events."""
 
     def __init__(self, coalesce_ms: float) -> None:
         self._seconds = coalesce_ms / 1000
         self._num_streams = 0
-        self._beat: asyncio.Event | None = None
+        self._tick: asyncio.Event | None = None
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -23,16 +26,16 @@ class StreamCoalescer:
         finally:
             self._num_streams -= 1
 
-    async def rest(self) -> None:
-        """Between two events of a stream: until the next beat, which all streams share."""
+    async def wait(self) -> None:
+        """Wait for the next tick, which all streams share; return at once while there are few."""
         if not self._seconds or self._num_streams <= MANY_STREAMS:
             return
-        if self._beat is None:
-            self._beat = asyncio.Event()
-            asyncio.get_running_loop().call_later(self._seconds, self._end_beat)
-        await self._beat.wait()
+        if self._tick is None:
+            self._tick = asyncio.Event()
+            asyncio.get_running_loop().call_later(self._seconds, self._end_tick)
+        await self._tick.wait()
 
-    def _end_beat(self) -> None:
-        assert self._beat is not None, "each beat ends once"
-        self._beat.set()
-        self._beat = None
+    def _end_tick(self) -> None:
+        assert self._tick is not None, "each tick ends once"
+        self._tick.set()
+        self._tick = None
