@@ -66,7 +66,7 @@ async def answer_of(port: int, sent: bytes) -> bytes:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_SECONDS", {"head": 0.1, "rest": 0.1})
+    monkeypatch.setattr(connections, "MAX_SECONDS", {"head": 0.1, "leftover": 0.1})
     monkeypatch.setattr(connections, "SECONDS_BETWEEN_SWEEPS", 0.02)
     monkeypatch.setattr(exchange, "BODY_SECONDS", 0.1)
 

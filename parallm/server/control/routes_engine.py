@@ -156,7 +156,7 @@ def engine_routes(service: Service, gateway: EngineGateway) -> APIRouter:
     @router.get("/flush_cache")
     @router.post("/flush_cache")
     async def reset_caches() -> Response:
-        """Forget what only saves work."""
+        """Drop caches, which only save work."""
         await gateway.reset_caches()
         return json_response(CachesAnswer(success=True))
 
@@ -169,7 +169,7 @@ def queue_routes(service: Service, gateway: EngineGateway) -> APIRouter:
     @router.get("/v1/queue")
     @router.get("/v1/queue/stats")
     async def queue() -> Response:
-        """What runs and what waits."""
+        """Numbers of running, waiting and held requests."""
         load = gateway.stats()
         return json_response(
             QueueAnswer(

@@ -1,4 +1,4 @@
-"""What rollout workers ask before and between requests: what runs here, which weights, and what does not exist here."""
+"""Routes by which rollout workers ask what runs here and which weights, and routes that do not exist here."""
 
 import uuid
 
@@ -20,11 +20,11 @@ class WorldSize(Wire):
 
 class WeightVersion(Wire):
     weight_version: str
-    """Of the policy that is served; `0` is the base."""
+    """Version of the served policy; `0` is the base."""
 
 
 class ModelInfo(WeightVersion):
-    """SGLang's."""
+    """SGLang's answer."""
 
     model_path: str
     served_model_name: str
@@ -57,7 +57,7 @@ def identity_routes(service: Service) -> APIRouter:
     @router.get("/model_info")
     @router.get("/get_model_info")
     async def model_info() -> Response:
-        """What runs here, in SGLang's form."""
+        """Model, version and tokenizer of this server, in SGLang's form."""
         return json_response(
             ModelInfo(
                 model_path=service.base_name,

@@ -34,9 +34,9 @@ class TokenizeBody(Wire):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool = True
-    """For a text; a chat template writes its own."""
+    """Special tokens around a text; a chat template writes its own."""
     parse_special: bool | None = None
-    """For a text, as in `/v1/completions`."""
+    """Special tokens inside a text, as in `/v1/completions`."""
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True

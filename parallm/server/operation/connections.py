@@ -22,16 +22,16 @@ from uvicorn.server import ServerState
 from parallm.server.connection import error_response
 from parallm.server.failures import failure
 
-Phase = Literal["head", "body", "answer", "unread", "rest", "idle"]
+Phase = Literal["head", "body", "answer", "unread", "leftover", "idle"]
 """The next event: the head of a request, its body, our answer, the client reading it, the remaining body of a request
 that was answered early, another request."""
 
 RESERVE = 16
 """Connections beyond the limit, which serve probes only."""
 PROBES = ("/health", "/ready", "/metrics")
-MAX_SECONDS: Mapping[Phase, float] = {"head": 20.0, "rest": 5.0}
+MAX_SECONDS: Mapping[Phase, float] = {"head": 20.0, "leftover": 5.0}
 """Seconds without progress. Bodies have a rate (`connection.py`), idle connections uvicorn's limit."""
-DROP_ORDER: Mapping[Phase, int] = {"head": 0, "body": 0, "rest": 0, "idle": 1, "unread": 2}
+DROP_ORDER: Mapping[Phase, int] = {"head": 0, "body": 0, "leftover": 0, "idle": 1, "unread": 2}
 """Order in which connections are dropped to make room. One that waits for an answer is never dropped."""
 HANDSHAKE_SECONDS = 20.0
 SECONDS_BETWEEN_SWEEPS = 1.0
@@ -82,7 +82,7 @@ class HttpConnection(H11Protocol):
         if self.conn.their_state is h11.IDLE:
             return "head" if self.cycle is None or self._has_begun else "idle"
         if self.conn.their_state is h11.SEND_BODY:
-            return "rest" if self.cycle.response_complete else "body"
+            return "leftover" if self.cycle.response_complete else "body"
         return "answer"
 
     @property
