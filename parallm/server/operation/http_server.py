@@ -126,16 +126,6 @@ class HttpServer:
                 raise
 
 
-async def serve(app: FastAPI, settings: ServerSettings) -> None:
-    """Bind and serve until cancelled; then stop gracefully."""
-    server = HttpServer(app, bind(settings), settings)
-    await server.start()
-    try:
-        await server.wait()
-    finally:
-        await server.stop()
-
-
 def _url(bound: socket.socket, settings: ServerSettings) -> str:
     if settings.uds:
         return f"unix:{settings.uds}"
