@@ -106,7 +106,6 @@ _generate = RouteDocument(
 _world = RouteDocument((), (identity.WorldSize,))
 _weights = RouteDocument((), (identity.WeightVersion,))
 _info = RouteDocument((), (identity.ModelInfo,))
-_absent = RouteDocument()
 
 DOCUMENTS: Mapping[str, RouteDocument] = {
     "GET /health": RouteDocument(
@@ -276,15 +275,5 @@ DOCUMENTS: Mapping[str, RouteDocument] = {
     "GET /model_info": _info,
     "GET /get_model_info": _info,
     "GET /health_generate": RouteDocument((), (identity.Alive,)),
-    "POST /init_communicator/": _absent,
-    "POST /update_named_param/": _absent,
-    "POST /init_weight_transfer_engine": _absent,
-    "POST /start_weight_update": _absent,
-    "POST /finish_weight_update": _absent,
-    "POST /init_weights_update_group": _absent,
-    "POST /update_weights": _absent,
-    "POST /update_weights_from_disk": _absent,
-    "POST /update_weights_from_distributed": _absent,
-    "POST /update_weights_from_tensor": _absent,
-    "POST /load_lora_adapter_from_tensors": _absent,
+    **{f"POST {path}": RouteDocument() for path in identity.ABSENT_PATHS},
 }

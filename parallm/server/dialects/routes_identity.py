@@ -13,6 +13,20 @@ from parallm.server.schemas import Wire
 from parallm.server.service import Service
 from parallm.types import BASE, GenerationRequest, SamplingParams
 
+ABSENT_PATHS = (
+    "/init_communicator/",
+    "/update_named_param/",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/finish_weight_update",
+    "/init_weights_update_group",
+    "/update_weights",
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/load_lora_adapter_from_tensors",
+)
+
 
 class WorldSize(Wire):
     world_size: int
@@ -89,17 +103,6 @@ def absent_routes() -> APIRouter:
     """Routes by which other trainers push whole weights, by NCCL, as pickles or on a disk: here the base is frozen."""
     router = APIRouter()
 
-    @router.post("/init_communicator/")
-    @router.post("/update_named_param/")
-    @router.post("/init_weight_transfer_engine")
-    @router.post("/start_weight_update")
-    @router.post("/finish_weight_update")
-    @router.post("/init_weights_update_group")
-    @router.post("/update_weights")
-    @router.post("/update_weights_from_disk")
-    @router.post("/update_weights_from_distributed")
-    @router.post("/update_weights_from_tensor")
-    @router.post("/load_lora_adapter_from_tensors")
     async def absent() -> Response:
         """Always an error that names the way by adapters."""
         raise Unavailable(
@@ -108,4 +111,6 @@ def absent_routes() -> APIRouter:
             "/update_adapter_weights with safetensors"
         )
 
+    for path in ABSENT_PATHS:
+        router.post(path)(absent)
     return router
