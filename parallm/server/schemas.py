@@ -149,7 +149,7 @@ class GenerationBody(Wire):
     scoring_function: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """One that the run has registered."""
     metadata: Any = None
-    """A small object for the scoring function. Checked in recording.py, whose refusals do not quote it."""
+    """A small object for the scoring function. `trajectory_recorder.py` checks it, and its refusals do not quote it."""
 
 
 class CompletionBody(GenerationBody):

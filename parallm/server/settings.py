@@ -9,7 +9,7 @@ from parallm.settings import settings
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}$")]
 KeyRole = Literal["inference", "training", "admin"]
-"""What a key is good for; each includes those before it. `roles.py` says which route needs which."""
+"""Rights of a key; each role includes those before it. `operation/auth.py` has the role of each route."""
 
 
 def _refuse_number(value: object) -> object:
