@@ -26,11 +26,11 @@ def test_every_route_has_a_description_an_answer_and_typed_errors(app: FastAPI) 
         assert operation["responses"]["200"]["content"], row
         asked = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
         assert not DOCUMENTS[row].bodies or {"example", "examples"} & set(asked), row
-        errors = {status: told for status, told in operation["responses"].items() if status != "200"}
+        errors = {status: response for status, response in operation["responses"].items() if status != "200"}
         wanted = {"503"} if ROLES[row] == "public" else {"401", "403", "503"}
         assert wanted <= set(errors), row
-        for told in errors.values():
-            assert told["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorAnswer"}, row
+        for response in errors.values():
+            assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorAnswer"}, row
     assert set(DOCUMENTS) == set(ROLES)
 
 
