@@ -28,6 +28,64 @@ from parallm.server.schemas import (
 )
 from parallm.types import Completion, GenerationRequest, TokenEvent, TopLogprob
 
+RENAMED = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "json_schema": "guided_json",
+    "regex": "guided_regex",
+}
+DEFAULT_MAX_TOKENS = 128
+UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "audio_data": ([],),
+    "background": (False,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "custom_logit_processor": (),
+    "image_data": ([],),
+    "input_embeds": (),
+    "log_metrics": (True, False),
+    "modalities": ([],),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "session_params": (),
+    "token_ids_logprob": ([],),
+    "video_data": ([],),
+}
+"""Fields of SGLang that are not implemented here, with the values that ask for nothing."""
+
+
+def read_texts(value: object) -> list[str | list[int]]:
+    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
+        raise ValueError("should be a string or a list of strings")
+    return read_prompts(value)
+
+
+def read_ids(value: object) -> list[str | list[int]]:
+    if not isinstance(value, list) or any(isinstance(item, str) for item in value):
+        raise ValueError("should be a list of token ids or a list of such lists")
+    return read_prompts(value)
+
+
+class SglangBody(Wire):
+    text: Annotated[list[str | list[int]], PlainValidator(read_texts)] | None = None
+    input_ids: Annotated[list[str | list[int]], PlainValidator(read_ids)] | None = None
+    sampling_params: dict[str, Any] = Field(default_factory=dict)
+    rid: str | None = None
+    model: str
+    lora_path: str | None = None
+    """Name of an adapter, which wins over `model`."""
+    return_logprob: bool = False
+    logprob_start_len: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
+    """Index of the first token of the prompt whose log-prob to return; -1: none."""
+    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
+    return_text_in_logprobs: bool = False
+    stream: bool = False
+    priority: int = 0
+    step_id: int | str | None = None
+
+
 Logprob = tuple[float | None, int, str | None]
 """Log-probability (null for the first token of a prompt), token id, and its text if the client asks for it."""
 
@@ -217,64 +275,6 @@ class SglangBuilder:
         text = self.context.tokenizer.decode(completion.tokens)
         matches = [(text.find(stop), stop) for stop in request.sampling.stop if stop in text]
         return min(matches)[1] if matches and end not in request.sampling.stop_token_ids else end
-
-
-RENAMED = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-    "json_schema": "guided_json",
-    "regex": "guided_regex",
-}
-DEFAULT_MAX_TOKENS = 128
-UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "audio_data": ([],),
-    "background": (False,),
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "custom_logit_processor": (),
-    "image_data": ([],),
-    "input_embeds": (),
-    "log_metrics": (True, False),
-    "modalities": ([],),
-    "return_hidden_states": (False,),
-    "return_routed_experts": (False,),
-    "session_params": (),
-    "token_ids_logprob": ([],),
-    "video_data": ([],),
-}
-"""Fields of SGLang that are not implemented here, with the values that ask for nothing."""
-
-
-def read_texts(value: object) -> list[str | list[int]]:
-    if isinstance(value, list) and not all(isinstance(item, str) for item in value):
-        raise ValueError("should be a string or a list of strings")
-    return read_prompts(value)
-
-
-def read_ids(value: object) -> list[str | list[int]]:
-    if not isinstance(value, list) or any(isinstance(item, str) for item in value):
-        raise ValueError("should be a list of token ids or a list of such lists")
-    return read_prompts(value)
-
-
-class SglangBody(Wire):
-    text: Annotated[list[str | list[int]], PlainValidator(read_texts)] | None = None
-    input_ids: Annotated[list[str | list[int]], PlainValidator(read_ids)] | None = None
-    sampling_params: dict[str, Any] = Field(default_factory=dict)
-    rid: str | None = None
-    model: str
-    lora_path: str | None = None
-    """Name of an adapter, which wins over `model`."""
-    return_logprob: bool = False
-    logprob_start_len: Annotated[int, Field(ge=-1, le=MAX_INT)] = -1
-    """Index of the first token of the prompt whose log-prob to return; -1: none."""
-    top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_INT)] = 0
-    return_text_in_logprobs: bool = False
-    stream: bool = False
-    priority: int = 0
-    step_id: int | str | None = None
 
 
 class SglangErrorDetail(Wire):
