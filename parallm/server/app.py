@@ -1,31 +1,33 @@
 """The ASGI application: routes, and one place where exceptions become responses."""
 
 import re
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from functools import cache, partial
 
 import fastapi.dependencies.models
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from parallm.errors import ParallmError
 from parallm.server.connection import error_response
 from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
-from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
-from parallm.server.control.routes_engine import engine_routes, queue_routes, warm_up_routes
+from parallm.server.control.routes_adapters import adapter_routes
+from parallm.server.control.routes_engine import engine_routes, queue_routes
 from parallm.server.control.routes_scores import score_routes
 from parallm.server.control.routes_shares import share_routes
-from parallm.server.control.routes_splits import reward_routes, split_routes, statistics_routes
+from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
 from parallm.server.control.training_status import training_status_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
+from parallm.server.dialects.routes_tokenize import tokenize_routes
 from parallm.server.failures import failure, failure_of
 from parallm.server.openai.routes_generation import generation_routes
 from parallm.server.openai.routes_responses import response_routes
@@ -34,9 +36,28 @@ from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
 from parallm.server.operation.collectors import ServiceCollector, SplitCollector
 from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Origins, RequestMiddleware
 from parallm.server.operation.routes_operation import operation_routes
-from parallm.server.reference.page import docs_page
 from parallm.server.routes_models import model_routes
 from parallm.server.service import Service
+
+ROUTES: Sequence[Callable[[Service], APIRouter]] = (
+    generation_routes,
+    response_routes,
+    model_routes,
+    generate_routes,
+    tokenize_routes,
+    identity_routes,
+    absent_routes,
+    adapter_routes,
+    adapter_alias_routes,
+    training_routes,
+    training_status_routes,
+    trajectory_routes,
+    engine_routes,
+    queue_routes,
+    split_routes,
+    share_routes,
+    score_routes,
+)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -57,29 +78,7 @@ def create_app(service: Service) -> FastAPI:
     registry = service.request_metrics.registry
     registry.register(ServiceCollector(service))
     registry.register(SplitCollector(service.splits, service.statistics))
-    routers = (
-        generation_routes(service),
-        response_routes(service),
-        model_routes(service),
-        training_status_routes(service),
-        operation_routes(service, drain, registry, service.gateway),
-        generate_routes(service),
-        identity_routes(service),
-        absent_routes(),
-        adapter_list_routes(service),
-        adapter_routes(service, service.adapters),
-        adapter_alias_routes(service, service.adapters),
-        training_routes(service, service.training),
-        trajectory_routes(service),
-        queue_routes(service),
-        engine_routes(service, service.gateway),
-        warm_up_routes(service),
-        split_routes(service, service.splits, service.statistics),
-        statistics_routes(service.splits, service.statistics),
-        share_routes(service),
-        score_routes(service),
-        reward_routes(service, service.statistics),
-    )
+    routers = [routes(service) for routes in ROUTES] + [operation_routes(service, drain)]
     check_roles(routers)
     for router in routers:
         app.include_router(router)
@@ -107,7 +106,7 @@ def forget_applications() -> None:
 
 
 async def _docs(http: Request) -> Response:
-    return Response(docs_page(http.app.openapi()), media_type="text/html")
+    return RedirectResponse("/openapi.json")
 
 
 def _operation_id(route: APIRoute) -> str:
@@ -135,7 +134,7 @@ async def _on_http_error(http: Request, error: Exception) -> Response:
 def _way_out(http: Request) -> str:
     paths = [row.partition(" ")[2] for row in ROLES]
     close = get_close_matches(http.url.path[:200], paths, 1, cutoff=0.8)
-    return f"; did you mean {close[0]}?" if close else "; GET /docs shows what there is"
+    return f"; did you mean {close[0]}?" if close else "; GET /openapi.json shows what there is"
 
 
 async def _on_wrong_parameter(http: Request, error: Exception) -> Response:

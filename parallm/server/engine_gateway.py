@@ -108,7 +108,7 @@ class EngineGateway:
                         num_events += 1
                         if num_events >= timer.num_unfinished > 0:  # each unfinished completion has had an event
                             num_events = 0
-                            await self._coalescer.rest()
+                            await self._coalescer.wait()
             self._notify(request, completions)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -200,15 +200,15 @@ class EngineGateway:
 
 
 class StreamCoalescer:
-    """Makes streams send less often when there are many: all at the same moment, with more text each time.
+    """Makes many open streams send less often: all at the same moment, with more text each time.
 
-    For a stream that rests, the engine joins what it misses into one event.
+    The engine joins the events that a stream misses while it waits into one.
     """
 
     def __init__(self, coalesce_ms: float) -> None:
         self._seconds = coalesce_ms / 1000
         self._num_streams = 0
-        self._beat: asyncio.Event | None = None
+        self._tick: asyncio.Event | None = None
 
     @contextmanager
     def stream(self) -> Iterator[None]:
@@ -218,19 +218,19 @@ class StreamCoalescer:
         finally:
             self._num_streams -= 1
 
-    async def rest(self) -> None:
-        """Wait between two events of a stream until the next beat, which all streams share."""
+    async def wait(self) -> None:
+        """Wait for the next tick, which all streams share; return at once while there are few."""
         if not self._seconds or self._num_streams <= MANY_STREAMS:
             return
-        if self._beat is None:
-            self._beat = asyncio.Event()
-            asyncio.get_running_loop().call_later(self._seconds, self._end_beat)
-        await self._beat.wait()
+        if self._tick is None:
+            self._tick = asyncio.Event()
+            asyncio.get_running_loop().call_later(self._seconds, self._end_tick)
+        await self._tick.wait()
 
-    def _end_beat(self) -> None:
-        assert self._beat is not None, "each beat ends once"
-        self._beat.set()
-        self._beat = None
+    def _end_tick(self) -> None:
+        assert self._tick is not None, "each tick ends once"
+        self._tick.set()
+        self._tick = None
 
 
 class RequestTimer:

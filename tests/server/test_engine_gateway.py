@@ -269,25 +269,25 @@ def test_warming_up_generates_for_growing_numbers_of_rows_that_share_nothing(cal
     assert call("POST", "/v1/warmup", json={"rows": 0}).status_code == 400
 
 
-async def rests(num_streams: int, coalesce_ms: float) -> list[float]:
-    """Return the seconds that each stream has rested."""
+async def waits(num_streams: int, coalesce_ms: float) -> list[float]:
+    """Return the seconds that each stream has waited."""
     coalescer = StreamCoalescer(coalesce_ms)
 
-    async def one() -> float:
+    async def stream() -> float:
         with coalescer.stream():
             await asyncio.sleep(0)
             began = time.perf_counter()
-            await coalescer.rest()
+            await coalescer.wait()
             return time.perf_counter() - began
 
-    return await asyncio.gather(*(one() for _ in range(num_streams)))
+    return await asyncio.gather(*(stream() for _ in range(num_streams)))
 
 
-def test_many_streams_rest_until_the_same_beat() -> None:
-    seconds = asyncio.run(rests(MANY_STREAMS + 1, 60))
+def test_many_streams_wait_for_the_same_tick() -> None:
+    seconds = asyncio.run(waits(MANY_STREAMS + 1, 60))
     assert 0.05 < min(seconds) <= max(seconds) < 0.5
 
 
-def test_few_streams_and_a_pace_of_zero_do_not_rest() -> None:
-    assert max(asyncio.run(rests(MANY_STREAMS, 1000))) < 0.5
-    assert max(asyncio.run(rests(MANY_STREAMS + 1, 0))) < 0.5
+def test_few_streams_do_not_wait_nor_do_many_with_an_interval_of_zero() -> None:
+    assert max(asyncio.run(waits(MANY_STREAMS, 1000))) < 0.5
+    assert max(asyncio.run(waits(MANY_STREAMS + 1, 0))) < 0.5

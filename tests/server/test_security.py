@@ -32,7 +32,7 @@ from parallm.server.app import create_app
 from parallm.server.operation.auth import RANK, ROLES, read_keys
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
-from parallm.server.reference.documents import DOCUMENTS
+from parallm.server.route_documents import DOCUMENTS
 from parallm.server.service import Service
 from parallm.server.settings import ApiKey, ServerSettings
 

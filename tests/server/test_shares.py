@@ -1,4 +1,4 @@
-"""What the server tells of the device, and the shares that it changes."""
+"""Metrics of the device, and its shares."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -122,14 +122,14 @@ def test_metadata_of_many_prompts_are_checked_once(
 def test_a_stream_names_the_trajectory_when_it_can_be_rewarded(client: TestClient, ask: Post) -> None:
     lines = [line.removeprefix("data: ") for line in ask(client, stream=True, n=2).text.split("\n\n")]
     events = [json.loads(line) for line in lines if line.startswith("{")]
-    told = [
+    final = [
         (choice["index"], choice["trajectory_id"])
         for event in events
         for choice in event["choices"]
         if choice.get("trajectory_id")
     ]
-    assert sorted(told) == [(0, f"{events[0]['id']}-0"), (1, f"{events[0]['id']}-1")]
-    assert reward(client, told[0][1], 1).status_code == 200
+    assert sorted(final) == [(0, f"{events[0]['id']}-0"), (1, f"{events[0]['id']}-1")]
+    assert reward(client, final[0][1], 1).status_code == 200
 
 
 def test_the_request_of_the_first_users_is_collected_and_scored(client: TestClient, traffic: LiveSource) -> None:
@@ -151,7 +151,7 @@ def test_the_request_of_the_first_users_is_collected_and_scored(client: TestClie
             assert answer.status_code == 200, answer.text
             (choice,) = answer.json()["choices"]
             assert answer.json()["model"] == "policy@3"
-            assert reward(client, choice["trajectory_id"], 1).status_code == 200  # nobody has said what is right
+            assert reward(client, choice["trajectory_id"], 1).status_code == 200  # no label says what is right
             scored = client.post(path, json=sent | {"metadata": metadata | {"answer": "7"}})
             assert scored.status_code == 200
         while traffic.report().num_waiting:
@@ -317,10 +317,10 @@ def test_the_dialects_of_generate_have_no_place_for_it(client: TestClient, traff
 def test_statistics_tell_what_became_of_all(client: TestClient) -> None:
     ids = [choice["trajectory_id"] for choice in complete(client, n=3).json()["choices"]]
     reward(client, ids[0], 1)
-    told = client.get("/v1/trajectories").json()["data"]["policy"]
-    assert told.pop("oldest_seconds") < 60
+    report = client.get("/v1/trajectories").json()["data"]["policy"]
+    assert report.pop("oldest_seconds") < 60
     counts = {"num_waiting": 2, "num_rewarded": 1, "num_reserved": 0, "num_collected": 3, "num_trained": 0}
-    assert told == {**counts, "dropped": {}}
+    assert report == {**counts, "dropped": {}}
 
 
 def test_a_process_that_does_not_learn_from_clients_says_so(engine: Any, tokenizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""The shares of the device: between serving and rollouts, and between the engine and the learner."""
+"""Shares of the device, between serving and rollouts and between engine and learner: wire types and routes."""
 
 from typing import Annotated
 
