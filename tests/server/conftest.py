@@ -299,7 +299,7 @@ def hermes() -> ChatTokenizer:
 
 def make_app(engine: Any, tokenizer: Any, **fields: Any) -> FastAPI:
     """Return the application over a service with these fields, and with plain ones in place of the others."""
-    plain = {
+    plain: dict[str, Any] = {
         "catalog": tuple,
         "status": lambda: TrainingStatus(state="serving"),
         "settings": ServerSettings(),
