@@ -96,15 +96,15 @@ class EngineGateway:
         """Let nothing new in; returns when what `mode` says of running requests is done, or at `resume`."""
         self._open.clear()
         if mode == "keep":
-            await self._engine.hold()
+            await self._engine.pause()
             return
         if mode == "abort":
             await self._engine.cancel(tuple(self._running))
-        await self._engine.release()  # frozen ones could not come to their ends
+        await self._engine.resume()  # frozen ones could not come to their ends
         await _first_of(self._empty, self._open)
 
     async def resume(self) -> None:
-        await self._engine.release()
+        await self._engine.resume()
         self._open.set()
         for waiting in self._waiting.values():
             waiting.end(is_let_in=True)

@@ -65,11 +65,11 @@ class EngineClient(Engine, Protocol):
         """End requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""
         ...
 
-    async def hold(self) -> None:
-        """Freeze serving traffic where it is, until `release`."""
+    async def pause(self) -> None:
+        """Freeze serving traffic where it is, until `resume`."""
         ...
 
-    async def release(self) -> None: ...
+    async def resume(self) -> None: ...
 
     async def reset_caches(self) -> None:
         """Forget what only saves work."""

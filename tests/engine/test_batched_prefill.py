@@ -26,7 +26,7 @@ def run(
     """The completions, and the shapes that the prompts were computed in."""
     events: list[TokenEvent] = []
     engine = make_engine(model, events=events, **more)
-    engine.prefill.positions_together = together
+    engine.prefill.max_positions = together
     counts: list[list[int]] = []
     compute = engine.prefill.compute_together
 
@@ -52,7 +52,7 @@ def same(alone: dict[str, list[Completion]], together: dict[str, list[Completion
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen2"])
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_prompts_of_similar_length_give_the_same_together_as_alone(
     make_engine: Callable[..., Engine],
     load_tiny: Callable[..., SharedModel],

@@ -27,13 +27,13 @@ def test_while_paused_requests_wait_and_then_go_on(engine: Any) -> None:
     async def main() -> None:
         steered = EngineGateway(engine)
         await steered.pause("keep")
-        assert engine.is_held
+        assert engine.is_paused
         work = asyncio.create_task(steered.generate(REQUEST))
         await soon(lambda: steered.num_held == 1)
         assert engine.requests == []
         await steered.resume()
         assert [completion.text for completion in await work] == ["hi", "hi"]
-        assert (engine.is_held, steered.num_held, steered.num_in_flight) == (False, 0, 0)
+        assert (engine.is_paused, steered.num_held, steered.num_in_flight) == (False, 0, 0)
 
     asyncio.run(main())
 

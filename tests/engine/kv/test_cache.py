@@ -15,7 +15,7 @@ BLAS = load_blas(DeviceSettings())
 
 
 def test_much_longer_rows_are_computed_apart() -> None:
-    assert find_outliers([30, 200, 31, 29, 190] + [28] * 27) == LengthOutliers(rows=[1, 4], view=31)
+    assert find_outliers([30, 200, 31, 29, 190] + [28] * 27) == LengthOutliers(rows=[1, 4], num_read=31)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_short_rows_in_the_company_of_long_ones_get_the_bits_that_they_get_alone
 ) -> None:
     found: list[LengthOutliers | None] = []
     monkeypatch.setattr(
-        "parallm.engine.kv.attention_metadata.rows_apart", lambda lengths: _noted(found, find_outliers(lengths))
+        "parallm.engine.kv.attention_metadata.find_outliers", lambda lengths: _noted(found, find_outliers(lengths))
     )
     model, random = load_tiny(architecture), np.random.default_rng(3)
     lengths = [300 if row in (3, 16, 17) else 4 + row % 9 for row in range(30)]

@@ -23,7 +23,7 @@ def row(prompt: Sequence[int], tokens: Sequence[int] = (), **fields: Any) -> Row
     request = GenerationRequest(
         request_id="r", prompt_tokens=tuple(prompt), sampling=SamplingParams(max_tokens=99, **fields)
     )
-    return Row(request=request, index=0, seed=0, adapter=None, streams=False, tokens=list(tokens))
+    return Row(request=request, index=0, seed=0, adapter=None, is_streaming=False, max_tokens=99, tokens=list(tokens))
 
 
 def test_penalties_follow_their_definitions() -> None:
@@ -105,7 +105,7 @@ def by_definition(logits: np.ndarray, completion: Sequence[int], fields: dict[st
     return found
 
 
-@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize("max_rows", [2, 128])
 def test_greedy_completions_are_those_of_the_definition(
     max_rows: int,
