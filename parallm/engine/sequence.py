@@ -221,7 +221,7 @@ class Sequence:
                 self.finish_reason = "stop"
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
-        """What is new since the last event; None for a request that only wants whole completions."""
+        """Tokens and text since the last event; None before the end of a completion that does not stream."""
         new, self._num_emitted = slice(self._num_emitted, None), len(self.tokens)
         if not self.is_streaming and self.finish_reason is None:
             return None

@@ -76,10 +76,10 @@ class NgramLookup:
     prompt: Ordered[int]
     _texts: dict[Hashable, _Text] = field(default_factory=dict)
     _ends: dict[tuple[int, ...], tuple[_Text, int]] = field(default_factory=dict)
-    """Where an n-gram occurred last: the text, and the position after it."""
+    """Last occurrence of an n-gram: the text, and the position after it."""
 
     def propose(self, sequence: Hashable, completion: Ordered[int], max_tokens: int) -> Draft | None:
-        """What may follow the tokens of a sequence, which are indexed first."""
+        """A draft of what may follow the tokens of a sequence, which are indexed first."""
         tokens = self.learn(sequence, completion)
         for num_matched in range(min(MAX_NGRAM, len(tokens)), 0, -1):
             match = self._ends.get(tuple(tokens[len(tokens) - num_matched :]))
@@ -104,7 +104,7 @@ class NgramLookup:
 
 @dataclass(slots=True)
 class AcceptanceRates:
-    """How often drafts were right, by the number of tokens that matched before them."""
+    """Acceptance rates of drafts, by the number of tokens that matched before them."""
 
     _seen: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT] * MAX_NGRAM)
     _right: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT * rate for rate in PRIOR])
@@ -139,7 +139,7 @@ class PendingDraft:
 
 @dataclass(slots=True, kw_only=True)
 class RequestDrafts:
-    """What the sequences of one request share."""
+    """Lookup and rates that the sequences of one request share."""
 
     lookup: NgramLookup
     rates: AcceptanceRates = field(default_factory=AcceptanceRates)
@@ -180,7 +180,8 @@ class Speculation:
                 del self._requests[sequence.request.request_id]
 
     def feed(self, sequences: Ordered[Sequence], num_positions: int) -> Fed | None:
-        """What to feed the sequences of a stream, whose slots have `num_positions`; None: the newest token of each.
+        """Tokens and drafts to feed for the sequences of a stream, whose slots have `num_positions`; None: the newest
+        token of each.
 
         Sequences whose tokens are still in flight get no drafts.
         """
@@ -220,7 +221,7 @@ class Speculation:
         return expected >= WORTH_WAITING * len(sequences)
 
     def _propose(self, sequence: Sequence, max_tokens: int) -> PendingDraft | None:
-        """Look up what may follow the known tokens of a sequence, and learn from what did follow before."""
+        """Look up what may follow the tokens of a sequence, and learn from what did follow before."""
         sampling, drafts = sequence.request.sampling, self._requests[sequence.request.request_id]
         self._learn(drafts, sequence)
         if max_tokens <= 0 or not sequence.tokens or sampling.has_penalties or sampling.grammar is not None:

@@ -39,7 +39,7 @@ class KvBudget:
         self.cost = cost
         self.limit = settings.kv_cache_bytes or default_limit()
         self.used = 0
-        """As of the engine's last unit."""
+        """Bytes held after the engine's last unit."""
         self.prefixes = PrefixCache(int(self.limit * PREFIX_SHARE))
         self._empty_batch = empty_batch
 

@@ -1,4 +1,4 @@
-"""What a model's keys, values and states take in memory, measured on the model itself."""
+"""Memory of a model's keys, values and states, measured on the model itself."""
 
 from collections import Counter
 from collections.abc import Iterable

@@ -43,7 +43,7 @@ class Node:
     arrays: list[mx.array]
     """Keys and values, (N, H, T, D), see `row_copies`."""
     children: dict[tuple[int, Block], "Node"] = field(default_factory=dict)
-    """By the number of this node's blocks before them, and their first block."""
+    """Keyed by the number of this node's blocks before them, and their first block."""
 
     @property
     def nbytes(self) -> int:

@@ -81,7 +81,7 @@ def allocated(num_tokens: int) -> int:
 
 
 def reusable(num_cached: int) -> int:
-    """How many of `num_cached` tokens in the prefix cache a prompt takes."""
+    """Tokens that a prompt takes of `num_cached` in the prefix cache."""
     return num_cached // STEP * STEP if on_cuda() else num_cached
 
 

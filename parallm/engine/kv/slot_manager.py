@@ -29,7 +29,7 @@ class SlotManager:
         self._slots: list[int] = []  # of each sequence; sequence i has slot i where slots are contiguous
         self._indices = StepIndices()
         self._joining: list[mx.array] = []  # zeros; evaluating them writes joined prompts into the buffers
-        self._has_stepped = False  # by then it is known whether MLX's operations read the buffers
+        self._has_stepped = False  # the first step shows whether MLX's operations read the buffers
 
     @property
     def shape(self) -> BufferShape:

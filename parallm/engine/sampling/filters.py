@@ -7,9 +7,9 @@ probabilities.
 
 The first two keep a prefix of that order, which is known by the logit where it ends and the number of kept tokens with
 this logit. With MLX's CUDA build a kernel finds both (`model/kernels/token_filter.py`). Elsewhere a small top-k sorts
-that many candidates, and a small vocabulary is sorted; else the 32 bits of the logit are found one by one, by counting
-the tokens above it. Probabilities are added as integers: their sums do not depend on the order, so all ways give the
-same tokens.
+that many candidates, and a small vocabulary is sorted; else the 32 bits of the logit are determined one by one, by
+counting the tokens above it. Probabilities are added as integers: their sums do not depend on the order, so all ways
+give the same tokens.
 
 Axes: R rows that filter, V vocabulary.
 """

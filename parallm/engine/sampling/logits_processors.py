@@ -130,7 +130,7 @@ def _changes(
 
 
 def _count_tokens(sequence: Sequence, num_tokens: int) -> npt.NDArray[np.int32]:
-    """How often the completion has each token, and `IN_PROMPT` for those of the prompt, (V,)."""
+    """Counts of each token in the completion, plus `IN_PROMPT` for those of the prompt, (V,)."""
     counts_V = np.bincount(np.array(sequence.tokens, np.int64), minlength=num_tokens).astype(np.int32)
     counts_V[np.array(sequence.request.prompt_tokens)] += IN_PROMPT
     return counts_V

@@ -57,7 +57,7 @@ class PromptLogprobScorer:
         return [array for scored in added for array in scored.arrays()]
 
     def read(self) -> tuple[PromptLogprob | None, ...]:
-        """By position; the first token has no log-prob."""
+        """Log-probs by position; the first token has none."""
         return (None, *(logprob for scored in self._scored for logprob in scored.read()))
 
     def _score(self, model: SharedModel, hidden_NH: mx.array, tokens: Sequence[int]) -> Scored:
