@@ -69,7 +69,7 @@ def load_blas(settings: DeviceSettings) -> BlasReport:
             f"device.blas={settings.blas}: MLX is loaded already, with whatever BLAS there was; load_blas must come "
             "before `import mlx.core`, and a sweep over device.* needs one process for each choice"
         )
-    # MLX walks a graph wider than this depth first, which puts all of one lane's work before the next lane's
+    # MLX walks a graph wider than this depth first, which puts all of one stream's work before the next stream's
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1000")
     loaders = {"mkl": _load_mkl, "openblas": _load_openblas}
     for name in loaders if settings.blas == "auto" else loaders.keys() & {settings.blas}:

@@ -37,7 +37,7 @@ def device() -> Iterator[DeviceThread]:
 
 @pytest.fixture(scope="module")
 def core(device: DeviceThread, tiny_model: Callable[[str], Path]) -> tuple[SharedModel, DeviceStreams]:
-    """The model and the lanes, made on the device thread."""
+    """The model and the streams, made on the device thread."""
     model = device.call(partial(load_shared_model, ModelSettings(path=str(tiny_model("llama"))))).result(60)
     return model, device.call(lambda: DeviceStreams(lambda _: None)).result(60)
 

@@ -111,7 +111,7 @@ def around_a_switch(
         table.publish(random_adapter(model, 1))
         engine = make_engine(model, events=events, failures=failures, table=table, async_scheduling=async_scheduling)
         engine.add(replace(ask("switching", (3, 4, 5) * 9, 20), switches_in_flight=True), False)
-        for place in range(2):  # which all rows read as far as, on each lane
+        for place in range(2):  # which all rows read as far as, on each stream
             engine.add(ask(f"long{place}", range(place, 40), 24, model="base"), False)
         for place in range(3):  # of the last rows one moves to where one leaves
             engine.add(ask(f"early{place}", (7, 8 + place), 24, model="base"), False)

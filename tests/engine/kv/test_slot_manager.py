@@ -164,7 +164,7 @@ def test_rows_that_keep_their_slots_get_the_same_tokens(
     assert len(set(rotations)) == 1, "layers that do the same share it"
 
 
-@pytest.mark.parametrize(  # of which some let only one lane's rows join at once
+@pytest.mark.parametrize(  # some let the rows of only one stream join at once
     ("num_positions", "preempted"), [(400, 3), (440, 5), (450, 5), (460, 5), (480, 3), (490, 3)]
 )
 def test_rows_that_keep_their_slots_get_the_same_tokens_where_memory_is_short(
