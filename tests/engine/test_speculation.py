@@ -35,24 +35,6 @@ def repeating(place: int, length: int) -> tuple[int, ...]:
     return tuple(5 + (place * 31 + i % (3 + place % 4)) % 300 for i in range(length))
 
 
-def step(engine: Engine) -> bool:
-    """One unit of each class that has work; False if there was none."""
-    ready = [traffic for traffic in TRAFFIC_CLASSES if engine.has_work(traffic)]
-    for traffic in ready:
-        engine.step(traffic)
-    return bool(ready)
-
-
-def by_request(requests: Sequence[GenerationRequest], events: Sequence[TokenEvent]) -> dict[str, list[Completion]]:
-    made = [event.completion for event in events if event.completion]
-    return {
-        request.request_id: sorted(
-            (one for one in made if one.request_id == request.request_id), key=lambda one: one.index
-        )
-        for request in requests
-    }
-
-
 def varied_requests(ask: Ask) -> list[GenerationRequest]:
     kinds: list[dict[str, object]] = [
         {},
