@@ -140,8 +140,10 @@ class Scheduler:
             if sequence.request.request_id not in failed and sequence.finish_reason is None
         ]
         jobs = [job for job in queue.waiting if job.request.request_id not in failed]
-        for restarted in (*jobs, *running):
-            restarted.restart()
+        for job in jobs:
+            job.restart()
+        for sequence in running:
+            sequence.restart()
         self.num_preempted += len(running)
         jobs += [PrefillJob.of([sequence]) for sequence in running]
         waiting = sorted((job for job in jobs if job.sequences), key=lambda job: job.sort_key)

@@ -43,8 +43,32 @@ class Display(Protocol):
         """Give the terminal and the log handlers back. Does nothing the second time; belongs into a `finally`."""
 
 
-class NoDisplay(Display):
+class NoDisplay:
     """Shows nothing; warnings go where logging sends them."""
+
+    def start(self, header: RunHeader) -> None:
+        pass
+
+    def step(self, metrics: StepMetrics) -> None:
+        pass
+
+    def evaluation(self, report: EvaluationReport) -> None:
+        pass
+
+    def phase(self, status: TrainingStatus) -> None:
+        pass
+
+    def progress(self, done: int, total: int) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def finish(self, rows: Sequence[tuple[str, str]]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class LoggedDisplay:
