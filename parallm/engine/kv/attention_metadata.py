@@ -19,7 +19,7 @@ import mlx.core as mx
 from parallm.engine.kv.shapes import EMPTY
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array, on_cuda
 from parallm.model.kernels.decode_attention import RotaryAngles
-from parallm.model.patches.rotary import Rotation
+from parallm.model.kernels.rotary import Rotation
 
 COPY_COST = 3
 """Cost of an outlier's position, which is copied first, in positions that are not."""

@@ -1,7 +1,5 @@
-"""How requests name adapters: `poet` (the version that is served), `poet@latest` (the newest one, served or not yet),
-`poet@3`, `poet@best` (an alias).
-
-What stands alone is about `policy`: `latest`, `best`.
+"""Names of adapters in requests: `poet` (the served version), `poet@latest` (the newest version, served or not yet),
+`poet@3`, `poet@best` (an alias). `latest` and `best` alone belong to `policy`.
 """
 
 from parallm.errors import AdapterError
@@ -15,7 +13,7 @@ def plain(model: str) -> str:
 
 
 def latest_of(model: str) -> str | None:
-    """Of which adapter `model`, a plain name, is the newest version: `policy` for `latest`; None for other names."""
+    """The adapter whose newest version the plain name `model` means: `policy` for `latest`; None for other names."""
     name, _, ending = model.rpartition("@")
     return (name or POLICY) if ending == LATEST else None
 
