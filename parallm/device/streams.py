@@ -1,7 +1,8 @@
 """Streams of the device thread: work that runs at the same time on one device.
 
-On a CPU, MLX runs the operations of a stream one after the other, and only matrix products use several cores. Two halves
-of a batch on two streams, each with one BLAS thread, keep all cores busy in all operations. A GPU has one stream.
+On a CPU, MLX runs the operations of a stream one after the other, and only matrix products use several cores. Two
+halves of a batch on two streams, each with one BLAS thread, keep all cores busy in all operations. A GPU has one
+stream.
 """
 
 import os
