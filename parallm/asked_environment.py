@@ -1,4 +1,4 @@
-"""Whether a person has asked for an environment: on the command line, or by the recipe that is named there."""
+"""Whether the command line, or its recipe, names an environment."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,9 +12,9 @@ KEY = "trainer.evaluate_on"
 
 
 def with_asked_environment(composed: DictConfig) -> DictConfig:
-    """`composed` as Hydra has composed it now, with trainer.evaluate_on=environment in place of `auto` if asked for.
+    """Replace trainer.evaluate_on=auto by `environment` in Hydra's present composition, if the user names one.
 
-    Reward models, which write no text, never play one.
+    Reward models write no text and are never evaluated on an environment.
     """
     is_of_policy = OmegaConf.select(composed, "learner.trains") == "policy"
     if is_of_policy and OmegaConf.select(composed, KEY) == "auto" and _is_asked():
@@ -23,7 +23,7 @@ def with_asked_environment(composed: DictConfig) -> DictConfig:
 
 
 def names_environment(overrides: Iterable[str], recipe: Mapping[str, Any]) -> bool:
-    """Whether one of the overrides of a command line, or a recipe as it stands in its file, says something of it."""
+    """Whether an override of the command line, or a recipe as it stands in its file, names the environment."""
     keys = [override.partition("=")[0].lstrip("+~").partition("@")[0] for override in overrides]
     groups = [str(key) for entry in recipe.get("defaults", ()) if isinstance(entry, Mapping) for key in entry]
     named = [*keys, *map(str, recipe), *(group.removeprefix("override").strip().lstrip("/") for group in groups)]

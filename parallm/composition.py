@@ -1,4 +1,4 @@
-"""Overrides -> the configuration of a command, for the command line and for Python. Imports no MLX."""
+"""Composes the configuration of a command from overrides, for the command line and for Python. Imports no MLX."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,13 +31,13 @@ TRAIN = "train"
 class Composed(Generic[Config]):
     config: Config
     values: DictConfig
-    """The same before it was checked, as a run folder keeps it."""
+    """The values before validation, as config.yaml keeps them."""
     folder: Path
-    """The folder that a run with this configuration writes to."""
+    """The run folder of this configuration."""
 
 
 def register(name: str, kind: type, arguments: Sequence[str]) -> None:
-    """Tell Hydra what there is for the command `name`. Raises ConfigError for arguments that cannot be meant."""
+    """Register defaults and recipes of the command `name` with Hydra. Raises ConfigError for wrong arguments."""
     recipes = read_recipes() if name == TRAIN else None
     check_words(arguments, known_keys(kind), recipes)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
@@ -98,7 +98,7 @@ def _check_overrides(overrides: Sequence[str], given: Mapping[str, object]) -> N
 
 @contextmanager
 def _own_hydra(name: str) -> Iterator[None]:
-    """Leave the Hydra of the program that we are in as it is: a program's own hydra.main, or a notebook's."""
+    """Use Hydra without disturbing a program's own: its hydra.main, or a notebook's."""
     present, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:

@@ -1,4 +1,4 @@
-"""The answers to `--help`: an overview of a command, or all about a group, a key or a recipe. Imports no MLX."""
+"""The pages of `--help`: a command, or a group, a key or a recipe in full. Imports no MLX."""
 
 import difflib
 import shutil
@@ -15,7 +15,7 @@ from parallm.key_meanings import Key, keys_of, meaning_of
 from parallm.recipe_files import Recipe, first_comment, read_recipes
 
 WIDEST = 100
-"""Characters of a line, less where the terminal is narrower."""
+"""Maximum number of characters in a line."""
 INDENT = " " * 6
 USED_MOST: Mapping[str, Sequence[str]] = {
     "train": (
@@ -54,7 +54,7 @@ RECIPES = "recipe"
 
 
 def overview() -> str:
-    """The commands that there are."""
+    """Return the page with all commands."""
     lines = ["ParaLLM serves a language model and trains it while it serves.\n"]
     for name in COMMANDS:
         lines += [f"  python -m parallm.{name}", *_wrapped(_summary(name), INDENT)]
@@ -62,7 +62,7 @@ def overview() -> str:
 
 
 def help_page(command: str, topics: Sequence[str]) -> str:
-    """About each topic, or the command itself. Raises ConfigError for topics that there are not."""
+    """Return the page about each topic, or about the command. Raises ConfigError for unknown topics."""
     pages = {topic: _page_about(command, topic) for topic in topics} if topics else {"": _command_page(command)}
     wrong = [topic for topic, lines in pages.items() if not lines]
     if wrong:
@@ -92,7 +92,7 @@ def _command_page(command: str) -> list[str]:
 
 
 def _page_about(command: str, topic: str) -> list[str]:
-    """Nothing where there is no such topic. Raises ConfigError for a recipe that cannot be read."""
+    """Return no lines for an unknown topic. Raises ConfigError for a recipe that cannot be read."""
     recipes = _recipes(command)
     if topic in (RECIPES, "recipes"):
         return [line for recipe in recipes.values() for line in _recipe_lines(recipe)]
@@ -104,7 +104,7 @@ def _page_about(command: str, topic: str) -> list[str]:
 
 
 def _keys_about(command: str, topic: str) -> Iterator[Key]:
-    """A key, the keys below it, or those of one environment."""
+    """Yield a key, the keys below it, or those of one environment."""
     for key in keys_of(COMMANDS[command]):
         is_of_environment = key.choice and topic in (key.choice, f"environment.{key.choice}")
         if key.name == topic or key.name.startswith((f"{topic}.", f"{topic}[")) or is_of_environment:
@@ -134,8 +134,8 @@ def _recipe_page(recipe: Recipe) -> list[str]:
 
 
 def _recipe_lines(recipe: Recipe) -> list[str]:
-    told = f"BROKEN: {recipe.fault}" if recipe.fault else recipe.summary
-    return [f"  +recipe={recipe.name}", *_wrapped(told, INDENT)]
+    text = f"BROKEN: {recipe.fault}" if recipe.fault else recipe.summary
+    return [f"  +recipe={recipe.name}", *_wrapped(text, INDENT)]
 
 
 def _key_lines(key: Key, indent: str = "  ") -> list[str]:
@@ -145,19 +145,19 @@ def _key_lines(key: Key, indent: str = "  ") -> list[str]:
 
 
 def _groups(command: str) -> list[str]:
-    """The keys of a command that have a folder in conf/."""
+    """Return the parts of a command's configuration."""
     return [name for name in vars(COMMANDS[command])["__pydantic_fields__"] if (shipped("conf") / name).is_dir()]
 
 
 def _choices(command: str, group: str) -> dict[str, str]:
-    """The files of a group that the command can take, with what they say first; none where there is no choice."""
+    """Return the choices of a group with their first comments; none if there is nothing to choose."""
     known = known_keys(COMMANDS[command])[group]
     files = [path for path in sorted((shipped("conf") / group).glob("*.yaml")) if _fits(path, known)]
     return {path.stem: first_comment(path) for path in files} if len(files) > 1 else {}
 
 
 def _fits(path: Path, known: Mapping[str, Any]) -> bool:
-    """Whether all keys of a file are known; those of an environment's are with its name."""
+    """Whether all keys of a file are known; keys of an environment are known by its name."""
     keys = OmegaConf.load(path).keys() - {"defaults"}
     return keys <= known.keys() or path.stem in known
 

@@ -1,4 +1,4 @@
-"""What each key of a command means: its type, its default and the docstring below it in the settings classes. Pure."""
+"""Type, default and meaning of each key of a command, from the settings classes. Pure."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ class Key:
     """One key that holds a value."""
 
     name: str
-    """With dots; NAME stands for a name that users choose, [] for a place in a list."""
+    """Dotted name; NAME stands for a name that users choose, [] for an entry of a list."""
     choice: str = ""
-    """The environment that has it, for a key of an environment."""
+    """Name of the environment, for a key of an environment."""
     kind: str
-    """What may be given, such as `integer, 1 or more`."""
+    """Type, such as `integer, 1 or more`."""
     default: str | None
-    """As it would stand on the command line; None for a key that must be given."""
+    """Default as on the command line; None for a key that must be given."""
     meaning: str
 
 
 def keys_of(settings: type, above: str = "", choice: str = "") -> Iterator[Key]:
-    """Every key that can be set in a settings class and in those inside of it, in the order of their definition."""
+    """Yield every key of a settings class and of those inside of it, in the order of their definition."""
     for name, field in fields_of(settings).items():
         path = f"{above}.{name}" if above else name
         yield from _keys_of_field(field, path, choice, meaning_of(settings, name))
@@ -41,7 +41,7 @@ def fields_of(settings: type) -> Mapping[str, FieldInfo]:
 
 
 def meaning_of(settings: type, name: str) -> str:
-    """The docstring below a field, where it is defined or inherited from, in one line."""
+    """Return the docstring below a field, or below the field that it inherits from, in one line."""
     bases = (fields_of(base) for base in settings.__mro__ if hasattr(base, "__pydantic_fields__"))
     described = (fields[name].description for fields in bases if name in fields)
     return " ".join(next(filter(None, described), "").split())
@@ -65,7 +65,7 @@ def _keys_of_field(field: FieldInfo, path: str, choice: str, meaning: str) -> It
 
 
 def _settings_in(annotation: Any) -> dict[str, type]:
-    """The settings classes that a type allows or holds, by the name that chooses one of several."""
+    """Return the settings classes that a type allows or holds, by the name that chooses one of several."""
     if is_pydantic_dataclass(annotation):
         name = fields_of(annotation).get("name")
         values = get_args(name.annotation) if name is not None and get_origin(name.annotation) is Literal else ("",)
@@ -74,7 +74,7 @@ def _settings_in(annotation: Any) -> dict[str, type]:
 
 
 def kind_of(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a type allows, in words."""
+    """Describe the values of a type in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return kind_of(arguments[0], [part for one in arguments[1:] for part in getattr(one, "metadata", [one])])

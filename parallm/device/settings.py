@@ -10,5 +10,5 @@ class DeviceSettings:
     blas: Literal["auto", "mkl", "openblas", "reference"] = "auto"
     """Linux CPUs only: the library behind matrix products. `auto` takes the first that is found, in this order."""
     blas_strict: bool = True
-    """MKL only: its reproducible mode, in which a row's product is the same in any company. Engine and learner
-    log-probs of most architectures are equal bit for bit then (tests/engine/test_parity.py)."""
+    """MKL only: its reproducible mode, in which a row's product does not depend on the other rows. Log-probs of engine
+    and learner are then equal bit for bit for most architectures (tests/engine/test_parity.py)."""

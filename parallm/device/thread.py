@@ -21,23 +21,23 @@ Result = TypeVar("Result")
 
 
 class Worker(Protocol):
-    """The engine, as the device thread sees it."""
+    """The engine from the view of the device thread."""
 
     def has_work(self, traffic: TrafficClass) -> bool: ...
 
     def step(self, traffic: TrafficClass) -> None: ...
 
     def settle(self, traffic: TrafficClass) -> None:
-        """Finish what the last step of a class has left on the device, if anything."""
+        """Finish the last step of a class, if it is still on the device."""
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None: ...
 
 
 class DeviceThread:
-    """Owner of the thread. `call` and `iterate` may be used from any thread; what they run, runs on the device thread.
+    """Owner of the thread. Any thread may use `call`, `iterate` and `score`; their work runs on the device thread.
 
     Loop contract: consumes queued calls, engine units and learner units / waits for the condition when there are none /
-    produces results in futures / ends with `stop`, or never.
+    produces results in futures / ends with `stop`.
     """
 
     def __init__(self, governor: Governor) -> None:
@@ -45,9 +45,9 @@ class DeviceThread:
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._update: tuple[Iterator[Any], Future[Any], list[Any]] | None = None
         self._scorings: deque[tuple[Iterator[Any], Future[Any], list[Any]]] = deque()
-        self._waiting: deque[tuple[Iterator[Any], Future[Any]]] = deque()  # updates that come after it
+        self._waiting: deque[tuple[Iterator[Any], Future[Any]]] = deque()  # later updates
         self._worker: Worker | None = None
-        self._unsettled: TrafficClass | None = None  # whose last step may still be on the device
+        self._unsettled: TrafficClass | None = None  # class whose last step may still be on the device
         self._stopping = False
         self._wakeup = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="device", daemon=True)
@@ -58,7 +58,7 @@ class DeviceThread:
         return self._thread.is_alive() and not self._stopping
 
     def attach(self, worker: Worker) -> None:
-        """Let the loop step this engine whenever it has work."""
+        """Step this engine whenever it has work."""
         self._worker = worker
         self.wake()
 
@@ -73,9 +73,9 @@ class DeviceThread:
         return future
 
     def iterate(self, units: Iterator[Result]) -> Future[Result]:
-        """Run a learner update one unit at a time; the future gets what the iterator yields last.
+        """Run a learner update unit by unit; the future gets the last value of the iterator.
 
-        One update at a time, in the order of the calls.
+        Updates run one after the other, in the order of the calls.
         """
         future: Future[Result] = Future()
 
@@ -93,9 +93,9 @@ class DeviceThread:
         return future
 
     def score(self, units: Iterator[Result]) -> Future[Result]:
-        """Run the scoring of completions one unit at a time; the future gets what the iterator yields last.
+        """Score completions unit by unit; the future gets the last value of the iterator.
 
-        Its units are those of rollouts: they take turns with serving and learning as sampling does, and go before it.
+        The units count as rollouts and run before sampling of rollouts.
         """
         future: Future[Result] = Future()
         with self._wakeup:
@@ -106,12 +106,12 @@ class DeviceThread:
         return future
 
     def wake(self) -> None:
-        """Look for work again: something outside the queue has changed."""
+        """Look for work again, after a change outside of the queue."""
         with self._wakeup:
             self._wakeup.notify()
 
     def stop(self) -> None:
-        """End the loop after the present unit and fail what is still queued. Safe to call twice."""
+        """End the loop after the present unit and fail all queued work. Safe to call twice."""
         with self._wakeup:
             self._stopping = True
             self._wakeup.notify()
@@ -129,7 +129,7 @@ class DeviceThread:
                     self._wait()
         finally:
             self._fail_rest()
-            mx.clear_streams()  # MLX may abort the process at its end if a thread with streams did not do this
+            mx.clear_streams()  # otherwise MLX may abort the process at its end
 
     def _wait(self) -> None:
         with self._wakeup:
@@ -168,7 +168,7 @@ class DeviceThread:
             self._run_worker(work, self._worker.step)
 
     def _settle(self) -> None:
-        """Before the work of another begins: so everybody pays for the seconds of his own work, and no other's."""
+        """Finish the unsettled step before other work begins, so that its seconds count for its own class."""
         if self._worker is not None and self._unsettled is not None:
             self._run_worker(self._unsettled, self._worker.settle)
         self._unsettled = None
@@ -177,7 +177,7 @@ class DeviceThread:
         with self._charged(traffic):
             try:
                 unit(traffic)
-            except Exception as error:  # the one broad except: the requests of this unit fail, the loop goes on
+            except Exception as error:  # the one broad except: the requests of this unit fail and the loop continues
                 logger.exception("a %s step failed", traffic)
                 assert self._worker is not None
                 self._worker.fail(traffic, error)
@@ -196,7 +196,7 @@ class DeviceThread:
         except StopIteration:
             self._next_update()
             future.set_result(last[0] if last else None)
-        except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the update
+        except Exception as error:  # noqa: BLE001  # raised where the update is awaited
             self._next_update()
             future.set_exception(error)
 
@@ -211,13 +211,13 @@ class DeviceThread:
             self._scorings.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_result(last[0] if last else None)
-        except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the scores
+        except Exception as error:  # noqa: BLE001  # raised where the scores are awaited
             self._scorings.popleft()
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
 
     def _next_update(self) -> None:
-        """Go on with the first waiting update that nobody has cancelled; from then on it runs to its end."""
+        """Begin the first waiting update that is not cancelled; from then on it runs to its end."""
         self._update = None
         while self._waiting and self._update is None:
             units, future = self._waiting.popleft()
@@ -225,7 +225,7 @@ class DeviceThread:
                 self._update = (units, future, [])
 
     def _fail_rest(self) -> None:
-        """Nobody may wait for a thread that has ended, whatever ended it."""
+        """Fail all waiting work, however the thread ended."""
         error = EngineStopped("the device thread has ended; restart the process")
         with self._wakeup:
             self._stopping = True
@@ -247,7 +247,7 @@ class DeviceThread:
 def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
     try:
         result = function()
-    except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the future
+    except Exception as error:  # noqa: BLE001  # raised where the future is awaited
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -1,4 +1,4 @@
-"""Requests of this process to its own application: the routes and checks of HTTP without a socket and without keys."""
+"""Requests of this process to its own application: routes and checks of HTTP without a socket and without keys."""
 
 from collections.abc import Awaitable, Mapping
 from typing import Any, TypeVar
@@ -36,13 +36,13 @@ ERRORS: Mapping[str, type[ParallmError]] = {
     "adapter_not_found": AdapterMissing,
     "invalid_adapter": AdapterError,
 }
-"""By the codes of `server/failures.py`; those that have a parameter are in `_error`."""
+"""Errors by the codes of `server/failures.py`; `_error` has those with a parameter."""
 
 Result = TypeVar("Result")
 
 
 class LocalClient:
-    """Used on the event loop of the application. Refusals are errors of `parallm.errors`."""
+    """A client of the application in this process, on its event loop. Failures are errors of `parallm.errors`."""
 
     def __init__(self, app: ASGIApp) -> None:
         async def local(scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,7 +51,7 @@ class LocalClient:
         transport = httpx.ASGITransport(local)
         self._http = httpx.AsyncClient(transport=transport, base_url=ADDRESS, timeout=None, trust_env=False)
         self.client = AsyncClient("", http=self._http)
-        """For `ask`: its methods raise ApiError."""
+        """A client for `ask`, whose methods raise ApiError."""
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
         """Return the answer's JSON. Raises ParallmError."""
@@ -68,7 +68,7 @@ class LocalClient:
             return await asked
         except ApiError as error:
             raise _error(error) from None
-        except ValueError as error:  # of JSON, which has no infinite numbers
+        except ValueError as error:  # JSON has no infinite numbers
             raise InvalidRequest(str(error)) from error
 
     async def close(self) -> None:

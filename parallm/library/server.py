@@ -12,16 +12,16 @@ Self = TypeVar("Self", bound="Server")
 
 
 class Server:
-    """HTTP for the model that has made it, until `close` or the model's end. A context manager."""
+    """An HTTP server of a `Model`, open until `close` or the model's end. A context manager."""
 
     def __init__(self, runtime: Runtime[Session], server: HttpServer) -> None:
         self._runtime = runtime
-        self._server = weakref.ref(server)  # it holds the model
+        self._server = weakref.ref(server)  # a reference would keep the model in memory
         self.url = server.url
-        """Such as `http://127.0.0.1:8000`; clients of OpenAI take it with `/v1` behind it."""
+        """Address such as `http://127.0.0.1:8000`; clients of OpenAI need `/v1` after it."""
 
     def close(self) -> None:
-        """Let answers under way end for `server.drain_seconds` and free the port. The model goes on."""
+        """Let running answers end for `server.drain_seconds` and free the port. The model stays."""
         server = self._server()
         if server is not None and self._runtime.is_open:
             self._runtime.call(self._runtime.session.stop_listening(server))

@@ -1,4 +1,4 @@
-"""What the methods of a model share: the application, the server that is open on it, and how adapters come in."""
+"""The state behind the methods of a model: the application and the open server."""
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
@@ -17,19 +17,19 @@ from parallm.types import AdapterCard
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """Used on the event loop of its runtime."""
+    """The application of a loaded model. Used on the event loop of its thread."""
 
     app: FastAPI
     local: LocalClient
     settings: ServerSettings
     give: Callable[[str, str], Coroutine[Any, Any, AdapterCard]]
-    """Serve the adapter, run or checkpoint at a path as the next version of a name."""
+    """Serves the adapter, run or checkpoint at a path as the next version of a name."""
     server: HttpServer | None = None
 
     async def listen(self, host: str | None, port: int | None) -> HttpServer:
-        """Answer HTTP from now on, at the address of the settings where none is given.
+        """Answer HTTP from now on; the settings have the address if it is None.
 
-        Raises ConfigError, ListenError, and Unavailable where HTTP is answered already.
+        Raises ConfigError, ListenError, and Unavailable if a server is open already.
         """
         if self.server is not None:
             raise Unavailable(f"HTTP is answered at {self.server.url} already; close that server first")
