@@ -4,8 +4,8 @@ From Python, `load` returns a model to chat with, generate from and serve; `trai
 or by objects of a program; `RLServer` serves and trains as two coroutines. `parallm.client` talks to a server.
 `parallm/library/README.md` has an example of each.
 
-Importing this package imports no MLX: `parallm.device.blas` must load a BLAS library first. The names below are imported
-when they are used.
+Importing this package imports no MLX: `parallm.device.blas` must load a BLAS library first. The names below are
+imported when they are used.
 """
 
 from importlib import import_module

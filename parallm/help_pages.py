@@ -9,9 +9,9 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from parallm.config import COMMANDS, known_keys, shipped
+from parallm.config import COMMANDS, PACKAGE_FOLDER, known_keys, shipped
 from parallm.errors import ConfigError
-from parallm.key_meanings import Key, keys_of, meaning_of
+from parallm.key_meanings import Key, fields_of, keys_of, meaning_of
 from parallm.recipe_files import Recipe, first_comment, read_recipes
 
 WIDEST = 100
@@ -146,14 +146,14 @@ def _key_lines(key: Key, indent: str = "  ") -> list[str]:
 
 def _groups(command: str) -> list[str]:
     """Return the parts of a command's configuration."""
-    return [name for name in vars(COMMANDS[command])["__pydantic_fields__"] if (shipped("conf") / name).is_dir()]
+    return [name for name in fields_of(COMMANDS[command]) if (PACKAGE_FOLDER / name).is_dir()]
 
 
 def _choices(command: str, group: str) -> dict[str, str]:
     """Return the choices of a group with their first comments; none if there is nothing to choose."""
     known = known_keys(COMMANDS[command])[group]
     files = [path for path in sorted((shipped("conf") / group).glob("*.yaml")) if _fits(path, known)]
-    return {path.stem: first_comment(path) for path in files} if len(files) > 1 else {}
+    return {path.stem: first_comment(path) for path in files}
 
 
 def _fits(path: Path, known: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ Parts: TypeAlias = float | Mapping[str, float]
 Reward: TypeAlias = Callable[[Problem, str], Parts | Awaitable[Parts]]
 """Scores the text of a completion.
 
-In a mapping, `reward` is the reward and `correct`, 0 or 1, counts for the accuracy of evaluations; all parts are logged.
+In a mapping, `reward` is the reward, `correct` (0 or 1) counts for the accuracy of evaluations; all parts are logged.
 """
 
 REWARD = "reward"
