@@ -2,9 +2,9 @@
 
 import sys
 
-from parallm.command_line import asks_version, help_topics
-from parallm.config import COMMANDS
-from parallm.help_pages import overview
+from parallm.config.command_line import asks_version, help_topics
+from parallm.config.help import overview
+from parallm.config.schema import COMMANDS
 from parallm.metrics.machine import describe_versions
 
 

@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from parallm.command import run_command
-from parallm.config import RunConfig
+from parallm.config.schema import RunConfig
 from parallm.device.blas import BlasReport
+from parallm.run.command import run_command
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
 
 def run(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     # not at the top: it loads MLX, which takes whatever BLAS the process has by then
-    from parallm.build import run_training  # noqa: PLC0415
+    from parallm.run.train import run_training  # noqa: PLC0415
 
     return run_training(config, folder, blas)
 

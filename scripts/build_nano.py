@@ -20,7 +20,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
-from parallm.environment.arithmetic import ITEMS, KINDS, LARGEST, NAMES, Arithmetic, Draft, drafts, work_out
+from parallm.environment.arithmetic import ITEMS, KINDS, MAX_NUMBER, NAMES, Arithmetic, ProblemDraft, drafts, work_out
 from parallm.environment.settings import ArithmeticSettings
 
 load_blas(DeviceSettings())
@@ -128,10 +128,10 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_solution(draft: Draft, habit: Habit | None) -> str | None:
+def write_solution(draft: ProblemDraft, habit: Habit | None) -> str | None:
     """Return what a solver writes (without a habit: a careful one), or None where a result would be out of range."""
     lines, results = work_out(habit.plan if habit else KINDS[draft.kind].plan, draft.numbers)
-    if not all(0 < result <= LARGEST for result in results):
+    if not all(0 < result <= MAX_NUMBER for result in results):
         return None
     final = habit.final if habit else "last"
     if final == "none":
@@ -140,7 +140,7 @@ def write_solution(draft: Draft, habit: Habit | None) -> str | None:
     return "\n".join([*lines, f"#### {stated}"])
 
 
-def solve_by_population(draft: Draft, generator: random.Random) -> str:
+def solve_by_population(draft: ProblemDraft, generator: random.Random) -> str:
     """Return the text of one solver drawn from the population of the draft's kind."""
     while True:
         dice = generator.random()
@@ -159,11 +159,11 @@ def sheet(tokenizer: Tokenizer, generator: random.Random) -> tuple[list[int], li
     tokens, mask = [ASSISTANT], [0]
     for _ in range(SHEET_LINES):
         operation = generator.choice("+++----**")
-        high = 9 if operation == "*" else LARGEST
+        high = 9 if operation == "*" else MAX_NUMBER
         first, second = generator.randint(1, high), generator.randint(1, high)
         if operation == "-":
             first, second = max(first, second) + 1, min(first, second)
-        while operation == "+" and first + second > LARGEST:
+        while operation == "+" and first + second > MAX_NUMBER:
             first, second = generator.randint(1, high), generator.randint(1, high)
         line, results = work_out((f"a{operation}b",), {"a": first, "b": second})
         head = tokenizer.encode(line[0].removesuffix(str(results[0]))).ids

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from report import print_figures, print_table
 
-from parallm.rollout.estimates import mean_intervals, paired_interval, share_estimate
+from parallm.rollout.confidence_intervals import mean_intervals, paired_interval, share_estimate
 
 Floats = npt.NDArray[np.float64]
 Interval = tuple[float, float]

@@ -21,15 +21,15 @@ from random_model import random_base, random_model
 from shapes import SHAPES, EngineJob
 
 from parallm.device.blas import load_blas, set_blas_threads
-from parallm.device.lanes import Lanes
 from parallm.device.settings import DeviceSettings
+from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings, SpeculationSettings
 from parallm.engine.speculation import Speculation
-from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_table import AdapterTable
-from parallm.model.cuda import on_cuda
-from parallm.model.lora import initial_arrays
+from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.table import AdapterTable
+from parallm.model.kernels.cuda import on_cuda
+from parallm.model.lora.single import initial_arrays
 from parallm.types import BASE, GenerationRequest, SamplingParams, TokenEvent, TrafficClass
 
 RANK, ALPHA, SIZE_OF_B = 16, 32.0, 0.01
@@ -74,7 +74,7 @@ class Bench:
         mx.random.seed(0)
         self._model = random_model(self._shape)
         self._table = AdapterTable()
-        self._lanes = Lanes(partial(set_blas_threads, load_blas(DeviceSettings())))
+        self._streams = DeviceStreams(partial(set_blas_threads, load_blas(DeviceSettings())))
         self._num_runs = 0
         self._speculations: list[Speculation] = []
         """Of the engines of the present part."""
@@ -207,11 +207,11 @@ class Bench:
         engine = Engine(
             self._model,
             self._table,
-            self._lanes,
+            self._streams,
             EngineSettings(max_rows=rows, speculation=speculation),
             emit=emit,
             report=lambda names, error: print("failed", names, repr(error), file=sys.stderr),
-            runs_ahead=on_cuda(),
+            async_scheduling=on_cuda(),
         )
         self._speculations.append(engine.speculation)
         return engine
@@ -227,7 +227,7 @@ class Bench:
         keys = mx.random.split(mx.random.key(version), 2)
         arrays = {
             name: SIZE_OF_B * mx.random.normal(array.shape, key=keys[1]) if name.endswith(".lora_b") else array
-            for name, array in initial_arrays(self._model.sites, RANK, keys[0]).items()
+            for name, array in initial_arrays(self._model.targets, RANK, keys[0]).items()
         }
         return make_adapter(arrays, version=version, rank=RANK, alpha=ALPHA)
 

@@ -18,7 +18,7 @@ class Mutant:
 
 CHECKPOINTS = "tests/checkpoint/test_manager.py"
 RUNS = "tests/trainer/test_runs.py"
-LIVE = "tests/rollout/live/test_traffic.py"
+LIVE = "tests/rollout/live/test_source.py"
 RESTART = "tests/rollout/live/test_restart.py"
 
 HARMLESS = Mutant(
@@ -82,14 +82,14 @@ MUTANTS = (
     ),
     Mutant(
         name="moments of the optimizer are not restored",
-        file="parallm/learner/versions.py",
+        file="parallm/learner/adapter_state.py",
         old="        self.adapter = adapter\n        self._optimizer.restore(optimizer_state)\n",
         new="        self.adapter = adapter\n",
         tests=("tests/learner/test_learner.py::test_a_restored_learner_goes_on_bit_for_bit",),
     ),
     Mutant(
         name="a roll-back keeps the moments of the bad update",
-        file="parallm/learner/versions.py",
+        file="parallm/learner/adapter_state.py",
         old="            self._optimizer.restore(good.optimizer)\n",
         new="",
         tests=("tests/learner/test_faults.py",),
@@ -153,7 +153,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a run goes on from checkpoints of another environment",
-        file="parallm/checkpoint/run_facts.py",
+        file="parallm/checkpoint/state.py",
         old="        if is_same_run and not lines:\n",
         new="        if False:\n",
         tests=("tests/trainer/test_resuming.py::test_auto_goes_on_with_the_same_run_only",),
@@ -195,17 +195,17 @@ MUTANTS = (
     ),
     Mutant(
         name="problems of interrupted steps are lost",
-        file="parallm/rollout/ledger.py",
+        file="parallm/rollout/problems.py",
         old="        self._again.extendleft(reversed(places))\n",
         new="",
-        tests=("tests/rollout/test_ledger.py",),
+        tests=("tests/rollout/test_problem_cursor.py",),
     ),
     Mutant(
         name="problems of interrupted steps come in another order",
-        file="parallm/rollout/ledger.py",
+        file="parallm/rollout/problems.py",
         old="        self._again.extendleft(reversed(places))\n",
         new="        self._again.extendleft(places)\n",
-        tests=("tests/rollout/test_ledger.py",),
+        tests=("tests/rollout/test_problem_cursor.py",),
     ),
     Mutant(
         name="a paused loop takes one step more than asked for",
@@ -245,35 +245,35 @@ MUTANTS = (
     ),
     Mutant(
         name="clients' completions of undone versions are trained on",
-        file="parallm/rollout/live/traffic.py",
+        file="parallm/rollout/live/source.py",
         old="    return any(not 0 <= version - span.version <= limit for span in one.trajectory.weight_versions)\n",
         new="    return any(not version - span.version <= limit for span in one.trajectory.weight_versions)\n",
         tests=(f"{LIVE}::test_versions_beyond_the_limit_and_abandoned_ones_are_dropped",),
     ),
     Mutant(
         name="a step begins with groups that teach nothing",
-        file="parallm/rollout/live/piles.py",
+        file="parallm/rollout/live/grouping.py",
         old="        good = [pile for pile in piles if has_signal(pile)]\n",
         new="        good = list(piles)\n",
         tests=(f"{LIVE}::test_a_step_waits_for_as_many_groups_with_signal_however_many_there_are_without",),
     ),
     Mutant(
         name="a step takes more groups than it wants",
-        file="parallm/rollout/live/piles.py",
+        file="parallm/rollout/live/grouping.py",
         old="            if sum(map(has_signal, taken)) == self.wanted:\n",
         new="            if sum(map(has_signal, taken)) > self.wanted:\n",
         tests=(f"{LIVE}::test_what_is_more_than_a_step_stays_for_the_next",),
     ),
     Mutant(
         name="a reward that has waited long enough goes on waiting",
-        file="parallm/rollout/live/piles.py",
+        file="parallm/rollout/live/grouping.py",
         old="        return now - _oldest_reward(pile) >= self.settings.live.wait_seconds\n",
         new="        return now - _oldest_reward(pile) > 2 * self.settings.live.wait_seconds\n",
         tests=(f"{LIVE}::test_a_reward_that_waited_long_enough_needs_no_whole_group_and_no_whole_step",),
     ),
     Mutant(
         name="completions of different prompts are compared",
-        file="parallm/rollout/live/piles.py",
+        file="parallm/rollout/live/grouping.py",
         old="                return one.trajectory.problem_id\n",
         new='                return ""\n',
         tests=(LIVE,),
@@ -281,52 +281,52 @@ MUTANTS = (
     # engine, learner, device
     Mutant(
         name="the temperature is not applied",
-        file="parallm/engine/sampler.py",
+        file="parallm/engine/sampling/sampler.py",
         old="    softmax = softmax_of(logits_BV, rows.temperatures_B)\n",
         new="    softmax = softmax_of(logits_BV, mx.ones_like(rows.temperatures_B))\n",
-        tests=("tests/engine/test_sampler.py",),
+        tests=("tests/engine/sampling/test_sampler.py",),
     ),
     Mutant(
         name="log-probs are those after top-k",
-        file="parallm/engine/sampler.py",
+        file="parallm/engine/sampling/sampler.py",
         old="    logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]\n",
         new=(
             "    kept_BV = filtered(chosen, rows.filters)\n"
             "    share_BV = kept_BV / kept_BV.sum(axis=-1, keepdims=True)\n"
             "    logprobs_B = mx.log(mx.take_along_axis(share_BV, tokens_B[:, None], axis=-1))[:, 0]\n"
         ),
-        tests=("tests/engine/test_sampler.py::test_log_probabilities_are_those_before_the_filters",),
+        tests=("tests/engine/sampling/test_sampler.py::test_log_probabilities_are_those_before_the_filters",),
     ),
     Mutant(
         name="versions share what the prefix cache keeps",
-        file="parallm/engine/prefix_cache.py",
+        file="parallm/engine/kv/prefix_cache.py",
         old="        path = self._walk(owner, tokens[: most // BLOCK * BLOCK])\n",
         new=(
             "        owner = next(iter(self._roots), owner)\n"
             "        path = self._walk(owner, tokens[: most // BLOCK * BLOCK])\n"
         ),
-        tests=("tests/engine/test_prefix_cache.py",),
+        tests=("tests/engine/kv/test_prefix_cache.py",),
     ),
     Mutant(
         name="log-probs are of the token after the next",
-        file="parallm/learner/batch.py",
+        file="parallm/learner/passes/batch.py",
         old="            sources += [np.array([len(part.prompt) - 1]), np.arange(first, first + row.length)]\n",
         new="            sources += [np.array([len(part.prompt) - 2]), np.arange(first, first + row.length)]\n",
-        tests=("tests/learner/test_policy_gradient.py",),
+        tests=("tests/learner/passes/test_gradient.py",),
     ),
     Mutant(
         name="all sites drop the same inputs",
-        file="parallm/model/dropout.py",
+        file="parallm/model/lora/training.py",
         old="dict(zip(sorted(adapter.a_IR), keys, strict=True))",
         new="{site: key for site in adapter.a_IR}",
-        tests=("tests/model/test_lora.py",),
+        tests=("tests/model/lora/test_single.py",),
     ),
     Mutant(
         name="k3 is of the other direction",
-        file="parallm/learner/kl.py",
+        file="parallm/learner/loss/kl.py",
         old="    difference_N = logprobs_N - sampler_N\n",
         new="    difference_N = sampler_N - logprobs_N\n",
-        tests=("tests/learner/test_loss.py",),
+        tests=("tests/learner/loss/test_policy_loss.py",),
     ),
     Mutant(
         name="masked tokens count in the means of an update",
@@ -337,10 +337,10 @@ MUTANTS = (
     ),
     Mutant(
         name="masked tokens count in a held-out loss",
-        file="parallm/learner/token_loss.py",
+        file="parallm/learner/passes/scoring.py",
         old="np.array(scores.logprobs_N)[batch.weights_N > 0]",
         new="np.array(scores.logprobs_N)",
-        tests=("tests/learner/test_demonstrations.py",),
+        tests=("tests/learner/test_datasets.py",),
     ),
     Mutant(
         name="shares of the device are the other way round",
@@ -351,16 +351,16 @@ MUTANTS = (
     ),
     Mutant(
         name="intervals are as wide as those of 68%",
-        file="parallm/rollout/estimates.py",
+        file="parallm/rollout/confidence_intervals.py",
         old="Z_95 = 1.959964\n",
         new="Z_95 = 1.0\n",
-        tests=("tests/rollout/test_estimates.py",),
+        tests=("tests/rollout/test_confidence_intervals.py",),
     ),
     Mutant(
         name="pass@k of the wrong samples",
-        file="parallm/rollout/estimates.py",
+        file="parallm/rollout/confidence_intervals.py",
         old="math.comb(num_samples - correct, k)",
         new="math.comb(correct, k)",
-        tests=("tests/rollout/test_estimates.py",),
+        tests=("tests/rollout/test_confidence_intervals.py",),
     ),
 )

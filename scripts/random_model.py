@@ -6,7 +6,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.utils import load_tokenizer
 from shapes import Shape
 
-from parallm.model.chat import ChatTokenizer
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO, share_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel

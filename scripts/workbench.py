@@ -14,23 +14,22 @@ from shapes import SHAPES
 
 from parallm.device.blas import load_blas, set_blas_threads
 from parallm.device.governor import Governor
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_table import AdapterTable
-from parallm.model.cuda import on_cuda
+from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.table import AdapterTable
+from parallm.model.kernels.cuda import on_cuda
 from parallm.model.load import load_shared_model
-from parallm.model.lora import initial_arrays
+from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
-from parallm.rollout.episode import Episode
-from parallm.rollout.trajectory import trajectory_of
+from parallm.rollout.episode import Episode, trajectory_of
 from parallm.types import BASE, POLICY, Completion, GenerationRequest, Problem, SamplingParams, TrajectoryGroup
 
 Result = TypeVar("Result")
@@ -51,7 +50,7 @@ class Workbench:
 
     async def build(self) -> "Workbench":
         self.model: SharedModel = await self.on_device(self._load)
-        self.lanes = await self.on_device(lambda: Lanes(partial(set_blas_threads, self.blas)))
+        self.streams = await self.on_device(lambda: DeviceStreams(partial(set_blas_threads, self.blas)))
         self.adapter: Adapter = await self.on_device(partial(random_adapter, self.model, 1))
         await self.on_device(partial(self.table.publish, self.adapter))
         settings = EngineSettings(
@@ -64,11 +63,11 @@ class Workbench:
                 Engine,
                 self.model,
                 self.table,
-                self.lanes,
+                self.streams,
                 settings,
                 emit=self.engine.emit,
                 report=self.engine.report,
-                runs_ahead=on_cuda(),
+                async_scheduling=on_cuda(),
             )
         )
         self.engine.attach(core)
@@ -91,7 +90,7 @@ class Workbench:
     async def make_learner(self, learning_rate: float) -> Learner:
         settings = LearnerSettings(learning_rate=learning_rate)
         return await self.on_device(
-            lambda: Learner(self.model, self.lanes, settings, start=self.adapter, total_steps=100, seed=self.job.seed)
+            lambda: Learner(self.model, self.streams, settings, start=self.adapter, total_steps=100, seed=self.job.seed)
         )
 
     async def update(self, learner: Learner, groups: Sequence[TrajectoryGroup], step: int) -> UpdateReport:
@@ -127,7 +126,7 @@ async def open_workbench(job: Job) -> Workbench:
 
 def random_adapter(model: SharedModel, version: int, seed: int = 0) -> Adapter:
     """An adapter on all linear layers whose product is not zero."""
-    arrays = initial_arrays(model.sites, RANK, mx.random.key(seed))
+    arrays = initial_arrays(model.targets, RANK, mx.random.key(seed))
     keys = mx.random.split(mx.random.key(seed + 1), len(arrays))
     filled = {
         name: SIZE_OF_B * mx.random.normal(array.shape, key=key) if name.endswith(".lora_b") else array

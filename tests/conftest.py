@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten  # noqa: E402
 from mlx_lm.convert import convert  # noqa: E402
 from mlx_lm.utils import _get_classes  # noqa: E402
 
-from parallm.device.lanes import Lanes  # noqa: E402
+from parallm.device.streams import DeviceStreams  # noqa: E402
 from parallm.model.load import NANO, load_shared_model  # noqa: E402
 from parallm.model.settings import LoraSettings, ModelSettings  # noqa: E402
 from parallm.model.shared_model import SharedModel  # noqa: E402
@@ -251,9 +251,9 @@ def nano() -> SharedModel:
 
 
 @pytest.fixture(scope="session")
-def lanes() -> Lanes:
+def streams() -> DeviceStreams:
     """The lanes of the thread that runs the tests."""
-    return Lanes(partial(set_blas_threads, BLAS))
+    return DeviceStreams(partial(set_blas_threads, BLAS))
 
 
 def write_model(folder: Path, architecture: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from parallm.asked_environment import names_environment
+from parallm.config.compose import names_environment
 
 ROOT = Path(__file__).parent.parent
 
@@ -33,8 +33,8 @@ def test_the_command_line_and_recipes_ask(overrides: list[str], recipe: dict[str
 # The real command, with a run that only says what it was given.
 PROBE = """
 import sys
-from parallm.command import run_command
-from parallm.config import RunConfig
+from parallm.run.command import run_command
+from parallm.config.schema import RunConfig
 
 def run(config, folder, blas):
     print(config.trainer.evaluate_on, config.environment.name)

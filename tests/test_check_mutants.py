@@ -13,13 +13,13 @@ sys.path.insert(0, sys.argv.pop(1))
 import check_mutants
 from mutants import Mutant
 
-TESTS = ("tests/metrics/test_wording.py",)
-change = dict(file="parallm/metrics/wording.py", old='MISSING = "-"', tests=TESTS)
+TESTS = ("tests/metrics/test_formatting.py",)
+change = dict(file="parallm/metrics/formatting.py", old='MISSING = "-"', tests=TESTS)
 check_mutants.HARMLESS = Mutant(name="harmless", new='MISSING = "-"  # nothing', **change)
 noticed, overlooked = Mutant(name="noticed", new='MISSING = "+"', **change), Mutant(
-    name="overlooked", file="parallm/learner/kl.py", old="0.5 *", new="0.7 *", tests=TESTS
+    name="overlooked", file="parallm/learner/loss/kl.py", old="0.5 *", new="0.7 *", tests=TESTS
 )
-gone = Mutant(name="gone", file="parallm/learner/kl.py", old="no such text", new="", tests=TESTS)
+gone = Mutant(name="gone", file="parallm/learner/loss/kl.py", old="no such text", new="", tests=TESTS)
 check_mutants.MUTANTS = {"all": (noticed, overlooked), "gone": (noticed, gone)}[sys.argv.pop(1)]
 sys.exit(check_mutants.main())
 """
@@ -47,5 +47,5 @@ def test_what_the_tests_overlook_fails_the_check() -> None:
 def test_a_mutant_whose_text_is_gone_fails_the_check_before_any_test_runs() -> None:
     done = check("gone")
     assert done.returncode == 1
-    assert "gone: parallm/learner/kl.py holds 0 times 'no such text'" in done.stderr
+    assert "gone: parallm/learner/loss/kl.py holds 0 times 'no such text'" in done.stderr
     assert done.stdout == ""

@@ -22,9 +22,9 @@ import mlx.core as mx
 import pytest
 
 from parallm.client import Client
-from parallm.model.adapter import make_adapter
-from parallm.model.adapter_files import write_mlx, write_peft
-from parallm.model.lora import initial_arrays
+from parallm.model.adapters.adapter import make_adapter
+from parallm.model.adapters.files import write_mlx, write_peft
+from parallm.model.lora.single import initial_arrays
 from parallm.model.shared_model import SharedModel
 
 ROOT = Path(__file__).parent.parent
@@ -322,7 +322,7 @@ def written_adapters(tmp_path: Path, nano: SharedModel) -> Path:
     """A folder with the adapters `one` and `two`."""
     root = tmp_path / "adapters"
     for name, value in (("one", 0.3), ("two", -0.4)):
-        arrays = initial_arrays(nano.sites, 4, mx.random.key(3))
+        arrays = initial_arrays(nano.targets, 4, mx.random.key(3))
         made = {key: array + value if key.endswith("lora_b") else array for key, array in arrays.items()}
         write_peft(make_adapter(made, version=0, rank=4, alpha=4), root / name, "nano", model_type="llama")
     return root
@@ -504,7 +504,7 @@ import parallm.train as train
 run = train.run
 
 def run_late(config, folder, blas):
-    from parallm import build
+    from parallm.run import train
 
     make_trainer = build.make_trainer
 
@@ -564,12 +564,12 @@ def test_a_half_written_model_folder_is_named(start: Start, tmp_path: Path) -> N
 
 
 def test_an_adapter_of_another_base_is_refused(start: Start, tmp_path: Path) -> None:
-    site = "model.layers.0.self_attn.q_proj"
-    arrays = {f"{site}.lora_a": mx.zeros((48, 4)), f"{site}.lora_b": mx.zeros((4, 48))}
+    target = "model.layers.0.self_attn.q_proj"
+    arrays = {f"{target}.lora_a": mx.zeros((48, 4)), f"{target}.lora_b": mx.zeros((4, 48))}
     write_mlx(make_adapter(arrays, version=1, rank=4, alpha=8.0), tmp_path / "other", num_layers=1)
     line = failed_start(start(*TINY, f"model.adapter={tmp_path}/other", "model.lora.rank=4"), 1)
     assert f"{tmp_path}/other" in line
-    assert site in line
+    assert target in line
 
 
 def test_a_broken_recipe_is_named(start: Start, tmp_path: Path) -> None:

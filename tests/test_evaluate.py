@@ -12,15 +12,15 @@ import mlx.core as mx
 import pytest
 from pydantic import TypeAdapter
 
-from parallm.build_evaluation import run_evaluation
-from parallm.config import EvaluateConfig
+from parallm.config.schema import EvaluateConfig
 from parallm.device.blas import load_blas
 from parallm.errors import AdapterError, ConfigError
-from parallm.model.adapter import make_adapter
-from parallm.model.adapter_files import write_mlx, write_peft
-from parallm.model.lora import initial_arrays
-from parallm.model.reward_head import with_reward_head
+from parallm.model.adapters.adapter import make_adapter
+from parallm.model.adapters.files import write_mlx, write_peft
+from parallm.model.adapters.reward_head import with_reward_head
+from parallm.model.lora.single import initial_arrays
 from parallm.model.shared_model import SharedModel
+from parallm.run.evaluate import run_evaluation
 
 ROOT = Path(__file__).parent.parent
 TINY: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ Evaluate = Callable[..., dict[str, Any]]
 
 def write_adapter(model: SharedModel, folder: Path, *, version: int, rank: int, size_of_b: float) -> None:
     """An adapter whose product is random; large ones leave no sense in what the model says."""
-    arrays = initial_arrays(model.sites, rank, mx.random.key(version))
+    arrays = initial_arrays(model.targets, rank, mx.random.key(version))
     for name in [name for name in arrays if name.endswith("lora_b")]:
         arrays[name] = size_of_b * mx.random.normal(arrays[name].shape, key=mx.random.key(len(name)))
     adapter = make_adapter(arrays, version=version, step=10 * version, rank=rank, alpha=2.0 * rank)
@@ -110,7 +110,7 @@ def test_every_completion_is_kept_with_its_score(evaluate: Evaluate, tmp_path: P
 def test_a_long_evaluation_says_how_far_it_is(
     evaluate: Evaluate, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallm.metrics.progress.SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("parallm.metrics.eta.SECONDS_BETWEEN", 0.0)
     evaluate(trainer={"evaluate_samples": 2})
     said = [line for line in capsys.readouterr().err.splitlines() if line.endswith("of 48 completions")]
     assert said == [f"base: {done} of 48 completions" for done in range(1, 48)]
@@ -166,7 +166,7 @@ def test_the_command_prints_a_table_and_leaves_a_report(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_is_refused(evaluate: Evaluate, nano: SharedModel, tmp_path: Path) -> None:
-    policy = make_adapter(initial_arrays(nano.sites, 2, mx.random.key(1)), version=1, rank=2, alpha=4.0)
+    policy = make_adapter(initial_arrays(nano.targets, 2, mx.random.key(1)), version=1, rank=2, alpha=4.0)
     write_peft(with_reward_head(policy, nano, 0), tmp_path / "trained", "nano", model_type="llama")
     with pytest.raises(AdapterError, match="is a reward model: it scores completions and writes none"):
         evaluate(model={"adapter": str(tmp_path / "trained")})

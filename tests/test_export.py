@@ -16,22 +16,22 @@ import pytest
 from mlx_lm.generate import generate_step
 from pydantic import TypeAdapter
 
-from parallm.build_export import run_export
-from parallm.config import ExportConfig
-from parallm.device.lanes import Lanes
+from parallm.config.schema import ExportConfig
+from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError
-from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_files import read_adapter, write_mlx, write_peft
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.files import read_adapter, write_mlx, write_peft
+from parallm.model.adapters.reward_head import read_reward_model, with_reward_head
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import NANO, load_shared_model
-from parallm.model.lora import initial_arrays
-from parallm.model.reward_head import read_reward_model, with_reward_head
+from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
+from parallm.run.export import run_export
 from parallm.trainer.saving import write_adapter
 from parallm.types import GenerationRequest, SamplingParams, TokenEvent
 
@@ -43,8 +43,8 @@ Export = Callable[..., Path]
 @pytest.fixture
 def adapter(nano: SharedModel) -> Adapter:
     """Changes what the nano model says, and leaves it words."""
-    arrays = initial_arrays(nano.sites, 4, mx.random.key(1))
-    keys = iter(mx.random.split(mx.random.key(2), len(nano.sites)))
+    arrays = initial_arrays(nano.targets, 4, mx.random.key(1))
+    keys = iter(mx.random.split(mx.random.key(2), len(nano.targets)))
     arrays |= {
         name: 0.05 * mx.random.normal(array.shape, key=next(keys))
         for name, array in arrays.items()
@@ -74,14 +74,14 @@ def prompts(nano: SharedModel) -> list[tuple[int, ...]]:
 
 
 def engine_tokens(
-    model: SharedModel, lanes: Lanes, adapter: Adapter | None, prompts: Sequence[tuple[int, ...]]
+    model: SharedModel, streams: DeviceStreams, adapter: Adapter | None, prompts: Sequence[tuple[int, ...]]
 ) -> list[list[int]]:
     """Greedy tokens of our engine, all prompts at once."""
     events: list[TokenEvent] = []
     table = AdapterTable()
     if adapter is not None:
         table.publish(adapter)
-    engine = Engine(model, table, lanes, EngineSettings(), emit=events.extend, report=lambda *_: None)
+    engine = Engine(model, table, streams, EngineSettings(), emit=events.extend, report=lambda *_: None)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     for place, prompt in enumerate(prompts):
         engine.add(GenerationRequest(request_id=str(place), prompt_tokens=prompt, sampling=sampling), False)
@@ -99,35 +99,35 @@ def mlx_lm_tokens(model: Any, prompts: Sequence[tuple[int, ...]]) -> list[list[i
 
 
 def test_mlx_lm_says_with_the_fused_model_what_our_engine_says_with_the_adapter(
-    export: Export, nano: SharedModel, lanes: Lanes, adapter: Adapter, prompts: list[tuple[int, ...]]
+    export: Export, nano: SharedModel, streams: DeviceStreams, adapter: Adapter, prompts: list[tuple[int, ...]]
 ) -> None:
     model, tokenizer = mlx_lm.load(str(export() / "fused"))
-    expected = engine_tokens(nano, lanes, adapter, prompts)
+    expected = engine_tokens(nano, streams, adapter, prompts)
     assert mlx_lm_tokens(model, prompts) == expected
-    assert engine_tokens(nano, lanes, None, prompts) != expected
+    assert engine_tokens(nano, streams, None, prompts) != expected
     chat = [{"role": "user", "content": "1 + 1?"}]
     assert tokenizer.apply_chat_template(chat) == mlx_lm.load(str(NANO))[1].apply_chat_template(chat)
 
 
 def test_the_exported_adapter_says_the_same_in_mlx_lm(
-    export: Export, nano: SharedModel, lanes: Lanes, adapter: Adapter, prompts: list[tuple[int, ...]]
+    export: Export, nano: SharedModel, streams: DeviceStreams, adapter: Adapter, prompts: list[tuple[int, ...]]
 ) -> None:
     model, _ = mlx_lm.load(str(NANO), adapter_path=str(export() / "adapter"))
-    assert mlx_lm_tokens(model, prompts) == engine_tokens(nano, lanes, adapter, prompts)
+    assert mlx_lm_tokens(model, prompts) == engine_tokens(nano, streams, adapter, prompts)
 
 
 def test_our_engine_serves_the_fused_model_too(
-    export: Export, nano: SharedModel, lanes: Lanes, adapter: Adapter, prompts: list[tuple[int, ...]]
+    export: Export, nano: SharedModel, streams: DeviceStreams, adapter: Adapter, prompts: list[tuple[int, ...]]
 ) -> None:
     fused = load_shared_model(ModelSettings(path=str(export() / "fused")))
-    assert engine_tokens(fused, lanes, None, prompts) == engine_tokens(nano, lanes, adapter, prompts)
+    assert engine_tokens(fused, streams, None, prompts) == engine_tokens(nano, streams, adapter, prompts)
 
 
 def test_peft_is_refused_before_anything_is_written_where_names_are_unknown(
     load_tiny: Callable[..., SharedModel], tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     model = load_tiny("falcon_h1")
-    made = make_adapter(initial_arrays(model.sites, 4, mx.random.key(1)), version=1, rank=4, alpha=8.0)
+    made = make_adapter(initial_arrays(model.targets, 4, mx.random.key(1)), version=1, rank=4, alpha=8.0)
     write_mlx(made, tmp_path / "trained", num_layers=model.num_layers)
     values = {"model": {"path": str(tiny_model("falcon_h1")), "adapter": str(tmp_path / "trained")}}
     values["output"] = str(tmp_path / "out")  # type: ignore[assignment]  # one of all keys
@@ -143,7 +143,7 @@ def test_a_run_leaves_out_a_format_that_it_cannot_write(
     load_tiny: Callable[..., SharedModel], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = load_tiny("falcon_h1")
-    made = make_adapter(initial_arrays(model.sites, 4, mx.random.key(1)), version=1, rank=4, alpha=8.0)
+    made = make_adapter(initial_arrays(model.targets, 4, mx.random.key(1)), version=1, rank=4, alpha=8.0)
     write_adapter(made, tmp_path, model)
     assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
     assert "adapter_peft is left out: an adapter of falcon_h1 is not written in PEFT's format" in caplog.text
@@ -162,12 +162,12 @@ def test_tokenizer_and_chat_template_are_those_of_the_base(export: Export) -> No
 
 
 def test_eight_bits_leave_most_tokens_as_they_were(
-    export: Export, nano: SharedModel, lanes: Lanes, adapter: Adapter, prompts: list[tuple[int, ...]]
+    export: Export, nano: SharedModel, streams: DeviceStreams, adapter: Adapter, prompts: list[tuple[int, ...]]
 ) -> None:
     fused = export(quantize={"bits": 8, "group_size": 32}) / "fused"
     assert json.loads((fused / "config.json").read_text())["quantization"]["bits"] == 8
     model, _ = mlx_lm.load(str(fused))
-    pairs = zip(mlx_lm_tokens(model, prompts), engine_tokens(nano, lanes, adapter, prompts), strict=True)
+    pairs = zip(mlx_lm_tokens(model, prompts), engine_tokens(nano, streams, adapter, prompts), strict=True)
     equal = [one == other for some, others in pairs for one, other in zip(some, others, strict=True)]
     assert sum(equal) / len(equal) > 0.5  # one early difference changes the rest of a text
 
@@ -207,7 +207,7 @@ def test_a_disk_that_fails_in_the_middle_leaves_nothing(
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("parallm.model.fuse.write_arrays", fail)
+    monkeypatch.setattr("parallm.model.adapters.fuse.write_arrays", fail)
     with pytest.raises(CheckpointError, match="No space left on device"):
         export()
     assert not (tmp_path / "out").exists()

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from parallm.config import COMMANDS, shipped
+from parallm.config.help import USED_MOST, Key, help_page, keys_of, meaning_of, overview
+from parallm.config.schema import COMMANDS, shipped
 from parallm.errors import ConfigError
-from parallm.help_pages import USED_MOST, help_page, overview
-from parallm.key_meanings import Key, keys_of, meaning_of
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 1.5

@@ -55,8 +55,8 @@ def test_an_error_of_the_work_is_raised() -> None:
 INTERRUPTED_TWICE = """
 import asyncio, os, signal, sys, threading
 from parallm.interrupts import stop_on_signals
-from parallm.metrics.live import LiveDisplay
-from parallm.metrics.run_header import RunHeader
+from parallm.metrics.live_display import LiveDisplay
+from parallm.metrics.header import RunHeader
 
 display = LiveDisplay(sys.stdout)
 display.start(RunHeader(name="run", model="nano", device="CPU", blas="", url=None))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from parallm.config import RunConfig, register_defaults, shipped, to_config
+from parallm.config.help import help_page
+from parallm.config.recipes import Recipe, check_asked, read_recipes, register_recipes
+from parallm.config.schema import RunConfig, register_defaults, shipped, to_config
 from parallm.environment.settings import MixedSettings
 from parallm.errors import ConfigError
-from parallm.help_pages import help_page
-from parallm.recipe_files import Recipe, check_asked, read_recipes, register_recipes
 
 ROOT = Path(__file__).parent.parent
 RECIPES = read_recipes(shipped("recipes"))
@@ -25,8 +25,8 @@ import json
 import os
 import signal
 import sys
-from parallm.command import run_command
-from parallm.config import RunConfig
+from parallm.run.command import run_command
+from parallm.config.schema import RunConfig
 from parallm.errors import ModelError
 from parallm.interrupts import until_signal
 

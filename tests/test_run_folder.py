@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from parallm.config.run_folder import check_writable, export_folder, link_latest, remove_unused, run_folder
 from parallm.errors import RunFolderError
-from parallm.run_folder import check_writable, export_folder, link_latest, remove_unused, run_folder
 
 ROOT = Path(__file__).parent.parent
 RUNS = Path("checkpoints")
@@ -68,7 +68,7 @@ def test_a_folder_called_latest_is_left_alone_with_a_warning(caplog: pytest.LogC
 LINKING = """
 import sys
 from pathlib import Path
-from parallm.run_folder import link_latest
+from parallm.config.run_folder import link_latest
 for _ in range(300):
     link_latest(Path(sys.argv[1]))
 """

@@ -13,16 +13,15 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from parallm.checkpoint.chosen_adapter import exists, find_adapter
-from parallm.checkpoint.foreign_files import check_folder, check_safetensors, inside, unpack
-from parallm.checkpoint.kept_table import KeptTable
+from parallm.checkpoint.adapter_paths import exists, find_adapter
+from parallm.checkpoint.persistent_table import PersistentTable
+from parallm.checkpoint.untrusted_files import check_folder, check_safetensors, resolve_inside, unpack
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError
-from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_files import read_adapter
-from parallm.model.reward_head import refuse_reward_model
+from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.files import from_peft_names, read_adapter
+from parallm.model.adapters.reward_head import refuse_reward_model
 from parallm.model.shared_model import SharedModel
-from parallm.model.stored_adapter import from_peft_names
 from parallm.types import BEST, AdapterCard
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,127}")
@@ -34,14 +33,14 @@ class AdapterStore:
     """Puts adapters into a table, each as the next version of its name, served at once, and says what names mean.
 
     Sequences that run stay on their versions. Used on the asyncio thread; arrays are read on the device thread, one
-    adapter at a time. All changes raise what those of `KeptTable` do.
+    adapter at a time. All changes raise what those of `PersistentTable` do.
     """
 
     def __init__(
         self,
         device: DeviceThread,
         model: SharedModel,
-        kept: KeptTable,
+        kept: PersistentTable,
         *,
         root: str | None,
         max_bytes: int,
@@ -149,11 +148,11 @@ class AdapterStore:
 
     def _read(self, name: str, folder: Path) -> Adapter:
         model, version = self._model, self._table.next_version(name)
-        return read_adapter(folder, model.sites, model_type=model.model_type, name=name, version=version)
+        return read_adapter(folder, model.targets, model_type=model.model_type, name=name, version=version)
 
     def _changed(self, name: str, weights: bytes) -> Adapter:
         served = self._table.resolve(name) or replace(self._start, name=name)
-        return changed(served, weights, self._table.next_version(name), self._model.model_type)
+        return replace_tensors(served, weights, self._table.next_version(name), self._model.model_type)
 
     async def _publish(self, adapter: Adapter, where: str) -> AdapterCard:
         refuse_reward_model(adapter, where, "set rollout.reward_model.adapter for training with it")
@@ -184,7 +183,7 @@ class AdapterStore:
 
 def _safe_folder(root: Path, path: str, max_bytes: int) -> Path:
     where, _, choice = ("", "", "") if exists(root / path) else path.rpartition("@")
-    found = inside(root, where or path)
+    found = resolve_inside(root, where or path)
     folder = find_adapter(f"{found}@{choice}" if where else str(found))
     check_folder(folder, root, max_bytes)
     return folder
@@ -207,7 +206,7 @@ def _named(folder: Path, name: str) -> Iterator[None]:
         raise type(error)(message) from error
 
 
-def changed(served: Adapter, weights: bytes, version: int, model_type: str) -> Adapter:
+def replace_tensors(served: Adapter, weights: bytes, version: int, model_type: str) -> Adapter:
     loaded = mx.load(io.BytesIO(weights), format="safetensors")
     assert isinstance(loaded, dict), "safetensors are names and arrays"
     arrays = from_peft_names(loaded, model_type)

@@ -13,11 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parallm.checkpoint.run_facts import RunFacts
-from parallm.checkpoint.state import Fingerprint, TrainingState
+from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
 from parallm.checkpoint.trajectory_lines import groups_from_lines, groups_to_lines
 from parallm.errors import AdapterError, CheckpointError
-from parallm.model.adapter_files import read_adapter, read_arrays, write_arrays, write_exactly
+from parallm.model.adapters.files import read_adapter, read_arrays, write_arrays, write_exactly
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +97,7 @@ def needed_bytes(state: TrainingState) -> int:
     return sum(array.nbytes + 256 for array in arrays) + text + 65536
 
 
-def write_durably(file: Path, text: str) -> None:
+def write_atomically(file: Path, text: str) -> None:
     """Replace `file`: whatever happens it holds the old text or the new one. Raises OSError, changing nothing.
 
     A disk that does not confirm the new name costs a warning: only a power failure could still bring the old text back.

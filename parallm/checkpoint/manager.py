@@ -10,9 +10,8 @@ from itertools import count
 from pathlib import Path
 
 from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
-from parallm.checkpoint.run_facts import RunFacts
 from parallm.checkpoint.settings import CheckpointSettings
-from parallm.checkpoint.state import Fingerprint, TrainingState
+from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
 from parallm.errors import CheckpointError, InvalidRequest
 
 logger = logging.getLogger(__name__)
@@ -92,11 +91,11 @@ class CheckpointManager:
 
     def checkpoints(self) -> tuple[Path, ...]:
         """The folders of whole saves, oldest first; not verified."""
-        return step_folders(self._folder)
+        return checkpoint_folders(self._folder)
 
     def best(self) -> Path | None:
         """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
-        return best_of(self.checkpoints())
+        return best_checkpoint(self.checkpoints())
 
     def _write(self, state: TrainingState, final: Path) -> None:
         temporary = self._folder / f"{TEMPORARY}{final.name}-{os.getpid()}"
@@ -109,7 +108,7 @@ class CheckpointManager:
             if final.parent != self._folder:
                 final.parent.mkdir(exist_ok=True)
                 sync(self._folder)
-            put_in_place(temporary, final)
+            rename_into_place(temporary, final)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._save_error(final, error, needed) from error
@@ -170,7 +169,7 @@ def set_aside(path: Path, reason: str) -> None:
     logger.warning("%s was set aside as %s: %s", path, aside.name, reason)
 
 
-def put_in_place(temporary: Path, final: Path) -> None:
+def rename_into_place(temporary: Path, final: Path) -> None:
     """Let the folder `temporary` be `final`, in place of another one of that name. Raises OSError, changing nothing."""
     replaced = final.with_name(f"{REPLACED}{final.name}")
     if replaced.exists():  # an earlier save could not remove it
@@ -191,20 +190,20 @@ def check_named(path: Path, run_folder: Path) -> None:
     """Raise CheckpointError, with the checkpoints of both folders, if `path` is none."""
     if (path / MANIFEST).is_file():
         return
-    choices = [str(choice) for choice in (*step_folders(path), *step_folders(run_folder))]
+    choices = [str(choice) for choice in (*checkpoint_folders(path), *checkpoint_folders(run_folder))]
     raise CheckpointError(
         f"checkpoint.resume={path} is no checkpoint: it has no {MANIFEST}; name never, auto or "
         f"{'one of ' + ', '.join(choices) if choices else 'a folder step_N of another run'}"
     )
 
 
-def best_of(checkpoints: Iterable[Path]) -> Path | None:
+def best_checkpoint(checkpoints: Iterable[Path]) -> Path | None:
     """The one with the highest evaluation, the newest of equals; None if none was evaluated."""
     scores = [(score, path) for path in checkpoints if (score := read_score(path)) is not None]
     return max(scores, key=lambda pair: (pair[0], _step(pair[1])))[1] if scores else None
 
 
-def step_folders(folder: Path) -> tuple[Path, ...]:
+def checkpoint_folders(folder: Path) -> tuple[Path, ...]:
     """The checkpoints of a run's folder, oldest first; not verified."""
     if not folder.is_dir():
         return ()

@@ -8,12 +8,10 @@ from typing import Any, TypeVar
 import httpx
 
 from parallm.client import calls
-from parallm.client.calls import Call, Prompt, Reward
-from parallm.client.connecting import connection
-from parallm.client.generated import Generated
+from parallm.client.calls import Call, Generated, Prompt, Reward
+from parallm.client.connection import connection
 from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport
-from parallm.types import POLICY, AdapterCard
-from parallm.updates import GivenUpdate
+from parallm.types import POLICY, AdapterCard, GivenUpdate
 
 Result = TypeVar("Result")
 Self = TypeVar("Self", bound="AsyncClient")

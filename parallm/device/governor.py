@@ -9,7 +9,7 @@ saves nothing up.
 from collections.abc import Collection
 from typing import Generic, Literal, TypeVar
 
-LEAST_SHARE = 1e-6  # a share of zero runs only when the others have no work
+MIN_SHARE = 1e-6  # a share of zero runs only when the others have no work
 
 Work = Literal["serving", "rollout", "learning"]
 Name = TypeVar("Name", bound=str)
@@ -68,4 +68,4 @@ class _FairQueue(Generic[Name]):
         return min(sorted(ready), key=lambda name: self._clocks[name])
 
     def charge(self, name: Name, seconds: float, share: float) -> None:
-        self._clocks[name] = self._clocks.get(name, 0.0) + seconds / max(share, LEAST_SHARE)
+        self._clocks[name] = self._clocks.get(name, 0.0) + seconds / max(share, MIN_SHARE)

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 MEMORY_INFO = Path("/proc/meminfo")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-MOST_OF_BLOCK, MOST_KEPT = 32 * 2**20, 256 * 2**20
+MAX_BLOCK_BYTES, MAX_KEPT_BYTES = 32 * 2**20, 256 * 2**20
 
 
 def device_memory() -> int:
@@ -41,7 +41,7 @@ def wire_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep up to `MOST_KEPT` freed bytes in blocks of up to `MOST_OF_BLOCK` for later allocations.
+    """Let glibc keep up to `MAX_KEPT_BYTES` freed bytes in blocks of up to `MAX_BLOCK_BYTES` for later allocations.
 
     By default it returns such blocks to the system, which clears each page again at its next write: 256 rows of a small
     model had 90,000 page faults a second and decoded 3% slower (2 cores); on a virtual machine, steps with arrays of 16
@@ -49,8 +49,8 @@ def keep_freed_memory() -> None:
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
-        set_option(M_MMAP_THRESHOLD, MOST_OF_BLOCK)
-        set_option(M_TRIM_THRESHOLD, MOST_KEPT)
+        set_option(M_MMAP_THRESHOLD, MAX_BLOCK_BYTES)
+        set_option(M_TRIM_THRESHOLD, MAX_KEPT_BYTES)
 
 
 def give_back_memory() -> None:

@@ -6,14 +6,39 @@ import math
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from parallm.device.memory import give_back_memory
 from parallm.device.thread import DeviceThread
 from parallm.engine.engine import Engine
-from parallm.engine.join_events import joined
-from parallm.engine.kv_memory import max_rows
+from parallm.engine.kv.budget import max_rows
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, ParallmError
 from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent, TrafficClass
+
+
+def joined(events: Sequence[TokenEvent]) -> list[TokenEvent]:
+    """One event for each completion that `events` tell of, in the order of their first ones."""
+    if len(events) == 1:
+        return list(events)
+    of_completions: dict[tuple[str, int], list[TokenEvent]] = {}
+    for event in events:
+        of_completions.setdefault((event.request_id, event.index), []).append(event)
+    return [_one(parts) for parts in of_completions.values()]
+
+
+def _one(parts: list[TokenEvent]) -> TokenEvent:
+    if len(parts) == 1:
+        return parts[0]
+    return TokenEvent(
+        request_id=parts[0].request_id,
+        index=parts[0].index,
+        tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
+        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+        top_logprobs=tuple(chain.from_iterable(part.top_logprobs for part in parts)),
+        text="".join(part.text for part in parts),
+        completion=parts[-1].completion,
+    )
+
 
 Delivery = TokenEvent | Exception
 
@@ -84,7 +109,7 @@ class AsyncEngine:
             max_rows=max_rows(engine.settings),
             kv_bytes=engine.memory.used,
             kv_bytes_limit=engine.memory.limit,
-            num_preemptions=engine.room.num_preempted,
+            num_preemptions=engine.scheduler.num_preempted,
             prefix_bytes=prefixes.nbytes,
             num_prefix_lookups=prefixes.num_lookups,
             num_prefix_hits=prefixes.num_hits,

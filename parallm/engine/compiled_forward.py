@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from parallm.engine.active_rows import ActiveRows
-from parallm.engine.kv_cache import SlotCache
-from parallm.engine.kv_format import KvFormat
-from parallm.model.lora import AdapterStructure, OneAdapter
-from parallm.model.row_lora import RowAdapters, RowStructure
+from parallm.engine.kv.attention_metadata import AttentionMetadata
+from parallm.engine.kv.cache import SlotCache
+from parallm.engine.kv.cost import KvFormat
+from parallm.model.lora.segmented import SegmentedLora, SegmentedStructure
+from parallm.model.lora.single import SingleLora, SingleStructure
 from parallm.model.shared_model import SharedModel
 
-Structure = AdapterStructure | RowStructure
+Structure = SingleStructure | SegmentedStructure
 Arrays = list[mx.array]
 Function = Callable[[mx.array, mx.array, mx.array, Arrays, Arrays], tuple[mx.array, Arrays]]
 
@@ -42,18 +42,18 @@ class CompiledForward:
         mx.eval(model.base.parameters())  # a trace would repeat what makes an array that is not evaluated yet
         self._model = model
         self._functions: dict[tuple[Structure | None, bool], Function] = {}
-        self._needs_places = False  # as a trace has found for all rows, see `ActiveRows`
-        self._view: OneAdapter | RowAdapters | None = None  # the last one, its arrays and structure
+        self._needs_places = False  # as a trace has found for all rows, see `AttentionMetadata`
+        self._lora: SingleLora | SegmentedLora | None = None  # the last one, its arrays and structure
         self._arrays: Arrays = []
         self._structure: Structure | None = None
 
     def __call__(
-        self, tokens_B: mx.array, rows: ActiveRows, pools: Arrays, view: OneAdapter | RowAdapters | None
+        self, tokens_B: mx.array, rows: AttentionMetadata, pools: Arrays, lora: SingleLora | SegmentedLora | None
     ) -> tuple[mx.array, Arrays]:
         """Hidden states (B, H) and the pools after the step: keys and values (S, heads, L, D) of each layer in turn."""
-        if view is not self._view:
-            self._view = view
-            self._arrays, self._structure = ([], None) if view is None else (view.arrays(), view.structure())
+        if lora is not self._lora:
+            self._lora = lora
+            self._arrays, self._structure = ([], None) if lora is None else (lora.arrays(), lora.structure())
         key = self._structure, rows.by_place
         if key not in self._functions:
             self._functions[key] = self._compile(*key)
@@ -64,15 +64,15 @@ class CompiledForward:
     def _compile(self, structure: Structure | None, by_place: bool) -> Function:
 
         def forward(
-            tokens_B: mx.array, lengths_B: mx.array, slots_B: mx.array, pools: Arrays, factors: Arrays
+            tokens_B: mx.array, lengths_B: mx.array, slots_B: mx.array, pools: Arrays, weights: Arrays
         ) -> tuple[mx.array, Arrays]:
-            traced = ActiveRows()
+            traced = AttentionMetadata()
             traced.by_place = traced.needs_places = by_place
             traced.set_traced(lengths_B, slots_B, num_positions=pools[0].shape[2])
             pairs = zip(pools[::2], pools[1::2], strict=True)
             caches = [SlotCache(traced, KvFormat(), pair) for pair in pairs]
-            view = None if structure is None else structure.view(factors)
-            hidden_B1H = self._model.hidden(tokens_B[:, None], caches, view)
+            lora = None if structure is None else structure.lora(weights)
+            hidden_B1H = self._model.hidden(tokens_B[:, None], caches, lora)
             self._needs_places = self._needs_places or traced.needs_places
             return hidden_B1H[:, 0], [array for cache in caches for array in cache.state]
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from parallm.engine.sampler import RowSampling, row_sampling, sample
+from parallm.engine.sampling.sampler import RowSampling, row_sampling, sample
 from parallm.engine.sequence import Sequence
 from parallm.engine.speculation import FIXED_COST, MEMORY, Fed
-from parallm.model.attention import LEAST_ROWS
+from parallm.model.attention import MIN_ROWS
 from parallm.model.shared_model import SharedModel
 
-MOST_ROWS = 4
+MAX_ROWS = 4
 """Of a lane, each computed by itself."""
 PRIOR, PRIOR_WEIGHT = 0.6, 4.0
 """How often a draft is right before anything is known of a row, and how many drafts that counts for."""
@@ -84,7 +84,7 @@ class DraftSpeculation:
 
     def feed(self, rows: Ordered[Sequence], num_positions: int) -> Fed | None:
         """As `NgramSpeculation.feed`."""
-        if not 0 < len(rows) <= MOST_ROWS or any(row.num_launched != len(row.tokens) for row in rows):
+        if not 0 < len(rows) <= MAX_ROWS or any(row.num_launched != len(row.tokens) for row in rows):
             return None
         counts = [self._num_drafts(row, len(rows), num_positions) for row in rows]
         if not any(counts):
@@ -97,7 +97,7 @@ class DraftSpeculation:
         return Fed(tokens_F=mx.concatenate(tokens), widths=[count + 1 for count in counts])
 
     def is_worth_waiting(self, rows: Ordered[Sequence]) -> bool:
-        return 0 < len(rows) <= MOST_ROWS and any(self._wanted(row, len(rows)) for row in rows)
+        return 0 < len(rows) <= MAX_ROWS and any(self._wanted(row, len(rows)) for row in rows)
 
     def _settle(self, row: Sequence) -> Drafting:
         if row not in self._rows:
@@ -123,7 +123,7 @@ class DraftSpeculation:
         best, best_speed, expected = 0, 0.0, float(num_rows)
         for count in range(self.most + 1):
             expected += rate**count if count else 0.0
-            speed = expected / (FIXED_COST + max(LEAST_ROWS, num_rows + count) + self.cost * count)
+            speed = expected / (FIXED_COST + max(MIN_ROWS, num_rows + count) + self.cost * count)
             if speed > best_speed:
                 best, best_speed = count, speed
         if best == 0 and drafting is not None and len(row.tokens) - drafting.rested_at >= REST:

@@ -6,27 +6,44 @@ computes while Python works. Knows nothing of learning or HTTP. Everything here 
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Ordered
 
 import mlx.core as mx
 
-from parallm.device.lanes import Lanes
-from parallm.engine.broken_rows import BrokenRows, has_nan
-from parallm.engine.decoder import Decoder, Step
-from parallm.engine.kv_memory import KvMemory, max_context, max_rows
-from parallm.engine.out_of_memory import is_out_of_memory
+from parallm.device.streams import DeviceStreams
+from parallm.engine.decode import Decoder, Step
+from parallm.engine.kv.budget import KvBudget, max_context, max_rows
 from parallm.engine.prefill import Prefill
-from parallm.engine.room import Room
-from parallm.engine.sequence import Prompt, Sequence
+from parallm.engine.request_queue import ActiveRequestIds, RequestQueue, insert, make_sequences
+from parallm.engine.scheduler import Scheduler
+from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.engine.speculation_choice import make_speculation
-from parallm.engine.traffic import Traffic
-from parallm.engine.version_switch import switch_versions
-from parallm.engine.views import AdapterViews
-from parallm.engine.waiting import NamesInUse, begin_completions, insert
+from parallm.engine.step_failures import BrokenRows, has_nan, is_out_of_memory
 from parallm.errors import EngineFull, EngineStopped, ParallmError
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.table import AdapterTable
+from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest, TokenEvent, TrafficClass
+
+
+def switch_versions(switching: Ordered[Sequence], adapters: AdapterTable, read: Callable[[], None]) -> None:
+    """Move rows, and prompts not yet begun, to the newest version. `read` waits for the tokens in flight, which are of
+    the versions before.
+
+    A row keeps its keys and values, which the versions before have made.
+    """
+    newest = {name: adapters.resolve(name) for name in {one.request.model for one in switching}}
+    moving = [one for one in switching if one.adapter is not newest[one.request.model]]
+    if moving:
+        read()
+    for one in moving:
+        if not one.has_left:
+            adapter = newest[one.request.model]
+            adapters.acquire(adapter)
+            adapters.release(one.adapter)
+            one.adapter = adapter
+
 
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("serving", "rollout")
 
@@ -38,30 +55,30 @@ class Engine:
         self,
         model: SharedModel,
         adapters: AdapterTable,
-        lanes: Lanes,
+        streams: DeviceStreams,
         settings: EngineSettings,
         *,
         emit: Callable[[list[TokenEvent]], None],
         report: Callable[[list[str], Exception], None],
-        runs_ahead: bool = False,
+        async_scheduling: bool = False,
     ) -> None:
-        """`runs_ahead`: launch each decode step before the one before is read, as pays where a GPU waits for Python."""
+        """`async_scheduling`: launch each decode step before the one before is read, as pays where a GPU waits for Python."""
         self.model = model
         self.settings = settings
         self.max_context = max_context(settings, model)
         self._adapters = adapters
-        self._lanes = lanes
-        self._views = AdapterViews(model)
+        self._streams = streams
+        self._loras = LoraSelector(model)
         self._emit = emit
         self._report = report
-        self._runs_ahead = runs_ahead
-        self.memory = KvMemory(model, settings)
+        self._async_scheduling = async_scheduling
+        self.memory = KvBudget(model, settings)
         self.speculation = make_speculation(settings.speculation, model, self.max_context)
-        self._traffic = {name: Traffic(self._make_decoders()) for name in TRAFFIC_CLASSES}
-        self.room = Room(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
-        self.prefill = Prefill(model, lanes, self._views, self.memory, settings, adapters.holds, self.room.left)
+        self._traffic = {name: RequestQueue(self._make_decoders()) for name in TRAFFIC_CLASSES}
+        self.scheduler = Scheduler(self.memory, self._traffic, lambda state: self._read(state, state.take_steps()))
+        self.prefill = Prefill(model, streams, self._loras, self.memory, settings, adapters.holds, self.scheduler.left)
         self._broken = BrokenRows()
-        self._names = NamesInUse()
+        self._names = ActiveRequestIds()
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # whose unit it is; None between units
 
@@ -72,12 +89,12 @@ class Engine:
             raise EngineFull(f"{len(traffic.prompts)} requests wait already; try later or raise engine.max_waiting")
         self._num_requests += 1
         adapter = self._adapters.resolve(request.model)
-        members = begin_completions(request, adapter, streams=streams, arrival=self._num_requests)
+        members = make_sequences(request, adapter, streams=streams, arrival=self._num_requests)
         self._names.begin(members)
         for _ in members:
             self._adapters.acquire(adapter)
-        insert(traffic.prompts, Prompt.of(members))
-        traffic.is_stuck = False
+        insert(traffic.prompts, PrefillJob.of(members))
+        traffic.is_blocked = False
 
     def abort(self, *request_ids: str) -> None:
         """End all completions of these requests before the next unit. Unknown or finished ids are fine."""
@@ -87,7 +104,7 @@ class Engine:
                 traffic.prompts.remove(prompt)
                 self._end(prompt.waiting)
             self._drop_rows(traffic, lambda row: row.request.request_id in doomed)
-            traffic.is_stuck = False
+            traffic.is_blocked = False
         self._count()
 
     def cancel(self, *request_ids: str) -> None:
@@ -102,31 +119,33 @@ class Engine:
     def hold(self, traffic: TrafficClass) -> None:
         """Freeze a class where it is: requests may come, and nothing is computed for any until `release`."""
         self.settle(traffic)
-        self._traffic[traffic].is_held = True
+        self._traffic[traffic].is_paused = True
 
     def release(self, traffic: TrafficClass) -> None:
         state = self._traffic[traffic]
-        state.is_held = state.is_stuck = False
+        state.is_paused = state.is_blocked = False
 
     def reset_caches(self) -> None:
         """Give back memory that only saves work: beginnings of prompts, views of adapters and MLX's free buffers."""
         self.memory.prefixes.clear()
-        self._views.clear()
+        self._loras.clear()
         mx.clear_cache()
         self._count()
 
     def has_work(self, traffic: TrafficClass) -> bool:
         state = self._traffic[traffic]
-        if state.is_held:
+        if state.is_paused:
             return False
-        return state.has_rows or bool(state.prompts and not state.is_stuck)
+        return state.has_rows or bool(state.prompts and not state.is_blocked)
 
     def step(self, traffic: TrafficClass) -> None:
         """One unit of work for one traffic class. Running ahead, a decode step's tokens come with the next unit."""
         state = self._traffic[traffic]
         self._at_work = state.rows()
         switch_versions(state.switching(), self._adapters, lambda: self._read(state, state.take_steps()))
-        prompts = self.room.next_prompts(traffic, max_rows(self.settings), self.prefill.most_prompts, self._lanes.width)
+        prompts = self.scheduler.schedule_prefill(
+            traffic, max_rows(self.settings), self.prefill.most_prompts, self._streams.width
+        )
         # Rollouts fill their rows first; serving takes turns, so that a long prompt does not stall running answers
         if prompts and (traffic == "rollout" or state.decoded_last or state.num_rows == 0):
             state.decoded_last = False
@@ -137,7 +156,7 @@ class Engine:
             has_worked = self._decode(traffic)
         self._count()
         for one in self._traffic.values():
-            one.is_stuck = one is state and not has_worked
+            one.is_blocked = one is state and not has_worked
         self._at_work = None
 
     def settle(self, traffic: TrafficClass) -> None:
@@ -159,7 +178,7 @@ class Engine:
         if at_work is not None and is_out_of_memory(error) and self.memory.lower(one.request for one in everybody):
             for name in self._traffic:
                 self._begin_again(name, frozenset())
-            self._views.clear()
+            self._loras.clear()
             mx.clear_cache()
         else:
             everything = at_work is None or isinstance(error, EngineStopped)
@@ -173,7 +192,7 @@ class Engine:
         """Forget all that a class has computed, as what failed may be among it, and the requests `doomed`."""
         state = self._traffic[traffic]
         self._end(one for one in state.sequences() if one.request.request_id in doomed or one.finish_reason)
-        self._traffic[traffic] = self.room.afresh(state, self._make_decoders(), doomed)
+        self._traffic[traffic] = self.scheduler.requeue(state, self._make_decoders(), doomed)
         self.memory.prefixes.clear()
 
     def num_running(self) -> int:
@@ -189,28 +208,28 @@ class Engine:
         self.memory.used = self.memory.total(self._traffic.values())
 
     def _make_decoders(self) -> list[Decoder]:
-        streams = self._lanes.streams
-        return [Decoder(self.model, self._views, self.memory.shard(), self.speculation, one) for one in streams]
+        streams = self._streams.streams
+        return [Decoder(self.model, self._loras, self.memory.shard(), self.speculation, one) for one in streams]
 
-    def _compute_prompts(self, state: Traffic, prompts: list[Prompt]) -> None:
+    def _compute_prompts(self, state: RequestQueue, prompts: list[PrefillJob]) -> None:
         """One chunk of each prompt, or the first of them whole; what was in flight is read meanwhile."""
         prompts = self.prefill.for_one_unit(prompts)
         self._at_work = members = [member for prompt in prompts for member in prompt.waiting]
         chunks = self.prefill.compute(prompts)
-        if self._runs_ahead:
+        if self._async_scheduling:
             mx.async_eval(chunks)
         self._at_work = members + state.rows()
         self._read(state, state.take_steps())
         self._wait_for_chunk(state)
         self._at_work = members
-        if self._runs_ahead:  # the next chunk, or a step, is built while the device computes this one
+        if self._async_scheduling:  # the next chunk, or a step, is built while the device computes this one
             state.computing = (chunks, members)
         else:
             mx.eval(chunks)
         for prompt in [prompt for prompt in prompts if prompt.is_computed]:
             self._tell_prompt(state, prompt)
 
-    def _wait_for_chunk(self, state: Traffic) -> None:
+    def _wait_for_chunk(self, state: RequestQueue) -> None:
         """Wait for the chunk of prompts that is still being computed, if there is one: what fails is its own."""
         at_work, (arrays, members) = self._at_work, state.computing
         if arrays:
@@ -218,7 +237,7 @@ class Engine:
             mx.eval(arrays)
             self._at_work = at_work
 
-    def _tell_prompt(self, state: Traffic, prompt: Prompt) -> None:
+    def _tell_prompt(self, state: RequestQueue, prompt: PrefillJob) -> None:
         """Hand out what is known once a prompt is computed; that is all where no token is to be sampled."""
         if prompt.scores is not None:
             told = prompt.scores.read()
@@ -236,32 +255,32 @@ class Engine:
         """Launch the next step of all rows and read the one before, or both of one; False if there was neither."""
         state = self._traffic[traffic]
         self._read(state, state.steps_to_read_first())
-        self.room.make_for_step(traffic)
-        self.room.join(traffic, max_rows(self.settings))
+        self.scheduler.reserve_step(traffic)
+        self.scheduler.join(traffic, max_rows(self.settings))
         self._at_work = state.rows()
         active = [decoder for decoder in state.decoders if decoder.goes_on(self.max_context)]
         resting = [decoder for decoder in state.decoders if decoder not in active]
         before = [decoder.in_flight for decoder in active] + [decoder.take() for decoder in resting]
-        launched = self._lanes.run(Decoder.launch, active)
-        if self._runs_ahead:
+        launched = self._streams.run(Decoder.launch, active)
+        if self._async_scheduling:
             mx.async_eval(launched)
         self._wait_for_chunk(state)
         self._read(state, [step for step in before if step is not None])
         masked = [decoder for decoder in active if decoder.waits_for_masks]
-        sampled = self._lanes.run(Decoder.sample, masked)
-        if self._runs_ahead:
+        sampled = self._streams.run(Decoder.sample, masked)
+        if self._async_scheduling:
             mx.async_eval(sampled)
         else:
             self._read(state, state.take_steps())
         return bool(launched or any(before))
 
-    def _read(self, state: Traffic, steps: list[Step]) -> None:
+    def _read(self, state: RequestQueue, steps: list[Step]) -> None:
         """Wait for steps, hand out their tokens, and let the rows leave that have ended."""
         if not steps:
             return
         mx.eval([step.arrays() for step in steps])
         rows = [row for step in steps for row in step.read(self.model.tokenizer, self.max_context)]
-        state.num_tokens += sum(row.num_untold for row in rows)
+        state.num_tokens += sum(row.num_unemitted for row in rows)
         failed = self._broken.failures(rows)
         whole = [row for row in rows if row.request.request_id not in failed]
         events = [event for row in whole if (event := row.event(self.model.tokenizer)) is not None]
@@ -276,17 +295,17 @@ class Engine:
             self.abort(request_id)
             self._report([request_id], error)
 
-    def _keep_rows(self, state: Traffic) -> None:
+    def _keep_rows(self, state: RequestQueue) -> None:
         """Keep what rows that have ended have computed, for a turn that goes on from there."""
         kept = [array for decoder in state.decoders for array in self.prefill.keep_ended(decoder)]
         if kept:
-            (mx.async_eval if self._runs_ahead else mx.eval)(kept)
+            (mx.async_eval if self._async_scheduling else mx.eval)(kept)
 
-    def _drop_rows(self, state: Traffic, leaves: Callable[[Sequence], bool]) -> None:
+    def _drop_rows(self, state: RequestQueue, leaves: Callable[[Sequence], bool]) -> None:
         for decoder in state.decoders:
             places = [place for place, row in enumerate(decoder.rows) if leaves(row)]
             self._end([decoder.rows[place] for place in places])
-            decoder.leave(places, waits=not self._runs_ahead)
+            decoder.leave(places, waits=not self._async_scheduling)
 
     def _end(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:

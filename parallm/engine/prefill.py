@@ -17,23 +17,22 @@ from typing import Any
 
 import mlx.core as mx
 
-from parallm.device.lanes import Lanes
-from parallm.engine.decoder import Decoder
-from parallm.engine.kv_cost import BLOCK, blocks
-from parallm.engine.kv_memory import KvMemory
-from parallm.engine.kv_stack import layers_of, row_copies, stacks_of
-from parallm.engine.prefix_cache import Hit, Owner
-from parallm.engine.prompt_shapes import allocated, padded, reusable
-from parallm.engine.sequence import Prompt, Sequence
+from parallm.device.streams import DeviceStreams
+from parallm.engine.decode import Decoder
+from parallm.engine.kv.budget import KvBudget
+from parallm.engine.kv.cost import BLOCK, blocks
+from parallm.engine.kv.prefix_cache import Hit, Owner, layers_of, row_copies, stacks_of
+from parallm.engine.kv.shapes import allocated, padded, reusable
+from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.settings import EngineSettings
-from parallm.engine.views import AdapterViews
-from parallm.model.attention import LEAST_ROWS
-from parallm.model.cuda import on_cuda
+from parallm.model.attention import MIN_ROWS
+from parallm.model.kernels.cuda import on_cuda
+from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 
 CHUNK, CUDA_CHUNK = 512, 2048
 """Tokens of a chunk where the settings leave it open: a GPU is full with the larger one."""
-LEAST_FILLED = 0.5
+MIN_FILLED = 0.5
 """Of a row: shorter prompts are computed with others."""
 
 
@@ -41,9 +40,9 @@ class Prefill:
     def __init__(
         self,
         model: SharedModel,
-        lanes: Lanes,
-        views: AdapterViews,
-        memory: KvMemory,
+        streams: DeviceStreams,
+        loras: LoraSelector,
+        memory: KvBudget,
         settings: EngineSettings,
         is_known: Callable[[str, int], bool],
         room: Callable[[], int],
@@ -54,28 +53,28 @@ class Prefill:
         self.num_cached_tokens = 0
         """Of these, those whose keys and values were known."""
         self._model = model
-        self._lanes = lanes
-        self._views = views
+        self._streams = streams
+        self._loras = loras
         self._memory = memory
         self._chunk = settings.prefill_chunk or (CUDA_CHUNK if on_cuda() else CHUNK)
         self._is_known = is_known
         self._room = room
-        self._reuses = settings.prefix_cache and model.batches_exactly
-        self.positions_together = self._chunk if model.batches_exactly and on_cuda() else 0
+        self._reuses = settings.prefix_cache and model.is_batch_invariant
+        self.positions_together = self._chunk if model.is_batch_invariant and on_cuda() else 0
         """That one forward computes of several prompts; 0: each prompt is computed alone."""
 
     @property
     def most_prompts(self) -> int:
         """That one unit may compute: one per lane, or as many as one forward takes."""
-        return self.positions_together // LEAST_ROWS or self._lanes.width
+        return self.positions_together // MIN_ROWS or self._streams.width
 
-    def compute(self, prompts: Ordered[Prompt]) -> list[list[mx.array]]:
+    def compute(self, prompts: Ordered[PrefillJob]) -> list[list[mx.array]]:
         """Compute what `for_one_unit` chose: prompts together to their ends, or a chunk of each; see there."""
         if self.positions_together and len(prompts) > 1:
             return [self.compute_together(prompts)]
-        return self._lanes.run(self.compute_chunk, prompts)
+        return self._streams.run(self.compute_chunk, prompts)
 
-    def for_one_unit(self, prompts: list[Prompt]) -> list[Prompt]:
+    def for_one_unit(self, prompts: list[PrefillJob]) -> list[PrefillJob]:
         """All prompts where each is computed alone; else the first, and those behind it that fit its forward."""
         if not self.positions_together:
             return prompts
@@ -89,13 +88,13 @@ class Prefill:
                 break
             length = len(prompt.tokens) - known
             most, least = max(longest, length), min(longest, length)
-            fits = padded(most) * (len(chosen) + 1) <= self.positions_together and least >= LEAST_FILLED * most
+            fits = padded(most) * (len(chosen) + 1) <= self.positions_together and least >= MIN_FILLED * most
             if fits and prompt.segment()[1] is first.segment()[1] and self._num_known(prompt) == known:
                 chosen.append(prompt)
                 longest = most
         return chosen
 
-    def compute_together(self, prompts: Ordered[Prompt]) -> list[mx.array]:
+    def compute_together(self, prompts: Ordered[PrefillJob]) -> list[mx.array]:
         """Compute prompts to their ends in one forward; what is to be evaluated."""
         cache, hits, known = self._model.make_cache(), [self._hit(prompt) for prompt in prompts], 0
         for place, (prompt, hit) in enumerate(zip(prompts, hits, strict=True)):
@@ -105,8 +104,8 @@ class Prefill:
         longest = padded(max(map(len, rests)))
         _allocate(cache, allocated(known + longest), [hit for hit in hits if hit])
         tokens_BT = [[*rest, *rest[-1:] * (longest - len(rest))] for rest in rests]
-        view = self._views.for_rows([prompts[0].segment()[1]] * len(prompts))
-        hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, view)
+        lora = self._loras.select([prompts[0].segment()[1]] * len(prompts))
+        hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, lora)
         last_B = mx.array([len(rest) - 1 for rest in rests])
         logits_BV = self._model.head(hidden_BTH[mx.arange(len(prompts)), last_B])
         computed = [logits_BV, *_states(cache)]
@@ -116,7 +115,7 @@ class Prefill:
             computed += self._keep(prompt.waiting[0], len(prompt.tokens), partial(_copies, stacks, prompt.cache_row))
         return computed
 
-    def compute_chunk(self, prompt: Prompt) -> list[mx.array]:
+    def compute_chunk(self, prompt: PrefillJob) -> list[mx.array]:
         """Compute the next chunk of a prompt; what is to be evaluated."""
         if prompt.num_computed == 0:
             prompt.cache = self._model.make_cache()
@@ -125,9 +124,9 @@ class Prefill:
         chunk = prompt.tokens[prompt.num_computed : self._end(prompt.num_computed, segment_end)]
         # Tokens behind the chunk are seen by nobody, and make products of the right sizes
         most = prompt.num_allocated - prompt.num_computed
-        spare = min(padded(len(chunk)), most) - len(chunk) if self._model.batches_exactly else 0
+        spare = min(padded(len(chunk)), most) - len(chunk) if self._model.is_batch_invariant else 0
         tokens_1T = mx.array([[*chunk, *chunk[-1:] * spare]], mx.int32)
-        hidden_1TH = self._model.hidden(tokens_1T, prompt.cache, self._views.for_rows([adapter]))
+        hidden_1TH = self._model.hidden(tokens_1T, prompt.cache, self._loras.select([adapter]))
         if spare:
             for layer in prompt.cache:
                 layer.trim(spare)
@@ -152,7 +151,7 @@ class Prefill:
         for place, row in enumerate(decoder.rows):
             if row.finish_reason is not None and row.request.is_continued and not row.is_broken:
                 num_computed = len(row.request.prompt_tokens) + len(row.tokens) - 1
-                kept += self._keep(row, num_computed, partial(decoder.shard.copies, place))
+                kept += self._keep(row, num_computed, partial(decoder.batch.copies, place))
         return kept
 
     def _keep(self, row: Sequence, num_computed: int, copies: Callable[[int, int], list[mx.array]]) -> list[mx.array]:
@@ -165,14 +164,14 @@ class Prefill:
         owner = Owner.of(adapter, row.request.cache_salt)
         return prefixes.add(owner, tokens, copies, self._memory.cost.per_token, self._room())
 
-    def _begin(self, prompt: Prompt) -> None:
+    def _begin(self, prompt: PrefillJob) -> None:
         """Allocate for the whole prompt, where mlx-lm's caches would grow and copy, and fill in what is known of it."""
         hit = self._hit(prompt)
         self._count(prompt, hit.num_tokens if hit else 0)
-        if self._model.batches_exactly:
+        if self._model.is_batch_invariant:
             _allocate(prompt.cache, prompt.num_allocated, [hit] if hit else [])
 
-    def _count(self, prompt: Prompt, num_known: int) -> None:
+    def _count(self, prompt: PrefillJob, num_known: int) -> None:
         self.num_prompt_tokens += len(prompt.tokens)
         self.num_cached_tokens += num_known
         prompt.num_computed = num_known
@@ -180,20 +179,20 @@ class Prefill:
             for member in prompt.waiting:
                 member.reuses(num_known)
 
-    def _hit(self, prompt: Prompt) -> Hit | None:
+    def _hit(self, prompt: PrefillJob) -> Hit | None:
         """What is known of a prompt that begins."""
         if not self._reuses or prompt.scores is not None:
             return None
         return self._memory.prefixes.match(*self._beginning(prompt))
 
-    def _beginning(self, prompt: Prompt) -> tuple[Owner, Ordered[int], int]:
+    def _beginning(self, prompt: PrefillJob) -> tuple[Owner, Ordered[int], int]:
         """Whose tokens they are, and how many of them are known and taken as such."""
         end, adapter = prompt.segment()
-        most = min(end, len(prompt.tokens) - LEAST_ROWS)  # something must give logits, in products of enough rows
+        most = min(end, len(prompt.tokens) - MIN_ROWS)  # something must give logits, in products of enough rows
         owner = Owner.of(adapter, prompt.request.cache_salt)
         return owner, prompt.tokens, reusable(self._memory.prefixes.num_known(owner, prompt.tokens, most))
 
-    def _num_known(self, prompt: Prompt) -> int | None:
+    def _num_known(self, prompt: PrefillJob) -> int | None:
         """Tokens that are known of a prompt that one forward can compute with others; None: it is computed alone."""
         if prompt.num_computed or prompt.scores is not None or prompt.segment()[0] < len(prompt.tokens):
             return None
@@ -203,7 +202,7 @@ class Prefill:
     def _end(self, start: int, segment_end: int) -> int:
         """A chunk's end, a little earlier where the rest would be too few rows for exact products."""
         end = min(start + self._chunk, segment_end)
-        return end - (LEAST_ROWS if 0 < segment_end - end < LEAST_ROWS else 0)
+        return end - (MIN_ROWS if 0 < segment_end - end < MIN_ROWS else 0)
 
 
 def _allocate(cache: Ordered[Any], num_positions: int, hits: Ordered[Hit]) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from parallm.engine.completion_text import CompletionText
-from parallm.engine.prompt_scores import PromptScores
-from parallm.engine.prompt_shapes import allocated
-from parallm.model.adapter import Adapter
-from parallm.model.chat import ChatTokenizer
+from parallm.engine.detokenizer import Detokenizer
+from parallm.engine.kv.shapes import allocated
+from parallm.engine.sampling.prompt_logprobs import PromptLogprobScorer
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.types import (
     Completion,
     FinishReason,
@@ -23,13 +23,13 @@ from parallm.types import (
     WeightSpan,
 )
 
-Place = tuple[float, int]
+SortKey = tuple[float, int]
 """Priority and number of a request: the least is computed first, and gives up its room last."""
-BEFORE_ALL: Place = (-math.inf, 0)
+MIN_SORT_KEY: SortKey = (-math.inf, 0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Prompt:
+class PrefillJob:
     """A request on its way to rows: computed in chunks, then forked into one row per completion.
 
     Or a row that was preempted on its way back: its tokens so far are computed behind its prompt.
@@ -40,7 +40,7 @@ class Prompt:
     """To be computed."""
     waiting: list["Sequence"]
     """Members that have no row yet: all of them until every chunk is computed, with the same version."""
-    place: Place
+    sort_key: SortKey
     """Prompts are computed in this order."""
     cache: list[Any] = field(default_factory=list)
     """Made when the first chunk is computed; prompts that are computed together share it."""
@@ -51,15 +51,15 @@ class Prompt:
     num_computed: int = 0
     logits_V: mx.array | None = None
     """Logits after the last token, once all chunks are done."""
-    scores: PromptScores | None = None
+    scores: PromptLogprobScorer | None = None
     """Where log-probs of the prompt are asked for."""
 
     @classmethod
-    def of(cls, members: list["Sequence"]) -> "Prompt":
+    def of(cls, members: list["Sequence"]) -> "PrefillJob":
         """What `members` of one request, all new or a single preempted one, need computed."""
         first = members[0]
         tokens = (*first.request.prompt_tokens, *first.tokens)
-        made = cls(request=first.request, tokens=tokens, waiting=members, place=first.place)
+        made = cls(request=first.request, tokens=tokens, waiting=members, sort_key=first.sort_key)
         made.restart()
         return made
 
@@ -76,7 +76,7 @@ class Prompt:
         """Forget what was computed, and give its memory back."""
         self.num_bytes, self.cache, self.cache_row, self.num_computed, self.logits_V = 0, [], 0, 0, None
         asks = self.request.needs_whole_prompt and self.waiting[0].prompt_logprobs is None
-        self.scores = PromptScores(sampling=self.request.sampling) if asks else None
+        self.scores = PromptLogprobScorer(sampling=self.request.sampling) if asks else None
 
     def segment(self) -> tuple[int, Adapter | None]:
         """Where the tokens that one version computes end from here on, and that version."""
@@ -121,11 +121,11 @@ class Sequence:
     _mask: TokenMask | None = None
     _ends: frozenset[int] | None = None  # the tokens that end it, once it has sampled one
     _limit: int | None = None  # of its tokens, once asked for
-    _text: CompletionText = field(default_factory=CompletionText)
-    _num_told: int = 0  # of its tokens, by events or because nobody listens
+    _text: Detokenizer = field(default_factory=Detokenizer)
+    _num_emitted: int = 0  # of its tokens, by events or because nobody listens
 
     @property
-    def place(self) -> Place:
+    def sort_key(self) -> SortKey:
         return (self.request.priority, self.arrival)
 
     @property
@@ -190,9 +190,9 @@ class Sequence:
         return self.is_broken or (self.finish_reason is None and self.num_launched > len(self.tokens))
 
     @property
-    def num_untold(self) -> int:
+    def num_unemitted(self) -> int:
         """Tokens that no event has been made of, nor been asked for."""
-        return len(self.tokens) - self._num_told
+        return len(self.tokens) - self._num_emitted
 
     def num_left(self, max_context: int) -> int:
         """Tokens that it may have beyond those that are launched."""
@@ -230,7 +230,7 @@ class Sequence:
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
         """What the last step added, or None where nobody listens before the end."""
-        new, self._num_told = slice(self._num_told, None), len(self.tokens)
+        new, self._num_emitted = slice(self._num_emitted, None), len(self.tokens)
         if not self.streams and self.finish_reason is None:
             return None
         completion = self._completion(tokenizer) if self.finish_reason else None

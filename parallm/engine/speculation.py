@@ -11,27 +11,89 @@ all; then as long as a further row of the forward is expected to bring more toke
 while none are fed, which costs a lookup.
 """
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Ordered
+from collections.abc import Sequence as Sequence_ngram_lookup
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import mlx.core as mx
 
-from parallm.engine.ngram_lookup import LONGEST_NGRAM, NgramLookup, Proposal
 from parallm.engine.sequence import Sequence
 from parallm.engine.settings import SpeculationSettings
-from parallm.model.attention import LEAST_ROWS
+from parallm.model.attention import MIN_ROWS
+
+MAX_NGRAM = 4
+"""Tokens that are looked up together, and fewer where so many have not been seen; more hardly ever decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTokens:
+    tokens: Sequence_ngram_lookup[int]
+    """That may follow; at least one."""
+    num_matched: int
+    """The last so many tokens came before these, 1 to LONGEST_NGRAM."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """Prompt and completion of one row, of which n-grams that end before `num_indexed` are known."""
+
+    tokens: list[int]
+    num_indexed: int
+
+
+@dataclass(slots=True)
+class NgramLookup:
+    """Of one request."""
+
+    prompt: Sequence_ngram_lookup[int]
+    _streams: dict[Hashable, _Stream] = field(default_factory=dict)
+    _ends: dict[tuple[int, ...], tuple[_Stream, int]] = field(default_factory=dict)
+    """Where an n-gram ended the last time: of which stream, and the position behind it."""
+
+    def propose(self, row: Hashable, completion: Sequence_ngram_lookup[int], most: int) -> DraftTokens | None:
+        """What may follow the tokens of a row, at most `most` of them; takes note of those it has not seen yet."""
+        tokens = self.learn(row, completion)
+        length = len(tokens)
+        for num_matched in range(min(MAX_NGRAM, length), 0, -1):
+            found = self._ends.get(tuple(tokens[length - num_matched :]))
+            if found is not None:
+                return DraftTokens(found[0].tokens[found[1] : found[1] + most], num_matched)
+        return None
+
+    def learn(self, row: Hashable, completion: Sequence_ngram_lookup[int]) -> Sequence_ngram_lookup[int]:
+        """Take note of what a row has sampled; its tokens from the prompt on."""
+        stream = self._stream(row)
+        stream.tokens += completion[len(stream.tokens) - len(self.prompt) :]
+        for end in range(stream.num_indexed, len(stream.tokens)):
+            self._note(stream, end)
+        stream.num_indexed = max(stream.num_indexed, len(stream.tokens))
+        return stream.tokens
+
+    def _stream(self, row: Hashable) -> _Stream:
+        if row not in self._streams:
+            # the prompt's own n-grams are noted once, with the first row
+            num_indexed = max(1, len(self.prompt) if self._streams else 1)
+            self._streams[row] = _Stream(list(self.prompt), num_indexed)
+        return self._streams[row]
+
+    def _note(self, stream: _Stream, end: int) -> None:
+        """The n-grams that end before position `end`, where a token follows."""
+        for size in range(1, min(MAX_NGRAM, end) + 1):
+            self._ends[tuple(stream.tokens[end - size : end])] = (stream, end)
+
 
 FIXED_COST = 8
 """What a step costs before its rows, in rows: 8 for 25 million parameters, 16 for one million (CPU, one core each)."""
-MOST_ROWS = 32
+MAX_ROWS = 32
 """Of a lane: where more decode, further rows of a forward cost nearly as much as they bring, and lookups add up."""
 PRIOR = (0.2, 0.3, 0.4, 0.5)
 """How often the next token is right where 1, 2, 3 and 4 tokens matched: about what GSM8K's solutions give."""
 PRIOR_WEIGHT = 4.0
 MEMORY = 0.97
 """Of what was seen, how much counts when one more is."""
-LEAST_CHANCE = 0.05
+MIN_CHANCE = 0.05
 """Of being right that a draft must have: sampling and Python cost a little even where the forward does not."""
 WORTH_WAITING = 0.5
 """Accepted tokens for each row and step from which drafts are worth a step that is not launched ahead."""
@@ -75,21 +137,21 @@ class Speculation(Protocol):
 class Rates:
     """How often proposed tokens were right, by the number of tokens that matched before them."""
 
-    _seen: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT] * LONGEST_NGRAM)
+    _seen: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT] * MAX_NGRAM)
     _right: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT * rate for rate in PRIOR])
 
-    def survivals(self, proposal: Proposal) -> list[float]:
+    def survivals(self, proposal: DraftTokens) -> list[float]:
         """For each of its tokens, how likely it and all before it are right."""
         found: list[float] = []
         for place in range(len(proposal.tokens)):
-            matched = min(proposal.num_matched + place, LONGEST_NGRAM) - 1
+            matched = min(proposal.num_matched + place, MAX_NGRAM) - 1
             found.append((found[-1] if found else 1.0) * self._right[matched] / self._seen[matched])
         return found
 
-    def learn(self, proposal: Proposal, tokens: Ordered[int]) -> int:
+    def learn(self, proposal: DraftTokens, tokens: Ordered[int]) -> int:
         """Compare a proposal with the tokens that came, which may be fewer; how many were right."""
         for place, (proposed, token) in enumerate(zip(proposal.tokens, tokens, strict=False)):
-            matched = min(proposal.num_matched + place, LONGEST_NGRAM) - 1
+            matched = min(proposal.num_matched + place, MAX_NGRAM) - 1
             self._seen[matched] = MEMORY * self._seen[matched] + 1
             self._right[matched] = MEMORY * self._right[matched] + (proposed == token)
             if proposed != token:
@@ -101,13 +163,13 @@ class Rates:
 class Watched:
     """A proposal for what follows the first `num_tokens` tokens of a row; `num_fed` of it were fed."""
 
-    proposal: Proposal
+    proposal: DraftTokens
     num_tokens: int
     num_fed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
-class Group:
+class RequestDrafts:
     """The rows of one request, which learn from one another."""
 
     rows: set[Sequence] = field(default_factory=set)
@@ -128,12 +190,12 @@ class NgramSpeculation:
         self._most = settings.num_tokens
         self._is_on = is_on
         self._max_context = max_context
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, RequestDrafts] = {}
         self._watched: dict[Sequence, Watched] = {}
 
     def join(self, rows: Ordered[Sequence]) -> None:
         for row in rows if self._is_on else ():
-            self._groups.setdefault(row.request.request_id, Group()).rows.add(row)
+            self._groups.setdefault(row.request.request_id, RequestDrafts()).rows.add(row)
 
     def leave(self, rows: Ordered[Sequence]) -> None:
         for row in rows if self._is_on else ():
@@ -145,7 +207,7 @@ class NgramSpeculation:
                 del self._groups[row.request.request_id]
 
     def feed(self, rows: Ordered[Sequence], num_positions: int) -> Fed | None:
-        if not self._is_on or not 0 < len(rows) <= MOST_ROWS:
+        if not self._is_on or not 0 < len(rows) <= MAX_ROWS:
             return None
         drafts: list[Ordered[int]] = [()] * len(rows)
         found: list[tuple[float, int, int]] = []  # (how likely it is right, place of its row, place in the proposal)
@@ -170,7 +232,7 @@ class NgramSpeculation:
         return Fed(tokens_F=mx.array(tokens, mx.int32), widths=widths)
 
     def is_worth_waiting(self, rows: Ordered[Sequence]) -> bool:
-        if not self._is_on or not 0 < len(rows) <= MOST_ROWS:
+        if not self._is_on or not 0 < len(rows) <= MAX_ROWS:
             return False
         expected = 0.0
         for row in rows:
@@ -196,7 +258,7 @@ class NgramSpeculation:
         self._watched[row] = Watched(proposal=proposal, num_tokens=len(row.tokens))
         return self._watched[row]
 
-    def _learn(self, group: Group, row: Sequence) -> None:
+    def _learn(self, group: RequestDrafts, row: Sequence) -> None:
         watched = self._watched.pop(row, None)
         if watched is not None:
             num_right = group.rates.learn(watched.proposal, row.tokens[watched.num_tokens :])
@@ -207,7 +269,7 @@ def _widths(found: Ordered[tuple[float, int, int]], num_rows: int) -> list[int]:
     """How many tokens to feed each row: the drafts that are worth their time, of those that are likeliest right."""
     widths, num_fed, expected = [1] * num_rows, num_rows, float(num_rows)
     for negative, place, _ in found:
-        is_free = num_fed < LEAST_ROWS and -negative >= LEAST_CHANCE
+        is_free = num_fed < MIN_ROWS and -negative >= MIN_CHANCE
         if not is_free and -negative * (FIXED_COST + num_fed) < expected:
             break
         widths[place] += 1

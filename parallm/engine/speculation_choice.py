@@ -8,7 +8,7 @@ from parallm.engine.draft_speculation import DraftSpeculation
 from parallm.engine.settings import SpeculationSettings
 from parallm.engine.speculation import FIXED_COST, NgramSpeculation, Speculation
 from parallm.errors import ConfigError, ModelError
-from parallm.model.attention import LEAST_ROWS
+from parallm.model.attention import MIN_ROWS
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -25,7 +25,7 @@ def make_speculation(settings: SpeculationSettings, model: SharedModel, max_cont
     Raises ConfigError where it is asked for by name and cannot be.
     """
     is_on = settings.method != "none"
-    if is_on and not model.batches_exactly:
+    if is_on and not model.is_batch_invariant:
         reason = f"{model.name} runs row by row, and what a row has computed cannot be taken back"
         if settings.method != "auto":
             raise ConfigError(f"engine.speculation.method={settings.method}: {reason}; use auto or none")
@@ -45,13 +45,13 @@ def _with_draft_model(settings: SpeculationSettings, model: SharedModel, max_con
         draft = load_shared_model(ModelSettings(path=settings.draft_model, trust_remote_code=model.trusts_code))
     except ModelError as error:
         raise ConfigError(f"{name}: {error}") from error
-    if not draft.batches_exactly:
+    if not draft.is_batch_invariant:
         raise ConfigError(f"{name}: what it has computed cannot be taken back; use a model with plain attention")
     if draft.max_context < max_context:
         raise ConfigError(f"{name}: it knows {draft.max_context} positions; set engine.max_context to no more")
     if _texts(draft) != _texts(model):
         raise ConfigError(f"{name}: its tokenizer is not that of {model.name}; use a smaller model of the same family")
-    cost = (FIXED_COST + LEAST_ROWS) * draft.base_bytes / model.base_bytes
+    cost = (FIXED_COST + MIN_ROWS) * draft.base_bytes / model.base_bytes
     return DraftSpeculation(model=draft, most=settings.num_tokens, cost=cost, max_context=max_context)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from parallm.environment.settings import ArithmeticSettings
 from parallm.types import Message, Problem, Split
 
-LARGEST = 99
+MAX_NUMBER = 99
 """No number of a problem, and no result on the way to its answer, is larger."""
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Zoe")
 ITEMS = ("apples", "books", "cards", "cups", "eggs", "pens", "shells", "stamps")
@@ -53,7 +53,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class ProblemDraft:
     """One problem before it is told as a story's text."""
 
     kind: str
@@ -79,8 +79,8 @@ def work_out(plan: Sequence[str], numbers: Mapping[str, int]) -> tuple[list[str]
     return lines, results
 
 
-def drafts(generator: random.Random, kinds: Sequence[str]) -> Iterator[Draft]:
-    """Yield problems of `kinds` without end, of both splits, with every result between 1 and `LARGEST`."""
+def drafts(generator: random.Random, kinds: Sequence[str]) -> Iterator[ProblemDraft]:
+    """Yield problems of `kinds` without end, of both splits, with every result between 1 and `MAX_NUMBER`."""
     while True:
         kind = generator.choice(kinds)
         plan = KINDS[kind].plan
@@ -89,9 +89,9 @@ def drafts(generator: random.Random, kinds: Sequence[str]) -> Iterator[Draft]:
         numbers = {letter: generator.randint(2, 9 if letter in factors else 60) for letter in letters}
         name, friend = generator.sample(NAMES, 2)
         item = generator.choice(ITEMS)
-        if all(0 < result <= LARGEST for result in work_out(plan, numbers)[1]):
+        if all(0 < result <= MAX_NUMBER for result in work_out(plan, numbers)[1]):
             question = KINDS[kind].story.format(name=name, friend=friend, item=item, **numbers)
-            yield Draft(kind=kind, numbers=numbers, question=question)
+            yield ProblemDraft(kind=kind, numbers=numbers, question=question)
 
 
 class Arithmetic:

@@ -17,10 +17,10 @@ from parallm.environment.settings import (
     MixedSettings,
     VerifiersSettings,
 )
-from parallm.environment.verifiers.load import load_verifiers
+from parallm.integrations.verifiers.load import load_verifiers
 from parallm.types import BASE, Message, Problem, Split
 
-Parts: TypeAlias = Mapping[str, float]
+RewardParts: TypeAlias = Mapping[str, float]
 """Reward parts by name; reward = sum of weight * part."""
 
 
@@ -41,7 +41,7 @@ class Environment(Problems, Protocol):
     `score` is called in a thread of its own, or may be `async`; what it raises costs one completion, not the run.
     """
 
-    def score(self, problem: Problem, text: str) -> Parts | Awaitable[Parts]:
+    def score(self, problem: Problem, text: str) -> RewardParts | Awaitable[RewardParts]:
         """Return the reward parts of the completion `text`; any text should be survived, the empty one too."""
 
 
@@ -58,17 +58,17 @@ class MultiTurnEnvironment(Problems, Protocol):
         model's own text; messages of other roles open a turn of their own, as the model's chat template writes them.
         """
 
-    def score(self, problem: Problem, turns: Sequence[Message]) -> Parts | Awaitable[Parts]:
+    def score(self, problem: Problem, turns: Sequence[Message]) -> RewardParts | Awaitable[RewardParts]:
         """Return the reward parts of a whole episode."""
 
 
-class Counterpart(Protocol):
+class EnvironmentSession(Protocol):
     """The environment's side of one episode, which it may keep in mind. Methods are called as an environment's are."""
 
     def reply(self, turns: Sequence[Message]) -> Sequence[Message] | Awaitable[Sequence[Message] | None] | None:
         """What to say to the newest turn, the last of `turns`; None ends the episode."""
 
-    def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> Parts | Awaitable[Parts]:
+    def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> RewardParts | Awaitable[RewardParts]:
         """The reward parts of the episode. Its last turn may be one that `reply` has not seen, and may be cut off."""
 
     def close(self) -> None:
@@ -80,7 +80,7 @@ class Counterpart(Protocol):
 class StatefulEnvironment(Problems, Protocol):
     """An environment whose episodes have a state, which it makes when they begin."""
 
-    def open(self, problem: Problem, count: int) -> Sequence[Counterpart]:
+    def open(self, problem: Problem, count: int) -> Sequence[EnvironmentSession]:
         """One counterpart for each episode of a group. Called on the asyncio thread; must return at once."""
 
 
@@ -124,7 +124,7 @@ class Mixed:
         ]
         return [problem for _, problem in sorted(placed, key=lambda pair: pair[0])]
 
-    def score(self, problem: Problem, text: str) -> Parts | Awaitable[Parts]:
+    def score(self, problem: Problem, text: str) -> RewardParts | Awaitable[RewardParts]:
         environment = self.environments[problem.environment]
         turns = [Message(role="assistant", content=text)]
         if isinstance(environment, StatefulEnvironment):
@@ -139,7 +139,7 @@ def environment_of(environment: AnyEnvironment, problem: Problem) -> AnyEnvironm
     return environment.environments[problem.environment] if isinstance(environment, Mixed) else environment
 
 
-def open_episodes(environment: AnyEnvironment, problem: Problem, count: int) -> Sequence[Counterpart | None]:
+def open_sessions(environment: AnyEnvironment, problem: Problem, count: int) -> Sequence[EnvironmentSession | None]:
     """A counterpart for each of `count` episodes of `problem`; None where episodes have no state."""
     own = environment_of(environment, problem)
     return own.open(problem, count) if isinstance(own, StatefulEnvironment) else [None] * count

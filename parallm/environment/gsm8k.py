@@ -17,7 +17,7 @@ LOCAL_HINT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DatasetRow:
     """One row of a dataset and where it came from, for messages."""
 
     source: str
@@ -54,7 +54,7 @@ class Gsm8k:
         return {"correct": float(correct), "format": float(has_final_form(text))}
 
 
-def to_problem(row: Row, problem_id: str) -> Problem:
+def to_problem(row: DatasetRow, problem_id: str) -> Problem:
     """Raises ProblemError if the row lacks a question or a final `#### N`."""
     values = row.values
     if not isinstance(values, Mapping):
@@ -70,7 +70,7 @@ def to_problem(row: Row, problem_id: str) -> Problem:
     return Problem(problem_id=problem_id, messages=(Message(role="user", content=question),), answer=f"{number:f}")
 
 
-def rows_of(path: str, split: Split) -> Iterator[Row]:
+def rows_of(path: str, split: Split) -> Iterator[DatasetRow]:
     """Yield the rows of `split`: local files if `path` exists or looks like a path, else the hub's dataset `path`."""
     local = Path(path).expanduser()
     if local.is_dir():
@@ -90,20 +90,20 @@ def rows_of(path: str, split: Split) -> Iterator[Row]:
     return read_hub(path, split)
 
 
-def read_jsonl(file: Path) -> Iterator[Row]:
+def read_jsonl(file: Path) -> Iterator[DatasetRow]:
     """Yield one row per line, empty lines left out. Raises ProblemError naming file and line."""
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield Row(source=f"{file}, line {number}", values=json.loads(line))
+                    yield DatasetRow(source=f"{file}, line {number}", values=json.loads(line))
     except (OSError, UnicodeDecodeError) as error:
         raise ProblemError(f"{file} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ProblemError(f"{file}, line {number}: not JSON: {error}") from error
 
 
-def read_hub(name: str, split: Split) -> Iterator[Row]:
+def read_hub(name: str, split: Split) -> Iterator[DatasetRow]:
     """Yield the rows of a hub dataset, from its local cache where it has been downloaded before."""
     import datasets  # noqa: PLC0415 - takes seconds to import, and local files do not need it
 
@@ -117,4 +117,4 @@ def read_hub(name: str, split: Split) -> Iterator[Row]:
             f"({type(error).__name__}: {reason}); {LOCAL_HINT}"
         ) from error
     for number, values in enumerate(rows, start=1):
-        yield Row(source=f"{name}, {split} row {number}", values=values)
+        yield DatasetRow(source=f"{name}, {split} row {number}", values=values)

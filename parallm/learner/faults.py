@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from parallm.learner.advantage import LARGEST
-from parallm.learner.batch import MicroBatch
-from parallm.learner.policy_gradient import TokenStatistics
+from parallm.learner.loss.advantage import MAX_FLOAT32
+from parallm.learner.passes.batch import MicroBatch
+from parallm.learner.passes.gradient import TokenStatistics
 from parallm.reports import Culprit, FaultKind
 from parallm.types import Trajectory, TrajectoryGroup
 
-NUM_NAMED = 3
+MAX_NAMED = 3
 """Trajectories that a message names; the report holds all."""
-WORDS: dict[FaultKind, str] = {
+FAULT_MESSAGES: dict[FaultKind, str] = {
     "reward": "no reward is a number that float32 can hold",
     "behaviour": "a log-prob that the engine sampled with is not finite",
     "advantage": "an advantage is not finite",
@@ -61,7 +61,7 @@ class Faults:
     @property
     def kind(self) -> FaultKind | None:
         """The first kind in the order of cause and effect; None while everything was finite."""
-        return next((kind for kind in WORDS if kind in self._found), None)
+        return next((kind for kind in FAULT_MESSAGES if kind in self._found), None)
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
@@ -74,9 +74,9 @@ class Faults:
         if self.kind is None:
             return None
         listed = named_culprits(self.culprits)
-        return f"{WORDS[self.kind]} ({listed})" if listed else WORDS[self.kind]
+        return f"{FAULT_MESSAGES[self.kind]} ({listed})" if listed else FAULT_MESSAGES[self.kind]
 
-    def look_at(
+    def check_passes(
         self, batches: Sequence[MicroBatch], statistics: Sequence[TokenStatistics], gradient_norm: float
     ) -> None:
         """Look at some micro-batches and at the norm of the sum of their gradients."""
@@ -116,17 +116,17 @@ class Faults:
 
 def named_culprits(culprits: Sequence[Culprit]) -> str:
     """The first few in a line."""
-    named = [f"problem {one.problem_id}, completion {one.index}: {one.reason}" for one in culprits[:NUM_NAMED]]
+    named = [f"problem {one.problem_id}, completion {one.index}: {one.reason}" for one in culprits[:MAX_NAMED]]
     more = len(culprits) - len(named)
     return "; ".join(named) + (f"; and {more} more" if more else "")
 
 
 def _reason(trajectory: Trajectory) -> str:
     """Why it cannot be compared with others; empty if it can."""
-    if not abs(trajectory.reward) <= LARGEST:
+    if not abs(trajectory.reward) <= MAX_FLOAT32:
         return f"reward {trajectory.reward}"
     given = np.asarray(trajectory.token_advantages or (), np.float64)
-    return "" if (np.abs(given) <= LARGEST).all() else "its token advantages"
+    return "" if (np.abs(given) <= MAX_FLOAT32).all() else "its token advantages"
 
 
 def _broken_rows(batch: MicroBatch, values_N: np.ndarray) -> list[tuple[int, np.ndarray]]:

@@ -2,40 +2,57 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.errors import AdapterNotFinite
-from parallm.learner.batch import MicroBatch, make_micro_batches
-from parallm.learner.builder import Builder
-from parallm.learner.factors import Factors
+from parallm.learner.adapter_state import AdapterState, OptimizerStep, with_change
 from parallm.learner.faults import Faults
-from parallm.learner.flat import Arrays
-from parallm.learner.head import run_stages
-from parallm.learner.memory import checkpoints_layers, pass_tokens
-from parallm.learner.optimizer import learning_rate
-from parallm.learner.packing import can_pack
-from parallm.learner.policy_gradient import PassResult, PolicyGradient, TokenStatistics
-from parallm.learner.preparation import Prepared, prepare
-from parallm.learner.presets import objective_of
+from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.optimizer import Arrays, learning_rate
+from parallm.learner.passes.batch import MicroBatch, make_micro_batches
+from parallm.learner.passes.checkpointing import checkpoints_layers, pass_tokens
+from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics
+from parallm.learner.passes.lm_head import run_stages
+from parallm.learner.passes.packing import can_pack
+from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
-from parallm.learner.token_loss import TokenLoss, token_losses
-from parallm.learner.versions import Proposal, Versions, with_change
-from parallm.model.adapter import Adapter
-from parallm.model.cuda import on_cuda
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.kernels.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
 from parallm.reports import ParityReport, RatioReport, UpdateReport
 from parallm.seeds import mix
 from parallm.types import TrajectoryGroup
 
+Built = TypeVar("Built")
+
+
+class GraphBuilder:
+    """A thread that builds graphs for the device thread and evaluates nothing. They are built for `stream`."""
+
+    def __init__(self, stream: mx.Stream) -> None:
+        # MLX gives each thread streams of its own, which only that thread may evaluate
+        self._pool = ThreadPoolExecutor(1, "builder", initializer=mx.set_default_stream, initargs=(stream,))
+
+    def build_during(self, build: Callable[[], Built], hand_over: Callable[[], object]) -> Built:
+        """What `build` returns, which runs at the same time as `hand_over`. Returns when both have ended."""
+        built = self._pool.submit(build)
+        try:
+            hand_over()
+        finally:
+            wait([built])
+        return built.result()
+
 
 @dataclass(slots=True)
-class Totals:
+class UpdateTotals:
     """Sums over the micro-batches of one update."""
 
     loss: float = 0.0
@@ -85,7 +102,7 @@ class Learner:
     def __init__(
         self,
         model: SharedModel,
-        lanes: Lanes,
+        streams: DeviceStreams,
         settings: LearnerSettings,
         *,
         start: Adapter,
@@ -93,28 +110,28 @@ class Learner:
         seed: int,
     ) -> None:
         self._settings = settings
-        self._objective = objective_of(settings)
-        self._lanes = lanes
-        self._builder = Builder(lanes.streams[0])
+        self._objective = resolve_objective(settings)
+        self._streams = streams
+        self._builder = GraphBuilder(streams.streams[0])
         self._model = model
         self._packs = can_pack(model)
         self._total_steps = total_steps
         self._seed = seed
-        self._versions = Versions(start, settings, total_steps)
+        self._state = AdapterState(start, settings, total_steps)
         self._budget = pass_tokens(settings)
         self._gradient = PolicyGradient(
             model,
-            lanes,
+            streams,
             self._objective,
             chunk_bytes=settings.head_chunk_bytes,
             dropout=start.dropout,
-            checkpoints=checkpoints_layers(settings, model, self._budget * lanes.width),
+            checkpoints=checkpoints_layers(settings, model, self._budget * streams.width),
         )
 
     @property
     def adapter(self) -> Adapter:
         """The newest version."""
-        return self._versions.adapter
+        return self._state.adapter
 
     @property
     def needs_all_groups(self) -> bool:
@@ -128,20 +145,20 @@ class Learner:
         `fault` and `culprits` what it was; completions with rewards that cannot be are `left_out`. `max_tokens` is the
         limit of a completion, which Dr. GRPO divides by.
         """
-        totals, faults = Totals(), Faults(groups)
-        factors = Factors(self.adapter, self._model)
-        prepared = Prepared(batches=[])
+        totals, faults = UpdateTotals(), Faults(groups)
+        factors = LoraWeights(self.adapter, self._model)
+        prepared = ScoredStep(batches=[])
         if faults.kind is None:
-            prepared = yield from prepare(
+            prepared = yield from score_step(
                 self._micro_batches(faults.groups, max_tokens),
                 faults.groups,
                 self._objective,
                 self._gradient.score,
-                policy=factors.view,
-                width=self._lanes.width,
+                policy=factors.lora,
+                width=self._streams.width,
             )
         seconds = prepared.seconds
-        proposal: Proposal | None = None
+        optimizer_step: OptimizerStep | None = None
         rounds = self._rounds(prepared.batches, factors, step)
         began = time.perf_counter()
         following = next(rounds, None)
@@ -149,41 +166,41 @@ class Learner:
             current = following
             current.start()
             next_one = partial(self._next, rounds, current, factors, step)
-            following, proposal = self._builder.meanwhile(next_one, current.finish)
-            if proposal is not None:
-                mx.async_eval(proposal.everything())
+            following, optimizer_step = self._builder.build_during(next_one, current.finish)
+            if optimizer_step is not None:
+                mx.async_eval(optimizer_step.all_arrays())
             elif following is not None and on_cuda():
                 following.begin()
             self._look_at(current, totals, faults)
             seconds += time.perf_counter() - began
             yield None
             began = time.perf_counter()
-        norm = math.nan if proposal is None else float(proposal.norm.item())
+        norm = math.nan if optimizer_step is None else float(optimizer_step.norm.item())
         skipped = faults.message or _nothing_to_learn(totals, norm)
-        if skipped is None and proposal is not None:
-            skipped = self._step(proposal, step, faults)
+        if skipped is None and optimizer_step is not None:
+            skipped = self._step(optimizer_step, step, faults)
         report = self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
-        yield with_change(report, proposal)
+        yield with_change(report, optimizer_step)
 
     def losses(self, groups: Sequence[TrajectoryGroup]) -> Iterator[TokenLoss]:
         """Score completions with the newest version, without dropout and without learning, in units as `update`."""
-        score = partial(self._gradient.score, Factors(self.adapter, self._model).view)
-        return token_losses(self._micro_batches(groups, max_tokens=1), score, self._lanes.width)
+        score = partial(self._gradient.score, LoraWeights(self.adapter, self._model).lora)
+        return token_losses(self._micro_batches(groups, max_tokens=1), score, self._streams.width)
 
     def optimizer_state(self) -> Arrays:
-        return self._versions.optimizer_state()
+        return self._state.optimizer_state()
 
     def restore(self, adapter: Adapter, optimizer_state: Arrays) -> None:
         """Continue from a checkpoint."""
-        self._versions.restore(adapter, optimizer_state)
+        self._state.restore(adapter, optimizer_state)
 
     def renumber(self, version: int) -> Adapter:
         """Give the newest version a higher number. Returns the version to publish."""
-        return self._versions.renumber(version)
+        return self._state.renumber(version)
 
     def roll_back(self) -> Adapter:
         """Undo the newest update. Returns the version to publish."""
-        return self._versions.roll_back()
+        return self._state.roll_back()
 
     def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> list[MicroBatch]:
         return make_micro_batches(
@@ -191,47 +208,47 @@ class Learner:
             self._objective,
             max_tokens=max_tokens,
             budget=self._budget,
-            lanes=self._lanes.width,
+            streams=self._streams.width,
             packs=self._packs,
         )
 
-    def _step(self, proposal: Proposal, step: int, faults: Faults) -> str | None:
+    def _step(self, optimizer_step: OptimizerStep, step: int, faults: Faults) -> str | None:
         """Make the next version. Returns a reason and changes nothing if its weights would not be finite."""
         try:
-            self._versions.advance(proposal, step)
+            self._state.advance(optimizer_step, step)
         except AdapterNotFinite:
             faults.add("weights")
         return faults.message
 
-    def _rounds(self, batches: Sequence[MicroBatch], factors: Factors, step: int) -> Iterator[Round]:
+    def _rounds(self, batches: Sequence[MicroBatch], factors: LoraWeights, step: int) -> Iterator[Round]:
         """One micro-batch per lane after the other. Each is built when it is asked for, and not evaluated."""
         gradient_N: mx.array | None = None
-        for start in range(0, len(batches), self._lanes.width):
-            chosen = batches[start : start + self._lanes.width]
+        for start in range(0, len(batches), self._streams.width):
+            chosen = batches[start : start + self._streams.width]
             key = mx.random.key(mix(mix(self._seed, step), start))
-            result = self._gradient(factors.view, chosen, key)
+            result = self._gradient(factors.lora, chosen, key)
             more_N = factors.join(result.gradients)
             gradient_N = more_N if gradient_N is None else gradient_N + more_N
             yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 
     def _next(
-        self, rounds: Iterator[Round], current: Round, factors: Factors, step: int
-    ) -> tuple[Round | None, Proposal | None]:
+        self, rounds: Iterator[Round], current: Round, factors: LoraWeights, step: int
+    ) -> tuple[Round | None, OptimizerStep | None]:
         """The next round, or what becomes of the newest version if `current` is the last one. Not evaluated."""
         following = next(rounds, None)
         if following is not None:
             return following, None
-        gradient_N = factors.pull_back(current.gradient_N, self._versions.layout)
-        return None, self._versions.propose(gradient_N, step)
+        gradient_N = factors.backward(current.gradient_N, self._state.layout)
+        return None, self._state.compute_step(gradient_N, step)
 
-    def _look_at(self, found: Round, totals: Totals, faults: Faults) -> None:
+    def _look_at(self, found: Round, totals: UpdateTotals, faults: Faults) -> None:
         """Wait for a round and add what it found to the totals."""
         statistics = found.result.statistics
         for batch, one in zip(found.batches, statistics, strict=True):
             self._add(totals, batch, one)
-        faults.look_at(found.batches, statistics, float(found.norm.item()))
+        faults.check_passes(found.batches, statistics, float(found.norm.item()))
 
-    def _add(self, totals: Totals, batch: MicroBatch, found: TokenStatistics) -> None:
+    def _add(self, totals: UpdateTotals, batch: MicroBatch, found: TokenStatistics) -> None:
         logprobs_N = np.array(found.logprobs_N)
         trained_N = batch.weights_N > 0
         comparable_N = trained_N & (batch.versions_N == self.adapter.version)
@@ -250,7 +267,7 @@ class Learner:
         totals.tokens += int(trained_N.sum())
 
     def _report(
-        self, totals: Totals, norm: float, step: int, seconds: float, skipped: str | None, faults: Faults
+        self, totals: UpdateTotals, norm: float, step: int, seconds: float, skipped: str | None, faults: Faults
     ) -> UpdateReport:
         count = totals.tokens or math.nan
         return UpdateReport(
@@ -274,7 +291,7 @@ class Learner:
         )
 
 
-def _parity(totals: Totals) -> ParityReport:
+def _parity(totals: UpdateTotals) -> ParityReport:
     count = totals.comparable
     return ParityReport(
         num_tokens=count,
@@ -284,7 +301,7 @@ def _parity(totals: Totals) -> ParityReport:
     )
 
 
-def _ratio(totals: Totals) -> RatioReport:
+def _ratio(totals: UpdateTotals) -> RatioReport:
     ratios_N = np.concatenate([*totals.ratios, np.zeros(0, np.float32)])
     return RatioReport(
         num_tokens=len(ratios_N),
@@ -294,7 +311,7 @@ def _ratio(totals: Totals) -> RatioReport:
     )
 
 
-def _nothing_to_learn(totals: Totals, norm: float) -> str | None:
+def _nothing_to_learn(totals: UpdateTotals, norm: float) -> str | None:
     if totals.tokens == 0:
         return "no tokens with signal"
     return "the gradient is zero" if norm == 0 else None  # the optimizer would go on with its momentum alone

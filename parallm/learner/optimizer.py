@@ -1,15 +1,39 @@
-"""AdamW over an adapter's arrays, its learning-rate schedule, and gradient clipping."""
+"""The arrays of an adapter as one vector: what is done to all of them alike is then one operation instead of hundreds.
+
+An adapter of rank 16 on all linear layers of a 32-layer model has 448 arrays; on a GPU, starting a kernel for each of
+them costs more than the work.
+"""
 
 import math
 from collections.abc import Mapping
+from itertools import accumulate
+from math import prod
 
 import mlx.core as mx
 import mlx.optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 
 from parallm.errors import CheckpointError
-from parallm.learner.flat import Arrays, Layout
 from parallm.learner.settings import LearnerSettings
+
+Arrays = dict[str, mx.array]
+
+
+class ParameterLayout:
+    """Where each array lies: in the order of the names that it is made with."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = dict(shapes)
+        self._cuts = list(accumulate(prod(shape) for shape in self._shapes.values()))[:-1]
+
+    def join(self, arrays: Mapping[str, mx.array]) -> mx.array:
+        """(N,) float32."""
+        return mx.concatenate([arrays[name].reshape(-1).astype(mx.float32) for name in self._shapes])
+
+    def split(self, flat_N: mx.array) -> Arrays:
+        """The other way round."""
+        parts = mx.split(flat_N, self._cuts)
+        return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
 
 class AdapterOptimizer:
@@ -23,7 +47,7 @@ class AdapterOptimizer:
         self._settings = settings
         self._total_steps = total_steps
         ordered = sorted(arrays, key=lambda name: (not name.endswith(".lora_b"), name))
-        self.layout = Layout({name: arrays[name].shape for name in ordered})
+        self.layout = ParameterLayout({name: arrays[name].shape for name in ordered})
         sizes = {True: 0, False: 0}
         for name in ordered:
             sizes[name.endswith(".lora_b")] += arrays[name].size
@@ -32,15 +56,15 @@ class AdapterOptimizer:
         for adamw, size in zip(self._adamws.values(), sizes.values(), strict=True):
             adamw.init({"all": mx.zeros((size,))})
 
-    def propose(self, numbers_N: mx.array, gradient_N: mx.array, step: int) -> tuple[mx.array, Arrays]:
+    def compute_step(self, parameters_N: mx.array, gradient_N: mx.array, step: int) -> tuple[mx.array, Arrays]:
         """New numbers, and the state that goes with them (see `restore`). Nothing is evaluated, nothing is changed.
 
-        `step` counts from 0 and sets the learning rate. `numbers_N` are the arrays in `layout`, `gradient_N` is their
+        `step` counts from 0 and sets the learning rate. `parameters_N` are the arrays in `layout`, `gradient_N` is their
         gradient.
         """
         before = self.state()
         rate = learning_rate(self._settings, step, self._total_steps)
-        pairs = zip(*(mx.split(flat_N, [self._num_b]) for flat_N in (numbers_N, gradient_N)), strict=True)
+        pairs = zip(*(mx.split(flat_N, [self._num_b]) for flat_N in (parameters_N, gradient_N)), strict=True)
         updated: list[mx.array] = []
         ratios = (self._settings.lora_plus_ratio, 1)
         for adamw, ratio, (old, gradient) in zip(self._adamws.values(), ratios, pairs, strict=True):
@@ -93,6 +117,6 @@ def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> flo
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def scaled_to_norm(gradient_N: mx.array, norm: mx.array, most: float) -> mx.array:
+def clip_gradient_norm(gradient_N: mx.array, norm: mx.array, most: float) -> mx.array:
     """The gradient, of that `norm`, scaled down so that its norm is at most `most`."""
     return gradient_N * mx.minimum(1, most / norm)

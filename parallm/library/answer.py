@@ -13,8 +13,8 @@ Prompt: TypeAlias = str | Sequence[int] | Messages
 """A text to continue, token ids to continue, or a chat to answer."""
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-MOST_PROMPTS, MOST_COMPLETIONS = 8, 256
-MOST_CHARACTERS = 200_000
+MAX_PROMPTS, MAX_COMPLETIONS = 8, 256
+MAX_CHARACTERS = 200_000
 """Limits of one request; servers take 256 completions and 4 MiB of JSON."""
 SET_HERE = {
     "model": "it is an argument of its own",
@@ -103,11 +103,11 @@ def answers_of(path: str, body: Mapping[str, Any], response: Mapping[str, Any]) 
 
 def _parts(prompts: Sequence[Any], n: object) -> Iterator[list[Any]]:
     """Yield parts that fit one request; the server refuses a prompt that is too large alone."""
-    max_prompts = min(MOST_PROMPTS, MOST_COMPLETIONS // n) if isinstance(n, int) and n > 0 else MOST_PROMPTS
+    max_prompts = min(MAX_PROMPTS, MAX_COMPLETIONS // n) if isinstance(n, int) and n > 0 else MAX_PROMPTS
     part: list[Any] = []
     size = 0
     for prompt in prompts:
-        if part and (len(part) >= max_prompts or size + len(prompt) > MOST_CHARACTERS):
+        if part and (len(part) >= max_prompts or size + len(prompt) > MAX_CHARACTERS):
             yield part
             part, size = [], 0
         part.append(prompt)

@@ -8,13 +8,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from parallm.client import AsyncClient
-from parallm.composition import compose
-from parallm.config import ServeConfig
+from parallm.config.compose import compose
+from parallm.config.schema import ServeConfig
 from parallm.device.blas import load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.errors import ConfigError, InvalidRequest, UnknownModel
 from parallm.library.answer import Answer, Messages, Prompt, answers_of, is_chat, requests_of
-from parallm.library.runtime import Runtime
+from parallm.library.loop_thread import LoopThread
 from parallm.library.server import Server
 from parallm.library.session import Session
 from parallm.types import POLICY, AdapterCard
@@ -22,7 +22,7 @@ from parallm.types import POLICY, AdapterCard
 Result = TypeVar("Result")
 Self = TypeVar("Self", bound="Model")
 
-MOST_AT_ONCE = 256
+MAX_CONCURRENT_REQUESTS = 256
 """Concurrent requests of `generate`; the others wait, so that the engine's queue is not full."""
 
 
@@ -46,7 +46,7 @@ def load(
     # not at the top: it imports MLX, and the BLAS must be loaded first
     from parallm.library.serving import release_memory, serving  # noqa: PLC0415
 
-    return Model(Runtime(serving(config, blas), f"the model {config.model.path}", release_memory))
+    return Model(LoopThread(serving(config, blas), f"the model {config.model.path}", release_memory))
 
 
 class Model:
@@ -57,7 +57,7 @@ class Model:
     InvalidRequest, UnknownModel, AdapterError, and Unavailable after `close`.
     """
 
-    def __init__(self, runtime: Runtime[Session]) -> None:
+    def __init__(self, runtime: LoopThread[Session]) -> None:
         self._runtime = runtime
         weakref.finalize(self, runtime.request_end).atexit = False
 
@@ -167,7 +167,7 @@ class Model:
     async def _generate(self, prompts: Sequence[Prompt], model: str, fields: dict[str, Any]) -> list[Answer]:
         if isinstance(prompts, str):
             raise InvalidRequest("prompts is one text and must be a list of prompts", "prompts")
-        turns = asyncio.Semaphore(MOST_AT_ONCE)
+        turns = asyncio.Semaphore(MAX_CONCURRENT_REQUESTS)
 
         async def answers(path: str, body: dict[str, Any]) -> list[Answer]:
             async with turns:

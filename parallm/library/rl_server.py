@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from parallm.composition import listed
+from parallm.config.compose import listed
 from parallm.environment.environment import AnyEnvironment
 from parallm.errors import ConfigError, Unavailable
 from parallm.library.problems import GivenProblem, Reward, own_environment

@@ -4,9 +4,9 @@ import weakref
 from types import TracebackType
 from typing import TypeVar
 
-from parallm.library.runtime import Runtime
+from parallm.library.loop_thread import LoopThread
 from parallm.library.session import Session
-from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.http_server import HttpServer
 
 Self = TypeVar("Self", bound="Server")
 
@@ -14,7 +14,7 @@ Self = TypeVar("Self", bound="Server")
 class Server:
     """An HTTP server of a `Model`, open until `close` or the model's end. A context manager."""
 
-    def __init__(self, runtime: Runtime[Session], server: HttpServer) -> None:
+    def __init__(self, runtime: LoopThread[Session], server: HttpServer) -> None:
         self._runtime = runtime
         self._server = weakref.ref(server)  # a reference would keep the model in memory
         self.url = server.url

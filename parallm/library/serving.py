@@ -3,19 +3,18 @@
 import asyncio
 from collections.abc import Callable
 
-from parallm.build_serving import checked, serve
-from parallm.config import ServeConfig
+from parallm.config.process_log import logging_to
+from parallm.config.run_folder import RUNS_FOLDER
+from parallm.config.schema import ServeConfig
 from parallm.device.blas import BlasReport
 from parallm.device.memory import release_memory
-from parallm.house import House
 from parallm.library.local import LocalClient
-from parallm.library.runtime import Main
+from parallm.library.loop_thread import Main
 from parallm.library.session import Session
-from parallm.operators import AUTO
-from parallm.process_log import logging_to
-from parallm.run_folder import RUNS_FOLDER
-from parallm.server.operation.listen import HttpServer
-from parallm.server.operation.listening import local_only
+from parallm.run.operator_state import AUTO
+from parallm.run.runtime import Runtime
+from parallm.run.serve import checked, serve
+from parallm.server.operation.http_server import HttpServer, local_only
 
 __all__ = ["release_memory", "serving"]
 
@@ -24,11 +23,11 @@ def serving(config: ServeConfig, blas: BlasReport) -> Main[Session]:
     """What a runtime runs to serve without training."""
 
     async def main(start: Callable[[Session], None], end: asyncio.Event) -> None:
-        async def work(house: House, _: HttpServer | None) -> None:
-            await house.restore(config.server.adapters, {})
-            assert house.app is not None, "it was built to answer"
-            local = LocalClient(house.app)
-            session = Session(app=house.app, local=local, settings=config.server, give=house.store.give)
+        async def work(runtime: Runtime, _: HttpServer | None) -> None:
+            await runtime.restore(config.server.adapters, {})
+            assert runtime.app is not None, "it was built to answer"
+            local = LocalClient(runtime.app)
+            session = Session(app=runtime.app, local=local, settings=config.server, give=runtime.store.give)
             try:
                 start(session)
                 await end.wait()

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from parallm.errors import ConfigError, Unavailable
 from parallm.library.local import LocalClient
-from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard

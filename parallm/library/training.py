@@ -6,20 +6,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from parallm.composition import compose, listed
-from parallm.config import RunConfig
+from parallm.config.compose import compose, listed
+from parallm.config.schema import RunConfig
 from parallm.device.blas import load_blas
 from parallm.device.load_mlx import load_mlx
 from parallm.environment.environment import AnyEnvironment
 from parallm.errors import ConfigError
 from parallm.library.answer import Answer
+from parallm.library.loop_thread import LoopThread
 from parallm.library.model import Model
 from parallm.library.problems import GivenProblem, Reward, own_environment
-from parallm.library.runtime import Runtime
 from parallm.library.training_result import TrainingResult
 from parallm.library.training_session import TrainingSession
 from parallm.reports import TrainingStatus, TrajectoryReport
-from parallm.updates import GivenUpdate
+from parallm.types import GivenUpdate
 
 Result = TypeVar("Result")
 Self = TypeVar("Self", bound="Training")
@@ -102,7 +102,7 @@ def start(
     from parallm.library.training_main import release_memory, training_main  # noqa: PLC0415
 
     main = training_main(composed, blas, environment, is_paused=is_paused)
-    return Training(Runtime(main, f"the run {composed.config.name}", release_memory))
+    return Training(LoopThread(main, f"the run {composed.config.name}", release_memory))
 
 
 class Training:
@@ -111,7 +111,7 @@ class Training:
     `policy` names one of several policies; None means all of them.
     """
 
-    def __init__(self, runtime: Runtime[TrainingSession]) -> None:
+    def __init__(self, runtime: LoopThread[TrainingSession]) -> None:
         self._runtime = runtime
         self._result = runtime.session.result
         self._is_awaited = False

@@ -11,21 +11,21 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from parallm.build import Begun, checked, train
-from parallm.composition import Composed
-from parallm.config import RunConfig
+from parallm.config.compose import Composed
+from parallm.config.process_log import logging_to
+from parallm.config.run_folder import CONFIG, LOG, alone_in, check_writable, remove_unused
+from parallm.config.schema import RunConfig
 from parallm.device.blas import BlasReport
 from parallm.device.memory import release_memory
 from parallm.environment.environment import AnyEnvironment
 from parallm.errors import Unavailable
 from parallm.library.local import LocalClient
-from parallm.library.runtime import Main
+from parallm.library.loop_thread import Main
 from parallm.library.training_result import TrainingResult, read_result
 from parallm.library.training_session import TrainingSession
-from parallm.policy_runs import PolicyRun, stop_all
-from parallm.process_log import logging_to
-from parallm.run_folder import CONFIG, LOG, alone_in, check_writable, remove_unused
-from parallm.server.operation.listening import Listening, listening, local_only
+from parallm.run.policy_runs import PolicyRun, stop_all
+from parallm.run.train import Begun, checked, train
+from parallm.server.operation.http_server import Listener, listening, local_only
 from parallm.server.settings import ServerSettings
 
 __all__ = ["release_memory", "training_main"]
@@ -70,7 +70,7 @@ def _run_folder(composed: Composed[RunConfig], blas: BlasReport) -> Iterator[Pat
 
 
 @contextmanager
-def _bound(config: RunConfig) -> Iterator[Listening | None]:
+def _bound(config: RunConfig) -> Iterator[Listener | None]:
     """The environments of Atropos ask over HTTP from the first step on; others may call `serve`."""
     if config.rollout.source == "atropos":
         with listening(config.server) as listens:
@@ -94,13 +94,13 @@ class _Program:
     def begun(self, run: Begun) -> None:
         if self.is_paused:
             run.control.pause(None)
-        assert run.house.app is not None, "it was built to answer"
+        assert run.runtime.app is not None, "it was built to answer"
         loop = asyncio.get_running_loop()
         self.session = TrainingSession(
-            app=run.house.app,
-            local=LocalClient(run.house.app),
+            app=run.runtime.app,
+            local=LocalClient(run.runtime.app),
             settings=self.server,
-            give=run.house.store.give,
+            give=run.runtime.store.give,
             server=run.server,
             folder=self.folder,
             stop=lambda: _soon(loop, partial(stop_all, run.runs)),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parallm.metrics.wording import MISSING, duration, number, percent
+from parallm.metrics.formatting import MISSING, duration, number, percent
 from parallm.reports import Estimate, EvaluationReport
 
 NARROW, WIDE = 80, 240

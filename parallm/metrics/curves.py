@@ -1,10 +1,167 @@
 """curves.png: how a run went, two panels beside each other."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from parallm.metrics.panels import Panel, Row, Series, panels_of, running_mean
+MetricsRow = Mapping[str, Any]
+Points = tuple[tuple[int, float], ...]
+Scale = Literal["share", "from zero", "free"]
+MAX_PARTS = 8
+"""Lines of one panel that can still be told apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Numbers by step; a gap is NaN."""
+
+    label: str
+    points: Points
+    is_noisy: bool = False
+    """Single steps scatter, so that a long run shows their running mean, too."""
+    intervals: tuple[tuple[float, float], ...] = ()
+    """Of held-out measures, one for each point: drawn as marks with bars."""
+    is_marked: bool = False
+    """Drawn as marks without bars."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    title: str
+    series: tuple[Series, ...]
+    scale: Scale = "from zero"
+    right: Series | None = None
+    """A share with an axis of its own."""
+
+
+def panels_of(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> list[Panel]:
+    """The panels in the order of reading, none of them empty."""
+    return [
+        *_of_loss(steps, evaluations),
+        *_of_rewards(steps, evaluations),
+        *_panel("reward by environment", _named(steps, "environment/", ending="/reward"), least=2, scale=None),
+        *_panel("reward parts", _named(steps, "reward_part/"), least=2, scale=None),
+        *_panel("share of groups with signal", [_share_with_signal(steps)], scale="share"),
+        *_panel("KL to the base (nats per token)", [series(steps, "update/kl_to_base", "")]),
+        *_panel(
+            "KL to the sampling policy (nats per token)", _unless_zero(series(steps, "update/kl_to_behaviour", ""))
+        ),
+        *_panel("entropy (nats per token)", [series(steps, "update/entropy", "")]),
+        *_panel("gradient norm before clipping", [series(steps, "update/gradient_norm", "")]),
+        *_panel("learning rate", _if_it_varies(series(steps, "update/learning_rate", ""))),
+        *_of_lengths(steps),
+        *_panel("tokens per second", _speeds(steps)),
+    ]
+
+
+def series(rows: Sequence[MetricsRow], name: str, label: str, *, is_noisy: bool = False) -> Series:
+    """The numbers under `name`; without points if there are none."""
+    points = tuple((row["step"], _number(row.get(name))) for row in rows)
+    is_known = any(not math.isnan(value) for _, value in points)
+    return Series(label=label, points=points if is_known else (), is_noisy=is_noisy)
+
+
+def held_out(evaluations: Sequence[MetricsRow], name: str, low: str, high: str, label: str) -> Series:
+    """Measures with their 95% intervals; without points if there are none."""
+    known = [row for row in evaluations if not math.isnan(_number(row.get(name)))]
+    return Series(
+        label=label,
+        points=tuple((row["step"], _number(row[name])) for row in known),
+        intervals=tuple((_number(row.get(low)), _number(row.get(high))) for row in known),
+    )
+
+
+def running_mean(values: Sequence[float], count: int) -> list[float]:
+    """Return the mean of each value and up to `count - 1` before it, gaps left out."""
+    windows = [values[max(0, end - count) : end] for end in range(1, len(values) + 1)]
+    known = [[value for value in window if not math.isnan(value)] for window in windows]
+    return [sum(window) / len(window) if window else math.nan for window in known]
+
+
+def _panel(
+    title: str, lines: Iterable[Series], *, least: int = 1, scale: Scale | None = "from zero"
+) -> Iterator[Panel]:
+    """A panel of the lines that have points, if there are at least `least` of them; without a scale, as they need."""
+    known = tuple(line for line in lines if line.points)
+    if len(known) >= least:
+        yield Panel(title=title, series=known, scale=scale or _scale_of(known))
+
+
+def _scale_of(lines: Sequence[Series]) -> Scale:
+    values = [value for line in lines for _, value in line.points if not math.isnan(value)]
+    return "share" if all(0 <= value <= 1 for value in values) else "free"
+
+
+def _of_loss(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> Iterator[Panel]:
+    """Of supervised runs; the loss of a policy's objective says nothing about how good it is."""
+    if any("reward/mean" in row for row in steps):
+        return
+    is_of_pairs = any("update/margin" in row for row in steps)
+    known = [row for row in evaluations if row.get("heldout/loss") is not None]
+    marks = replace(series(known, "heldout/loss", "held out"), is_marked=True)
+    loss = series(steps, "update/loss", "training", is_noisy=True)
+    yield from _panel(f"loss (nats per {'pair' if is_of_pairs else 'token'})", [loss, marks], scale="free")
+    margins = held_out(evaluations, "heldout/margin", "heldout/margin_low", "heldout/margin_high", "held out (95%)")
+    told_apart = series(steps, "update/accuracy", "training", is_noisy=True)
+    if is_of_pairs:
+        yield from _panel("pairs told apart", [told_apart, _accuracy(evaluations, "held out (95%)")], scale="share")
+        yield from _panel("margin", [series(steps, "update/margin", "training", is_noisy=True), margins], scale="free")
+    elif steps:
+        yield from _panel("held-out accuracy", [_accuracy(evaluations, "greedy (95%)")], scale="share")
+
+
+def _of_rewards(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> Iterator[Panel]:
+    reward = series(steps, "reward/mean", "reward, training", is_noisy=True)
+    if any("reward/mean" in row for row in steps) or not steps:
+        lines = [reward, _accuracy(evaluations, "accuracy, held out (95%)")]
+        yield from _panel("reward and held-out accuracy", lines, scale=None)
+
+
+def _accuracy(evaluations: Sequence[MetricsRow], label: str) -> Series:
+    return held_out(evaluations, "heldout/accuracy", "heldout/low", "heldout/high", label)
+
+
+def _of_lengths(steps: Sequence[MetricsRow]) -> Iterator[Panel]:
+    lengths = series(steps, "completion/length_mean", "mean length")
+    cut = series(steps, "completion/truncated_fraction", "truncated fraction (right)")
+    if lengths.points:
+        is_cut = any(value > 0 for _, value in cut.points)
+        yield Panel(title="completion length (tokens)", series=(lengths,), right=cut if is_cut else None)
+
+
+def _named(steps: Sequence[MetricsRow], beginning: str, *, ending: str = "") -> list[Series]:
+    """A line for each name between `beginning` and `ending`, in alphabetical order."""
+    names = sorted({name for row in steps for name in row if name.startswith(beginning) and name.endswith(ending)})
+    shown = [name[len(beginning) : len(name) - len(ending)] for name in names]
+    return [series(steps, name, label) for name, label in zip(names, shown, strict=True)][:MAX_PARTS]
+
+
+def _share_with_signal(steps: Sequence[MetricsRow]) -> Series:
+    rows = [row for row in steps if row.get("groups/sampled")]
+    points = tuple((row["step"], _number(row.get("groups/with_signal")) / row["groups/sampled"]) for row in rows)
+    return Series(label="", points=points)
+
+
+def _speeds(steps: Sequence[MetricsRow]) -> list[Series]:
+    names = ("rollout/tokens_per_second", "serving/tokens_per_second")
+    return [one for name in names for one in _unless_zero(series(steps, name, name.partition("/")[0]))]
+
+
+def _unless_zero(line: Series) -> list[Series]:
+    return [line] if any(value != 0 for _, value in line.points if not math.isnan(value)) else []
+
+
+def _if_it_varies(line: Series) -> list[Series]:
+    """After a warm-up most runs have one rate."""
+    later = {value for _, value in line.points[len(line.points) // 2 :] if not math.isnan(value)}
+    return [line] if len(later) > 1 and len(line.points) > 2 else []
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
 
 BLUE, ORANGE, GREEN, GREY = "#1f5fa8", "#d9730d", "#2a8a4a", "#8a8a8a"
 COLOURS = (BLUE, ORANGE, GREEN, "#a83255", "#6d4bb0", "#2b8f94", "#8a6d1f", GREY)
@@ -14,7 +171,7 @@ NUM_SMOOTHED = 10
 NUM_COLUMNS = 2
 
 
-def draw_curves(steps: Sequence[Row], evaluations: Sequence[Row], *, file: Path, title: str) -> None:
+def draw_curves(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow], *, file: Path, title: str) -> None:
     """Write `file`. Rows may miss numbers. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second, and only the end of a run needs it
 

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Literal, Protocol, TextIO
 
-from parallm.metrics.lines import LinesDisplay, aligned
-from parallm.metrics.live import LiveDisplay
+from parallm.metrics.eta import Schedule
+from parallm.metrics.header import RunHeader
+from parallm.metrics.line_display import LinesDisplay, aligned
+from parallm.metrics.live_display import LiveDisplay
 from parallm.metrics.log_capture import PROGRESS
-from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
-from parallm.metrics.time_left import Schedule
 from parallm.reports import EvaluationReport, TrainingStatus
 
 logger = logging.getLogger(PROGRESS)

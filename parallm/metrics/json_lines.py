@@ -11,7 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
 """Of rows that wait in memory for a disk that takes them."""
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class JsonLines:
         return len(self._unwritten)
 
     def append(self, *rows: Mapping[str, Any]) -> None:
-        """Write `rows`. A disk that refuses costs nothing but memory, up to `MOST_BYTES`."""
+        """Write `rows`. A disk that refuses costs nothing but memory, up to `MAX_BYTES`."""
         # a backslash escape of a lone surrogate is what JSON asks for
         encoded = [(row["step"], f"{to_json(row)}\n".encode(errors="backslashreplace")) for row in rows]
         self._unwritten.extend(_Line(step, text) for step, text in encoded)
@@ -82,10 +82,10 @@ class JsonLines:
 
     def _bound_memory(self) -> None:
         num_bytes = sum(len(line.text) for line in self._unwritten)
-        if num_bytes <= MOST_BYTES:
+        if num_bytes <= MAX_BYTES:
             return
         logger.warning("%d rows of %s wait in memory, the oldest rows are let go", self.num_unwritten, self.file)
-        while num_bytes > MOST_BYTES // 2:  # so that it is said once in a while, and not with each row
+        while num_bytes > MAX_BYTES // 2:  # so that it is said once in a while, and not with each row
             num_bytes -= len(self._unwritten.popleft().text)
             self._is_torn |= self._num_written > 0
             self._num_written = 0

@@ -4,12 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, linear_regression
 from typing import Any
 
-from parallm.metrics.run_header import FILES
-from parallm.metrics.wording import MISSING, accuracy, duration, number, percent, short_path
+from parallm.metrics.formatting import MISSING, accuracy, duration, number, percent, short_path
+from parallm.metrics.header import FILES
 
-Row = Mapping[str, Any]
+MetricsRow = Mapping[str, Any]
 NUM_LAST = 3
 """`reward_last` is the mean over this many steps, since a single step's reward is noisy."""
 
@@ -19,8 +20,8 @@ class RunSummary:
     """Rows of metrics.jsonl and evaluations.jsonl in order of steps, with what is only known at the end."""
 
     folder: Path
-    steps: Sequence[Row]
-    evaluations: Sequence[Row]
+    steps: Sequence[MetricsRow]
+    evaluations: Sequence[MetricsRow]
     peak_memory_gb: float | None
 
     def figures(self, prefix: str) -> dict[str, float | None]:
@@ -62,18 +63,18 @@ class RunSummary:
         return self._last("reward/mean")
 
     @property
-    def before(self) -> Row | None:
+    def before(self) -> MetricsRow | None:
         """The evaluation before the first step; None if the run began without one."""
         first_step = self.steps[0]["step"] if self.steps else math.inf
         return self.evaluations[0] if self.evaluations and self.evaluations[0]["step"] < first_step else None
 
     @property
-    def after(self) -> Row | None:
+    def after(self) -> MetricsRow | None:
         """The last evaluation, unless it is the one before the first step."""
         return self.evaluations[-1] if self.evaluations and self.evaluations[-1] is not self.before else None
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> MetricsRow | None:
         """The evaluation with the highest accuracy, the newest of equal ones; without accuracies, the lowest loss."""
         known = [row for row in self.evaluations if score_of(row) is not None]
         return max(reversed(known), key=lambda row: score_of(row) or 0.0, default=None)
@@ -172,7 +173,7 @@ class RunSummary:
         return f"{equal} bit-equal, largest difference {number(self.parity_max_abs)}"
 
 
-def score_of(row: Row) -> float | None:
+def score_of(row: MetricsRow) -> float | None:
     """Return what versions are compared by: the accuracy of an evaluation, or the loss times -1 without one."""
     accuracy_found, loss = row.get("heldout/accuracy"), row.get("heldout/loss")
     if accuracy_found is not None or loss is None:
@@ -180,18 +181,18 @@ def score_of(row: Row) -> float | None:
     return -float(loss)
 
 
-def score_text(row: Row) -> str:
+def score_text(row: MetricsRow) -> str:
     if "heldout/accuracy" in row:
         return percent(row["heldout/accuracy"])
     return f"loss {number(row.get('heldout/loss'))}"
 
 
-def version_text(row: Row) -> str:
+def version_text(row: MetricsRow) -> str:
     """Return the version of an evaluation; without a trained one it was the base."""
     return str(row["heldout/version"] or "base")
 
 
-def accuracy_text(row: Row | None) -> str:
+def accuracy_text(row: MetricsRow | None) -> str:
     """Return accuracy, interval, problems and step of an evaluation."""
     if row is None:
         return MISSING
@@ -200,7 +201,7 @@ def accuracy_text(row: Row | None) -> str:
     return f"{text}, {row.get('heldout/problems')} {unit}, step {row['step']}"
 
 
-def loss_text(row: Row | None) -> str:
+def loss_text(row: MetricsRow | None) -> str:
     """Return loss, number of demonstrations and step of an evaluation."""
     if row is None:
         return MISSING
@@ -209,7 +210,7 @@ def loss_text(row: Row | None) -> str:
     return f"{number(row.get('heldout/loss'))}{of}, step {row['step']}"
 
 
-def margin_text(row: Row | None) -> str:
+def margin_text(row: MetricsRow | None) -> str:
     """Return the margin of an evaluation of a reward model with its interval."""
     if row is None:
         return MISSING
@@ -217,7 +218,7 @@ def margin_text(row: Row | None) -> str:
     return f"{number(row.get('heldout/margin'))} ({low} to {high})"
 
 
-def column(rows: Sequence[Row], name: str) -> list[float | None]:
+def column(rows: Sequence[MetricsRow], name: str) -> list[float | None]:
     """Return the numbers under `name`, None where a row has none."""
     values = [row.get(name) for row in rows]
     return [float(value) if isinstance(value, int | float) else None for value in values]
@@ -226,3 +227,47 @@ def column(rows: Sequence[Row], name: str) -> list[float | None]:
 def mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+MIN_STEPS = 6
+SURE = 2.0
+"""Standard errors of the slope that make a trend: what noise alone shows in one run of forty, rising."""
+LITTLE_SIGNAL = 0.1
+
+
+def flat_reward_advice(steps: Sequence[MetricsRow]) -> str | None:
+    """Return a text for a run whose reward has not risen beyond its noise, and what to try.
+
+    None for one that has risen, that is too short to tell, that has no rewards, or that was not to learn.
+    """
+    rewards = [float(row["reward/mean"]) for row in steps if isinstance(row.get("reward/mean"), int | float)]
+    has_moved = any((row.get("update/adapter_delta_norm") or 0) > 0 for row in steps)
+    trend = _trend(rewards) if len(rewards) >= MIN_STEPS else math.inf
+    if trend >= SURE or not has_moved:
+        return None
+    third = len(rewards) // 3
+    first, last = number(fmean(rewards[:third])), number(fmean(rewards[-third:]))
+    what = "fallen" if trend <= -SURE else "not risen beyond its noise"
+    thirds = f"{first} in the first third, {last} in the last"
+    return f"the reward has {what} in {len(rewards)} steps ({thirds}): {_advice(steps)}"
+
+
+def _trend(rewards: Sequence[float]) -> float:
+    """Slope over the steps, in its standard errors; 0 where all are equal."""
+    places = range(len(rewards))
+    slope, intercept = linear_regression(places, rewards)
+    squares = sum((reward - intercept - slope * place) ** 2 for place, reward in zip(places, rewards, strict=True))
+    spread = sum((place - fmean(places)) ** 2 for place in places)
+    error = math.sqrt(squares / (len(rewards) - 2) / spread)
+    return slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0
+
+
+def _advice(steps: Sequence[MetricsRow]) -> str:
+    sampled = sum(row.get("groups/sampled") or 0 for row in steps)
+    with_signal = sum(row.get("groups/with_signal") or 0 for row in steps)
+    if sampled and with_signal < LITTLE_SIGNAL * sampled:
+        return (
+            f"{percent(with_signal / sampled)} of the groups had completions with different rewards; choose problems "
+            "that the model solves sometimes, or raise rollout.group_size or rollout.temperature"
+        )
+    return "read samples.jsonl, and try more steps, a higher learner.learning_rate, or more problems a step"

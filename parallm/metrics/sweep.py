@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from parallm.metrics.formatting import MISSING, duration, number, percent, short_path
 from parallm.metrics.json_lines import write_whole
-from parallm.metrics.wording import MISSING, duration, number, percent, short_path
 
 SUMMARY = "summary.json"
 TABLE = "sweep.csv"
@@ -46,7 +46,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SweepRow:
     """What one run of a job, one for each of its policies, came to."""
 
     job: int
@@ -71,7 +71,7 @@ def report_sweep(jobs: Sequence[Job], folder: Path, stream: TextIO) -> None:
         stream.write(f"{short_path(folder / TABLE)}\n")
 
 
-def _print(rows: Sequence[Row], stream: TextIO) -> None:
+def _print(rows: Sequence[SweepRow], stream: TextIO) -> None:
     shown = {name: column for name, column in COLUMNS.items() if any(_is_number(row.figures, name) for row in rows)}
     policies = ["policy"] if any(row.policy for row in rows) else []
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
@@ -94,7 +94,7 @@ def _short(keys: Collection[str]) -> list[str]:
     return [last if lasts.count(last) == 1 else key for key, last in zip(keys, lasts, strict=True)]
 
 
-def _csv(rows: Sequence[Row]) -> str:
+def _csv(rows: Sequence[SweepRow]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row.figures))
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
@@ -105,14 +105,14 @@ def _csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def _rows(jobs: Sequence[Job]) -> Iterator[Row]:
+def _rows(jobs: Sequence[Job]) -> Iterator[SweepRow]:
     for job, changes in zip(jobs, _changes(jobs), strict=True):
         alone = job.folder / SUMMARY
         files = [alone] if alone.is_file() else sorted(job.folder.glob(f"*/{SUMMARY}"))
         for file in files or [alone]:
             policy = "" if file == alone else file.parent.name
             figures = _figures(file)
-            yield Row(job=job.number, policy=policy, changes=changes, exit_code=job.exit_code, figures=figures)
+            yield SweepRow(job=job.number, policy=policy, changes=changes, exit_code=job.exit_code, figures=figures)
 
 
 def _changes(jobs: Sequence[Job]) -> list[dict[str, str]]:

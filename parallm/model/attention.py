@@ -6,7 +6,7 @@ place for our own caches, and leaves mlx-lm's caches to mlx-lm.
 On a CPU a product's result can depend on its shape: BLAS libraries take other kernels for fewer than four rows (MKL
 2026.2 on an AMD EPYC: also for fewer than twelve columns), and cut a long inner dimension where its length suggests.
 Here there are never fewer rows or columns, and the inner dimension is cut every 192 positions, whoever asks. Other
-places that multiply keep to `LEAST_ROWS` too.
+places that multiply keep to `MIN_ROWS` too.
 
 Axes: B rows, H key-value heads, R query heads per key-value head, T queries, L positions, D head size.
 """
@@ -20,8 +20,8 @@ from mlx_lm.models import base as mlx_lm_base
 
 from parallm.model.exponentials import softmax
 
-LEAST_ROWS = 4
-LEAST_COLUMNS = 16
+MIN_ROWS = 4
+MIN_COLUMNS = 16
 KEY_BLOCK = 192
 
 _mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
@@ -70,7 +70,7 @@ def attention(
     rows, heads, length, size = queries.shape[0], keys.shape[1], queries.shape[2], queries.shape[3]
     repeats, positions = queries.shape[1] // heads, keys.shape[2]
     grouped = (queries * scale).reshape(rows, heads, repeats * length, size)
-    columns = _at_least(keys, 2, LEAST_COLUMNS).swapaxes(-1, -2)
+    columns = _at_least(keys, 2, MIN_COLUMNS).swapaxes(-1, -2)
     scores = product(grouped, columns)[..., :positions].reshape(rows, heads, repeats, length, positions)
     weights = softmax(_masked(scores, mask)).reshape(rows, heads, repeats * length, positions)
     blocks = [slice(start, start + KEY_BLOCK) for start in range(0, positions, KEY_BLOCK)]
@@ -79,16 +79,16 @@ def attention(
 
 
 def product(left: mx.array, right: mx.array) -> mx.array:
-    """`left @ right` with at least `LEAST_ROWS` rows on the left; the extra rows are cut off again."""
+    """`left @ right` with at least `MIN_ROWS` rows on the left; the extra rows are cut off again."""
     num_rows = left.shape[-2]
-    if num_rows >= LEAST_ROWS:
+    if num_rows >= MIN_ROWS:
         return left @ right
     return (at_least_rows(left, axis=left.ndim - 2) @ right)[..., :num_rows, :]
 
 
 def at_least_rows(array: mx.array, axis: int) -> mx.array:
-    """Repeat `array` along `axis` until it has `LEAST_ROWS`."""
-    return _at_least(array, axis, LEAST_ROWS)
+    """Repeat `array` along `axis` until it has `MIN_ROWS`."""
+    return _at_least(array, axis, MIN_ROWS)
 
 
 def _at_least(array: mx.array, axis: int, least: int) -> mx.array:

@@ -15,7 +15,7 @@ from functools import partial
 
 import mlx.core as mx
 
-LARGEST = 88.0
+MAX_EXPONENT = 88.0
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -51,7 +51,7 @@ def softmax(x: mx.array) -> mx.array:
 
 @mx.custom_function  # type: ignore[untyped-decorator]
 def _exp(x: mx.array) -> mx.array:
-    clipped = mx.clip(x, -LARGEST, LARGEST)
+    clipped = mx.clip(x, -MAX_EXPONENT, MAX_EXPONENT)
     rounded = _rounded(clipped)
     rest = _rest(clipped, rounded)
     # 2**n, n in the lowest bits: these become the exponent; -127 gives 0

@@ -1,5 +1,6 @@
 """Path or hub id -> SharedModel, through mlx-lm. Call it on the device thread: the arrays are evaluated there."""
 
+import hashlib
 import json
 import logging
 import re
@@ -19,28 +20,65 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     StrictDataclassError,
 )
+from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model, load_tokenizer
 
 from parallm.errors import ModelError
-from parallm.model.activations import install_swiglu
 from parallm.model.attention import install_attention
-from parallm.model.chat import ChatTokenizer
-from parallm.model.cuda import on_cuda
-from parallm.model.fingerprint import fingerprint
-from parallm.model.lora import Binding
-from parallm.model.own_code import own_class, refuse_code, way_out
-from parallm.model.precision import cast, choose_dtype
-from parallm.model.quantized import arrange_quantized, check_experts
-from parallm.model.rotary import install_rotary
+from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.model.kernels.cuda import on_cuda
+from parallm.model.lora.merged import merge_linears
+from parallm.model.lora.single import LoraContext
+from parallm.model.lora.targets import InputRecorder, install_lora
+from parallm.model.patches.rotary import install_rotary
+from parallm.model.patches.swiglu import install_swiglu
+from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch, find_trunk
-from parallm.model.site_group import form_groups
-from parallm.model.sites import InputRecorder, install_sites
+
+KEY = "model.trust_remote_code"
+
+
+def own_class(folder: Path) -> str | None:
+    """Return the file with the model's own class, which mlx-lm would run in place of a class that it knows."""
+    config = json.loads((folder / "config.json").read_text())
+    name = config.get("model_file") if isinstance(config, dict) else None
+    return None if name is None else str(name)
+
+
+def refuse_code(folder: Path, path: str) -> None:
+    """Raise ModelError for a model that cannot be loaded without code of its own."""
+    name = own_class(folder)
+    if name is not None:
+        raise ModelError(f"model.path={path}: {folder} {way_out(name)}")
+
+
+def way_out(name: str) -> str:
+    """Return the end of an error about a folder whose code `name` does not run."""
+    return f"brings code of its own ({name}), which is not run; read it, then set {KEY}=true to run it with your rights"
+
+
+NUM_VALUES = 16  # of each array
+
+
+def fingerprint(base: nn.Module) -> str:
+    """SHA-256 over names, shapes, types and a few values of the arrays of a model."""
+    arrays = dict(tree_flatten(base.parameters()))
+    values = {
+        name: array.reshape(-1)[:: max(1, array.size // NUM_VALUES)].astype(mx.float32)
+        for name, array in arrays.items()
+    }
+    mx.eval(values)
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.shape} {array.dtype} {values[name].tolist()}".encode())
+    return digest.hexdigest()
+
 
 logger = logging.getLogger(__name__)
 
 NANO = Path(__file__).parent / "nano"
-LONGEST_REASON = 500  # characters of an error of the libraries, which may list every tensor
+MAX_REASON = 500  # characters of an error of the libraries, which may list every tensor
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
 UNBOUNDED = sys.maxsize
 """Positions of a model whose config.json names no limit, such as a recurrent one."""
@@ -77,8 +115,8 @@ def share_model(
     install_attention(base)
     install_swiglu(base)
     install_rotary(base)
-    binding = Binding()
-    sites = install_sites(base, settings.lora, binding)
+    lora_context = LoraContext()
+    targets = install_lora(base, settings.lora, lora_context)
     mx.eval(base.parameters())
     owner, name = find_trunk(base)
     text_config = config.get("text_config", config)
@@ -88,8 +126,8 @@ def share_model(
         base=base,
         dtype=dtype,
         sha256=sha256,
-        binding=binding,
-        sites=sites,
+        lora_context=lora_context,
+        targets=targets,
         tokenizer=tokenizer,
         vocabulary_size=int(text_config.get("vocab_size") or base.args.vocab_size),
         max_context=max_positions(text_config),
@@ -97,7 +135,7 @@ def share_model(
         trunk_name=name,
         joined=(),
         groups=(),
-        batches_exactly=can_batch(base, model_type),
+        is_batch_invariant=can_batch(base, model_type),
         trusts_code=settings.trust_remote_code,
     )
     try:
@@ -216,7 +254,7 @@ def _with_joined(model: SharedModel) -> SharedModel:
     recorder = InputRecorder()
     model.hidden(mx.array([[0, 1, 2, 3]]), model.make_cache(), recorder)
     joined = recorder.groups()
-    return replace(model, joined=joined, groups=form_groups(model.base, joined) if on_cuda() else ())
+    return replace(model, joined=joined, groups=merge_linears(model.base, joined) if on_cuda() else ())
 
 
 def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
@@ -263,7 +301,7 @@ def _reason(error: Exception) -> str:
     first, *others = re.split(r"(?<=[.!?:;])\s+", " ".join(str(error).split()))
     reason = first
     for sentence in others:
-        if len(reason) + len(sentence) >= LONGEST_REASON:
+        if len(reason) + len(sentence) >= MAX_REASON:
             break
         reason += f" {sentence}"
-    return textwrap.shorten(reason, 2 * LONGEST_REASON, placeholder=" ...") or type(error).__name__
+    return textwrap.shorten(reason, 2 * MAX_REASON, placeholder=" ...") or type(error).__name__

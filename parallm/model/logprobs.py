@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from parallm.model.exponentials import clipped_exp
 
-LOWEST = float(mx.finfo(mx.float32).min)
+MIN_FLOAT = float(mx.finfo(mx.float32).min)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Softmax:
 
     def entropies(self) -> mx.array:
         """In nats, (N,). A logit of minus infinity adds nothing."""
-        finite_NV = mx.maximum(self.scaled_NV, LOWEST)  # 0 x -inf would be NaN
+        finite_NV = mx.maximum(self.scaled_NV, MIN_FLOAT)  # 0 x -inf would be NaN
         weighted_N = (self.exponentials_NV * finite_NV).sum(axis=-1)
         return self.logsumexp_N - weighted_N / self.sums_N
 

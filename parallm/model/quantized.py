@@ -8,17 +8,54 @@ Left out: experts that stay packed, which MLX's own product computes on a CPU, t
 """
 
 import copy
+from collections import Counter
+from collections.abc import Callable
 from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import dequantize_model
 
 from parallm.device.memory import free_memory
 from parallm.errors import ModelError
-from parallm.model.precision import cast
+
+
+def cast(base: nn.Module, dtype: mx.Dtype) -> None:
+    """Cast the floating arrays of `base`, except those that mlx-lm never casts. Evaluates nothing.
+
+    These are named by the model's `cast_predicate`, such as A_log of gated delta layers and the correction biases of
+    routers. In fewer bits they give other log-probs and choose other experts than mlx-lm's own forward.
+    """
+    is_cast = _cast_predicate(base)
+
+    def changed(name: str, array: mx.array) -> mx.array:
+        return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) and is_cast(name) else array
+
+    base.update(tree_map_with_path(changed, base.parameters()))
+
+
+def stored_dtype(base: nn.Module) -> mx.Dtype:
+    """The floating type of most numbers of `base`."""
+    sizes: Counter[mx.Dtype] = Counter()
+    for _, array in tree_flatten(base.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            sizes[array.dtype] += array.size
+    return sizes.most_common(1)[0][0]
+
+
+def choose_dtype(wanted: str, base: nn.Module) -> mx.Dtype:
+    """The type that `model.dtype` asks for; `auto` is float32 on a CPU and the stored type elsewhere."""
+    if wanted != "auto":
+        return getattr(mx, wanted)  # the settings allow only names of dtypes
+    # bfloat16 products run at 7 GFLOP/s on a CPU, float32 ones at 200
+    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else stored_dtype(base)
+
+
+def _cast_predicate(base: nn.Module) -> Callable[[str], bool]:
+    return getattr(base, "cast_predicate", lambda _: True)
+
 
 UNPACKED_SHARE = 0.5
 """Of the free memory: what unpacked weights may take where nobody has chosen."""

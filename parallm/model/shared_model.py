@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from parallm.model.attention import OwnCache, at_least_rows
-from parallm.model.chat import ChatTokenizer
-from parallm.model.cuda import on_cuda
-from parallm.model.lora import Binding, View
+from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.model.kernels.cuda import on_cuda
+from parallm.model.lora.single import LoraBinding, LoraContext
 
 TRUNK_NAMES = ("model", "transformer", "backbone")
 
@@ -39,8 +39,8 @@ class SharedModel:
     """The floating type of the base, in which it computes; see `precision.cast` for the few arrays of another one."""
     sha256: str
     """The base's fingerprint; see `fingerprint.py`."""
-    binding: Binding
-    sites: Mapping[str, tuple[int, int]]
+    lora_context: LoraContext
+    targets: Mapping[str, tuple[int, int]]
     """LoRA site -> (inputs, outputs)."""
     tokenizer: ChatTokenizer
     vocabulary_size: int
@@ -51,19 +51,19 @@ class SharedModel:
     joined: tuple[tuple[str, ...], ...]
     """Sites that are called with the same input."""
     groups: tuple[tuple[str, ...], ...]
-    """Sites whose outputs are computed at once, with MLX's CUDA build; see `SiteGroup`."""
-    batches_exactly: bool
+    """Sites whose outputs are computed at once, with MLX's CUDA build; see `MergedLinear`."""
+    is_batch_invariant: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""
     trusts_code: bool = False
     """Whether code that came with the model, or with a draft model beside it, may run."""
 
-    def hidden(self, tokens_BT: mx.array, cache: Sequence[Any] | None, view: View | None) -> mx.array:
+    def hidden(self, tokens_BT: mx.array, cache: Sequence[Any] | None, lora: LoraBinding | None) -> mx.array:
         """Hidden states (B, T, H) before the head; `cache` is written as mlx-lm's models do.
 
         A model that cannot be split gives its logits here, and `head` passes them on.
         """
         trunk = self.base if self.trunk_owner is None else getattr(self.trunk_owner, self.trunk_name)
-        with self.binding.applied(view):
+        with self.lora_context.applied(lora):
             hidden: mx.array = trunk(tokens_BT, cache=cache)
         return hidden
 
@@ -83,7 +83,7 @@ class SharedModel:
     def make_cache(self) -> list[Any]:
         """An empty cache for one row in mlx-lm's own classes; `PlainCache` where rows can be batched."""
         cache: list[Any] = make_prompt_cache(self.base)
-        return [PlainCache() for _ in cache] if self.batches_exactly else cache
+        return [PlainCache() for _ in cache] if self.is_batch_invariant else cache
 
     @property
     def num_layers(self) -> int:

@@ -3,27 +3,26 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 from parallm.environment.environment import AnyEnvironment
-from parallm.model.chat import ChatTokenizer
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.rollout.curriculum import Curriculum
-from parallm.rollout.functions import prompt_of
-from parallm.rollout.ledger import Ledger
-from parallm.rollout.problem_stream import Stream
+from parallm.rollout.episode import trajectory_of
+from parallm.rollout.problems import ProblemCursor, Stream
 from parallm.rollout.reward_model import RewardModel
+from parallm.rollout.runner import GenerateAll, RolloutRunner, ScoredEpisode
 from parallm.rollout.scoring import NO_TOKENS, FaultLog
 from parallm.rollout.settings import RolloutSettings
-from parallm.rollout.shaping import loss_mask, shape
-from parallm.rollout.stage import GenerateAll, ScoredEpisode, Stage
-from parallm.rollout.trajectory import trajectory_of
+from parallm.rollout.shaping import loss_mask, shape_reward
+from parallm.rollout.tool_calls import encode_problem
 from parallm.seeds import mix
 from parallm.types import FaultyEpisode, GenerationRequest, Problem, SamplingParams, Trajectory, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collection:
+class RolloutBatch:
     """What one step has sampled. Completions that could not be scored are not in the groups."""
 
     first: tuple[TrajectoryGroup, ...]
@@ -71,7 +70,7 @@ class Collector:
         reward_model: RewardModel | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._stage = Stage(
+        self._runner = RolloutRunner(
             generate_all,
             tokenizer,
             environment,
@@ -80,13 +79,13 @@ class Collector:
             reward_model=reward_model,
         )
         self.stream = stream
-        self.ledger = Ledger(stream)
-        self.curriculum = Curriculum(self.ledger, settings.curriculum, seed)
+        self.problem_cursor = ProblemCursor(stream)
+        self.curriculum = Curriculum(self.problem_cursor, settings.curriculum, seed)
         self._settings = settings
         self._seed = seed
         self._fault_log = FaultLog()
 
-    async def collect(self, step: int, model: str) -> Collection:
+    async def collect(self, step: int, model: str) -> RolloutBatch:
         """Sample `problems_per_step` groups; where too few of them have signal, replace the others.
 
         Groups without signal (all rewards equal) teach nothing: https://arxiv.org/abs/2503.14476, dynamic sampling.
@@ -106,14 +105,14 @@ class Collector:
             problems, more = self._draw(wanted - num_with_signal, step)
             skipped += more
             groups += await self._sample(problems, step, len(groups), model)
-        return Collection(
+        return RolloutBatch(
             first=tuple(first),
             sampled=tuple(groups),
             seconds=time.perf_counter() - began,
             problems_skipped=skipped,
         )
 
-    async def again(
+    async def resample(
         self, groups: Sequence[TrajectoryGroup], step: int, first_place: int, model: str
     ) -> list[TrajectoryGroup]:
         """Sample the problems of `groups` once more, with seeds of the places from `first_place` on."""
@@ -123,14 +122,14 @@ class Collector:
         """Problems for `step`, and how many others the curriculum has passed over for them."""
         before = self.curriculum.num_skipped
         problems = self.curriculum.take(count)
-        self.ledger.claim(step)
+        self.problem_cursor.claim(step)
         return problems, self.curriculum.num_skipped - before
 
     async def _sample(
         self, problems: Sequence[Problem], step: int, first_place: int, model: str
     ) -> list[TrajectoryGroup]:
         requests = [self._request(problem, step, first_place + place, model) for place, problem in enumerate(problems)]
-        rows = await self._stage.play(problems, requests)
+        rows = await self._runner.run_episodes(problems, requests)
         groups = [self._group(*pair) for pair in zip(problems, rows, strict=True)]
         self._fault_log.log(f"step {step + 1}", [(group.problem, one) for group in groups for one in group.faulty])
         return groups
@@ -143,7 +142,7 @@ class Collector:
         )
         return GenerationRequest(
             request_id=f"step-{step}-{place}-{model}",
-            prompt_tokens=prompt_of(self._tokenizer, problem),
+            prompt_tokens=encode_problem(self._tokenizer, problem),
             sampling=sampling,
             n=self._settings.group_size,
             model=model,
@@ -162,7 +161,7 @@ class Collector:
         )
 
     def _trajectory(self, scored: ScoredEpisode) -> Trajectory:
-        shaped, mask = shape(scored, self._settings), loss_mask(scored, self._settings)
+        shaped, mask = shape_reward(scored, self._settings), loss_mask(scored, self._settings)
         return trajectory_of(scored.episode, reward=shaped.reward, parts=shaped.parts, loss_mask=mask)
 
 
@@ -176,3 +175,14 @@ def fault_of(scored: ScoredEpisode) -> FaultyEpisode | None:
 def solve_rate(row: Sequence[ScoredEpisode]) -> float | None:
     right = [scored.score.is_correct for scored in row if scored.score.fault is None]
     return fmean(right) if right else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    groups: tuple[TrajectoryGroup, ...]
+    with_signal: tuple[TrajectoryGroup, ...]
+    """Those to train on."""
+    num_stale: int
+    """What has become too old for a step since the last one was taken: trajectories of clients, groups of Atropos."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """More for the step's row of metrics.jsonl, under their flat names."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from parallm.rollout.ledger import Ledger
+from parallm.rollout.problems import ProblemCursor
 from parallm.rollout.settings import CurriculumSettings
 from parallm.seeds import mix
 from parallm.types import Problem, TrajectoryGroup
@@ -20,8 +20,8 @@ class Curriculum:
     What it draws follows from the seed, the ledger's places and the rates. `state` is all there is to save.
     """
 
-    def __init__(self, ledger: Ledger, settings: CurriculumSettings, seed: int) -> None:
-        self._ledger = ledger
+    def __init__(self, problem_cursor: ProblemCursor, settings: CurriculumSettings, seed: int) -> None:
+        self._problem_cursor = problem_cursor
         self._settings = settings
         self._seed = seed
         self._rates: dict[str, deque[float]] = {}
@@ -30,7 +30,7 @@ class Curriculum:
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems, from the ledger; what is passed over for them is drawn from it too."""
         if self._settings.by == "off":
-            return self._ledger.take(count)
+            return self._problem_cursor.take(count)
         return [self._next() for _ in range(count)]
 
     def learn(self, groups: Sequence[TrajectoryGroup]) -> None:
@@ -61,8 +61,8 @@ class Curriculum:
 
     def _next(self) -> Problem:
         while True:  # ends, since each round keeps its problem with a probability of at least `keep`
-            (problem,) = self._ledger.take(1)
-            dice = mix(self._seed, self._ledger.newest_place) / 2**64
+            (problem,) = self._problem_cursor.take(1)
+            dice = mix(self._seed, self._problem_cursor.last_index) / 2**64
             rate = self.rate(problem)
             if rate is None or self._settings.low <= rate <= self._settings.high or dice < self._settings.keep:
                 return problem

@@ -26,14 +26,14 @@ class EnvironmentFault:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallResult:
     """What a call has returned, or its fault."""
 
     value: Any = None
     fault: EnvironmentFault | None = None
 
 
-class TimeIsUp(BaseException):
+class CallTimeout(BaseException):
     """Raised inside a method that takes too long; no `except Exception` of its own holds it up."""
 
 
@@ -48,15 +48,15 @@ class EnvironmentCalls:
         self._seconds = seconds
         self._turn = asyncio.Lock()
 
-    async def call_all(self, functions: Sequence[Callable[[], object]]) -> list[Outcome]:
+    async def call_all(self, functions: Sequence[Callable[[], object]]) -> list[CallResult]:
         """What each of `functions` returns, awaited where it is awaitable; `raised` and `timed_out` are faults."""
-        outcomes: list[Outcome] = []
+        outcomes: list[CallResult] = []
         async with self._turn:
             while len(outcomes) < len(functions):
                 outcomes += await self._in_one_thread(functions[len(outcomes) :])
         return list(await asyncio.gather(*map(self._awaited, outcomes)))
 
-    async def _in_one_thread(self, functions: Sequence[Callable[[], object]]) -> list[Outcome]:
+    async def _in_one_thread(self, functions: Sequence[Callable[[], object]]) -> list[CallResult]:
         """Outcomes of all `functions`, or of those up to the first one that takes too long."""
         work = _Work(functions, asyncio.get_running_loop())
         # a daemon: one that hangs must not hold up the end of the process
@@ -74,10 +74,10 @@ class EnvironmentCalls:
             if not work.ended.done():
                 interrupt(thread)
 
-    async def _awaited(self, outcome: Outcome) -> Outcome:
+    async def _awaited(self, outcome: CallResult) -> CallResult:
         if not inspect.isawaitable(outcome.value):
             return outcome
-        task = asyncio.ensure_future(settle(outcome.value))
+        task = asyncio.ensure_future(await_result(outcome.value))
         try:
             # not asyncio.wait_for, whose TimeoutError looks like one that the environment raises
             done, _ = await asyncio.wait({task}, timeout=self._seconds)
@@ -85,9 +85,9 @@ class EnvironmentCalls:
         finally:
             task.cancel()
 
-    def _late(self) -> Outcome:
+    def _late(self) -> CallResult:
         detail = f"no answer within {self._seconds:g} s; rollout.score_seconds is the limit"
-        return Outcome(fault=EnvironmentFault("timed_out", detail))
+        return CallResult(fault=EnvironmentFault("timed_out", detail))
 
 
 class _Work:
@@ -97,11 +97,11 @@ class _Work:
         self._functions = functions
         self._loop = loop
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[CallResult] = []
         self.under_way = (0, time.monotonic())  # which function, and since when
 
     def run(self) -> None:
-        with suppress(TimeIsUp, RuntimeError):  # nobody waits any more: the time is up, or the loop has closed
+        with suppress(CallTimeout, RuntimeError):  # nobody waits any more: the time is up, or the loop has closed
             for place, function in enumerate(self._functions):
                 self.under_way = (place, time.monotonic())
                 self.outcomes.append(attempt(function))
@@ -112,20 +112,20 @@ class _Work:
             self.ended.set_result(None)
 
 
-def attempt(function: Callable[[], object]) -> Outcome:
+def attempt(function: Callable[[], object]) -> CallResult:
     try:
-        return Outcome(value=function())
-    except TimeIsUp:
+        return CallResult(value=function())
+    except CallTimeout:
         raise
     except BaseException as error:  # noqa: BLE001  sys.exit() in a score must not end the run either
-        return Outcome(fault=_raised(error))
+        return CallResult(fault=_raised(error))
 
 
-async def settle(awaitable: Any) -> Outcome:
+async def await_result(awaitable: Any) -> CallResult:
     try:
-        return Outcome(value=await awaitable)
+        return CallResult(value=await awaitable)
     except (Exception, SystemExit) as error:  # noqa: BLE001  an environment may raise anything
-        return Outcome(fault=_raised(error))
+        return CallResult(fault=_raised(error))
 
 
 def _raised(error: BaseException) -> EnvironmentFault:
@@ -146,4 +146,4 @@ def _shown(error: BaseException) -> str:
 def interrupt(thread: threading.Thread) -> None:
     """Raise TimeIsUp in `thread` as soon as it runs Python code."""
     if thread.is_alive() and thread.ident is not None:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(TimeIsUp))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(CallTimeout))

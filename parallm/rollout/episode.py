@@ -1,11 +1,11 @@
 """What the model and the environment have said to one problem so far, token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from parallm.environment.environment import Counterpart
+from parallm.environment.environment import EnvironmentSession
 from parallm.rollout.environment_calls import EnvironmentFault
-from parallm.types import Completion, FinishReason, GenerationRequest, Message, Problem, WeightSpan
+from parallm.types import Completion, FinishReason, GenerationRequest, Message, Problem, Trajectory, WeightSpan
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -20,7 +20,7 @@ class Episode:
     """The first one; its `max_tokens` is the limit of all tokens together."""
     index: int
     """Which of the request's `n`."""
-    counterpart: Counterpart | None = None
+    session: EnvironmentSession | None = None
     """Of an environment whose episodes have a state."""
     tokens: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
@@ -63,3 +63,22 @@ class Episode:
         self.is_sampled += [False] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
         self.turns += reply
+
+
+def trajectory_of(
+    episode: Episode, *, reward: float, parts: Mapping[str, float], loss_mask: tuple[bool, ...]
+) -> Trajectory:
+    """The very tokens and log-probs of the episode; `loss_mask` says which of them are trained on."""
+    return Trajectory(
+        problem_id=episode.problem.problem_id,
+        prompt_tokens=episode.request.prompt_tokens,
+        tokens=tuple(episode.tokens),
+        loss_mask=loss_mask,
+        logprobs=tuple(episode.logprobs),
+        temperature=episode.request.sampling.temperature,
+        weight_versions=tuple(episode.weight_versions),
+        reward_parts=parts,
+        reward=reward,
+        text=episode.text,
+        finish_reason=episode.finish_reason,
+    )

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from parallm.environment.environment import AnyEnvironment, environment_of
-from parallm.model.chat import ChatTokenizer
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.reports import EvaluatedCompletion, Evaluation, EvaluationReport
-from parallm.rollout.estimates import mean_estimate, pass_at, share_estimate, support
-from parallm.rollout.functions import prompt_of
+from parallm.rollout.confidence_intervals import mean_estimate, pass_at, share_estimate, support
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.scoring import REWARD_MODEL, FaultLog, refuse_without_scores
+from parallm.rollout.runner import RolloutRunner, ScoredEpisode
+from parallm.rollout.scoring import REWARD_MODEL, FaultLog, raise_if_none_scored
 from parallm.rollout.settings import EpisodeSettings
-from parallm.rollout.stage import ScoredEpisode, Stage
+from parallm.rollout.tool_calls import encode_problem
 from parallm.seeds import mix
 from parallm.types import Completion, GenerationRequest, Problem, SamplingParams
 
@@ -36,7 +36,7 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcomes:
+class EvaluationOutcomes:
     """Scored completions of all problems, in their order."""
 
     greedy: Sequence[EvaluatedCompletion]
@@ -75,14 +75,14 @@ class Evaluator:
         outcomes = await self.outcomes(model, progress)
         return Evaluation(report=self.report(outcomes, step, version), completions=outcomes.greedy)
 
-    async def outcomes(self, model: str, progress: Progress) -> Outcomes:
+    async def outcomes(self, model: str, progress: Progress) -> EvaluationOutcomes:
         """Every problem with its scores, for comparing models problem by problem."""
         greedy = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
         requests = [self._request(place, model, greedy) for place in range(len(self.problems))]
         if self.samples is not None:
             requests += [self._sampled(place, model, self.samples) for place in range(len(self.problems))]
         rows = await self._scored(requests, progress)
-        return Outcomes(
+        return EvaluationOutcomes(
             greedy=[completion_of(row[0], sample=None) for row in rows[: len(self.problems)]],
             samples=[
                 [completion_of(one, sample=place) for place, one in enumerate(row)]
@@ -90,7 +90,7 @@ class Evaluator:
             ],
         )
 
-    def report(self, outcomes: Outcomes, step: int, version: int) -> EvaluationReport:
+    def report(self, outcomes: EvaluationOutcomes, step: int, version: int) -> EvaluationReport:
         """The outcomes in a few numbers, each with its 95% interval."""
         greedy, samples = outcomes.greedy, self.samples
         names = sorted({name for one in greedy for name in one.parts})
@@ -125,7 +125,7 @@ class Evaluator:
     async def _scored(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[list[ScoredEpisode]]:
         """The episodes of each request, whose problems come round as often as needed."""
         problems = [self.problems[place % len(self.problems)] for place in range(len(requests))]
-        stage = Stage(
+        stage = RolloutRunner(
             partial(self._generated, progress),
             self.tokenizer,
             self.environment,
@@ -133,11 +133,11 @@ class Evaluator:
             score_seconds=self.rollout.score_seconds,
             reward_model=self.reward_model,
         )
-        rows = await stage.play(problems, requests)
+        rows = await stage.run_episodes(problems, requests)
         scores = [(problem, one.score) for problem, row in zip(problems, rows, strict=True) for one in row]
         faults = [(problem, score.fault) for problem, score in scores if score.fault]
         self.fault_log.log("evaluation", faults)
-        refuse_without_scores("evaluation", [fault for _, fault in faults], len(scores) - len(faults))
+        raise_if_none_scored("evaluation", [fault for _, fault in faults], len(scores) - len(faults))
         return rows
 
     async def _generated(self, progress: Progress, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
@@ -153,7 +153,7 @@ class Evaluator:
         kind = "sampled" if count > 1 or sampling.temperature else "greedy"
         return GenerationRequest(
             request_id=f"evaluation-{model}-{kind}-{place}",
-            prompt_tokens=prompt_of(self.tokenizer, self.problems[place]),
+            prompt_tokens=encode_problem(self.tokenizer, self.problems[place]),
             sampling=sampling,
             n=count,
             model=model,

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import count
 
-from parallm.model.chat import ChatTokenizer
-from parallm.rollout.stage import GenerateAll
+from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.rollout.runner import GenerateAll
 from parallm.types import BASE, GenerationRequest, Message, SamplingParams
 
 

@@ -4,12 +4,12 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from parallm.model.chat import ChatTokenizer
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.rollout.episode import Episode
 from parallm.rollout.scoring import MAX_REWARD, REWARD_MODEL, Score
-from parallm.types import FaultyEpisode, Prompted
+from parallm.types import FaultyEpisode, ScoringRequest
 
-Rate = Callable[[Sequence[Prompted]], Awaitable[list[float]]]
+Rate = Callable[[Sequence[ScoringRequest]], Awaitable[list[float]]]
 """Scores of all completions, in the order of the prompts and of each prompt's completions."""
 
 
@@ -40,8 +40,8 @@ class RewardModel:
             for row in pairs
         ]
 
-    def _prompted(self, row: Sequence[Episode]) -> Prompted:
-        return Prompted(
+    def _prompted(self, row: Sequence[Episode]) -> ScoringRequest:
+        return ScoringRequest(
             prompt_tokens=row[0].request.prompt_tokens,
             completions=tuple(self._ended(episode) for episode in row),
         )

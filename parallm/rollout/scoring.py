@@ -9,7 +9,7 @@ from functools import partial
 
 from parallm.environment.environment import AnyEnvironment, MultiTurnEnvironment, StatefulEnvironment, environment_of
 from parallm.errors import EnvironmentFailed
-from parallm.rollout.environment_calls import EnvironmentFault, Outcome
+from parallm.rollout.environment_calls import CallResult, EnvironmentFault
 from parallm.rollout.episode import Episode
 from parallm.types import FaultyEpisode, Problem
 
@@ -51,15 +51,15 @@ class Score:
 def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], object]:
     """The call that scores `episode`: with its turns where there may be several, else with its text."""
     own = environment_of(environment, episode.problem)
-    if episode.counterpart is not None:
-        return partial(episode.counterpart.score, tuple(episode.turns), is_cut_off=episode.finish_reason == "length")
+    if episode.session is not None:
+        return partial(episode.session.score, tuple(episode.turns), is_cut_off=episode.finish_reason == "length")
     assert not isinstance(own, StatefulEnvironment), "the stage opens these"
     if isinstance(own, MultiTurnEnvironment):
         return partial(own.score, episode.problem, tuple(episode.turns))
     return partial(own.score, episode.problem, episode.text)
 
 
-def to_score(environment: AnyEnvironment, episode: Episode, outcome: Outcome) -> Score:
+def to_score(environment: AnyEnvironment, episode: Episode, outcome: CallResult) -> Score:
     """Parts and reward of what `score_call` has returned, or the fault that leaves the episode without them."""
     own = environment_of(environment, episode.problem)
     parts: dict[str, float] = {}
@@ -122,18 +122,18 @@ class FaultLog:
                 self._log_traceback(when, kind, fault)
 
     def _log_traceback(self, when: str, kind: str, fault: FaultyEpisode) -> None:
-        place = error_place(fault)
+        place = error_location(fault)
         if place and place not in self._known and len(self._known) < MAX_TRACEBACKS:
             self._known.add(place)
             logger.warning("%s, %s, where it was raised first:\n%s", when, kind, fault.traceback)
 
 
-def error_place(fault: FaultyEpisode) -> str:
+def error_location(fault: FaultyEpisode) -> str:
     """The frames of a traceback without its message, which may differ from completion to completion."""
     return "\n".join(line for line in fault.traceback.splitlines() if line.startswith("  "))
 
 
-def refuse_without_scores(when: str, faults: Sequence[FaultyEpisode], num_scored: int) -> None:
+def raise_if_none_scored(when: str, faults: Sequence[FaultyEpisode], num_scored: int) -> None:
     """Raise EnvironmentFailed, with the first traceback, if an environment has failed at every single completion."""
     faults = [fault for fault in faults if fault.kind != NO_TOKENS]
     if num_scored or not faults:

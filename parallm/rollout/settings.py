@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from parallm.rollout.atropos.settings import AtroposSettings
+from parallm.rollout.atropos_settings import AtroposSettings
 from parallm.settings import settings
 
 

@@ -2,22 +2,22 @@
 
 from dataclasses import dataclass
 
+from parallm.rollout.runner import ScoredEpisode
 from parallm.rollout.settings import RolloutSettings
-from parallm.rollout.stage import ScoredEpisode
 
 OVERLONG = "rollout/overlong"
 LENGTH = "rollout/length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shaped:
+class ShapedReward:
     """What the learner gets to see of a score."""
 
     parts: dict[str, float]
     reward: float
 
 
-def shape(scored: ScoredEpisode, settings: RolloutSettings) -> Shaped:
+def shape_reward(scored: ScoredEpisode, settings: RolloutSettings) -> ShapedReward:
     """Add the parts that `settings` turns on to the score's own."""
     length = len(scored.episode.tokens)
     parts, reward = dict(scored.score.parts), scored.score.reward
@@ -28,7 +28,7 @@ def shape(scored: ScoredEpisode, settings: RolloutSettings) -> Shaped:
         # wrong answers do not pay: a group without a right one would learn nothing but to be short
         parts[LENGTH] = -length / settings.max_tokens if scored.score.is_correct else 0.0
         reward += settings.length_weight * parts[LENGTH]
-    return Shaped(parts=parts, reward=reward)
+    return ShapedReward(parts=parts, reward=reward)
 
 
 def overlong_part(length: int, *, max_tokens: int, buffer: int) -> float:

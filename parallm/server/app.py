@@ -17,42 +17,36 @@ from starlette.responses import Response
 
 from parallm.errors import ParallmError
 from parallm.reports import TrainingStatus
-from parallm.server.body_budget import BodyBudget
 from parallm.server.connection import error_response
 from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
 from parallm.server.control.routes_adapters import adapter_list_routes, adapter_routes
-from parallm.server.control.routes_engine import engine_routes, queue_routes
+from parallm.server.control.routes_engine import engine_routes, queue_routes, warm_up_routes
 from parallm.server.control.routes_scores import score_routes
 from parallm.server.control.routes_shares import share_routes
 from parallm.server.control.routes_splits import reward_routes, split_routes, statistics_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
-from parallm.server.control.split_gauges import SplitGauges
-from parallm.server.control.splits import Splits
-from parallm.server.control.steered_engine import SteeredEngine
-from parallm.server.control.version_statistics import Statistics
-from parallm.server.control.warm_up import warm_up_routes
+from parallm.server.control.traffic_splits import TrafficSplits
+from parallm.server.control.version_statistics import VersionStatistics
 from parallm.server.control.witnesses import Witness, told_to
-from parallm.server.dialects.routes_data import data_routes
+from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
-from parallm.server.engine_face import SteerableEngine
+from parallm.server.engine_gateway import EngineGateway
 from parallm.server.failures import failure, failure_of
+from parallm.server.interfaces import EngineClient
 from parallm.server.openai.routes_generation import generation_routes
 from parallm.server.openai.routes_responses import response_routes
-from parallm.server.operation.doors import Doors
-from parallm.server.operation.front import CLIENT_CLOSED_REQUEST, Front
-from parallm.server.operation.gate import gate
-from parallm.server.operation.gauges import Gauges
-from parallm.server.operation.keys import StoredKey
+from parallm.server.openapi import openapi_document
+from parallm.server.operation.auth import ROLES, StoredKey, auth_dependency, check_roles
+from parallm.server.operation.collectors import ServiceCollector, SplitCollector
 from parallm.server.operation.metered_engine import MeteredEngine
-from parallm.server.operation.meters import Meters
-from parallm.server.operation.origins import Origins
-from parallm.server.operation.roles import ROLES, check_roles
+from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Origins, RequestMiddleware
+from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.operation.routes_operation import operation_routes
-from parallm.server.operation.traces import Traces
-from parallm.server.reference.openapi import openapi_document
+from parallm.server.operation.tracing import Traces
 from parallm.server.reference.page import docs_page
-from parallm.server.routes_status import status_routes
+from parallm.server.request_limits import BodyBudget
+from parallm.server.routes_models import status_routes
 from parallm.server.service import (
     Adapters,
     Device,
@@ -68,7 +62,7 @@ from parallm.types import POLICY, AdapterCard
 
 def create_app(
     *,
-    engine: SteerableEngine,
+    engine: EngineClient,
     tokenizer: Tokenizer,
     catalog: Callable[[], tuple[AdapterCard, ...]],
     status: Callable[[], TrainingStatus],
@@ -92,14 +86,14 @@ def create_app(
     `training` the routes about them answer that this process has none. `trajectories`: of policies that learn from what
     clients ask for. `witnesses` are told what a policy has answered, by its name.
     """
-    meters, doors = Meters(base_name), Doors()
-    statistics = Statistics(catalog)
-    splits = Splits(catalog, policies)
+    request_metrics, drain = RequestMetrics(base_name), Drain()
+    statistics = VersionStatistics(catalog)
+    splits = TrafficSplits(catalog, policies)
     if adapters is not None:
-        splits = Splits(catalog, policies, adapters.set_splits, adapters.splits)
-    steering = SteeredEngine(engine, told_to(witnesses or {}, catalog, policies, statistics.count))
+        splits = TrafficSplits(catalog, policies, adapters.set_splits, adapters.splits)
+    gateway = EngineGateway(engine, told_to(witnesses or {}, catalog, policies, statistics.count))
     service = Service(
-        engine=MeteredEngine(steering, meters, settings, traces, catalog),
+        engine=MeteredEngine(gateway, request_metrics, settings, traces, catalog),
         tokenizer=tokenizer,
         catalog=catalog,
         status=status,
@@ -124,20 +118,20 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
-        dependencies=[Depends(gate(keys, settings, doors))],
+        dependencies=[Depends(auth_dependency(keys, settings, drain))],
     )
-    app.state.doors = doors
+    app.state.drain = drain
     # bodies are read by parse.py: FastAPI alone has nothing to show on them
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=bool(keys))))  # noqa: B010
     app.add_route("/docs", _docs)
-    meters.registry.register(Gauges(service))
-    meters.registry.register(SplitGauges(splits, statistics))
+    request_metrics.registry.register(ServiceCollector(service))
+    request_metrics.registry.register(SplitCollector(splits, statistics))
     routers = (
         generation_routes(service),
         response_routes(service),
         status_routes(service),
-        operation_routes(service, doors, meters.registry, steering),
-        data_routes(service),
+        operation_routes(service, drain, request_metrics.registry, gateway),
+        generate_routes(service),
         identity_routes(service),
         absent_routes(),
         adapter_list_routes(service),
@@ -145,8 +139,8 @@ def create_app(
         adapter_alias_routes(service, adapters),
         training_routes(service, training),
         trajectory_routes(service),
-        queue_routes(steering),
-        engine_routes(service, steering),
+        queue_routes(gateway),
+        engine_routes(service, gateway),
         warm_up_routes(service),
         split_routes(service, splits, statistics),
         statistics_routes(splits, statistics),
@@ -159,7 +153,9 @@ def create_app(
         app.include_router(router)
     _allow_origins(app, settings)
     origins = Origins(settings, has_keys=bool(keys))
-    app.add_middleware(Front, meters=meters, doors=doors, origins=origins)  # added last, so it is outermost
+    app.add_middleware(
+        RequestMiddleware, request_metrics=request_metrics, drain=drain, origins=origins
+    )  # added last, so it is outermost
     app.add_exception_handler(ParallmError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)

@@ -3,23 +3,26 @@
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
+from parallm.errors import InvalidRequest
 from parallm.server.failures import BodyTooLarge, BodyTooSlow, DeadlineExceeded, Draining, Failure
 from parallm.server.operation.request_context import RequestContext, current_request
-from parallm.server.parse import parse_body
-from parallm.server.schemas import Wire
+from parallm.server.request_limits import SECONDS_ON_LOOP, SECONDS_PER_BYTE
+from parallm.server.schemas import Wire, parse_body
 from parallm.server.service import Service
-from parallm.server.worker_pool import SECONDS_A_BYTE, SECONDS_ON_LOOP
 
 BODY_SECONDS = 20.0
-LEAST_BYTES_A_SECOND = 4096
+MIN_BYTES_PER_SECOND = 4096
 """A connection is held for a slow client, and not for one that stands still."""
 
 Result = TypeVar("Result")
@@ -58,16 +61,16 @@ async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGe
 
 
 async def timely_chunks(http: Request) -> AsyncGenerator[bytes, None]:
-    """The body as it comes. Raises BodyTooSlow for less than `LEAST_BYTES_A_SECOND` after the first `BODY_SECONDS`."""
+    """The body as it comes. Raises BodyTooSlow for less than `MIN_BYTES_PER_SECOND` after the first `BODY_SECONDS`."""
     stream, num_bytes = aiter(http.stream()), 0
     ends = asyncio.get_running_loop().time() + BODY_SECONDS
     while True:
         try:
-            async with asyncio.timeout_at(ends + num_bytes / LEAST_BYTES_A_SECOND):
+            async with asyncio.timeout_at(ends + num_bytes / MIN_BYTES_PER_SECOND):
                 chunk = await anext(stream, None)
         except TimeoutError as error:
             raise BodyTooSlow(
-                f"{num_bytes} bytes of the request body came in time; send at least {LEAST_BYTES_A_SECOND} a second"
+                f"{num_bytes} bytes of the request body came in time; send at least {MIN_BYTES_PER_SECOND} a second"
             ) from error
         if chunk is None:
             return
@@ -82,7 +85,7 @@ async def received(service: Service, http: Request, read: Callable[[bytes], Resu
     """
     with service.bodies.reading() as grow:
         body = await read_body(http, service.settings.max_body_bytes, grow=grow)
-        if len(body) * SECONDS_A_BYTE <= SECONDS_ON_LOOP:
+        if len(body) * SECONDS_PER_BYTE <= SECONDS_ON_LOOP:
             return read(body)
         return await while_connected(http.receive, service.workers.run(partial(read, body)))
 
@@ -149,3 +152,37 @@ def _seconds_left(context: RequestContext | None) -> float | None:
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+MAX_FIELD_BYTES = 4096
+MAX_FIELDS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    file_name: str
+    content: bytes
+    """Bytes of the file."""
+    fields: dict[str, str]
+
+
+def is_form(http: Request) -> bool:
+    return http.headers.get("content-type", "").lower().startswith("multipart/form-data")
+
+
+async def read_form(http: Request, max_bytes: int, setting: str) -> Form:
+    """Read a form with one file. Raises BodyTooLarge as `read_body` does, InvalidRequest."""
+    chunks = bounded_chunks(http, max_bytes, setting)
+    parser = MultiPartParser(http.headers, chunks, max_files=1, max_fields=MAX_FIELDS, max_part_size=MAX_FIELD_BYTES)
+    try:
+        parsed = await parser.parse()
+    except MultiPartException as error:
+        raise InvalidRequest(f"the form cannot be read: {error.message}") from error
+    try:
+        files = [item for item in parsed.values() if isinstance(item, UploadFile)]
+        if not files:
+            raise InvalidRequest("the form has no file; send the adapter's file as one of its parts", "file")
+        fields = {name: item for name, item in parsed.items() if isinstance(item, str)}
+        return Form(file_name=files[0].filename or "", content=await files[0].read(), fields=fields)
+    finally:
+        await parsed.close()

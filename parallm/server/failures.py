@@ -19,7 +19,7 @@ from parallm.errors import (
     UnknownModel,
     UnknownTrajectory,
 )
-from parallm.server.answer_schemas import ErrorAnswer, ErrorDetail
+from parallm.server.schemas import ErrorAnswer, ErrorDetail
 
 RETRY_AFTER_SECONDS = 1
 

@@ -6,19 +6,19 @@ from typing import Any, Protocol, TypeAlias
 
 from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
 from parallm.reports import TrainingStatus, TrajectoryReport
-from parallm.server.body_budget import BodyBudget
-from parallm.server.engine_face import Engine
+from parallm.server.interfaces import Engine
+from parallm.server.request_limits import BodyBudget, WorkerPool
 from parallm.server.settings import ServerSettings
-from parallm.server.worker_pool import WorkerPool
 from parallm.types import (
     AdapterCard,
     Completion,
     GenerationRequest,
+    GivenTrajectory,
+    GivenUpdate,
     Grammar,
     Message,
-    Prompted,
+    ScoringRequest,
 )
-from parallm.updates import GivenTrajectory, GivenUpdate
 
 
 class OutputReader(Protocol):
@@ -67,7 +67,7 @@ class Tokenizer(TokenTexts, Protocol):
         ...
 
     @property
-    def longest_token(self) -> int:
+    def max_token_length(self) -> int:
         """No token stands for more characters."""
         ...
 
@@ -133,7 +133,7 @@ class Adapters(Protocol):
         ...
 
 
-Rate: TypeAlias = Callable[[Sequence[Prompted]], Awaitable[list[float]]]
+Rate: TypeAlias = Callable[[Sequence[ScoringRequest]], Awaitable[list[float]]]
 """Scores of all completions, in the order of the prompts and of each prompt's completions."""
 RewardModels: TypeAlias = Mapping[str, Rate]
 
@@ -191,7 +191,7 @@ class Training(Protocol):
 
 
 class Trajectories(Protocol):
-    """The face of `rollout.live.traffic.LiveTraffic` that the server uses: of one policy that learns from clients."""
+    """The face of `rollout.live.traffic.LiveSource` that the server uses: of one policy that learns from clients."""
 
     def check(self, request: GenerationRequest, scoring_function: str | None, metadata: Mapping[str, Any]) -> None:
         """Raise InvalidRequest for what could not be trained on, and Unavailable when training has ended."""

@@ -26,7 +26,7 @@ def check_texts(texts: Sequence[str], name: str, tokenizer: Tokenizer, max_conte
     number = sum(map(len, texts))
     if number <= USUAL_CHARACTERS * max_context:
         return
-    longest = tokenizer.longest_token
+    longest = tokenizer.max_token_length
     if number > longest * max_context:
         raise ContextTooLong(
             f"{name} has {number} characters and this model's maximum context length is {max_context} tokens, which "

@@ -25,7 +25,7 @@ REWARD_WINDOW = 10
 REWARD_FALL = 0.5
 """In standard deviations of a completion's reward, from the best window to the last: more than the noise of a mean."""
 SIGNAL_WINDOW = 50
-LEAST_SIGNAL = 0.02
+MIN_SIGNAL = 0.02
 PARITY_WARNS = 5e-3
 PARITY_K3_WARNS = 1e-3
 PARITY_STOPS = 5e-2
@@ -68,7 +68,7 @@ class Divergence:
         self._compares = compares
         self._history = History()
 
-    def look(self, metrics: StepMetrics) -> list[Sign]:
+    def observe(self, metrics: StepMetrics) -> list[Sign]:
         """Take in one step. Returns the signs that are new, and those that stop the run."""
         self._remember(metrics)
         signs = [self._sign("signal", self._has_little_signal(), self._signal_text, self._reward_has_fallen())]
@@ -167,7 +167,7 @@ class Divergence:
 
     def _has_little_signal(self) -> bool:
         signal = self._history.signal
-        return len(signal) == SIGNAL_WINDOW and fmean(signal) < LEAST_SIGNAL
+        return len(signal) == SIGNAL_WINDOW and fmean(signal) < MIN_SIGNAL
 
     def _signal_text(self) -> str:
         return (

@@ -8,11 +8,11 @@ from typing import Any
 from parallm.checkpoint.files import read_score, read_version
 from parallm.errors import AdapterError, ConfigError, EnvironmentFailed, UnknownModel
 from parallm.interrupts import unless
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
-from parallm.model_names import of_alias
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.names import of_alias
+from parallm.model.adapters.table import AdapterTable
 from parallm.reports import EvaluationReport
-from parallm.trainer.parts import Parts
+from parallm.trainer.context import TrainerContext
 from parallm.trainer.settings import TrainerSettings
 from parallm.types import BEST, LATEST
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Evaluations:
     """Runs on the asyncio thread, between two steps."""
 
-    def __init__(self, parts: Parts, settings: TrainerSettings) -> None:
+    def __init__(self, parts: TrainerContext, settings: TrainerSettings) -> None:
         """Raises ConfigError if the settings ask for what only evaluations can tell, and there are none."""
         if parts.evaluator is None and (settings.patience or settings.keep_best or settings.publish_if == "evaluation"):
             raise ConfigError(
@@ -34,7 +34,7 @@ class Evaluations:
                 f"trainer.patience={settings.patience} counts evaluations between steps; set trainer.evaluate_every "
                 "above 0, or trainer.patience=0"
             )
-        self._parts = parts
+        self._context = parts
         self._settings = settings
         self._best: float | None = None
         self._best_version: int | None = None  # the newest of equals
@@ -47,7 +47,7 @@ class Evaluations:
         return step >= self._settings.steps or (every > 0 and step % every == 0)
 
     @property
-    def is_hopeless(self) -> bool:
+    def is_out_of_patience(self) -> bool:
         """True after `trainer.patience` evaluations in a row that were no better than the best before them."""
         return 0 < self._settings.patience <= self._since_best
 
@@ -58,13 +58,13 @@ class Evaluations:
         Without an evaluator, or when `stopped` is set before the end, there is no report. Raises EnvironmentFailed for
         one that can score nothing before the first step; later it may be able to again.
         """
-        if self._parts.evaluator is None:
+        if self._context.evaluator is None:
             return None
-        version = self._parts.learner.adapter.version
-        model = of_alias(LATEST, self._parts.policy)
+        version = self._context.learner.adapter.version
+        model = of_alias(LATEST, self._context.policy)
         try:
             found = await unless(
-                stopped, self._parts.evaluator.evaluate(step, version, model, self._parts.display.progress)
+                stopped, self._context.evaluator.evaluate(step, version, model, self._context.display.progress)
             )
         except EnvironmentFailed as error:
             if step == 0:
@@ -75,8 +75,8 @@ class Evaluations:
             logger.warning("the evaluation after step %d was dropped, since the run is to stop", step)
             return None
         self._latest = report = found.report
-        self._parts.recorder.evaluation(report, found.completions)
-        self._parts.display.evaluation(report)
+        self._context.recorder.evaluation(report, found.completions)
+        self._context.display.evaluation(report)
         self._rank(report)
         return report
 
@@ -92,7 +92,7 @@ class Evaluations:
 
     def _mark_best(self, version: int) -> None:
         try:
-            self._parts.adapters.set_alias(BEST, version, name=self._parts.policy)
+            self._context.adapters.set_alias(BEST, version, name=self._context.policy)
         except AdapterError as error:
             logger.error("version %d is the best so far and cannot be called so: %s", version, error)
 
@@ -104,7 +104,7 @@ class Evaluations:
 
     def is_best(self, step: int) -> bool:
         """Whether the version after `step` finished steps was evaluated, and none before was better."""
-        return self.score(step) is not None and self._parts.learner.adapter.version == self._best_version
+        return self.score(step) is not None and self._context.learner.adapter.version == self._best_version
 
     def counters(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
@@ -116,7 +116,7 @@ class Evaluations:
         self._best, self._best_version = counters["best"], counters.get("best_version")
         if self._best_version is None:
             return
-        if self._parts.adapters.holds(self._parts.policy, self._best_version):
+        if self._context.adapters.holds(self._context.policy, self._best_version):
             self._mark_best(self._best_version)
             return
         lost, score = self._best_version, self._best or 0.0
@@ -129,14 +129,14 @@ class Evaluations:
         )
 
     def _best_saved(self) -> tuple[float | None, int | None]:
-        path = self._parts.checkpoints.best()
+        path = self._context.checkpoints.best()
         version = None if path is None else read_version(path)
-        if path is None or version is None or not self._parts.adapters.holds(self._parts.policy, version):
+        if path is None or version is None or not self._context.adapters.holds(self._context.policy, version):
             return None, None
         return read_score(path), version
 
 
-def adapter_to_keep(adapters: AdapterTable, policy: str, keep_best: bool) -> Adapter | None:
+def final_adapter(adapters: AdapterTable, policy: str, keep_best: bool) -> Adapter | None:
     """What a training leaves behind: the best version by evaluation, or the one that is served; None before the first.
 
     That is the newest one unless trainer.publish_if has held it back.

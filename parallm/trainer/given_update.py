@@ -7,12 +7,11 @@ from functools import partial
 
 from parallm.errors import CheckpointError, InvalidRequest, TrainingStopped
 from parallm.learner.settings import Advantage
-from parallm.model_names import of_alias
-from parallm.rollout.given import check_given, groups_of, with_signal
+from parallm.model.adapters.names import of_alias
+from parallm.rollout.given_trajectories import check_trajectories, groups_of, with_signal
+from parallm.trainer.context import TrainerContext
 from parallm.trainer.loop import Loop
-from parallm.trainer.parts import Parts
-from parallm.types import LATEST, Completion, GenerationRequest, SamplingParams
-from parallm.updates import GivenTrajectory, GivenUpdate
+from parallm.types import LATEST, Completion, GenerationRequest, GivenTrajectory, GivenUpdate, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,7 @@ class GivenUpdates:
     def __init__(
         self,
         loop: Loop,
-        parts: Parts,
+        parts: TrainerContext,
         *,
         advantage: Advantage,
         max_off_policy_steps: int,
@@ -32,7 +31,7 @@ class GivenUpdates:
     ) -> None:
         """`max_tokens` is the limit of a completion, as for the learner's `update`."""
         self._loop = loop
-        self._parts = parts
+        self._context = parts
         self._advantage = advantage
         self._limit = max_off_policy_steps
         self._max_tokens = max_tokens
@@ -53,10 +52,10 @@ class GivenUpdates:
     async def _update(
         self, given: Sequence[GivenTrajectory], *, serve: bool | None, checkpoint_name: str | None
     ) -> GivenUpdate:
-        version = self._parts.learner.adapter.version
-        check_given(given, version=version, limit=self._limit, num_token_ids=self._num_token_ids)
+        version = self._context.learner.adapter.version
+        check_trajectories(given, version=version, limit=self._limit, num_token_ids=self._num_token_ids)
         if checkpoint_name is not None:
-            self._parts.checkpoints.check_name(checkpoint_name)
+            self._context.checkpoints.check_name(checkpoint_name)
         groups = groups_of(given, await self._logprobs(given), version)
         trained = with_signal(groups, self._advantage)
         try:
@@ -64,7 +63,7 @@ class GivenUpdates:
         except TrainingStopped as error:  # of a reward that the advantage cannot take
             raise InvalidRequest(str(error), "trajectories") from error
         folder = await self._saved(checkpoint_name, report.version) if checkpoint_name is not None else None
-        served = self._parts.adapters.resolve(self._parts.policy)
+        served = self._context.adapters.resolve(self._context.policy)
         update = GivenUpdate(
             version=report.version,
             is_served=served is not None and served.version == report.version,
@@ -91,16 +90,16 @@ class GivenUpdates:
     async def _logprobs(self, given: Sequence[GivenTrajectory]) -> list[tuple[float, ...]]:
         """Return the given log-probs, or else those of the engine, which equal the learner's bit for bit."""
         unknown = [trajectory for trajectory in given if trajectory.logprobs is None]
-        answers = await self._parts.engine.generate_all([self._request(trajectory) for trajectory in unknown])
+        answers = await self._context.engine.generate_all([self._request(trajectory) for trajectory in unknown])
         computed = (_last_logprobs(group[0], len(one.tokens)) for group, one in zip(answers, unknown, strict=True))
         return [next(computed) if trajectory.logprobs is None else trajectory.logprobs for trajectory in given]
 
     def _request(self, trajectory: GivenTrajectory) -> GenerationRequest:
         return GenerationRequest(
-            request_id=f"given-{self._parts.policy}-{next(self._count)}",
+            request_id=f"given-{self._context.policy}-{next(self._count)}",
             prompt_tokens=(*trajectory.prompt_tokens, *trajectory.tokens),
             sampling=SamplingParams(max_tokens=0, temperature=trajectory.temperature, prompt_logprobs=0),
-            model=of_alias(LATEST, self._parts.policy),
+            model=of_alias(LATEST, self._context.policy),
             traffic="rollout",
             is_continued=False,
         )

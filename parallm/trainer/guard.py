@@ -48,7 +48,7 @@ class Guard:
     def judge(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> Verdict:
         """Take in one step with all of its sampled groups. Call it once a step, in order."""
         # the rules of divergence are about samples and their rewards
-        signs = [] if metrics.is_supervised else self._divergence.look(metrics)
+        signs = [] if metrics.is_supervised else self._divergence.observe(metrics)
         warnings = [*self._empty_completions(groups), *self._idle_step(metrics.update), *self._unmoved(metrics.update)]
         warnings += [sign.text for sign in signs if not sign.stops]
         fatal = next((sign.text for sign in signs if sign.stops), None)

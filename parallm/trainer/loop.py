@@ -16,12 +16,12 @@ from typing import Any
 from parallm.checkpoint.state import TrainingState
 from parallm.errors import CheckpointError, TrainingStopped, Unavailable
 from parallm.metrics.step import StepMetrics
-from parallm.model.adapter import Adapter
+from parallm.model.adapters.adapter import Adapter
 from parallm.reports import State, TrainingStatus, UpdateReport
+from parallm.trainer.context import TrainerContext
 from parallm.trainer.evaluations import Evaluations
 from parallm.trainer.guard import Guard, Verdict
 from parallm.trainer.pacing import Pacing
-from parallm.trainer.parts import Parts
 from parallm.trainer.publication import Publication
 from parallm.trainer.recovery import Recovery
 from parallm.trainer.saving import Saver
@@ -38,9 +38,9 @@ class Loop(ABC):
     checkpoints / ends after the last step, when patience is over, when `stop` was called, or with an error.
     """
 
-    def __init__(self, parts: Parts, settings: TrainerSettings, *, compares: bool, save_every: int) -> None:
+    def __init__(self, parts: TrainerContext, settings: TrainerSettings, *, compares: bool, save_every: int) -> None:
         """`compares`: whether the log-probs of sampling and learning should agree."""
-        self._parts = parts
+        self._context = parts
         self._settings = settings
         self._evaluations = Evaluations(parts, settings)
         self._publication = Publication(parts.adapters, parts.policy, settings)
@@ -77,9 +77,9 @@ class Loop(ABC):
         self._step = self._saver.saved_step = state.step
         self._version = state.version
         counters = dict(state.counters)
-        if not self._parts.facts.draws_as(state.facts):
+        if not self._context.facts.draws_same_problems(state.facts):
             logger.warning("the problems or their order are not those of step %d: they begin anew", state.step)
-        if self._parts.facts.scores_as(state.facts):
+        if self._context.facts.scores_same_problems(state.facts):
             self._evaluations.resume(counters)
             self._guard.resume(counters["guard"])
         else:
@@ -127,7 +127,7 @@ class Loop(ABC):
             await self._evaluate()
         try:
             while not self._is_over():
-                await self.pacing.turn(self._is_over, self._wait, self._is_ready)
+                await self.pacing.before_step(self._is_over, self._wait, self._is_ready)
                 if not self._is_over():
                     await self._step_and_save()
         finally:
@@ -153,7 +153,7 @@ class Loop(ABC):
             await self._saver.try_save()
 
     def _is_over(self) -> bool:
-        return self.was_stopped or self._step >= self._settings.steps or self._evaluations.is_hopeless
+        return self.was_stopped or self._step >= self._settings.steps or self._evaluations.is_out_of_patience
 
     async def update_between_steps(
         self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None
@@ -161,14 +161,14 @@ class Loop(ABC):
         """Train on `groups` without counting a step. Called by `Pacing.between_steps`."""
         self._set("updating")
         report = await self._update(groups, max_tokens=max_tokens, serve=serve)
-        self._version, self._has_updated = self._parts.learner.adapter.version, False
+        self._version, self._has_updated = self._context.learner.adapter.version, False
         if report.skipped is None:
             self._saver.forget()
         return report
 
     def check_name(self, name: str) -> None:
         """Raise InvalidRequest if no checkpoint can be saved under this name."""
-        self._parts.checkpoints.check_name(name)
+        self._context.checkpoints.check_name(name)
 
     async def save_as(self, name: str) -> Path:
         """Save as a named checkpoint. Called by `Pacing.between_steps`. Raises CheckpointError."""
@@ -182,14 +182,14 @@ class Loop(ABC):
 
         `serve` as in `Publication.publish`.
         """
-        units: Iterator[UpdateReport | None] = self._parts.learner.update(
+        units: Iterator[UpdateReport | None] = self._context.learner.update(
             groups, step=self._step, max_tokens=max_tokens
         )
-        report = await asyncio.wrap_future(self._parts.device.iterate(units))
+        report = await asyncio.wrap_future(self._context.device.iterate(units))
         assert report is not None, "an update ends with its report"
         self._has_updated = report.skipped is None
         if report.skipped is None and report.has_moved:
-            self._publication.publish(self._parts.learner.adapter, serve=serve)
+            self._publication.publish(self._context.learner.adapter, serve=serve)
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             self.status = replace(self.status, last_update=now, loss=report.loss)
         return report
@@ -206,10 +206,10 @@ class Loop(ABC):
     def _finish(self, metrics: StepMetrics, sampled: Sequence[TrajectoryGroup] = ()) -> None:
         """Count a step that was judged as finished, and report it."""
         self._step += 1
-        self._version, self._has_updated = self._parts.learner.adapter.version, False
+        self._version, self._has_updated = self._context.learner.adapter.version, False
         metrics = replace(metrics, guard=self._guard.row())
-        self._parts.recorder.step(metrics, sampled)
-        self._parts.display.step(metrics)
+        self._context.recorder.step(metrics, sampled)
+        self._context.display.step(metrics)
         collected = self.status.trajectories_collected + sum(len(group.trajectories) for group in sampled)
         self.status = replace(self.status, metrics=metrics.to_flat(), trajectories_collected=collected)
 
@@ -221,26 +221,26 @@ class Loop(ABC):
         return await self._saver.save()
 
     async def _evaluate(self) -> None:
-        if self._parts.evaluator is not None:
+        if self._context.evaluator is not None:
             self._set("evaluating")
         report = await self._evaluations.evaluate(self._step, self._stopping)
         if report is not None:
             self._publication.evaluated(report)
-        if self._evaluations.is_hopeless:
-            self._parts.display.message(
+        if self._evaluations.is_out_of_patience:
+            self._context.display.message(
                 f"training ends after step {self._step}: the last {self._settings.patience} evaluations were no better "
                 "than the best before them (trainer.patience)"
             )
 
     async def _rescue(self) -> None:
         """Save the finished steps, unless the error left a step half done."""
-        is_between = self._parts.learner.adapter.version == self._version and not self._has_updated
+        is_between = self._context.learner.adapter.version == self._version and not self._has_updated
         if self._saver.saved_step < self._step and is_between:
             self._set("saving")
             await self._saver.rescue()
 
     def _state(self) -> TrainingState:
-        learner = self._parts.learner
+        learner = self._context.learner
         return TrainingState(
             step=self._step,
             version=learner.adapter.version,
@@ -255,15 +255,15 @@ class Loop(ABC):
             },
             groups=(),  # what was sampled ahead is sampled again: its problems are the first that are drawn
             score=self._evaluations.score(self._step),
-            fingerprint=self._parts.fingerprint,
-            facts=self._parts.facts,
+            fingerprint=self._context.fingerprint,
+            facts=self._context.facts,
         )
 
     def _served(self) -> int:
-        return self._parts.engine.stats().tokens_total["serving"]
+        return self._context.engine.stats().tokens_total["serving"]
 
     def _set(self, state: State, message: str = "") -> None:
         self.status = replace(
-            self.status, state=state, step=self._step, version=self._parts.learner.adapter.version, message=message
+            self.status, state=state, step=self._step, version=self._context.learner.adapter.version, message=message
         )
-        self._parts.display.phase(self.status)
+        self._context.display.phase(self.status)

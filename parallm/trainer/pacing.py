@@ -87,7 +87,7 @@ class Pacing:
         """Let a loop that waits look again whether it is over."""
         self._changed.set()
 
-    async def turn(
+    async def before_step(
         self, is_over: Callable[[], bool], on_wait: Callable[[], None], is_ready: Callable[[], bool] = lambda: True
     ) -> None:
         """Before each step: returns when it may begin, or when there is none to begin. `on_wait`: it has to wait.
@@ -96,7 +96,7 @@ class Pacing:
         """
         self._num_finished = self._num_begun
         self._is_waiting = True
-        self._tell_steps()
+        self._complete_steps()
         await self._do_all()
         while not is_over() and (self._allowed == 0 or not is_ready()):
             on_wait()
@@ -122,7 +122,7 @@ class Pacing:
         if self._has_ended:
             raise _ended()
 
-    def _tell_steps(self) -> None:
+    def _complete_steps(self) -> None:
         for number, future in self._steps:
             if number <= self._num_finished and not future.done():
                 future.set_result(None)

@@ -5,9 +5,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from parallm.model_names import of_alias
+from parallm.model.adapters.names import of_alias
 from parallm.reports import OffPolicyReport
-from parallm.rollout.collector import Collection, Collector
+from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.trainer.staleness import is_stale, off_policy_report
 from parallm.types import LATEST, TrajectoryGroup
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class StepGroups:
     """What one step trains on."""
 
-    collection: Collection
+    collection: RolloutBatch
     trained: tuple[TrajectoryGroup, ...]
     off_policy: OffPolicyReport
 
@@ -50,9 +50,9 @@ class Pipeline:
         self._limit = limit
         self._num_steps = num_steps
         self._needs_all = needs_all_groups
-        self._tasks: dict[int, asyncio.Task[Collection]] = {}
+        self._tasks: dict[int, asyncio.Task[RolloutBatch]] = {}
 
-    async def take(self, step: int) -> Batch:
+    async def take(self, step: int) -> StepGroups:
         """Wait for the groups of `step`, which trains now, while those of later steps are sampled.
 
         Raises what collecting them raised.
@@ -70,22 +70,24 @@ class Pipeline:
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        self._collector.ledger.give_back(tasks)
+        self._collector.problem_cursor.requeue(tasks)
 
-    async def _fresh(self, step: int, collection: Collection) -> Batch:
+    async def _fresh(self, step: int, collection: RolloutBatch) -> StepGroups:
         """The batch without groups that are too old, which are sampled anew with the present version."""
         version = self._version()
         trained = collection.to_train(needs_all=self._needs_all)
         stale = [group for group in trained if is_stale(group, version, self._limit)]
         if stale:
             logger.warning("step %d: %d groups are too old for version %d", step + 1, len(stale), version)
-            anew = await self._collector.again(stale, step, len(collection.sampled), self._model)
+            anew = await self._collector.resample(stale, step, len(collection.sampled), self._model)
             collection = _replaced(collection, dict(zip(map(id, stale), anew, strict=True)))
             trained = collection.to_train(needs_all=self._needs_all)
-        return Batch(collection=collection, trained=trained, off_policy=off_policy_report(trained, version, len(stale)))
+        return StepGroups(
+            collection=collection, trained=trained, off_policy=off_policy_report(trained, version, len(stale))
+        )
 
 
-def _replaced(collection: Collection, by_identity: dict[int, TrajectoryGroup]) -> Collection:
+def _replaced(collection: RolloutBatch, by_identity: dict[int, TrajectoryGroup]) -> RolloutBatch:
     return replace(
         collection,
         first=tuple(by_identity.get(id(group), group) for group in collection.first),

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallm.errors import UnknownModel
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
-from parallm.model_names import of_alias
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.names import of_alias
+from parallm.model.adapters.table import AdapterTable
 from parallm.reports import EvaluationReport
 from parallm.trainer.settings import TrainerSettings
 from parallm.types import LATEST

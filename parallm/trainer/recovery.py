@@ -2,24 +2,122 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 from parallm.learner.faults import named_culprits
+from parallm.metrics.json_lines import to_json, write_whole
 from parallm.metrics.step import StepMetrics
-from parallm.trainer.fault_files import write_faults
+from parallm.reports import Culprit, FaultKind, UpdateReport
+from parallm.rollout.scoring import error_location
+from parallm.trainer.context import TrainerContext
 from parallm.trainer.guard import Guard, Verdict
-from parallm.trainer.parts import Parts
 from parallm.trainer.publication import Publication
-from parallm.types import TrajectoryGroup
+from parallm.types import FaultyEpisode, Problem, Trajectory, TrajectoryGroup
+
+MAX_FAULTY = 16
+"""Completions without a reward that a step keeps of each kind: an environment may fail at every single one."""
 
 logger = logging.getLogger(__name__)
+
+
+def write_faults(
+    folder: Path,
+    step: int,
+    *,
+    update: UpdateReport | None,
+    trained: Sequence[TrajectoryGroup],
+    sampled: Sequence[TrajectoryGroup],
+) -> Path | None:
+    """Write the culprits of `update`, which has seen `trained`, what it left out, and the completions of `sampled`
+    without a reward.
+
+    Returns the file, None if there is nothing to keep. A disk that refuses costs the file and not the run.
+    """
+    rows = []
+    if update is not None:
+        rows += [_culprit(step, "reward", one, trained[one.group]) for one in update.left_out]
+        rows += [_culprit(step, update.fault, one, trained[one.group]) for one in update.culprits]
+    places: set[str] = set()
+    rows += [_faulty(step, problem, one, places) for problem, one in _first_of_each_kind(sampled)]
+    if not rows:
+        return None
+    file = folder / "faults" / f"step_{step}.jsonl"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, "".join(to_json(row) + "\n" for row in rows))
+    except OSError as error:
+        logger.warning("cannot write %s: %s", file, error)
+        return None
+    return file
+
+
+def _first_of_each_kind(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Problem, FaultyEpisode]]:
+    counts: Counter[str] = Counter()
+    for group in groups:
+        for one in group.faulty:
+            counts[one.kind] += 1
+            if counts[one.kind] <= MAX_FAULTY:
+                yield group.problem, one
+
+
+def _culprit(step: int, fault: FaultKind | None, culprit: Culprit, group: TrajectoryGroup) -> dict[str, Any]:
+    """All that is needed to compute it again; what JSON cannot hold is null and stands in `reason`."""
+    trajectory: Trajectory = group.trajectories[culprit.index]
+    return {
+        "step": step,
+        "fault": fault,
+        "reason": culprit.reason,
+        **_problem(group.problem),
+        "index": culprit.index,
+        "text": trajectory.text,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "group_rewards": group.rewards,
+        "finish_reason": trajectory.finish_reason,
+        "temperature": trajectory.temperature,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end} for span in trajectory.weight_versions
+        ],
+        "prompt_tokens": trajectory.prompt_tokens,
+        "tokens": trajectory.tokens,
+        "loss_mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs,
+    }
+
+
+def _faulty(step: int, problem: Problem, episode: FaultyEpisode, known: set[str]) -> dict[str, Any]:
+    """All that is needed to score it again. Of completions that failed at the same place the first has the traceback;
+    `known` are the places so far."""
+    place = error_location(episode)
+    is_new = bool(place) and place not in known
+    known.add(place)
+    return {
+        "step": step,
+        "fault": episode.kind,
+        "reason": episode.detail,
+        **({"traceback": episode.traceback} if is_new else {}),
+        **_problem(problem),
+        "text": episode.text,
+        "tokens": episode.tokens,
+    }
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    return {
+        "problem_id": problem.problem_id,
+        "prompt": [{"role": message.role, "content": message.content} for message in problem.messages],
+        "answer": problem.answer,
+    }
 
 
 class Recovery:
     """Runs on the asyncio thread, after the update of a step and before the step counts as finished."""
 
-    def __init__(self, parts: Parts, guard: Guard, publication: Publication) -> None:
-        self._parts = parts
+    def __init__(self, parts: TrainerContext, guard: Guard, publication: Publication) -> None:
+        self._context = parts
         self._guard = guard
         self._publication = publication
 
@@ -43,7 +141,7 @@ class Recovery:
             )
         if metrics.update is not None and metrics.update.fault is not None:
             logger.warning("step %d: %s", metrics.step, verdict.reason)
-        folder = self._parts.recorder.folder
+        folder = self._context.recorder.folder
         file = write_faults(folder, metrics.step, update=metrics.update, trained=trained, sampled=sampled)
         if file is not None:
             logger.warning("step %d: the trajectories to blame are in %s", metrics.step, file)
@@ -52,8 +150,8 @@ class Recovery:
         return verdict
 
     async def _roll_back(self, step: int) -> None:
-        bad = self._parts.learner.adapter
-        good = await asyncio.wrap_future(self._parts.device.call(self._parts.learner.roll_back))
+        bad = self._context.learner.adapter
+        good = await asyncio.wrap_future(self._context.device.call(self._context.learner.roll_back))
         if good is bad:
             logger.warning("step %d: there is no update to undo; training goes on with version %d", step, bad.version)
             return

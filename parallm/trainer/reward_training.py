@@ -6,46 +6,46 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from parallm.checkpoint.chosen_adapter import find_adapter
-from parallm.device.lanes import Lanes
+from parallm.checkpoint.adapter_paths import find_adapter
+from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
-from parallm.learner.memory import pass_tokens
-from parallm.learner.packing import can_pack
-from parallm.learner.pairs import Pair, Pairs, to_group
-from parallm.learner.reward_learner import RewardLearner
-from parallm.learner.reward_scores import RewardScorer
+from parallm.learner.passes.checkpointing import pass_tokens
+from parallm.learner.passes.packing import can_pack
+from parallm.learner.reward_model.pairs import Pair, Pairs, to_group
+from parallm.learner.reward_model.reward_learner import RewardLearner
+from parallm.learner.reward_model.scorer import RewardScorer
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
-from parallm.model.reward_head import read_reward_model, with_reward_head
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.reward_head import read_reward_model, with_reward_head
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.problems import ProblemStream
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.settings import RewardModelSettings
-from parallm.trainer.pair_evaluation import PairEvaluator
-from parallm.trainer.parts import Parts
+from parallm.trainer.context import TrainerContext
+from parallm.trainer.evaluators import PairEvaluator
 from parallm.trainer.settings import TrainerSettings
-from parallm.trainer.supervised_trainer import Demonstrations
-from parallm.types import Prompted, TrajectoryGroup
+from parallm.trainer.supervised_trainer import SupervisedData
+from parallm.types import ScoringRequest, TrajectoryGroup
 
 
-def reward_parts(
-    parts: Parts,
+def reward_model_context(
+    parts: TrainerContext,
     pairs: Pairs,
     settings: LearnerSettings,
     trainer: TrainerSettings,
     *,
     model: SharedModel,
-    lanes: Lanes,
+    streams: DeviceStreams,
     start: Adapter,
     seed: int,
-) -> Parts:
+) -> TrainerContext:
     """`parts` for training a reward model that starts from `start`. Runs on the device thread.
 
     Its versions are in a table of their own: the engine, which has the other one, serves texts.
     """
     start = with_reward_head(start, model, seed)
-    learner = RewardLearner(model, lanes, settings, start=start, total_steps=trainer.steps, seed=seed)
+    learner = RewardLearner(model, streams, settings, start=start, total_steps=trainer.steps, seed=seed)
     adapters = AdapterTable(policies=(start.name,))
     if start.version > 0:
         adapters.publish(start)
@@ -55,11 +55,11 @@ def reward_parts(
     return dataclasses.replace(parts, learner=learner, adapters=adapters, evaluator=evaluator)
 
 
-def paired(pairs: Sequence[Pair], model: SharedModel, *, per_step: int, seed: int) -> Demonstrations:
+def tokenize_pairs(pairs: Sequence[Pair], model: SharedModel, *, per_step: int, seed: int) -> SupervisedData:
     """Pairs as this model reads them, in shuffled epochs. Raises ProblemError for one that cannot be used."""
     groups = _tokenized(pairs, model)
     stream = ProblemStream([group.problem for group in groups], seed)
-    return Demonstrations(
+    return SupervisedData(
         groups={group.problem.problem_id: group for group in groups}, stream=stream, per_step=per_step
     )
 
@@ -70,7 +70,11 @@ def find_reward_model(settings: RewardModelSettings) -> Path | None:
 
 
 async def open_reward_model(
-    settings: RewardModelSettings, learner: LearnerSettings, device: DeviceThread, model: SharedModel, lanes: Lanes
+    settings: RewardModelSettings,
+    learner: LearnerSettings,
+    device: DeviceThread,
+    model: SharedModel,
+    streams: DeviceStreams,
 ) -> RewardModel | None:
     """The reward model that `settings` name, on the shared base; None if they name none.
 
@@ -82,7 +86,7 @@ async def open_reward_model(
 
     def make() -> RewardScorer:
         adapter = read_reward_model(folder, model)
-        return RewardScorer(model, lanes, adapter, budget=pass_tokens(learner), packs=can_pack(model))
+        return RewardScorer(model, streams, adapter, budget=pass_tokens(learner), packs=can_pack(model))
 
     scorer = await asyncio.wrap_future(device.call(make))
     return RewardModel(rate=partial(_rate, device, scorer), weight=settings.weight, tokenizer=model.tokenizer)
@@ -92,7 +96,7 @@ def _tokenized(pairs: Sequence[Pair], model: SharedModel) -> list[TrajectoryGrou
     return [to_group(pair, model.tokenizer, model.max_context) for pair in pairs]
 
 
-async def _rate(device: DeviceThread, scorer: RewardScorer, items: Sequence[Prompted]) -> list[float]:
+async def _rate(device: DeviceThread, scorer: RewardScorer, items: Sequence[ScoringRequest]) -> list[float]:
     scores = await asyncio.wrap_future(device.score(scorer.units(items)))
     assert scores is not None, "scoring ends with the scores"
     return scores

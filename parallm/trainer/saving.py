@@ -1,6 +1,7 @@
 """When and how the trainer saves: a full disk costs a checkpoint, not the run."""
 
 import asyncio
+import dataclasses
 import logging
 import os
 import shutil
@@ -9,14 +10,16 @@ from functools import partial
 from pathlib import Path
 
 from parallm.checkpoint.files import sync
-from parallm.checkpoint.manager import TEMPORARY, CheckpointManager, put_in_place
+from parallm.checkpoint.manager import TEMPORARY, CheckpointManager, rename_into_place
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, CheckpointError, ParallmError
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_files import write_exactly, write_mlx, write_peft
-from parallm.model.reward_head import is_reward_model
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.files import read_adapter, write_exactly, write_mlx, write_peft
+from parallm.model.adapters.reward_head import is_reward_model
 from parallm.model.shared_model import SharedModel
+from parallm.trainer.context import TrainerContext
+from parallm.types import BEST
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +113,7 @@ def _put(final: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         for path in (*temporary.iterdir(), temporary):
             sync(path)
-        put_in_place(temporary, final)
+        rename_into_place(temporary, final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final} could not be written: {error}") from error
@@ -129,3 +132,43 @@ def fingerprint_of(model: SharedModel, start: Adapter) -> Fingerprint:
         rslora=start.rslora,
         dora=start.is_dora,
     )
+
+
+def restore(parts: TrainerContext, state: TrainingState, *, serve: bool) -> None:
+    """Bring back the learner, the newest version, and under its alias the best one that is still on disk.
+
+    Without `serve` the trainer says what clients get. Raises CheckpointError beside a given adapter of a later version,
+    which a checkpoint that does not say what it began from may meet. Runs on the device thread.
+    """
+    known = _versions(parts)
+    if max(known, default=0) > state.version:
+        raise CheckpointError(
+            f"model.adapter is version {max(known)} of {parts.policy}, and the checkpoint version {state.version}: "
+            "going on would sample from the former; leave model.adapter out"
+        )
+    # a named checkpoint may be of another policy; how much is dropped is the run's to say
+    newest = dataclasses.replace(state.adapter, name=parts.policy, dropout=parts.learner.adapter.dropout)
+    parts.learner.restore(newest, dict(state.optimizer))
+    versions = {state.version: newest}
+    best = parts.checkpoints.best()
+    best_adapter = _best_adapter(best, parts.policy) if best is not None else None
+    if best_adapter is not None and 0 < best_adapter.version <= state.version:
+        versions.setdefault(best_adapter.version, best_adapter)
+    for version in sorted(versions):
+        if version > max(known, default=0):
+            parts.adapters.publish(versions[version], serve=serve)
+    if best_adapter is not None and best_adapter.version in _versions(parts):
+        parts.adapters.set_alias(BEST, best_adapter.version, name=parts.policy)
+
+
+def _versions(parts: TrainerContext) -> set[int]:
+    """Of the policy, in memory."""
+    return {card.version for card in parts.adapters.cards() if card.name == parts.policy}
+
+
+def _best_adapter(checkpoint: Path, policy: str) -> Adapter | None:
+    try:
+        return read_adapter(checkpoint / "adapter", name=policy)
+    except AdapterError as error:
+        logger.warning("the alias %s is not restored: %s", BEST, error)
+        return None

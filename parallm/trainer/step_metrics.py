@@ -6,14 +6,14 @@ from statistics import fmean, pstdev
 
 from parallm.metrics.step import StepMetrics
 from parallm.reports import OffPolicyReport, UpdateReport
-from parallm.rollout.collector import Collection
+from parallm.rollout.collector import RolloutBatch
 from parallm.types import Trajectory, TrajectoryGroup
 
 
 def step_metrics(
     *,
     step: int,
-    collection: Collection,
+    collection: RolloutBatch,
     off_policy: OffPolicyReport,
     update: UpdateReport | None,
     update_seconds: float,

@@ -8,23 +8,23 @@ from statistics import fmean
 from typing import Any
 
 from parallm.checkpoint.state import TrainingState
-from parallm.learner.demonstrations import to_group
+from parallm.learner.datasets import to_group
 from parallm.learner.learner import Learner
 from parallm.metrics.step import StepMetrics
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
 from parallm.rollout.evaluation import Evaluator
-from parallm.rollout.problem_stream import ProblemStream
-from parallm.trainer.demonstration_evaluation import DemonstrationEvaluator
+from parallm.rollout.problems import ProblemStream
+from parallm.trainer.context import TrainerContext
+from parallm.trainer.evaluators import DemonstrationEvaluator
 from parallm.trainer.guard import Verdict
 from parallm.trainer.loop import Loop
-from parallm.trainer.parts import Parts
 from parallm.trainer.settings import TrainerSettings
 from parallm.types import Problem, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Demonstrations:
+class SupervisedData:
     """What to imitate, in shuffled epochs."""
 
     groups: Mapping[str, TrajectoryGroup]
@@ -37,13 +37,15 @@ class Demonstrations:
         return [self.groups[problem.problem_id] for problem in self.stream.take(self.per_step)]
 
 
-def tokenized(problems: Sequence[Problem], model: SharedModel, *, per_step: int, seed: int) -> Demonstrations:
+def tokenize_demonstrations(
+    problems: Sequence[Problem], model: SharedModel, *, per_step: int, seed: int
+) -> SupervisedData:
     """Demonstrations as this model reads and writes them. Raises ProblemError for one that is too long for it."""
     groups = {one.problem_id: to_group(one, model.tokenizer, model.max_context) for one in problems}
-    return Demonstrations(groups=groups, stream=ProblemStream(problems, seed), per_step=per_step)
+    return SupervisedData(groups=groups, stream=ProblemStream(problems, seed), per_step=per_step)
 
 
-def with_held_out(parts: Parts, problems: Sequence[Problem], model: SharedModel) -> Parts:
+def add_held_out_loss(parts: TrainerContext, problems: Sequence[Problem], model: SharedModel) -> TrainerContext:
     """`parts` whose evaluations score these demonstrations, and then do what those of `parts` do, if anything.
 
     Raises ProblemError for one that is too long for the model.
@@ -65,7 +67,7 @@ class SupervisedTrainer(Loop):
     """Takes the demonstrations of each step from their stream. `parts.collector` stays unused."""
 
     def __init__(
-        self, parts: Parts, demonstrations: Demonstrations, settings: TrainerSettings, *, save_every: int
+        self, parts: TrainerContext, demonstrations: SupervisedData, settings: TrainerSettings, *, save_every: int
     ) -> None:
         # nothing was sampled that log-probs could be compared with
         super().__init__(parts, settings, compares=False, save_every=save_every)
@@ -74,7 +76,7 @@ class SupervisedTrainer(Loop):
 
     def resume(self, state: TrainingState) -> None:
         super().resume(state)
-        if self._parts.facts.draws_as(state.facts):
+        if self._context.facts.draws_same_problems(state.facts):
             self._cursor = self._demonstrations.stream.cursor = int(state.counters["cursor"])
 
     async def _one_step(self) -> Verdict:

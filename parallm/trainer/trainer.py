@@ -8,12 +8,12 @@ from parallm.checkpoint.state import TrainingState
 from parallm.errors import TrainingStopped
 from parallm.learner.learner import Learner
 from parallm.reports import UpdateReport
-from parallm.rollout.collector import Collection
-from parallm.rollout.scoring import refuse_without_scores
+from parallm.rollout.collector import RolloutBatch
+from parallm.rollout.scoring import raise_if_none_scored
 from parallm.rollout.settings import RolloutSettings
+from parallm.trainer.context import TrainerContext
 from parallm.trainer.guard import Verdict
 from parallm.trainer.loop import Loop
-from parallm.trainer.parts import Parts
 from parallm.trainer.pipeline import Pipeline
 from parallm.trainer.settings import TrainerSettings
 from parallm.trainer.step_metrics import step_metrics
@@ -22,7 +22,9 @@ from parallm.trainer.step_metrics import step_metrics
 class Trainer(Loop):
     """Takes the groups of each step from its pipeline, which samples and scores them."""
 
-    def __init__(self, parts: Parts, settings: TrainerSettings, rollout: RolloutSettings, *, save_every: int) -> None:
+    def __init__(
+        self, parts: TrainerContext, settings: TrainerSettings, rollout: RolloutSettings, *, save_every: int
+    ) -> None:
         super().__init__(parts, settings, compares=parts.learner.adapter.dropout == 0, save_every=save_every)
         assert isinstance(parts.learner, Learner), "a reward model samples nothing"
         self._rollout = rollout
@@ -39,10 +41,10 @@ class Trainer(Loop):
 
     def resume(self, state: TrainingState) -> None:
         super().resume(state)
-        if self._parts.facts.draws_as(state.facts):
-            self._parts.collector.ledger.restore(state.counters)
-        if self._parts.facts.scores_as(state.facts):
-            self._parts.collector.curriculum.restore(state.counters)
+        if self._context.facts.draws_same_problems(state.facts):
+            self._context.collector.problem_cursor.restore(state.counters)
+        if self._context.facts.scores_same_problems(state.facts):
+            self._context.collector.curriculum.restore(state.counters)
             self._idle_steps = int(state.counters["idle_steps"])
 
     async def _one_step(self) -> Verdict:
@@ -68,19 +70,19 @@ class Trainer(Loop):
         self._check_signal(collection, update)
         return verdict
 
-    def _account_for(self, collection: Collection, update: UpdateReport | None) -> None:
+    def _account_for(self, collection: RolloutBatch, update: UpdateReport | None) -> None:
         """What the present step leaves to later ones, besides a version."""
-        self._parts.collector.ledger.settle(self._step)
-        self._parts.collector.curriculum.learn(collection.sampled)
+        self._context.collector.problem_cursor.commit(self._step)
+        self._context.collector.curriculum.learn(collection.sampled)
         self._idle_steps = 0 if update is not None and update.skipped is None else self._idle_steps + 1
 
-    def _check_signal(self, collection: Collection, update: UpdateReport | None) -> None:
+    def _check_signal(self, collection: RolloutBatch, update: UpdateReport | None) -> None:
         """Raise EnvironmentFailed if nothing was ever scored, TrainingStopped after many steps without a lesson."""
         num_scored = sum(len(group.trajectories) for group in collection.sampled)
         self._has_scored |= num_scored > 0
         if not self._has_scored:
             faults = [one for group in collection.sampled for one in group.faulty]
-            refuse_without_scores(f"step {self._step}", faults, num_scored)
+            raise_if_none_scored(f"step {self._step}", faults, num_scored)
         if self._idle_steps >= self._rollout.max_idle_steps:
             why = _why_idle(collection, num_scored) if update is None else f"nothing was changed: {update.skipped}"
             raise TrainingStopped(
@@ -92,11 +94,11 @@ class Trainer(Loop):
         await self._pipeline.close()
 
     def _counters(self) -> Mapping[str, Any]:
-        ledger, curriculum = self._parts.collector.ledger, self._parts.collector.curriculum
-        return {"idle_steps": self._idle_steps, **ledger.state(), **curriculum.state()}
+        problem_cursor, curriculum = self._context.collector.problem_cursor, self._context.collector.curriculum
+        return {"idle_steps": self._idle_steps, **problem_cursor.state(), **curriculum.state()}
 
 
-def _why_idle(collection: Collection, num_scored: int) -> str:
+def _why_idle(collection: RolloutBatch, num_scored: int) -> str:
     failed = f"{sum(collection.faults.values())} completions could not be scored ({dict(collection.faults)})"
     if not num_scored:
         return f"{failed}, and there were no others; correct the environment: its tracebacks are in the log"

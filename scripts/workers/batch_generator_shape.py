@@ -27,7 +27,7 @@ from random_model import random_base
 from shapes import SHAPES, EngineJob, read_engine_job
 from tuning import Settings, Trial, tune
 
-from parallm.engine.out_of_memory import is_out_of_memory
+from parallm.engine.step_failures import is_out_of_memory
 
 PREFILL_ROWS, GROUPS, GROUP_SIZE = 32, 4, 8
 DEFAULTS = {"prompts": 8, "chunk": 2048}

@@ -8,9 +8,9 @@ from pathlib import Path
 from number_words import NumberWords
 from shapes import SHAPES, GrpoJob, read_grpo_job
 
-from parallm.command import run_command
-from parallm.config import RunConfig
+from parallm.config.schema import RunConfig
 from parallm.device.blas import BlasReport
+from parallm.run.command import run_command
 from parallm.train import run
 
 

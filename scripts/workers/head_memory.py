@@ -8,9 +8,9 @@ import mlx.nn as nn
 from mlx_lm.models.llama import Model, ModelArgs
 from shapes import Shape
 
-from parallm.learner.head import Head, run_stages
+from parallm.learner.passes.lm_head import ChunkedHead, run_stages
 from parallm.learner.settings import LearnerSettings
-from parallm.model.chat import ChatTokenizer
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO, load_tokenizer, share_model
 from parallm.model.settings import ModelSettings
 
@@ -29,9 +29,9 @@ def main(tokens: int, vocabulary: int) -> None:
     mx.eval(hidden_NH, tokens_N, ones_N)
 
     def chunked() -> mx.array:
-        head = Head(model, LearnerSettings().head_chunk_bytes)
+        head = ChunkedHead(model, LearnerSettings().head_chunk_bytes)
         scores = head.score(hidden_NH, tokens_N, ones_N, wants_slopes=True)
-        gradient_NH, stages = head.pull_back(scores, ones_N)
+        gradient_NH, stages = head.backward(scores, ones_N)
         run_stages(scores.stages + stages)
         return gradient_NH
 

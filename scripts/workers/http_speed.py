@@ -13,7 +13,7 @@ from workbench import Workbench, open_workbench
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
 from parallm.types import BASE, SamplingParams

@@ -13,11 +13,11 @@ from typing import Any
 from job import Job, read_job
 from pydantic import TypeAdapter
 
-from parallm.build import run_training
-from parallm.config import RunConfig
+from parallm.config.schema import RunConfig
 from parallm.device.blas import load_blas
 from parallm.learner.learner import Learner
 from parallm.reports import UpdateReport
+from parallm.run.train import run_training
 from parallm.types import TrajectoryGroup
 
 TEMPERATURE = 2.6

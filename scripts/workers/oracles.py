@@ -7,10 +7,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from parallm.learner.advantage import advantages
-from parallm.learner.corrections import entropy_threshold
-from parallm.learner.loss import LossInputs, objective_loss
-from parallm.learner.objective import Objective, token_weight
+from parallm.learner.loss.advantage import advantages
+from parallm.learner.loss.corrections import entropy_threshold
+from parallm.learner.loss.objective import Objective, token_weight
+from parallm.learner.loss.policy_loss import LossInputs, objective_loss
 
 ORACLES = Path(__file__).parents[2] / "tests" / "learner" / "oracles"
 

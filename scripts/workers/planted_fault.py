@@ -1,9 +1,9 @@
 """`python -m parallm.train` with a fault in one route: an odd text at /tokenize is an error that nobody handles."""
 
 import parallm.train as train
-from parallm.server.dialects import routes_data
+from parallm.server.dialects import routes_generate
 
-checked = routes_data.check_text
+checked = routes_generate.check_text
 
 
 def fail(text: str, *rest: object) -> None:
@@ -12,5 +12,5 @@ def fail(text: str, *rest: object) -> None:
     checked(text, *rest)
 
 
-routes_data.check_text = fail
+routes_generate.check_text = fail
 train.main()

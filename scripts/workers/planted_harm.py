@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import parallm.train as train
-from parallm.config import RunConfig
+from parallm.config.schema import RunConfig
 from parallm.device.blas import BlasReport
 from parallm.metrics.json_lines import JsonLines
-from parallm.server.dialects import routes_data
+from parallm.server.dialects import routes_generate
 from parallm.types import TokenEvent
 
 FREEZE_SECONDS = 4.0
@@ -19,7 +19,7 @@ WRONG_ONE = 40
 """Every so many streams one is wrong."""
 LOST_STEP = 3
 
-run, append, check_text = train.run, JsonLines.append, routes_data.check_text
+run, append, check_text = train.run, JsonLines.append, routes_generate.check_text
 
 
 def harmful(config: RunConfig, folder: Path, blas: BlasReport) -> int:
@@ -51,6 +51,6 @@ def freezing(text: str, *rest: Any) -> None:
 
 train.run = harmful
 JsonLines.append = losing  # type: ignore[method-assign]
-routes_data.check_text = freezing
+routes_generate.check_text = freezing
 sys.path.insert(0, "")  # as `python -m` does: scoring functions are in the folder of the run
 train.main()

@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 import mlx.core as mx
 from job import Job, read_job
 
-from parallm.model.adapter import make_adapter
-from parallm.model.adapter_files import write_peft
+from parallm.model.adapters.adapter import make_adapter
+from parallm.model.adapters.files import write_peft
 from parallm.model.load import load_shared_model
-from parallm.model.lora import initial_arrays
+from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import ModelSettings
 
 RANK = 4
@@ -28,7 +28,7 @@ def main(job: Job) -> None:
     model = load_shared_model(ModelSettings(path=job.model))
     assert job.trajectories is not None
     for place in range(job.prompts):
-        arrays = initial_arrays(model.sites, RANK, mx.random.key(place))
+        arrays = initial_arrays(model.targets, RANK, mx.random.key(place))
         for name, array in arrays.items():
             if name.endswith(".lora_b"):
                 noise = mx.random.normal(array.shape, key=mx.random.key(len(name) + 1000 * place))

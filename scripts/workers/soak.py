@@ -24,11 +24,11 @@ from job import Job, read_job
 from memory_left import settled
 from workbench import Workbench, open_workbench, random_adapter
 
-from parallm.engine import shard
-from parallm.engine.active_rows import ActiveRows
+from parallm.engine import decode_batch
 from parallm.engine.compiled_forward import row_bucket
-from parallm.engine.decoder import Decoder
-from parallm.engine.layout import EMPTY, LEAST_POSITIONS, Layout, in_quarters, roomy
+from parallm.engine.decode import Decoder
+from parallm.engine.kv.attention_metadata import AttentionMetadata
+from parallm.engine.kv.shapes import EMPTY, MIN_POSITIONS, BufferShape, in_quarters, roomy
 from parallm.errors import EngineStopped
 from parallm.types import BASE, POLICY, Completion, GenerationRequest, SamplingParams
 
@@ -168,15 +168,15 @@ def _judged(request: GenerationRequest, made: Sequence[Completion], reasons: Seq
 
 async def measure(job: Job) -> dict[str, Any]:
     traces: list[int] = []
-    set_traced = ActiveRows.set_traced
+    set_traced = AttentionMetadata.set_traced
 
-    def noted(self: ActiveRows, lengths_B: mx.array, slots_B: mx.array, num_positions: int) -> None:
+    def noted(self: AttentionMetadata, lengths_B: mx.array, slots_B: mx.array, num_positions: int) -> None:
         traces.append(num_positions)
         set_traced(self, lengths_B, slots_B, num_positions)
 
-    with mock.patch.object(ActiveRows, "set_traced", noted):
+    with mock.patch.object(AttentionMetadata, "set_traced", noted):
         if job.compiles:
-            shard.on_cuda = lambda: True
+            decode_batch.on_cuda = lambda: True
         bench = await open_workbench(job)
         soak, sizes, faults = Soak(bench, job), [], []
         for number in range(job.steps):
@@ -185,8 +185,8 @@ async def measure(job: Job) -> dict[str, Any]:
                 async with asyncio.timeout(SECONDS_TO_ANSWER):
                     faults.append(await soak.fault())
                 await bench.engine.reset_caches()
-                sizes.append(await bench.on_device(partial(settled, bench.lanes.streams)))
-        stats, buckets = bench.engine.stats(), num_buckets(job.rows, bench.engine.max_context) * bench.lanes.width
+                sizes.append(await bench.on_device(partial(settled, bench.streams.streams)))
+        stats, buckets = bench.engine.stats(), num_buckets(job.rows, bench.engine.max_context) * bench.streams.width
         bench.close()
     return {
         "ends": dict(soak.ends),
@@ -209,9 +209,9 @@ async def measure(job: Job) -> dict[str, Any]:
 def num_buckets(most_rows: int, most_positions: int) -> int:
     """Shapes that compiled steps can have: rows, slots for them, positions, with an adapter and without."""
     buckets = {row_bucket(rows) for rows in range(1, most_rows + 1)}
-    slots = buckets | {roomy(Layout(rows, 1), EMPTY).num_slots for rows in buckets}
-    positions = {in_quarters(LEAST_POSITIONS, length) for length in range(1, most_positions + 2)}
-    positions |= {roomy(Layout(1, length), EMPTY).num_positions for length in positions}
+    slots = buckets | {roomy(BufferShape(rows, 1), EMPTY).num_slots for rows in buckets}
+    positions = {in_quarters(MIN_POSITIONS, length) for length in range(1, most_positions + 2)}
+    positions |= {roomy(BufferShape(1, length), EMPTY).num_positions for length in positions}
     return 2 * len(positions) * sum(rows <= some for rows in buckets for some in slots)
 
 

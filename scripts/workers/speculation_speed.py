@@ -12,10 +12,10 @@ from job import Job, read_job
 from problems import load_problems
 
 from parallm.device.blas import load_blas, set_blas_threads
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings, SpeculationSettings
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.types import BASE, GenerationRequest, SamplingParams, TokenEvent
@@ -28,7 +28,7 @@ class Bench:
         self.job = job
         self.blas = load_blas(job.device)
         self.model = load_shared_model(ModelSettings(path=job.model))
-        self.lanes = Lanes(partial(set_blas_threads, self.blas))
+        self.streams = DeviceStreams(partial(set_blas_threads, self.blas))
         self.ways = {name: SpeculationSettings(method=name) for name in ("none", "ngram")}  # type: ignore[arg-type]
         if job.draft is not None:
             self.ways["draft"] = SpeculationSettings(method="draft", draft_model=job.draft)
@@ -47,7 +47,7 @@ class Bench:
         """All completions, and what they took."""
         events: list[TokenEvent] = []
         settings = EngineSettings(max_rows=self.job.rows, prefix_cache=False, speculation=self.ways[way])
-        parts = self.model, AdapterTable(), self.lanes, settings
+        parts = self.model, AdapterTable(), self.streams, settings
         engine = Engine(*parts, emit=events.extend, report=lambda _, error: self.stop(error))
         sampling = SamplingParams(max_tokens=self.job.max_tokens, temperature=temperature, seed=self.job.seed)
         for place, prompt in enumerate(prompts):

@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.problems import ProblemStream
 
 JOB = json.loads(sys.argv[1])
 CONFIG = JOB["config"]

@@ -9,11 +9,11 @@ import numpy as np
 from random_model import random_model
 from shapes import SHAPES, UpdateJob
 
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import make_adapter
-from parallm.model.lora import initial_arrays
+from parallm.model.adapters.adapter import make_adapter
+from parallm.model.lora.single import initial_arrays
 from parallm.types import Problem, Trajectory, TrajectoryGroup
 
 
@@ -47,10 +47,10 @@ def random_groups(job: UpdateJob, vocabulary: int) -> list[TrajectoryGroup]:
 def main(job: UpdateJob) -> None:
     shape = SHAPES[job.shape]
     model = random_model(shape)
-    adapter = make_adapter(initial_arrays(model.sites, 16, mx.random.key(0)), version=0, rank=16, alpha=32.0)
+    adapter = make_adapter(initial_arrays(model.targets, 16, mx.random.key(0)), version=0, rank=16, alpha=32.0)
     # advantages over the whole batch: a group of one has a signal, too, and the step ends with an optimizer step
     settings = LearnerSettings(advantage="reinforce_pp")
-    learner = Learner(model, Lanes(lambda _: None), settings, start=adapter, total_steps=10, seed=0)
+    learner = Learner(model, DeviceStreams(lambda _: None), settings, start=adapter, total_steps=10, seed=0)
     groups = random_groups(job, shape.vocabulary)
     seconds: list[float] = []
     for step in range(job.repeats + 1):

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from parallm.checkpoint.state import Fingerprint, TrainingState
-from parallm.model.adapter import make_adapter
+from parallm.model.adapters.adapter import make_adapter
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 SITE = "model.layers.0.self_attn.q_proj"

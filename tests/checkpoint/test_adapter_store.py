@@ -13,18 +13,18 @@ import mlx.core as mx
 import pytest
 
 from parallm.checkpoint.adapter_store import AdapterStore
-from parallm.checkpoint.kept_table import KeptTable
+from parallm.checkpoint.persistent_table import PersistentTable
 from parallm.device.governor import Governor
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, AdapterMissing, UnknownModel
-from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_files import write_mlx, write_peft
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.files import write_mlx, write_peft
+from parallm.model.adapters.initial import starting_adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
-from parallm.model.lora import initial_arrays
+from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
-from parallm.model.starting_adapter import starting_adapter
 
 Make = Callable[..., AdapterStore]
 Result = TypeVar("Result")
@@ -48,7 +48,7 @@ def folder(device: DeviceThread, model: SharedModel, tmp_path_factory: pytest.Te
     root = tmp_path_factory.mktemp("root")
 
     def write() -> None:
-        arrays = initial_arrays(model.sites, 2, mx.random.key(1), ranks={})
+        arrays = initial_arrays(model.targets, 2, mx.random.key(1), ranks={})
         made = make_adapter({name: array + 0.25 for name, array in arrays.items()}, version=7, rank=2, alpha=4)
         write_mlx(made, root / "mlx", num_layers=model.num_layers)
         write_peft(made, root / "peft", "tiny", model_type="llama")
@@ -67,7 +67,7 @@ def make_store(device: DeviceThread, model: SharedModel, table: AdapterTable, fo
     start = device.call(partial(starting_adapter, ModelSettings(lora=LoraSettings(rank=2)), model, 0)).result(60)
 
     def make(*, trained: tuple[str, ...] = (), max_names: int = 8, root: str | None = str(folder)) -> AdapterStore:
-        kept = KeptTable(device, table, trained=trained)
+        kept = PersistentTable(device, table, trained=trained)
         return AdapterStore(device, model, kept, root=root, max_bytes=10_000_000, max_names=max_names, start=start)
 
     return make
@@ -114,15 +114,15 @@ def test_raw_tensors_replace_those_of_the_served_version(make_store: Make, table
     store = make_store()
     run(store.load("poet", "peft"))
     before = served(table, "poet")
-    site = before.targets[0]
-    tensor = mx.full(before.arrays[f"{site}.lora_a"].T.shape, 0.5)
-    mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"base_model.model.{site}.lora_A.weight": tensor})
+    target = before.targets[0]
+    tensor = mx.full(before.arrays[f"{target}.lora_a"].T.shape, 0.5)
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"base_model.model.{target}.lora_A.weight": tensor})
     card = run(store.update("poet", (tmp_path / "w.safetensors").read_bytes()))
     after = served(table, "poet")
     assert (card.version, card.parent) == (2, 1)
-    assert mx.array_equal(after.arrays[f"{site}.lora_a"], tensor.T).item()
-    assert mx.array_equal(after.arrays[f"{site}.lora_b"], before.arrays[f"{site}.lora_b"]).item()
-    mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"{site}.lora_a": tensor})
+    assert mx.array_equal(after.arrays[f"{target}.lora_a"], tensor.T).item()
+    assert mx.array_equal(after.arrays[f"{target}.lora_b"], before.arrays[f"{target}.lora_b"]).item()
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"{target}.lora_a": tensor})
     with pytest.raises(AdapterError, match="in poet@2 it has"):
         run(store.update("poet", (tmp_path / "w.safetensors").read_bytes()))
 
@@ -229,9 +229,9 @@ def test_raw_tensors_that_a_scale_makes_infinite_are_refused(
     store = make_store()
     run(store.load("poet", "peft"))
     before = served(table, "poet")
-    site = before.targets[0]
-    tensor = mx.full(before.arrays[f"{site}.lora_b"].T.shape, 3e38)
-    mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"base_model.model.{site}.lora_B.weight": tensor})
+    target = before.targets[0]
+    tensor = mx.full(before.arrays[f"{target}.lora_b"].T.shape, 3e38)
+    mx.save_safetensors(str(tmp_path / "w.safetensors"), {f"base_model.model.{target}.lora_B.weight": tensor})
     with pytest.raises(AdapterError, match="times the adapter's largest scale 2"):
         run(store.update("poet", (tmp_path / "w.safetensors").read_bytes()))
     assert served(table, "poet").version == 1

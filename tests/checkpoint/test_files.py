@@ -9,7 +9,7 @@ import pytest
 
 from parallm.checkpoint.files import OPTIMIZER, needed_bytes, read_checkpoint, write_checkpoint
 from parallm.checkpoint.state import TrainingState
-from parallm.model.adapter_files import read_adapter
+from parallm.model.adapters.files import read_adapter
 
 MakeState = Callable[..., TrainingState]
 

@@ -14,8 +14,7 @@ import pytest
 
 from parallm.client import ApiError, AsyncClient, Client, Generated
 from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport, VersionReport
-from parallm.types import AdapterCard, WeightSpan
-from parallm.updates import GivenUpdate
+from parallm.types import AdapterCard, GivenUpdate, WeightSpan
 
 CARD = {
     "id": "poet@2",

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from parallm.device import usage
-from parallm.device.device_report import DeviceReport
 from parallm.device.governor import Governor
-from parallm.device.usage import UsageMonitor, accelerator_usage, machine_seconds
+from parallm.device.usage import DeviceReport, UsageMonitor, accelerator_usage, machine_seconds
 
 
 def test_the_monitor_tells_the_share_of_the_time_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:

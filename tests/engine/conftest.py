@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 import mlx.core as mx
 import pytest
 
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import TRAFFIC_CLASSES, Engine
 from parallm.engine.settings import EngineSettings
-from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent
 
@@ -17,7 +17,7 @@ Failures = list[tuple[list[str], Exception]]
 
 
 @pytest.fixture
-def make_engine(lanes: Lanes) -> Callable[..., Engine]:
+def make_engine(streams: DeviceStreams) -> Callable[..., Engine]:
     """An engine whose events and failures go to the lists that the test gives."""
 
     def make(
@@ -27,18 +27,18 @@ def make_engine(lanes: Lanes) -> Callable[..., Engine]:
         failures: Failures | None = None,
         table: AdapterTable | None = None,
         settings: EngineSettings | None = None,
-        runs_ahead: bool = False,
+        async_scheduling: bool = False,
     ) -> Engine:
         heard = [] if events is None else events
         failed = [] if failures is None else failures
         return Engine(
             model,
             table or AdapterTable(),
-            lanes,
+            streams,
             settings or EngineSettings(),
             emit=heard.extend,
             report=lambda names, error: failed.append((names, error)),
-            runs_ahead=runs_ahead,
+            async_scheduling=async_scheduling,
         )
 
     return make
@@ -105,12 +105,12 @@ def random_adapter() -> Callable[..., Adapter]:
     ) -> Adapter:
         key = mx.random.key(version)
         arrays = {}
-        for site, (inputs, outputs) in model.sites.items():
+        for target, (inputs, outputs) in model.targets.items():
             key, key_a, key_b = mx.random.split(key, 3)
-            arrays[f"{site}.lora_a"] = mx.random.normal((inputs, rank), key=key_a) * size
-            arrays[f"{site}.lora_b"] = mx.random.normal((rank, outputs), key=key_b) * size
+            arrays[f"{target}.lora_a"] = mx.random.normal((inputs, rank), key=key_a) * size
+            arrays[f"{target}.lora_b"] = mx.random.normal((rank, outputs), key=key_b) * size
             if dora:
-                arrays[f"{site}.m"] = mx.random.uniform(1.5, 2.5, (outputs,), key=key)
+                arrays[f"{target}.m"] = mx.random.uniform(1.5, 2.5, (outputs,), key=key)
         return make_adapter(arrays, name=name, version=version, rank=rank, alpha=2 * rank, rslora=rslora)
 
     return make

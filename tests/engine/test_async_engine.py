@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from parallm.device.governor import Governor
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import ContextTooLong, EngineFull, EngineStopped, InvalidRequest, ParallmError, UnknownModel
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -36,22 +36,22 @@ def device() -> Iterator[DeviceThread]:
 
 
 @pytest.fixture(scope="module")
-def core(device: DeviceThread, tiny_model: Callable[[str], Path]) -> tuple[SharedModel, Lanes]:
+def core(device: DeviceThread, tiny_model: Callable[[str], Path]) -> tuple[SharedModel, DeviceStreams]:
     """The model and the lanes, made on the device thread."""
     model = device.call(partial(load_shared_model, ModelSettings(path=str(tiny_model("llama"))))).result(60)
-    return model, device.call(lambda: Lanes(lambda _: None)).result(60)
+    return model, device.call(lambda: DeviceStreams(lambda _: None)).result(60)
 
 
 @pytest.fixture
-def with_engine(device: DeviceThread, core: tuple[SharedModel, Lanes]) -> Callable[..., None]:
+def with_engine(device: DeviceThread, core: tuple[SharedModel, DeviceStreams]) -> Callable[..., None]:
     """Run a coroutine function on an engine of its own."""
 
-    def run(work: Work, *, runs_ahead: bool = False, **settings: Any) -> None:
+    def run(work: Work, *, async_scheduling: bool = False, **settings: Any) -> None:
         async def main() -> None:
             engine = AsyncEngine(device, asyncio.get_running_loop())
             build = partial(
                 Engine, core[0], AdapterTable(), core[1], EngineSettings(**settings), emit=engine.emit,
-                report=engine.report, runs_ahead=runs_ahead,
+                report=engine.report, async_scheduling=async_scheduling,
             )  # fmt: skip
             engine.attach(await asyncio.wrap_future(device.call(build)))
             await asyncio.wait_for(work(engine, device), 60)
@@ -119,8 +119,8 @@ def test_running_ahead_both_classes_and_the_learner_share_the_device(
         made.append([completion.tokens for completions in some for completion in completions])
         assert await asyncio.wrap_future(update) == 49
 
-    for runs_ahead in (True, False):
-        with_engine(work, runs_ahead=runs_ahead)
+    for async_scheduling in (True, False):
+        with_engine(work, async_scheduling=async_scheduling)
     assert made[0] == made[1]
     assert [len(tokens) for tokens in made[0]] == [5 + i for i in range(12) for _ in range(2)]
 
@@ -347,8 +347,8 @@ def test_stopping_the_device_ends_what_runs_and_refuses_what_comes(tiny_model: C
 
 def build_engine(folder: Path, engine: AsyncEngine) -> Engine:
     model = load_shared_model(ModelSettings(path=str(folder)))
-    lanes = Lanes(lambda _: None)
-    return Engine(model, AdapterTable(), lanes, EngineSettings(), emit=engine.emit, report=engine.report)
+    streams = DeviceStreams(lambda _: None)
+    return Engine(model, AdapterTable(), streams, EngineSettings(), emit=engine.emit, report=engine.report)
 
 
 def test_a_cancelled_request_answers_with_what_it_has(with_engine: Callable[..., None], ask: Ask) -> None:

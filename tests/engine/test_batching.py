@@ -70,11 +70,11 @@ def test_requests_that_come_and_go_get_the_tokens_of_mlx_lm(
 
 @pytest.mark.parametrize("architecture", BATCHED)
 def test_models_with_plain_keys_and_values_batch(architecture: str, load_tiny: Callable[..., SharedModel]) -> None:
-    assert load_tiny(architecture).batches_exactly
+    assert load_tiny(architecture).is_batch_invariant
 
 
 @pytest.mark.parametrize("architecture", ROW_BY_ROW)
 def test_models_that_would_not_batch_exactly_run_row_by_row(
     architecture: str, load_tiny: Callable[..., SharedModel]
 ) -> None:
-    assert not load_tiny(architecture).batches_exactly
+    assert not load_tiny(architecture).is_batch_invariant

@@ -7,42 +7,41 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from parallm.engine.active_rows import ActiveRows
 from parallm.engine.compiled_forward import CompiledForward, row_bucket
-from parallm.engine.kv_cost import measure_cost
-from parallm.engine.kv_format import KvFormat
-from parallm.engine.layout import in_quarters
+from parallm.engine.decode_batch import DecodeBatchFactory, SlotDecodeBatch
+from parallm.engine.kv.attention_metadata import AttentionMetadata
+from parallm.engine.kv.cost import KvFormat, measure_cost
+from parallm.engine.kv.shapes import in_quarters
 from parallm.engine.sequence import Sequence
-from parallm.engine.shard import BatchedShard, ShardMaker
-from parallm.engine.views import AdapterViews
-from parallm.model.adapter import Adapter
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="MLX compiles for a CPU with g++")
 
 
-def make_shard(model: SharedModel, *, compiles: bool) -> BatchedShard:
+def make_batch(model: SharedModel, *, compiles: bool) -> SlotDecodeBatch:
     compiled = CompiledForward(model) if compiles else None
-    return BatchedShard(model, len(model.make_cache()), compiled=compiled, kv_format=KvFormat(), bytes_of_position=1)
+    return SlotDecodeBatch(model, len(model.make_cache()), compiled=compiled, kv_format=KvFormat(), bytes_of_position=1)
 
 
-def joined_rows(shard: BatchedShard, model: SharedModel, ask: Callable[..., GenerationRequest], count: int) -> None:
-    for row in range(len(shard.rows), count):
+def joined_rows(batch: SlotDecodeBatch, model: SharedModel, ask: Callable[..., GenerationRequest], count: int) -> None:
+    for row in range(len(batch.rows), count):
         request, cache = ask(f"r{row}", [5 + row, 7, 9 + 2 * row][: 1 + row % 3], 40), model.make_cache()
         mx.eval(model.hidden(mx.array([request.prompt_tokens]), cache, None))
         joining = Sequence(request=request, index=0, seed=0, adapter=None, streams=False, tokens=[3 + row])
-        shard.join([joining], cache, [0])
+        batch.join([joining], cache, [0])
 
 
-def steps(shard: BatchedShard, views: AdapterViews, adapter: Adapter | None, num_rows: int, count: int) -> mx.array:
+def steps(batch: SlotDecodeBatch, loras: LoraSelector, adapter: Adapter | None, num_rows: int, count: int) -> mx.array:
     """Hidden states of the last of `count` steps."""
-    for row in shard.rows:
+    for row in batch.rows:
         row.adapter = adapter
     for _ in range(count):
-        hidden_BH = shard.forward(views, num_rows, mx.array([row.tokens[-1] for row in shard.rows[:num_rows]]))
+        hidden_BH = batch.forward(loras, num_rows, mx.array([row.tokens[-1] for row in batch.rows[:num_rows]]))
         mx.eval(hidden_BH)
-        for row in shard.rows[:num_rows]:
+        for row in batch.rows[:num_rows]:
             row.tokens.append(11 + len(row.tokens))
     return hidden_BH
 
@@ -54,13 +53,13 @@ def test_the_compiled_forward_gives_the_same_hidden_states(
     random_adapter: Callable[..., Adapter],
 ) -> None:
     model = load_tiny("gemma3_text")  # some of its layers see a window
-    views = AdapterViews(model)
-    shards = [make_shard(model, compiles=compiles) for compiles in (False, True)]
+    loras = LoraSelector(model)
+    batches = [make_batch(model, compiles=compiles) for compiles in (False, True)]
     adapters = [None, random_adapter(model, 1), random_adapter(model, 2), random_adapter(model, 3, dora=True)]
     for adapter, num_rows in zip(adapters, (3, 5, 5, 9), strict=True):
-        for shard in shards:
-            joined_rows(shard, model, ask, num_rows)
-        plain, compiled = (steps(shard, views, adapter, num_rows, 3) for shard in shards)
+        for batch in batches:
+            joined_rows(batch, model, ask, num_rows)
+        plain, compiled = (steps(batch, loras, adapter, num_rows, 3) for batch in batches)
         assert mx.abs(plain - compiled).max().item() <= 2e-5
         assert mx.abs(plain).max().item() > 0.1
 
@@ -73,8 +72,8 @@ def test_a_step_of_known_shapes_runs_no_module_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = load_tiny("llama")
-    views, shard = AdapterViews(model), make_shard(model, compiles=True)
-    joined_rows(shard, model, ask, 7)
+    loras, batch = LoraSelector(model), make_batch(model, compiles=True)
+    joined_rows(batch, model, ask, 7)
     traced: list[int] = []
     hidden = SharedModel.hidden
 
@@ -84,7 +83,7 @@ def test_a_step_of_known_shapes_runs_no_module_again(
 
     monkeypatch.setattr(SharedModel, "hidden", noted)
     for adapter, num_rows in [(None, 7), (None, 5), (random_adapter(model, 1), 7), (random_adapter(model, 2), 6)]:
-        steps(shard, views, adapter, num_rows, 2)
+        steps(batch, loras, adapter, num_rows, 2)
     assert traced == [8, 8], "once for the base, once for adapters of one structure"
 
 
@@ -93,22 +92,22 @@ def test_shards_do_not_trace_for_themselves_what_another_has(
     load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_tiny("llama")
-    monkeypatch.setattr("parallm.engine.shard.on_cuda", lambda: True)
-    make = ShardMaker(model, measure_cost(model), KvFormat())
+    monkeypatch.setattr("parallm.engine.decode_batch.on_cuda", lambda: True)
+    make = DecodeBatchFactory(model, measure_cost(model), KvFormat())
     traced = 0
-    set_traced = ActiveRows.set_traced
+    set_traced = AttentionMetadata.set_traced
 
-    def noted(self: ActiveRows, *arrays: Any, **others: Any) -> None:
+    def noted(self: AttentionMetadata, *arrays: Any, **others: Any) -> None:
         nonlocal traced
         traced += 1
         set_traced(self, *arrays, **others)
 
-    monkeypatch.setattr(ActiveRows, "set_traced", noted)
+    monkeypatch.setattr(AttentionMetadata, "set_traced", noted)
     for _ in range(3):
-        shard = make()
-        assert isinstance(shard, BatchedShard)
-        joined_rows(shard, model, ask, 3)
-        steps(shard, AdapterViews(model), None, 3, 2)
+        batch = make()
+        assert isinstance(batch, SlotDecodeBatch)
+        joined_rows(batch, model, ask, 3)
+        steps(batch, LoraSelector(model), None, 3, 2)
     assert traced == 1
 
 
@@ -119,14 +118,14 @@ def test_shards_know_from_each_other_that_their_rows_must_stand_side_by_side(
     model = load_tiny("llama")
     for module in ("shard", "active_rows"):
         monkeypatch.setattr(f"parallm.engine.{module}.on_cuda", lambda: True)
-    make = ShardMaker(model, measure_cost(model), KvFormat())
+    make = DecodeBatchFactory(model, measure_cost(model), KvFormat())
     for _ in range(2):
-        shard = make()
-        assert isinstance(shard, BatchedShard)
-        joined_rows(shard, model, ask, 3)
-        assert not shard._slots.active.by_place
-        steps(shard, AdapterViews(model), None, 3, 2)
-        assert shard._slots.active.by_place
+        batch = make()
+        assert isinstance(batch, SlotDecodeBatch)
+        joined_rows(batch, model, ask, 3)
+        assert not batch._slots.active.by_place
+        steps(batch, LoraSelector(model), None, 3, 2)
+        assert batch._slots.active.by_place
 
 
 @pytest.mark.parametrize(
@@ -141,16 +140,16 @@ def test_a_compiled_step_writes_into_the_pools_without_a_copy(
     load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest]
 ) -> None:
     model = load_tiny("llama")
-    views, shard = AdapterViews(model), make_shard(model, compiles=True)
-    joined_rows(shard, model, ask, 8)
-    shard._reserve(8, 32768)
-    steps(shard, views, None, 8, 2)
-    pools = sum(pool.nbytes for pool in shard._slots.pools)
+    loras, batch = LoraSelector(model), make_batch(model, compiles=True)
+    joined_rows(batch, model, ask, 8)
+    batch._reserve(8, 32768)
+    steps(batch, loras, None, 8, 2)
+    pools = sum(pool.nbytes for pool in batch._slots.pools)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    tokens = mx.array([row.tokens[-1] for row in shard.rows])
-    hidden_BH = shard.forward(views, 8, tokens)
-    mx.eval(hidden_BH, *shard._slots.pools)
+    tokens = mx.array([row.tokens[-1] for row in batch.rows])
+    hidden_BH = batch.forward(loras, 8, tokens)
+    mx.eval(hidden_BH, *batch._slots.pools)
     assert mx.get_peak_memory() - before < pools // 2
 
 
@@ -177,8 +176,8 @@ def test_a_model_that_reads_arrays_while_it_runs_is_not_compiled(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = load_tiny("llama")
-    views, shard = AdapterViews(model), make_shard(model, compiles=True)
-    joined_rows(shard, model, ask, 2)
+    loras, batch = LoraSelector(model), make_batch(model, compiles=True)
+    joined_rows(batch, model, ask, 2)
     hidden = SharedModel.hidden
 
     def reading(self: SharedModel, tokens_BT: mx.array, *others: Any) -> mx.array:
@@ -186,5 +185,5 @@ def test_a_model_that_reads_arrays_while_it_runs_is_not_compiled(
         return hidden(self, tokens_BT, *others)
 
     monkeypatch.setattr(SharedModel, "hidden", reading)
-    assert steps(shard, views, None, 2, 2).shape[0] == 2
+    assert steps(batch, loras, None, 2, 2).shape[0] == 2
     assert caplog.text.count("decoding is not compiled") == 1

@@ -8,9 +8,9 @@ import pytest
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import TRAFFIC_CLASSES, Engine
-from parallm.engine.kv_memory import max_rows
+from parallm.engine.kv.budget import max_rows
 from parallm.engine.prefill import Prefill
-from parallm.engine.sequence import Prompt
+from parallm.engine.sequence import PrefillJob
 from parallm.engine.settings import EngineSettings
 from parallm.errors import EngineFull, InvalidRequest, UnknownModel
 from parallm.model.logprobs import token_logprobs
@@ -140,13 +140,13 @@ def test_a_prompt_without_a_row_is_computed_where_a_lane_had_nothing_to_do(
 ) -> None:
     units, compute = list[list[str]](), Prefill.compute
 
-    def noted(self: Prefill, prompts: Sequence[Prompt]) -> list[list[mx.array]]:
+    def noted(self: Prefill, prompts: Sequence[PrefillJob]) -> list[list[mx.array]]:
         units.append([prompt.request.request_id for prompt in prompts])
         return compute(self, prompts)
 
     monkeypatch.setattr(Prefill, "compute", noted)
     engine = make_engine(load_tiny("llama"), settings=EngineSettings(max_rows=1))
-    monkeypatch.setattr(engine._lanes, "streams", engine._lanes.streams[:1] * 2)
+    monkeypatch.setattr(engine._streams, "streams", engine._streams.streams[:1] * 2)
     for name in "abc":
         engine.add(ask(name, PROMPT, 5), False)
     engine.step("serving")

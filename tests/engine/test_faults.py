@@ -12,8 +12,8 @@ import pytest
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import Engine
-from parallm.engine.out_of_memory import is_out_of_memory
 from parallm.engine.settings import EngineSettings
+from parallm.engine.step_failures import is_out_of_memory
 from parallm.errors import EngineStopped
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
@@ -77,7 +77,7 @@ def test_what_the_builds_of_mlx_say_without_memory_is_known(error: Exception) ->
 @needs_strict
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_prompt_that_cannot_be_computed_fails_alone(
-    runs_ahead: bool, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    async_scheduling: bool, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_tiny("llama")
     requests = [ask(f"r{i}", prompt(i, 9), 12, temperature=1.0, seed=i, n=2) for i in range(3)]
@@ -88,7 +88,7 @@ def test_a_prompt_that_cannot_be_computed_fails_alone(
     run(roomy)
     events: list[TokenEvent] = []
     failures: list[tuple[list[str], Exception]] = []
-    engine = make_engine(model, events=events, failures=failures, runs_ahead=runs_ahead)
+    engine = make_engine(model, events=events, failures=failures, async_scheduling=async_scheduling)
     for request in requests:
         engine.add(request, True)
     run(engine, most=5)
@@ -102,12 +102,16 @@ def test_a_prompt_that_cannot_be_computed_fails_alone(
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_failed_step_leaves_prompts_that_wait_alone(
-    runs_ahead: bool, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    async_scheduling: bool, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[TokenEvent] = []
     failures: list[tuple[list[str], Exception]] = []
     engine = make_engine(
-        load_tiny("llama"), events=events, failures=failures, settings=EngineSettings(max_rows=2), runs_ahead=runs_ahead
+        load_tiny("llama"),
+        events=events,
+        failures=failures,
+        settings=EngineSettings(max_rows=2),
+        async_scheduling=async_scheduling,
     )
     for name in "abc":
         engine.add(ask(name, prompt(1, 9), 8), False)
@@ -127,7 +131,7 @@ def test_a_failed_step_leaves_prompts_that_wait_alone(
 @pytest.mark.parametrize("where", ["prompts", "rows"])
 def test_nobody_fails_where_memory_runs_out_and_fewer_rows_fit(
     where: str,
-    runs_ahead: bool,
+    async_scheduling: bool,
     load_tiny: LoadTiny,
     ask: Ask,
     make_engine: MakeEngine,
@@ -140,9 +144,9 @@ def test_nobody_fails_where_memory_runs_out_and_fewer_rows_fit(
     failures: list[tuple[list[str], Exception]] = []
     for raises in (False, True):
         events: list[TokenEvent] = []
-        engine = make_engine(model, events=events, failures=failures, runs_ahead=runs_ahead)
+        engine = make_engine(model, events=events, failures=failures, async_scheduling=async_scheduling)
         forgotten: list[int] = []
-        monkeypatch.setattr(engine._views, "clear", partial(forgotten.append, 1))
+        monkeypatch.setattr(engine._loras, "clear", partial(forgotten.append, 1))
         if raises:
             # as many rows as fill more than eight slots of either lane, or a prompt beside many rows
             failing_hidden(

@@ -1,4 +1,4 @@
-from parallm.engine.join_events import joined
+from parallm.engine.async_engine import joined
 from parallm.types import Completion, TokenEvent, TopLogprob
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from parallm.engine.engine import Engine
-from parallm.engine.kv_format import KvFormat
+from parallm.engine.kv.cost import KvFormat
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ConfigError
 from parallm.model.shared_model import SharedModel
@@ -38,7 +38,7 @@ def test_numbers_come_back_within_half_a_step(size: int) -> None:
 
 def test_a_row_takes_less_than_a_third_of_float32(nano: SharedModel, make_engine: Callable[..., Engine]) -> None:
     plain, packed = (
-        make_engine(nano, settings=settings).memory.shard().bytes_for([100], end=None)
+        make_engine(nano, settings=settings).memory.batch().bytes_for([100], end=None)
         for settings in (EngineSettings(), EIGHT)
     )
     assert packed / plain == pytest.approx((8 + 2 * 32 / 32) / 32)
@@ -74,7 +74,7 @@ def test_preempted_rows_and_known_beginnings_go_on(
         engine.add(replace(request, n=4), False)
     while engine.has_work("serving"):
         engine.step("serving")
-    assert engine.room.num_preempted >= 1
+    assert engine.scheduler.num_preempted >= 1
     assert len(events) == 24
 
 
@@ -88,6 +88,6 @@ def test_models_that_run_row_by_row_say_so(
 def test_mlx_with_cuda_says_so(
     nano: SharedModel, make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("parallm.engine.kv_format.on_cuda", lambda: True)
+    monkeypatch.setattr("parallm.engine.kv.cost.on_cuda", lambda: True)
     with pytest.raises(ConfigError, match=r"engine\.kv_bits is 8, and with MLX's CUDA build"):
         make_engine(nano, settings=EIGHT)

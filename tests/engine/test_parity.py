@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 
 from parallm.device.blas import load_blas
-from parallm.device.lanes import Lanes
 from parallm.device.settings import DeviceSettings
+from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.reports import ParityReport
 from parallm.types import Completion, GenerationRequest, Message, Problem, SamplingParams, Trajectory, TrajectoryGroup
@@ -32,7 +32,7 @@ def parity(
     load_tiny: Callable[..., SharedModel],
     complete: Callable[..., dict[str, list[Completion]]],
     random_adapter: Callable[..., Adapter],
-    lanes: Lanes,
+    streams: DeviceStreams,
 ) -> Callable[[str], ParityReport]:
     """What an update on freshly sampled completions reports, with LoRA on and ragged prompts."""
 
@@ -43,7 +43,7 @@ def parity(
         requests = [request(place, length) for place, length in enumerate((9, 34, 5))]
         made = complete(model, requests, table=table, apart=2)
         groups = [group(one, made[one.request_id]) for one in requests]
-        learner = Learner(model, lanes, LearnerSettings(), start=adapter, total_steps=1, seed=0)
+        learner = Learner(model, streams, LearnerSettings(), start=adapter, total_steps=1, seed=0)
         report = list(learner.update(groups, step=0, max_tokens=64))[-1]
         assert report is not None
         assert report.parity.num_tokens == 60

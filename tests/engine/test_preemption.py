@@ -11,8 +11,8 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import TRAFFIC_CLASSES, Engine
 from parallm.engine.settings import EngineSettings
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent, WeightSpan
 
@@ -57,7 +57,7 @@ def many(ask: Ask) -> list[GenerationRequest]:
 def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
     architecture: str,
     times: int,
-    runs_ahead: bool,
+    async_scheduling: bool,
     load_tiny: Callable[..., SharedModel],
     ask: Ask,
     make_engine: MakeEngine,
@@ -65,7 +65,9 @@ def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
     found: list[dict[tuple[str, int], Completion]] = []
     for settings in (EngineSettings(), EngineSettings(kv_cache_bytes=times * LITTLE, prefill_chunk=16)):
         events: list[TokenEvent] = []
-        engine = make_engine(load_tiny(architecture), events=events, settings=settings, runs_ahead=runs_ahead)
+        engine = make_engine(
+            load_tiny(architecture), events=events, settings=settings, async_scheduling=async_scheduling
+        )
         for request in many(ask):
             engine.memory.check(request)
             engine.add(request, True)
@@ -75,7 +77,7 @@ def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
         assert sum(len(event.tokens) for event in events) == sum(len(one.tokens) for one in found[-1].values())
     assert found[0] == found[1]
     assert len(found[0]) == 16
-    assert engine.room.num_preempted >= 5
+    assert engine.scheduler.num_preempted >= 5
     assert engine.memory.used == engine.memory.prefixes.nbytes
 
 
@@ -98,7 +100,7 @@ def test_requests_that_go_before_others_take_their_memory_and_everybody_ends(
         found.append(made(events))
     assert found[0] == found[1]
     assert len(found[0]) == 16
-    assert engine.room.num_preempted >= 5
+    assert engine.scheduler.num_preempted >= 5
 
 
 def test_a_prompt_that_was_begun_makes_room_for_one_that_goes_before_it(
@@ -114,7 +116,7 @@ def test_a_prompt_that_was_begun_makes_room_for_one_that_goes_before_it(
     while unit(engine):
         pass
     assert list(made(events)) == [("first", 0), ("late", 0)]
-    assert engine.room.num_preempted == 1
+    assert engine.scheduler.num_preempted == 1
 
 
 def test_a_storm_of_short_and_long_requests_never_holds_more_than_the_limit(
@@ -130,7 +132,7 @@ def test_a_storm_of_short_and_long_requests_never_holds_more_than_the_limit(
     while unit(engine):
         pass
     assert len(made(events)) == 200
-    assert engine.room.num_preempted > 0
+    assert engine.scheduler.num_preempted > 0
     assert engine.memory.used == engine.memory.prefixes.nbytes
 
 
@@ -203,10 +205,10 @@ def test_a_row_that_switched_versions_is_computed_again_with_each_of_them(
             state = engine._traffic["serving"]
             if preempts and num_tokens in (2, 4, 9, 15) and state.num_rows:
                 decoder = next(decoder for decoder in state.decoders if decoder.rows)
-                engine.room.preempt(state, decoder, decoder.rows[0])
+                engine.scheduler.preempt(state, decoder, decoder.rows[0])
             engine.step("serving")
         found.append(made(events)["r", 0])
-        assert engine.room.num_preempted == 4 * preempts
+        assert engine.scheduler.num_preempted == 4 * preempts
     assert found[0] == found[1]
     ends = (3, 4, 9, 24)
     assert found[1].weight_versions == tuple(
@@ -224,7 +226,7 @@ def test_an_aborted_request_is_gone_while_it_waits_to_be_computed_again(
         engine.step("serving")
     state = engine._traffic["serving"]
     for decoder in [decoder for decoder in state.decoders if decoder.rows]:
-        engine.room.preempt(state, decoder, decoder.rows[0])
+        engine.scheduler.preempt(state, decoder, decoder.rows[0])
     assert (engine.num_running(), engine.num_waiting()) == (0, 2)
     engine.abort("a")
     assert not engine.has_work("serving")
@@ -232,9 +234,11 @@ def test_an_aborted_request_is_gone_while_it_waits_to_be_computed_again(
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_what_one_long_row_needed_is_given_back_while_others_run(
-    runs_ahead: bool, load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: MakeEngine
+    async_scheduling: bool, load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: MakeEngine
 ) -> None:
-    engine = make_engine(load_tiny("llama"), runs_ahead=runs_ahead, settings=EngineSettings(kv_cache_bytes=40_000_000))
+    engine = make_engine(
+        load_tiny("llama"), async_scheduling=async_scheduling, settings=EngineSettings(kv_cache_bytes=40_000_000)
+    )
     for index in range(4):
         engine.add(ask(f"short{index}", prompt(index, 9), 60), False)
     engine.add(ask("long", prompt(1, 1500), 3), False)
@@ -244,6 +248,6 @@ def test_what_one_long_row_needed_is_given_back_while_others_run(
         most = max(most, engine.memory.used)
     for _ in range(3):
         engine.step("serving")
-    shards = [decoder.shard for decoder in engine._traffic["serving"].decoders]
+    batches = [decoder.batch for decoder in engine._traffic["serving"].decoders]
     assert (engine.num_running(), most >= 8 * 1504 * 512) == (4, True)
-    assert engine.memory.used - engine.memory.prefixes.nbytes == len(shards) * 8 * 80 * 512
+    assert engine.memory.used - engine.memory.prefixes.nbytes == len(batches) * 8 * 80 * 512

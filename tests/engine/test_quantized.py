@@ -11,10 +11,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
-from parallm.model.lora import LoraLinear
+from parallm.model.lora.single import LoraLinear
 from parallm.model.quantized import UnpackingLinear
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.types import Completion, GenerationRequest

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from parallm.engine.sequence import Sequence as Row
-from parallm.model.chat import ChatTokenizer
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, SamplingParams
 

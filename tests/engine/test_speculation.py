@@ -14,13 +14,12 @@ from parallm.device.settings import DeviceSettings
 from parallm.engine import speculation
 from parallm.engine.draft_speculation import DraftSpeculation
 from parallm.engine.engine import TRAFFIC_CLASSES, Engine
-from parallm.engine.ngram_lookup import NgramLookup, Proposal
 from parallm.engine.sequence import Sequence as Row
 from parallm.engine.settings import EngineSettings, SpeculationSettings
-from parallm.engine.speculation import Rates
+from parallm.engine.speculation import DraftTokens, NgramLookup, Rates
 from parallm.errors import ConfigError
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -88,9 +87,9 @@ def test_completions_are_those_without_speculation_to_the_bit(
 def foresee(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[Completion]], wrong_by: int = 0) -> None:
     """Propose what a run before has sampled, or tokens that it has not."""
 
-    def propose(lookup: NgramLookup, row: Row, completion: Sequence[int], most: int) -> Proposal | None:
+    def propose(lookup: NgramLookup, row: Row, completion: Sequence[int], most: int) -> DraftTokens | None:
         truth = known[row.request.request_id][row.index].tokens[len(completion) :][:most]
-        return Proposal([(token + wrong_by) % 385 for token in truth], 4) if truth else None
+        return DraftTokens([(token + wrong_by) % 385 for token in truth], 4) if truth else None
 
     monkeypatch.setattr(NgramLookup, "propose", propose)
 
@@ -175,7 +174,7 @@ def test_rows_of_several_versions_speculate_together(
 @pytest.mark.parametrize(("num_bytes", "runs_ahead"), [(300_000, False), (None, True), (300_000, True)])
 def test_rows_that_are_preempted_or_run_ahead_get_the_same(
     num_bytes: int | None,
-    runs_ahead: bool,
+    async_scheduling: bool,
     load_tiny: LoadTiny,
     ask: Ask,
     make_engine: MakeEngine,
@@ -187,14 +186,14 @@ def test_rows_that_are_preempted_or_run_ahead_get_the_same(
     known = complete(model, requests, settings=PLAIN)
     foresee(monkeypatch, known)
     settings = replace(SPECULATING, kv_cache_bytes=num_bytes)
-    engine = make_engine(model, events=events, settings=settings, runs_ahead=runs_ahead)
+    engine = make_engine(model, events=events, settings=settings, async_scheduling=async_scheduling)
     for request in requests:
         engine.add(request, True)
     while engine.has_work("serving"):
         engine.step("serving")
     assert {event.request_id: [event.completion] for event in events if event.completion} == known
     assert sum(len(event.tokens) for event in events) == engine.num_tokens()["serving"] == 360
-    assert (engine.room.num_preempted > 0) is (num_bytes is not None)
+    assert (engine.scheduler.num_preempted > 0) is (num_bytes is not None)
     assert engine.speculation.num_accepted > 100
 
 
@@ -217,15 +216,15 @@ def test_rows_that_cannot_be_taken_back_do_not_speculate(
 
 def test_lookup_proposes_what_followed_the_longest_match_last() -> None:
     lookup = NgramLookup((1, 2, 3, 9, 1, 2, 4, 7, 3))
-    assert lookup.propose("a", (5, 1, 2), 3) == Proposal([4, 7, 3], 2)
-    assert lookup.propose("a", (5, 1, 2, 3), 2) == Proposal([9, 1], 3)
+    assert lookup.propose("a", (5, 1, 2), 3) == DraftTokens([4, 7, 3], 2)
+    assert lookup.propose("a", (5, 1, 2, 3), 2) == DraftTokens([9, 1], 3)
     assert lookup.propose("b", (8,), 4) is None
-    assert lookup.propose("b", (8, 5), 4) == Proposal([1, 2, 3], 1)  # what the other row has sampled
-    assert lookup.propose("b", (8, 5, 2, 3), 1) == Proposal([9], 2)
+    assert lookup.propose("b", (8, 5), 4) == DraftTokens([1, 2, 3], 1)  # what the other row has sampled
+    assert lookup.propose("b", (8, 5, 2, 3), 1) == DraftTokens([9], 2)
 
 
 def test_rates_follow_what_was_right() -> None:
-    rates, proposal = Rates(), Proposal([1, 2, 3], 2)
+    rates, proposal = Rates(), DraftTokens([1, 2, 3], 2)
     before = rates.survivals(proposal)
     assert before == pytest.approx([0.3, 0.3 * 0.4, 0.3 * 0.4 * 0.5])
     assert rates.learn(proposal, [1, 2, 9, 9]) == 2
@@ -241,7 +240,7 @@ def test_rates_follow_what_was_right() -> None:
 def test_a_draft_model_changes_nothing_but_the_number_of_steps(
     draft: str,
     least_rate: float,
-    runs_ahead: bool,
+    async_scheduling: bool,
     load_tiny: LoadTiny,
     tiny_model: Callable[[str], Path],
     ask: Ask,
@@ -252,7 +251,7 @@ def test_a_draft_model_changes_nothing_but_the_number_of_steps(
     chosen = SpeculationSettings(method="draft", draft_model=str(tiny_model(draft)))
     events: list[TokenEvent] = []
     settings = EngineSettings(speculation=chosen, max_rows=3)
-    engine = make_engine(model, events=events, settings=settings, runs_ahead=runs_ahead)
+    engine = make_engine(model, events=events, settings=settings, async_scheduling=async_scheduling)
     counts = engine.speculation
     assert isinstance(counts, DraftSpeculation)
     counts.cost = 0.5  # as of a model that is much smaller

@@ -7,11 +7,11 @@ import pytest
 
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
-from parallm.model.dora import scaling_of
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.logprobs import token_logprobs
-from parallm.model.lora import one_adapter
+from parallm.model.lora.dora import lora_scaling
+from parallm.model.lora.single import single_lora
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent, WeightSpan
 
@@ -96,8 +96,8 @@ def test_after_a_switch_new_weights_read_the_old_keys_and_values(
     for version, tokens in ((1, sequence[:length]), (2, sequence[length:-1])):
         adapter = table.resolve(f"policy@{version}")
         assert adapter is not None
-        view = one_adapter(adapter.arrays, scaling_of(adapter, model))
-        hidden.append(model.hidden(mx.array([tokens]), cache, view)[0])
+        lora = single_lora(adapter.arrays, lora_scaling(adapter, model))
+        hidden.append(model.hidden(mx.array([tokens]), cache, lora)[0])
     logits_NV = model.head(mx.concatenate(hidden))[len(PROMPT) - 1 :]
     expected = token_logprobs(logits_NV, mx.ones(len(made.tokens)), mx.array(made.tokens))
     assert made.logprobs == pytest.approx(expected.tolist(), abs=1e-5)

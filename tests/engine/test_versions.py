@@ -15,11 +15,11 @@ from mlx_lm.utils import load_model
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import Engine
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_table import AdapterTable
-from parallm.model.dora import scaling_of
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.logprobs import token_logprobs
-from parallm.model.lora import Scaling, one_adapter
+from parallm.model.lora.dora import lora_scaling
+from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -83,10 +83,10 @@ def plain_model(folder: Path, adapter: Adapter | None) -> object:
     if adapter is None:
         return plain
     linears, wrapped = dict(plain.named_modules()), []
-    for site in adapter.targets:
-        layer = LoRALinear.from_base(linears[site], r=adapter.rank, scale=adapter.alpha / adapter.rank)
-        layer.lora_a, layer.lora_b = adapter.arrays[f"{site}.lora_a"], adapter.arrays[f"{site}.lora_b"]
-        wrapped.append((site, layer))
+    for target in adapter.targets:
+        layer = LoRALinear.from_base(linears[target], r=adapter.rank, scale=adapter.alpha / adapter.rank)
+        layer.lora_a, layer.lora_b = adapter.arrays[f"{target}.lora_a"], adapter.arrays[f"{target}.lora_b"]
+        wrapped.append((target, layer))
     plain.update_modules(tree_unflatten(wrapped))
     return plain
 
@@ -197,8 +197,8 @@ def test_decoding_with_any_form_of_adapter_gives_the_bits_of_the_full_forward(
     for request in requests[1:3]:
         completion = made[request.request_id][0]
         tokens = mx.array([request.prompt_tokens + completion.tokens[:-1]])
-        view = one_adapter(adapter.arrays, scaling_of(adapter, model))
-        hidden = model.hidden(tokens, model.make_cache(), view)[0, len(request.prompt_tokens) - 1 :]
+        lora = single_lora(adapter.arrays, lora_scaling(adapter, model))
+        hidden = model.hidden(tokens, model.make_cache(), lora)[0, len(request.prompt_tokens) - 1 :]
         logprobs = token_logprobs(model.head(hidden), mx.full((20,), 1.0), mx.array(completion.tokens))
         assert tuple(logprobs.tolist()) == completion.logprobs
 
@@ -212,11 +212,11 @@ def test_the_norms_of_dora_are_computed_once_for_all_steps_of_a_version(
 ) -> None:
     computed = []
 
-    def counted(adapter: Adapter, base: SharedModel) -> Scaling:
+    def counted(adapter: Adapter, base: SharedModel) -> LoraScaling:
         computed.append(adapter.version)
-        return scaling_of(adapter, base)
+        return lora_scaling(adapter, base)
 
-    monkeypatch.setattr("parallm.engine.views.scaling_of", counted)
+    monkeypatch.setattr("parallm.model.lora.selector.scaling_of", counted)
     table = AdapterTable()
     for version in (1, 2):
         table.publish(random_adapter(model, version, dora=True))

@@ -6,51 +6,51 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from parallm.engine.views import AdapterViews
-from parallm.model.adapter import Adapter
-from parallm.model.row_lora import RowAdapters
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.lora.segmented import SegmentedLora
+from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 
-RowsOf = Callable[..., RowAdapters]
+RowsOf = Callable[..., SegmentedLora]
 
 
 @pytest.fixture
 def model(load_tiny: Callable[..., SharedModel]) -> SharedModel:
     """With groups of sites as they are formed on CUDA."""
     tiny = load_tiny("llama")
-    alone = [site for site in tiny.sites if not any(site in sites for sites in tiny.joined)]
-    return replace(tiny, groups=(*tiny.joined, *((site,) for site in alone)))
+    alone = [target for target in tiny.targets if not any(target in targets for targets in tiny.joined)]
+    return replace(tiny, groups=(*tiny.joined, *((target,) for target in alone)))
 
 
 @pytest.fixture
-def views(model: SharedModel) -> AdapterViews:
-    return AdapterViews(model)
+def loras(model: SharedModel) -> LoraSelector:
+    return LoraSelector(model)
 
 
 @pytest.fixture
-def rows_of(model: SharedModel, views: AdapterViews, random_adapter: Callable[..., Adapter]) -> RowsOf:
+def rows_of(model: SharedModel, loras: LoraSelector, random_adapter: Callable[..., Adapter]) -> RowsOf:
     """The view of rows that use these versions; 0 is the base."""
     made: dict[int, Adapter] = {}
 
-    def rows(*versions: int, rank: int = 8) -> RowAdapters:
+    def rows(*versions: int, rank: int = 8) -> SegmentedLora:
         for version in versions:
             if version and version not in made:
                 made[version] = random_adapter(model, version, rank=rank)
-        view = views.for_rows([made.get(version) for version in versions])
-        assert isinstance(view, RowAdapters)
-        return view
+        lora = loras.select([made.get(version) for version in versions])
+        assert isinstance(lora, SegmentedLora)
+        return lora
 
     return rows
 
 
-def factors_of_rows(view: RowAdapters, num_rows: int) -> list[mx.array | None]:
+def factors_of_rows(lora: SegmentedLora, num_rows: int) -> list[mx.array | None]:
     """What each row's version has in the first array."""
-    pairs = sorted(view.order_B2.tolist()[:num_rows])
-    return [None if place < 0 else view.factors.arrays[0][place] for _, place in pairs]
+    pairs = sorted(lora.order_B2.tolist()[:num_rows])
+    return [None if place < 0 else lora.weights.arrays[0][place] for _, place in pairs]
 
 
-def share_factors(views: Sequence[RowAdapters]) -> bool:
-    return all(view.factors.arrays[0] is views[0].factors.arrays[0] for view in views)
+def share_factors(loras: Sequence[SegmentedLora]) -> bool:
+    return all(lora.weights.arrays[0] is loras[0].weights.arrays[0] for lora in loras)
 
 
 def test_rows_of_the_same_versions_share_their_factors(rows_of: RowsOf) -> None:
@@ -61,8 +61,8 @@ def test_rows_of_the_same_versions_share_their_factors(rows_of: RowsOf) -> None:
     assert other.order_B2.tolist() == [[1, 0], [3, 0], [0, 1], [2, 1]]
 
 
-def test_rows_of_the_base_need_no_view(views: AdapterViews) -> None:
-    assert views.for_rows([None, None]) is None
+def test_rows_of_the_base_need_no_view(loras: LoraSelector) -> None:
+    assert loras.select([None, None]) is None
 
 
 def test_versions_whose_rows_end_stay_where_they_are(rows_of: RowsOf) -> None:
@@ -83,7 +83,7 @@ def test_a_new_version_takes_the_place_of_one_that_no_row_uses(rows_of: RowsOf) 
     rows_of(1, 2, 3, 4)
     rows_of(1, 3, 4)
     after = rows_of(1, 3, 4, 5)
-    assert after.factors.num_versions == 4
+    assert after.weights.num_versions == 4
     assert not share_factors([after, rows_of(1, 2)])
 
 
@@ -92,45 +92,45 @@ def test_versions_that_were_used_last_stay_where_there_is_room(rows_of: RowsOf) 
     rows_of(1, 2)
     rows_of(2, 3)
     after = rows_of(2, 3, 5)
-    assert after.factors.num_versions == 4
+    assert after.weights.num_versions == 4
     assert share_factors([after, rows_of(1, 5), rows_of(1, 2, 3)])
 
 
 def test_rows_that_take_turns_with_others_have_room_beside_them(rows_of: RowsOf) -> None:
     rows_of(1, 2)
-    assert rows_of(3, 4).factors.num_versions == 2
+    assert rows_of(3, 4).weights.num_versions == 2
     both = rows_of(1, 2)
-    assert both.factors.num_versions == 4
+    assert both.weights.num_versions == 4
     assert share_factors([both, rows_of(3, 4), rows_of(1, 2)])
 
 
 @pytest.mark.parametrize(("count", "places"), [(1, 1), (2, 2), (5, 8), (8, 8), (9, 16), (33, 64)])
 def test_any_number_of_versions_has_one_of_few_numbers_of_places(rows_of: RowsOf, count: int, places: int) -> None:
-    view = rows_of(*range(1, count + 1))
-    assert {array.shape[0] for array in view.factors.arrays} == {places}
-    assert len({place for _, place in view.order_B2.tolist() if place >= 0}) == count
+    lora = rows_of(*range(1, count + 1))
+    assert {array.shape[0] for array in lora.weights.arrays} == {places}
+    assert len({place for _, place in lora.order_B2.tolist() if place >= 0}) == count
 
 
-def test_a_version_in_the_stack_is_not_kept_twice(rows_of: RowsOf, views: AdapterViews) -> None:
+def test_a_version_in_the_stack_is_not_kept_twice(rows_of: RowsOf, loras: LoraSelector) -> None:
     rows_of(1)
     rows_of(3)
     rows_of(1, 2)
-    assert list(views._factors._alone) == [("policy", 3)]
-    assert rows_of(1, 0).factors.num_versions == 1
-    assert list(views._factors._alone) == [("policy", 3)]
+    assert list(loras._packed._alone) == [("policy", 3)]
+    assert rows_of(1, 0).weights.num_versions == 1
+    assert list(loras._packed._alone) == [("policy", 3)]
 
 
 def test_versions_of_different_ranks_are_served_apart(
-    rows_of: RowsOf, views: AdapterViews, model: SharedModel, random_adapter: Callable[..., Adapter]
+    rows_of: RowsOf, loras: LoraSelector, model: SharedModel, random_adapter: Callable[..., Adapter]
 ) -> None:
     before = rows_of(1, 2)
     other = random_adapter(model, 3, rank=32)
-    assert not isinstance(views.for_rows([other, random_adapter(model, 1, rank=8)]), RowAdapters)
-    assert isinstance(views.for_rows([other]), RowAdapters)
+    assert not isinstance(loras.select([other, random_adapter(model, 1, rank=8)]), SegmentedLora)
+    assert isinstance(loras.select([other]), SegmentedLora)
     assert share_factors([before, rows_of(2, 1)])
 
 
-def test_what_is_forgotten_is_made_anew(rows_of: RowsOf, views: AdapterViews) -> None:
+def test_what_is_forgotten_is_made_anew(rows_of: RowsOf, loras: LoraSelector) -> None:
     before = rows_of(1, 2)
-    views.clear()
+    loras.clear()
     assert not share_factors([before, rows_of(1, 2)])

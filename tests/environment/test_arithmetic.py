@@ -4,7 +4,7 @@ import re
 import pydantic
 import pytest
 
-from parallm.environment.arithmetic import KINDS, LARGEST, Arithmetic, drafts, work_out
+from parallm.environment.arithmetic import KINDS, MAX_NUMBER, Arithmetic, drafts, work_out
 from parallm.environment.settings import ArithmeticSettings
 from parallm.types import Message, Problem
 
@@ -78,7 +78,7 @@ def test_the_plan_of_each_kind_gives_the_right_answer(kind: str) -> None:
     for draft in (next(source) for _ in range(200)):
         answer = work_out(KINDS[kind].plan, draft.numbers)[1][-1]
         assert answer == EXPECTED[kind](draft.numbers)
-        assert 0 < answer <= LARGEST
+        assert 0 < answer <= MAX_NUMBER
         assert sorted(map(int, re.findall(r"\d+", draft.question))) == sorted(draft.numbers.values())
 
 

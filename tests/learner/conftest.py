@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 import pytest
 
-from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.lora import initial_arrays
+from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.lora.single import initial_arrays
 from parallm.model.shared_model import SharedModel
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
@@ -19,7 +19,7 @@ def make_start() -> Callable[..., Adapter]:
     """An adapter with products that are not zero: `make_start(model, dropout=0.1)`."""
 
     def make(model: SharedModel, *, rank: int = 4, dropout: float = 0.0) -> Adapter:
-        arrays = initial_arrays(model.sites, rank, mx.random.key(1))
+        arrays = initial_arrays(model.targets, rank, mx.random.key(1))
         keys = mx.random.split(mx.random.key(2), len(arrays))
         for key, name in zip(keys, sorted(arrays), strict=True):
             if name.endswith("lora_b"):

@@ -8,12 +8,12 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.errors import AdapterNotFinite
 from parallm.learner.learner import Learner
-from parallm.learner.policy_gradient import PolicyGradient
+from parallm.learner.passes.gradient import PolicyGradient
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import Adapter, make_adapter
+from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.reports import FaultKind, UpdateReport
 from parallm.types import Trajectory, TrajectoryGroup
@@ -23,7 +23,7 @@ MakeLearner = Callable[..., Learner]
 
 @pytest.fixture
 def make_learner(
-    load_tiny: Callable[[str], SharedModel], lanes: Lanes, make_start: Callable[..., Adapter]
+    load_tiny: Callable[[str], SharedModel], streams: DeviceStreams, make_start: Callable[..., Adapter]
 ) -> MakeLearner:
     def make(factor: float = 1.0, **values: object) -> Learner:
         model = load_tiny("qwen3")
@@ -31,7 +31,7 @@ def make_learner(
         start = make_start(model)
         arrays = {name: factor * array for name, array in start.arrays.items()}
         start = make_adapter(arrays, version=3, rank=4, alpha=8.0)
-        return Learner(model, lanes, settings, start=start, total_steps=10, seed=0)
+        return Learner(model, streams, settings, start=start, total_steps=10, seed=0)
 
     return make
 

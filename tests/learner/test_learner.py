@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings, Preset
-from parallm.model.adapter import Adapter
+from parallm.model.adapters.adapter import Adapter
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
 from parallm.types import TrajectoryGroup, WeightSpan
@@ -23,12 +23,12 @@ MakeLearner = Callable[..., Learner]
 
 @pytest.fixture
 def make_learner(
-    load_tiny: Callable[[str], SharedModel], lanes: Lanes, make_start: Callable[..., Adapter]
+    load_tiny: Callable[[str], SharedModel], streams: DeviceStreams, make_start: Callable[..., Adapter]
 ) -> MakeLearner:
     def make(dropout: float = 0.0, seed: int = 0, **values: object) -> Learner:
         model = load_tiny("qwen3")
         settings = LearnerSettings(**({"warmup_steps": 0, "learning_rate": 1e-3} | values))  # type: ignore[arg-type]
-        return Learner(model, lanes, settings, start=make_start(model, dropout=dropout), total_steps=10, seed=seed)
+        return Learner(model, streams, settings, start=make_start(model, dropout=dropout), total_steps=10, seed=seed)
 
     return make
 

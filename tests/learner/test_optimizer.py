@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from parallm.errors import CheckpointError
-from parallm.learner.optimizer import AdapterOptimizer, learning_rate, scaled_to_norm
+from parallm.learner.optimizer import AdapterOptimizer, clip_gradient_norm, learning_rate
 from parallm.learner.settings import LearnerSettings
 
 SITE = "model.layers.0.self_attn.q_proj"
@@ -18,9 +18,9 @@ def settings(**values: object) -> LearnerSettings:
 def applied(
     optimizer: AdapterOptimizer, arrays: dict[str, mx.array], gradients: dict[str, mx.array], step: int
 ) -> dict[str, mx.array]:
-    numbers_N, state = optimizer.propose(optimizer.layout.join(arrays), optimizer.layout.join(gradients), step)
+    parameters_N, state = optimizer.compute_step(optimizer.layout.join(arrays), optimizer.layout.join(gradients), step)
     optimizer.restore(state)
-    return optimizer.layout.split(numbers_N)
+    return optimizer.layout.split(parameters_N)
 
 
 def test_the_first_step_has_the_size_of_the_learning_rate() -> None:
@@ -117,6 +117,6 @@ def test_a_run_shorter_than_its_warm_up_has_a_rate() -> None:
 def test_gradients_are_scaled_down_to_the_norm_and_never_up() -> None:
     gradient = mx.array([3.0, 4.0])
     norm = mx.array(5.0)
-    assert scaled_to_norm(gradient, norm, 1.0).tolist() == pytest.approx([0.6, 0.8])
-    assert scaled_to_norm(gradient, norm, 6.0).tolist() == gradient.tolist()
-    assert scaled_to_norm(mx.zeros(2), mx.array(0.0), 1.0).tolist() == [0.0, 0.0]
+    assert clip_gradient_norm(gradient, norm, 1.0).tolist() == pytest.approx([0.6, 0.8])
+    assert clip_gradient_norm(gradient, norm, 6.0).tolist() == gradient.tolist()
+    assert clip_gradient_norm(mx.zeros(2), mx.array(0.0), 1.0).tolist() == [0.0, 0.0]

@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from parallm.learner.advantage import advantages
-from parallm.learner.corrections import entropy_threshold
-from parallm.learner.loss import LossInputs, objective_loss
-from parallm.learner.objective import Objective, token_weight
+from parallm.learner.loss.advantage import advantages
+from parallm.learner.loss.corrections import entropy_threshold
+from parallm.learner.loss.objective import Objective, token_weight
+from parallm.learner.loss.policy_loss import LossInputs, objective_loss
 
 ORACLES = [json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "oracles").glob("*.json"))]
 CASES = [(oracle["inputs"], case) for oracle in ORACLES for case in oracle["cases"]]

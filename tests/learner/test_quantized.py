@@ -8,10 +8,10 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.convert import convert
 
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import Adapter
+from parallm.model.adapters.adapter import Adapter
 from parallm.model.load import load_shared_model
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -23,14 +23,16 @@ Update = Callable[[SharedModel], tuple[UpdateReport, Changes]]
 
 
 @pytest.fixture
-def update(lanes: Lanes, make_start: Callable[..., Adapter], make_group: Callable[..., TrajectoryGroup]) -> Update:
+def update(
+    streams: DeviceStreams, make_start: Callable[..., Adapter], make_group: Callable[..., TrajectoryGroup]
+) -> Update:
     """The change of an adapter's arrays, which with so large an epsilon is about their gradient."""
     groups = [make_group(1, (12, 3, 1), (1.0, 0.0, 0.5)), make_group(2, (5, 6), (0.0, 1.0))]
     settings = LearnerSettings(warmup_steps=0, learning_rate=1.0, epsilon=1.0, max_gradient_norm=1e9)
 
     def run(model: SharedModel) -> tuple[UpdateReport, Changes]:
         start = make_start(model)
-        learner = Learner(model, lanes, settings, start=start, total_steps=10, seed=0)
+        learner = Learner(model, streams, settings, start=start, total_steps=10, seed=0)
         report = list(learner.update(groups, step=0, max_tokens=40))[-1]
         assert report is not None
         return report, {name: array - start.arrays[name] for name, array in learner.adapter.arrays.items()}

@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
-from parallm.model.adapter import Adapter
+from parallm.model.adapters.adapter import Adapter
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
 from parallm.types import Trajectory, TrajectoryGroup
@@ -20,14 +20,14 @@ REPLY = slice(4, 9)
 
 @pytest.fixture
 def update(
-    load_tiny: Callable[[str], SharedModel], lanes: Lanes, make_start: Callable[..., Adapter]
+    load_tiny: Callable[[str], SharedModel], streams: DeviceStreams, make_start: Callable[..., Adapter]
 ) -> Callable[..., tuple[Adapter, UpdateReport]]:
     """One update from the same start: the new adapter and the report."""
 
     def run(groups: Sequence[TrajectoryGroup], preset: str = "dapo") -> tuple[Adapter, UpdateReport]:
         model = load_tiny("qwen3")
         settings = LearnerSettings(preset=preset, warmup_steps=0, learning_rate=1e-3)  # type: ignore[arg-type]
-        learner = Learner(model, lanes, settings, start=make_start(model), total_steps=10, seed=0)
+        learner = Learner(model, streams, settings, start=make_start(model), total_steps=10, seed=0)
         report = list(learner.update(groups, step=0, max_tokens=40))[-1]
         assert report is not None
         return learner.adapter, report

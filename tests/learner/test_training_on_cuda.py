@@ -5,12 +5,12 @@ import pytest
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.utils import load_tokenizer
 
-from parallm.learner.last_layer import can_trim, hidden_at
-from parallm.learner.packing import Segment, packed_hidden
-from parallm.model.chat import ChatTokenizer
-from parallm.model.cuda import on_cuda
+from parallm.learner.passes.last_layer import can_trim, hidden_at
+from parallm.learner.passes.packing import Segment, packed_hidden
+from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.model.kernels.cuda import on_cuda
 from parallm.model.load import NANO, share_model
-from parallm.model.lora import Scaling, initial_arrays, one_adapter
+from parallm.model.lora.single import LoraScaling, initial_arrays, single_lora
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 
@@ -31,22 +31,24 @@ def model_of(module: object, dtype: mx.Dtype) -> SharedModel:
 
 def gradient(model: SharedModel, *, trims: bool) -> mx.array:
     """Of a sum of hidden states with random factors, as one vector, float32."""
-    arrays = initial_arrays(model.sites, 16, mx.random.key(0))
+    arrays = initial_arrays(model.targets, 16, mx.random.key(0))
     keys = mx.random.split(mx.random.key(1), len(arrays))
     for name, key in zip(sorted(arrays), keys, strict=True):
         if name.endswith("lora_b"):
             arrays[name] = mx.random.normal(arrays[name].shape, key=key) / 64
-    adapter = one_adapter(arrays, Scaling(dict.fromkeys(model.sites, 2.0), {}, model.dtype, model.joined), widens=True)
+    adapter = single_lora(
+        arrays, LoraScaling(dict.fromkeys(model.targets, 2.0), {}, model.dtype, model.joined), widens=True
+    )
     structure = adapter.structure()
     tokens = mx.array([(7 * place) % 380 + 1 for place in range(NUM_TOKENS)])
     factors_NH = mx.random.normal((len(SOURCES), 256), key=mx.random.key(2))
 
     def total(arrays: list[mx.array]) -> mx.array:
-        view, sources_N = structure.view(arrays), mx.array(SOURCES)
+        lora, sources_N = structure.lora(arrays), mx.array(SOURCES)
         if trims:
-            hidden_NH = hidden_at(model, tokens, SEGMENTS, view, sources_N)
+            hidden_NH = hidden_at(model, tokens, SEGMENTS, lora, sources_N)
         else:
-            hidden_NH = packed_hidden(model, tokens, SEGMENTS, view)[sources_N]
+            hidden_NH = packed_hidden(model, tokens, SEGMENTS, lora)[sources_N]
         return (hidden_NH.astype(mx.float32) * factors_NH).sum()
 
     found = mx.grad(total)(adapter.arrays())

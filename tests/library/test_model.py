@@ -25,9 +25,9 @@ from parallm.errors import (
     UnknownModel,
 )
 from parallm.library.answer import Answer, Prompt
-from parallm.model.adapter import make_adapter
-from parallm.model.adapter_files import write_mlx
-from parallm.model.lora import initial_arrays
+from parallm.model.adapters.adapter import make_adapter
+from parallm.model.adapters.files import write_mlx
+from parallm.model.lora.single import initial_arrays
 from parallm.model.shared_model import SharedModel
 from parallm.server.operation.sockets import ListenError
 
@@ -50,7 +50,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def write_adapter(folder: Path, nano: SharedModel, version: int) -> Path:
-    arrays = initial_arrays(nano.sites, 4, mx.random.key(version))
+    arrays = initial_arrays(nano.targets, 4, mx.random.key(version))
     for name in [name for name in arrays if name.endswith("lora_b")]:
         arrays[name] = 0.1 * mx.random.normal(arrays[name].shape, key=mx.random.key(version))
     write_mlx(make_adapter(arrays, version=version, rank=4, alpha=8.0), folder, num_layers=nano.num_layers)

@@ -15,8 +15,8 @@ import mlx.core as mx
 import pytest
 
 import parallm
-from parallm.composition import compose
-from parallm.config import RunConfig, ServeConfig
+from parallm.config.compose import compose
+from parallm.config.schema import RunConfig, ServeConfig
 from parallm.errors import ConfigError, ModelError, Unavailable
 
 ROOT = Path(__file__).parent.parent.parent
@@ -159,8 +159,8 @@ def test_overrides_are_composed_beside_a_program_that_uses_hydra(tmp_path: Path)
         (
             "import hydra",
             "from hydra.core.hydra_config import HydraConfig",
-            "from parallm.composition import compose",
-            "from parallm.config import ServeConfig",
+            "from parallm.config.compose import compose",
+            "from parallm.config.schema import ServeConfig",
             f"@hydra.main(config_path={str(tmp_path)!r}, config_name='mine', version_base='1.3')",
             "def main(config):",
             "    found = compose('serve', ServeConfig, ['engine.max_context=64']).config",

@@ -11,14 +11,13 @@ import pytest
 from rich.console import Console
 
 from parallm.metrics.display import LoggedDisplay, NoDisplay, make_display
-from parallm.metrics.lines import LinesDisplay, step_line
-from parallm.metrics.live import LiveDisplay
-from parallm.metrics.live_table import fitting_columns, numbers_now, step_table
+from parallm.metrics.eta import Schedule
+from parallm.metrics.formatting import duration
+from parallm.metrics.header import RunHeader
+from parallm.metrics.line_display import LinesDisplay, step_line
+from parallm.metrics.live_display import LiveDisplay, fitting_columns, numbers_now, step_table
 from parallm.metrics.log_capture import PROGRESS
-from parallm.metrics.run_header import RunHeader
 from parallm.metrics.step import StepMetrics
-from parallm.metrics.time_left import Schedule
-from parallm.metrics.wording import duration
 from parallm.reports import Estimate, EvaluationReport, TrainingStatus
 
 HEADER = RunHeader(
@@ -160,7 +159,7 @@ def test_an_evaluation_on_demonstrations_says_their_loss() -> None:
 
 
 def test_lines_say_how_far_an_evaluation_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parallm.metrics.progress.SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr("parallm.metrics.eta.SECONDS_BETWEEN", 0.0)
     stream = io.StringIO()
     display = make_display("lines", stream)
     for done in (1, 2, 3):

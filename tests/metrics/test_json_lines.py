@@ -138,7 +138,7 @@ def test_a_half_written_row_that_is_dropped_leaves_nothing(tmp_path: Path, monke
 def test_rows_that_wait_have_a_limit_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(json_lines, "MOST_BYTES", 60)
+    monkeypatch.setattr(json_lines, "MAX_BYTES", 60)
     lines = JsonLines(tmp_path / "gone" / "rows.jsonl")
     for step in range(20):
         lines.append({"step": step})
@@ -150,7 +150,7 @@ def test_a_half_written_row_that_is_let_go_spoils_no_other(tmp_path: Path, monke
     file = tmp_path / "rows.jsonl"
     lines = JsonLines(file)
     with monkeypatch.context() as full:
-        full.setattr(json_lines, "MOST_BYTES", 30)
+        full.setattr(json_lines, "MAX_BYTES", 30)
         full.setattr(json_lines, "open_to_append", lambda path: FullDisk(path, num_bytes=16))
         lines.append(*({"step": step} for step in (1, 2, 3, 4)))
     lines.flush()

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from parallm.metrics.panels import Panel, panels_of, running_mean
+from parallm.metrics.curves import Panel, panels_of, running_mean
 
 ROLLOUTS: dict[str, Any] = {
     "reward/mean": 0.5,

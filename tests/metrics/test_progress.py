@@ -1,11 +1,11 @@
 """Progress is told seldom, and not where nothing is left."""
 
-from parallm.metrics.progress import SeldomProgress
+from parallm.metrics.eta import ThrottledProgress
 
 
 def test_progress_is_told_every_ten_seconds() -> None:
     now = 100.0
-    seldom = SeldomProgress(lambda: now)
+    seldom = ThrottledProgress(lambda: now)
     assert seldom.text(1, 512) == ""
     now = 109.0
     assert seldom.text(60, 512) == ""
@@ -18,7 +18,7 @@ def test_progress_is_told_every_ten_seconds() -> None:
 
 def test_other_work_begins_anew() -> None:
     now = 0.0
-    seldom = SeldomProgress(lambda: now)
+    seldom = ThrottledProgress(lambda: now)
     seldom.text(5, 8)
     now = 60.0
     assert seldom.text(1, 8) == ""

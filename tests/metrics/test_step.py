@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from parallm.metrics.lines import evaluation_line, step_line
+from parallm.metrics.eta import Schedule
+from parallm.metrics.line_display import evaluation_line, step_line
 from parallm.metrics.step import StepMetrics, evaluation_row
-from parallm.metrics.time_left import Schedule
 from parallm.reports import Estimate, EvaluationReport, OffPolicyReport, PairsReport
 
 

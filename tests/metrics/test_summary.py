@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from parallm.metrics.summary import Row, RunSummary
+from parallm.metrics.summary import MetricsRow, RunSummary
 
-STEPS: list[Row] = [
+STEPS: list[MetricsRow] = [
     {
         "step": number,
         "reward/mean": reward,
@@ -28,7 +28,7 @@ STEPS: list[Row] = [
 ]
 
 
-def evaluation(step: int, accuracy: float) -> Row:
+def evaluation(step: int, accuracy: float) -> MetricsRow:
     return {
         "step": step,
         "heldout/accuracy": accuracy,
@@ -39,7 +39,7 @@ def evaluation(step: int, accuracy: float) -> Row:
     }
 
 
-def summary(steps: Sequence[Row], evaluations: Sequence[Row]) -> RunSummary:
+def summary(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> RunSummary:
     return RunSummary(folder=Path("runs/one"), steps=steps, evaluations=evaluations, peak_memory_gb=1.5)
 
 
@@ -90,7 +90,7 @@ def test_rounding_does_not_hide_a_token_that_differs() -> None:
     assert dict(summary([STEPS[0]], []).rows())["learner and engine log-probs"].startswith("all bit-equal")
 
 
-def supervised(number: int, **numbers: float) -> Row:
+def supervised(number: int, **numbers: float) -> MetricsRow:
     return {"step": number, "seconds/total": 2.0, **{f"update/{name}": value for name, value in numbers.items()}}
 
 

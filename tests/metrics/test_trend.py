@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from parallm.metrics.trend import no_rise
+from parallm.metrics.summary import flat_reward_advice
 
 
 def rows(rewards: Sequence[float | None], *, delta: float = 0.01, signal: int = 8) -> list[dict[str, Any]]:
@@ -28,14 +28,14 @@ def noisy(rise: float, *, count: int = 20, seed: int = 0) -> list[float]:
 
 
 def test_a_flat_reward_is_named_with_what_to_try() -> None:
-    assert no_rise(rows([0.12, 0.1, 0.14, 0.12, 0.12, 0.1, 0.14, 0.12])) == (
+    assert flat_reward_advice(rows([0.12, 0.1, 0.14, 0.12, 0.12, 0.1, 0.14, 0.12])) == (
         "the reward has not risen beyond its noise in 8 steps (0.110 in the first third, 0.130 in the last): read "
         "samples.jsonl, and try more steps, a higher learner.learning_rate, or more problems a step"
     )
 
 
 def test_where_hardly_a_group_has_signal_the_problems_are_named() -> None:
-    text = no_rise(rows([1.0] * 9, signal=1))
+    text = flat_reward_advice(rows([1.0] * 9, signal=1))
     assert text is not None
     assert text.endswith(
         "6.2% of the groups had completions with different rewards; choose problems that the model solves sometimes, "
@@ -44,18 +44,18 @@ def test_where_hardly_a_group_has_signal_the_problems_are_named() -> None:
 
 
 def test_a_fall_is_called_so() -> None:
-    text = no_rise(rows(noisy(-0.4)))
+    text = flat_reward_advice(rows(noisy(-0.4)))
     assert text is not None
     assert text.startswith("the reward has fallen in 20 steps (0.2")
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_clear_rise_is_seen_through_noise(seed: int) -> None:
-    assert no_rise(rows(noisy(0.3, seed=seed))) is None
+    assert flat_reward_advice(rows(noisy(0.3, seed=seed))) is None
 
 
 def test_noise_is_seldom_taken_for_a_rise() -> None:
-    assert sum(no_rise(rows(noisy(0.0, seed=seed))) is None for seed in range(200)) <= 12
+    assert sum(flat_reward_advice(rows(noisy(0.0, seed=seed))) is None for seed in range(200)) <= 12
 
 
 @pytest.mark.parametrize(
@@ -71,4 +71,4 @@ def test_noise_is_seldom_taken_for_a_rise() -> None:
     ids=["short", "no rewards", "learning rate 0", "supervised", "none", "straight"],
 )
 def test_a_run_that_learned_or_was_not_to_is_told_nothing(steps: list[dict[str, Any]]) -> None:
-    assert no_rise(steps) is None
+    assert flat_reward_advice(steps) is None

@@ -3,12 +3,12 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.dora import initial_magnitudes
-from parallm.model.lora import initial_arrays
+from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.lora.dora import initial_magnitudes
+from parallm.model.lora.single import initial_arrays
+from parallm.model.lora.targets import target_ranks
 from parallm.model.settings import LoraSettings
 from parallm.model.shared_model import SharedModel
-from parallm.model.sites import site_ranks
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def variant() -> Callable[..., Adapter]:
 
     def make(model: SharedModel, version: int = 1, *, rank: int = 4, **fields: object) -> Adapter:
         lora = LoraSettings(rank=rank, **fields)  # type: ignore[arg-type]  # by name, from the test
-        ranks = site_ranks(model.sites, lora.ranks, rank)
-        arrays = initial_arrays(model.sites, rank, mx.random.key(version), ranks=ranks)
+        ranks = target_ranks(model.targets, lora.ranks, rank)
+        arrays = initial_arrays(model.targets, rank, mx.random.key(version), ranks=ranks)
         magnitudes = initial_magnitudes(model) if lora.dora else {}
         keys = iter(mx.random.split(mx.random.key(100 + version), len(arrays) + len(magnitudes)))
         arrays = {name: mx.random.normal(array.shape, key=next(keys)) * 0.2 for name, array in arrays.items()}

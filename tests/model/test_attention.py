@@ -4,7 +4,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
-from parallm.model.attention import LEAST_ROWS, at_least_rows, attention, product
+from parallm.model.attention import MIN_ROWS, at_least_rows, attention, product
 
 BLAS = load_blas(DeviceSettings())
 needs_strict = pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
@@ -95,5 +95,5 @@ def test_a_product_has_the_rows_that_it_was_asked_for(num_rows: int) -> None:
 def test_missing_rows_are_repetitions(num_rows: int) -> None:
     rows = random(num_rows, 6)
     more = at_least_rows(rows, axis=0)
-    assert more.shape[0] >= LEAST_ROWS
+    assert more.shape[0] >= MIN_ROWS
     assert mx.array_equal(more[:num_rows], rows).item()

@@ -13,7 +13,7 @@ from mlx_lm.utils import _get_classes, load_model
 
 from parallm.errors import AdapterError, ModelError
 from parallm.model.load import NANO, UNBOUNDED, _reason, check_local, find_folder, load_shared_model, max_positions
-from parallm.model.lora import Scaling, one_adapter
+from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 
@@ -41,7 +41,7 @@ def logits(model: SharedModel) -> mx.array:
 
 def test_the_embedded_model_needs_no_path() -> None:
     model = load("nano")
-    assert (model.dtype, model.batches_exactly, model.num_layers) == (mx.float32, True, 4)
+    assert (model.dtype, model.is_batch_invariant, model.num_layers) == (mx.float32, True, 4)
     assert find_folder("nano") == NANO
 
 
@@ -87,13 +87,13 @@ def test_a_quantized_model_takes_adapters(folder: Path, bits: int) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(base.parameters())))
     change_config(folder, quantization={"group_size": 32, "bits": bits})
     model = load(folder, lora=LoraSettings(rank=4))
-    assert model.sites["model.layers.1.mlp.down_proj"] == (96, 64)
+    assert model.targets["model.layers.1.mlp.down_proj"] == (96, 64)
     assert mx.allclose(logits(model), base(mx.array(TOKENS))[0], atol=1e-4).item()
-    shapes = {name: ((inputs, 4), (4, outputs)) for name, (inputs, outputs) in model.sites.items()}
+    shapes = {name: ((inputs, 4), (4, outputs)) for name, (inputs, outputs) in model.targets.items()}
     arrays = {f"{name}.lora_a": mx.full(a, 0.01) for name, (a, _) in shapes.items()}
     arrays |= {f"{name}.lora_b": mx.full(b, 0.01) for name, (_, b) in shapes.items()}
-    scaling = Scaling(dict.fromkeys(shapes, 2.0), {})
-    hidden = model.hidden(mx.array(TOKENS), model.make_cache(), one_adapter(arrays, scaling))
+    scaling = LoraScaling(dict.fromkeys(shapes, 2.0), {})
+    hidden = model.hidden(mx.array(TOKENS), model.make_cache(), single_lora(arrays, scaling))
     assert not mx.allclose(model.head(hidden[0]), logits(model), atol=1e-3).item()
 
 

@@ -13,11 +13,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import load_model
 
 from parallm.errors import ModelError
-from parallm.model.adapter import Adapter
-from parallm.model.fuse import fuse
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.fuse import fuse
 from parallm.model.load import load_base, load_shared_model
-from parallm.model.precision import stored_dtype
-from parallm.model.quantized import arrange_quantized
+from parallm.model.quantized import arrange_quantized, stored_dtype
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 

@@ -94,8 +94,8 @@ class _Scaled:
     def __init__(self, scale: mx.array) -> None:
         self._scale = scale
 
-    def added(self, site: str, x: mx.array, y: mx.array) -> mx.array:
+    def added(self, target: str, x: mx.array, y: mx.array) -> mx.array:
         return y * self._scale
 
-    def stretch(self, site: str) -> None:
+    def stretch(self, target: str) -> None:
         return None

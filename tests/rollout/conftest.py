@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from parallm.rollout.collector import Collector
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.problems import ProblemStream
 from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, GenerationRequest, Message, Problem, Split, WeightSpan
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from parallm.errors import ContextTooLong
-from parallm.rollout.collector import Collection, Collector
+from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.types import Completion, GenerationRequest, WeightSpan
 
 
-def collect(collector: Collector, step: int = 0) -> Collection:
+def collect(collector: Collector, step: int = 0) -> RolloutBatch:
     return asyncio.run(collector.collect(step, "policy"))
 
 

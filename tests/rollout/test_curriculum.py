@@ -6,10 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from parallm.rollout.collector import Collection, Collector
+from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.rollout.curriculum import Curriculum
-from parallm.rollout.ledger import Ledger
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.problems import ProblemCursor, ProblemStream
 from parallm.rollout.settings import CurriculumSettings
 from parallm.types import Message, Problem, TrajectoryGroup
 
@@ -20,7 +19,7 @@ PROBLEMS = [
 
 
 def curriculum_by(by: Literal["off", "problem", "level"], seed: int = 0, **values: Any) -> Curriculum:
-    return Curriculum(Ledger(ProblemStream(PROBLEMS, seed)), CurriculumSettings(by=by, **values), seed)
+    return Curriculum(ProblemCursor(ProblemStream(PROBLEMS, seed)), CurriculumSettings(by=by, **values), seed)
 
 
 def learn(curriculum: Curriculum, rates: tuple[float, float, float]) -> None:
@@ -86,7 +85,7 @@ def test_a_restored_curriculum_draws_what_the_first_one_would_have_drawn() -> No
     learn(first, (0.0, 0.5, 1.0))
     first.take(17)
     first._ledger.claim(0)
-    first._ledger.settle(0)
+    first._ledger.commit(0)
     state = json.loads(json.dumps(first.state() | first._ledger.state()))
     expected = first.take(50)
     first.learn([group_of(PROBLEMS[0], 1.0)])  # the state is a copy
@@ -109,7 +108,7 @@ def test_problems_that_were_given_back_are_judged_again() -> None:
     curriculum = curriculum_by("level", keep=0.01)
     drawn = curriculum.take(6)
     curriculum._ledger.claim(3)
-    curriculum._ledger.give_back([3])
+    curriculum._ledger.requeue([3])
     learn(curriculum, (0.0, 0.5, 0.5))
     assert curriculum.take(4)[:3] == [problem for problem in drawn if problem.level > 0][:3]
 
@@ -119,7 +118,7 @@ def test_the_groups_of_a_step_tell_the_curriculum_what_was_solved(make_collector
         "0", "2", "4", problems_per_step=3, refill_rounds=0, curriculum=CurriculumSettings(by="problem", keep=0.01)
     )
 
-    async def collect_twice() -> tuple[Collection, Collection]:
+    async def collect_twice() -> tuple[RolloutBatch, RolloutBatch]:
         first = await collector.collect(0, "policy")
         collector.curriculum.learn(first.sampled)
         return first, await collector.collect(1, "policy")

@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 import pytest
 
-from parallm.rollout.environment_calls import MAX_LINES, EnvironmentCalls, Outcome
+from parallm.rollout.environment_calls import MAX_LINES, CallResult, EnvironmentCalls
 
 
-def call_all(*functions: Callable[[], object], seconds: float = 5.0) -> list[Outcome]:
+def call_all(*functions: Callable[[], object], seconds: float = 5.0) -> list[CallResult]:
     return asyncio.run(EnvironmentCalls(seconds).call_all(functions))
 
 
-def kinds(outcomes: list[Outcome]) -> list[object]:
+def kinds(outcomes: list[CallResult]) -> list[object]:
     return [outcome.fault.kind if outcome.fault else outcome.value for outcome in outcomes]
 
 

@@ -9,7 +9,7 @@ from parallm.errors import ContextTooLong
 from parallm.reports import Evaluation, EvaluationReport
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator, Samples
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.problems import ProblemStream
 from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, GenerationRequest, Message, Problem, Split
 

@@ -7,11 +7,20 @@ from collections.abc import Mapping, Sequence
 import pytest
 from mlx_lm.utils import load_tokenizer
 
-from parallm.model.chat import ChatTokenizer
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.stage import ScoredEpisode, Stage
-from parallm.types import Completion, GenerationRequest, Message, Problem, Prompted, SamplingParams, Split, WeightSpan
+from parallm.rollout.runner import RolloutRunner, ScoredEpisode
+from parallm.types import (
+    Completion,
+    GenerationRequest,
+    Message,
+    Problem,
+    SamplingParams,
+    ScoringRequest,
+    Split,
+    WeightSpan,
+)
 
 END = 1
 PROBLEMS = [
@@ -39,9 +48,9 @@ class Rater:
 
     def __init__(self, first: float) -> None:
         self._first = first
-        self.seen: list[Prompted] = []
+        self.seen: list[ScoringRequest] = []
 
-    async def rate(self, items: Sequence[Prompted]) -> list[float]:
+    async def rate(self, items: Sequence[ScoringRequest]) -> list[float]:
         self.seen += items
         return [self._first + place for place in range(sum(len(item.completions) for item in items))]
 
@@ -51,7 +60,7 @@ def tokenizer() -> ChatTokenizer:
     return ChatTokenizer(load_tokenizer(NANO))
 
 
-def play(tokenizer: ChatTokenizer, rater: Rater, *texts: Sequence[str]) -> list[list[ScoredEpisode]]:
+def run_episodes(tokenizer: ChatTokenizer, rater: Rater, *texts: Sequence[str]) -> list[list[ScoredEpisode]]:
     """Completions of one problem after the other; `|` stands for the end token."""
 
     async def generate_all(requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
@@ -61,7 +70,7 @@ def play(tokenizer: ChatTokenizer, rater: Rater, *texts: Sequence[str]) -> list[
         ]
 
     model = RewardModel(rate=rater.rate, weight=0.25, tokenizer=tokenizer)
-    stage = Stage(generate_all, tokenizer, Exact(), max_turns=1, score_seconds=5, reward_model=model)
+    stage = RolloutRunner(generate_all, tokenizer, Exact(), max_turns=1, score_seconds=5, reward_model=model)
     problems = PROBLEMS[: len(texts)]
     requests = [
         GenerationRequest(
@@ -71,7 +80,7 @@ def play(tokenizer: ChatTokenizer, rater: Rater, *texts: Sequence[str]) -> list[
         )
         for one in problems
     ]
-    return asyncio.run(stage.play(problems, requests))
+    return asyncio.run(stage.run_episodes(problems, requests))
 
 
 def completion(tokenizer: ChatTokenizer, request: GenerationRequest, index: int, text: str) -> Completion:
@@ -89,7 +98,7 @@ def completion(tokenizer: ChatTokenizer, request: GenerationRequest, index: int,
 
 
 def test_the_part_is_added_with_its_weight_to_each_episode(tokenizer: ChatTokenizer) -> None:
-    rows = play(tokenizer, Rater(-2.0), ["right|", "wrong|"], ["right|"])
+    rows = run_episodes(tokenizer, Rater(-2.0), ["right|", "wrong|"], ["right|"])
     parts = [[one.score.parts for one in row] for row in rows]
     assert parts == [
         [{"right": 1.0, "rollout/reward_model": -2.0}, {"right": 0.0, "rollout/reward_model": -1.0}],
@@ -101,7 +110,7 @@ def test_the_part_is_added_with_its_weight_to_each_episode(tokenizer: ChatTokeni
 
 def test_the_tokens_that_were_sampled_are_scored_up_to_an_end(tokenizer: ChatTokenizer) -> None:
     rater = Rater(0.0)
-    play(tokenizer, rater, ["right|", "cut"])
+    run_episodes(tokenizer, rater, ["right|", "cut"])
     (item,) = rater.seen
     assert item.prompt_tokens == tokenizer.encode_chat(PROBLEMS[0].messages)
     assert item.completions == ((*tokenizer.encode_more("right"), END), (*tokenizer.encode_more("cut"), END))
@@ -109,7 +118,7 @@ def test_the_tokens_that_were_sampled_are_scored_up_to_an_end(tokenizer: ChatTok
 
 def test_what_cannot_be_scored_by_the_environment_is_not_shown_to_the_reward_model(tokenizer: ChatTokenizer) -> None:
     rater = Rater(7.0)
-    rows = play(tokenizer, rater, ["broken|", "wrong|"], ["broken|"])
+    rows = run_episodes(tokenizer, rater, ["broken|", "wrong|"], ["broken|"])
     assert [len(item.completions) for item in rater.seen] == [1]
     faults = [[one.score.fault is not None for one in row] for row in rows]
     assert faults == [[True, False], [True]]
@@ -120,7 +129,7 @@ def test_what_cannot_be_scored_by_the_environment_is_not_shown_to_the_reward_mod
 def test_a_score_that_cannot_be_learned_from_costs_its_episode(
     tokenizer: ChatTokenizer, score: float, kind: str
 ) -> None:
-    ((one,),) = play(tokenizer, Rater(score), ["right|"])
+    ((one,),) = run_episodes(tokenizer, Rater(score), ["right|"])
     assert one.score.fault is not None
     assert (one.score.fault.kind, one.score.fault.detail) == (kind, f"the reward model's score is {score}")
     assert one.score.parts == {}

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from parallm.errors import EnvironmentFailed
-from parallm.rollout.collector import Collection, Collector
-from parallm.rollout.problem_stream import ProblemStream
-from parallm.rollout.scoring import REWARD_MODEL, FaultLog, Score, refuse_without_scores
+from parallm.rollout.collector import Collector, RolloutBatch
+from parallm.rollout.problems import ProblemStream
+from parallm.rollout.scoring import REWARD_MODEL, FaultLog, Score, raise_if_none_scored
 from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, FaultyEpisode, GenerationRequest, Message, Problem, Split
 
@@ -36,7 +36,7 @@ class Scoring:
         return self._answer(int(text))
 
 
-def collect(engine: Any, answer: Callable[[int], object], **values: Any) -> Collection:
+def collect(engine: Any, answer: Callable[[int], object], **values: Any) -> RolloutBatch:
     class Letters:
         def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
             return (5,)
@@ -166,14 +166,14 @@ def test_an_environment_that_has_scored_nothing_is_refused_with_its_traceback() 
     raised = replace(plain, kind="score_raised", detail="ValueError()", traceback="Traceback\n  File x")
     silent = replace(plain, kind="no_tokens", detail="nothing")
     with pytest.raises(EnvironmentFailed) as failed:
-        refuse_without_scores("step 1", [silent, plain, raised, raised], 0)
+        raise_if_none_scored("step 1", [silent, plain, raised, raised], 0)
     assert str(failed.value) == (
         "step 1: not one of 3 completions could be scored ({'score_malformed': 1, 'score_raised': 2}); correct the "
         "environment. The first: Traceback\n  File x"
     )
-    refuse_without_scores("step 1", [raised], 1)
-    refuse_without_scores("step 1", [silent], 0)
-    refuse_without_scores("step 1", [], 0)
+    raise_if_none_scored("step 1", [raised], 1)
+    raise_if_none_scored("step 1", [silent], 0)
+    raise_if_none_scored("step 1", [], 0)
 
 
 def test_where_nothing_can_be_scored_no_more_is_sampled(engine: Any) -> None:

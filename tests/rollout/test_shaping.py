@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from parallm.rollout.collector import Collection, Collector
+from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.rollout.shaping import overlong_part
 from parallm.types import Completion, FinishReason, GenerationRequest
 
@@ -17,7 +17,7 @@ def test_the_overlong_part_falls_in_a_line_over_the_buffer(length: int, part: fl
     assert overlong_part(length, max_tokens=100, buffer=20) == pytest.approx(part)
 
 
-def collect(collector: Collector, engine: Any) -> Collection:
+def collect(collector: Collector, engine: Any) -> RolloutBatch:
     """With completions of 2, 5, 8 and 9 tokens of at most 9, of which the last is cut off."""
 
     async def generate_all(requests: Sequence[GenerationRequest]) -> list[list[Completion]]:

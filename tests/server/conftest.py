@@ -15,7 +15,7 @@ from mlx_lm.utils import load_tokenizer
 
 from parallm.conversation import ChatPrompt, Section, ToolCall
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, UnknownModel
-from parallm.model.chat import ChatTokenizer
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
@@ -79,7 +79,7 @@ class CharacterTokenizer:
     output = PlainOutput()
     template_variables: frozenset[str] = frozenset()
     end_token = END
-    longest_token = 5
+    max_token_length = 5
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)

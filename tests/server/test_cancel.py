@@ -10,7 +10,7 @@ import pytest
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.operation.keys import StoredKey
+from parallm.server.operation.auth import StoredKey
 from parallm.server.settings import KeyRole, ServerSettings
 
 NAMES: dict[str, KeyRole] = {"reader": "inference", "other": "inference", "trainer": "training", "boss": "admin"}

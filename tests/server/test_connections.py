@@ -18,7 +18,7 @@ from fastapi import FastAPI
 
 from parallm.server import connection as exchange
 from parallm.server.operation import connections
-from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import FILES_FOR_OTHERS, ListenError, bind, connection_limit
 from parallm.server.settings import ServerSettings
 
@@ -101,7 +101,7 @@ def test_a_head_that_trickles_in_has_no_more_time(app: FastAPI) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_bytes_of_a_body_give_time_for_more(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "LEAST_BYTES_A_SECOND", 1)
+    monkeypatch.setattr(exchange, "MIN_BYTES_PER_SECOND", 1)
 
     async def run() -> bytes:
         async with serving(app) as port, asyncio.timeout(10):

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from parallm.errors import EngineFull
-from parallm.server.dialects.dispatch import dialect_of
+from parallm.server.dialects.routes_generate import dialect_of
 
 Call = Callable[..., httpx.Response]
 HELLO = [104, 101, 108, 108, 111]

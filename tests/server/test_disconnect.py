@@ -11,17 +11,17 @@ from urllib.parse import urlsplit
 import pytest
 
 from parallm.device.governor import Governor
-from parallm.device.lanes import Lanes
+from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
 from parallm.types import TrafficClass
@@ -53,8 +53,10 @@ async def steps_around_leaving(device: DeviceThread, path: str, stream: bool) ->
     """When the client left, and when the steps of the engine began."""
     engine = AsyncEngine(device, asyncio.get_running_loop())
     model = device.call(partial(load_shared_model, ModelSettings(path=path))).result(60)
-    lanes = device.call(lambda: Lanes(lambda _: None)).result(60)
-    build = partial(SlowEngine, model, AdapterTable(), lanes, EngineSettings(), emit=engine.emit, report=engine.report)
+    streams = device.call(lambda: DeviceStreams(lambda _: None)).result(60)
+    build = partial(
+        SlowEngine, model, AdapterTable(), streams, EngineSettings(), emit=engine.emit, report=engine.report
+    )
     core = device.call(build).result(60)
     core.steps = []
     engine.attach(core)

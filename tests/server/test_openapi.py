@@ -5,9 +5,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from parallm.server.operation.roles import ROLES
+from parallm.server.openapi import openapi_document
+from parallm.server.operation.auth import ROLES
 from parallm.server.reference.documents import DOCUMENTS
-from parallm.server.reference.openapi import openapi_document
 
 Call = Callable[..., httpx.Response]
 NEED_AN_ANSWER = ("POST /v1/rewards", "POST /v1/rewards/score", "POST /v1/trajectories/{trajectory_id}/reward")

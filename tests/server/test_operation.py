@@ -13,10 +13,10 @@ from starlette.types import Message
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation import routes_operation
-from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
-from parallm.server.sse import EventStream
+from parallm.server.streaming import EventStream
 
 FREE_PORT = ServerSettings(port=0)
 BODY = {"model": "policy", "prompt": "hello"}

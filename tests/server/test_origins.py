@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.operation.keys import read_keys
+from parallm.server.operation.auth import read_keys
 from parallm.server.settings import ApiKey, ServerSettings
 
 KEY = "admin-0123456789abcdef"

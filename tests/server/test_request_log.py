@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 from parallm.errors import ConfigError
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.operation.keys import StoredKey
+from parallm.server.operation.auth import StoredKey
 from parallm.server.operation.request_log import request_log, writing_request_log
 from parallm.server.settings import ServerSettings
 

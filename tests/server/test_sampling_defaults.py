@@ -8,7 +8,7 @@ import pytest
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.openai.sampling_defaults import with_defaults
+from parallm.server.openai.routes_generation import with_defaults
 from parallm.server.schemas import CompletionBody
 from parallm.server.settings import ServerSettings
 from parallm.types import SamplingParams

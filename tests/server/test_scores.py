@@ -9,12 +9,12 @@ from fastapi.testclient import TestClient
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.settings import ServerSettings
-from parallm.types import Prompted
+from parallm.types import ScoringRequest
 
-SEEN: list[Prompted] = []
+SEEN: list[ScoringRequest] = []
 
 
-async def length(items: Sequence[Prompted]) -> list[float]:
+async def length(items: Sequence[ScoringRequest]) -> list[float]:
     SEEN[:] = items
     return [len(tokens) / 2 for item in items for tokens in item.completions]
 
@@ -54,10 +54,10 @@ def test_texts_are_scored_at_their_ends(score: Callable[..., Any]) -> None:
 def test_completions_are_scored_behind_their_prompt_or_their_chat(score: Callable[..., Any]) -> None:
     answer = score(prompt="ab", completions=["c", "cde"]).json()
     assert [one["score"] for one in answer["data"]] == [1.0, 2.0]
-    assert [Prompted(prompt_tokens=ids("ab"), completions=(ids("c", 0), ids("cde", 0)))] == SEEN
+    assert [ScoringRequest(prompt_tokens=ids("ab"), completions=(ids("c", 0), ids("cde", 0)))] == SEEN
     chat = [{"role": "user", "content": "ab"}]
     assert score(messages=chat, completions="c").json()["data"][0]["score"] == 1.0
-    expected = [Prompted(prompt_tokens=ids("<user>ab"), completions=(ids("c", 0),))]
+    expected = [ScoringRequest(prompt_tokens=ids("<user>ab"), completions=(ids("c", 0),))]
     assert expected == SEEN
     whole = [*chat, {"role": "assistant", "content": [{"type": "text", "text": "c"}]}]
     assert score(messages=whole).status_code == 200

@@ -20,18 +20,17 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.checkpoint.adapter_store import AdapterStore
-from parallm.checkpoint.kept_table import KeptTable
+from parallm.checkpoint.persistent_table import PersistentTable
 from parallm.device.governor import Governor
 from parallm.device.thread import DeviceThread
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.initial import starting_adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
-from parallm.model.starting_adapter import starting_adapter
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.operation.keys import read_keys
-from parallm.server.operation.listen import HttpServer
-from parallm.server.operation.roles import RANK, ROLES
+from parallm.server.operation.auth import RANK, ROLES, read_keys
+from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
 from parallm.server.reference.documents import DOCUMENTS
 from parallm.server.settings import ApiKey, ServerSettings
@@ -87,7 +86,7 @@ def make(engine: Any, tokenizer: Any) -> Make:
 def with_store(make: Make, device: DeviceThread, tiny_model: Callable[[str], Path], root: Path) -> FastAPI:
     """An application that takes adapters for a real model."""
     model = device.call(partial(load_shared_model, ModelSettings(path=str(tiny_model("llama"))))).result(60)
-    kept = KeptTable(device, AdapterTable(), trained=())
+    kept = PersistentTable(device, AdapterTable(), trained=())
     start = device.call(partial(starting_adapter, ModelSettings(), model, 0)).result(60)
     return make(AdapterStore(device, model, kept, root=str(root), max_bytes=100_000, max_names=4, start=start))
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from parallm.server.operation.listen import HttpServer
+from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import ListenError, bind
 from parallm.server.settings import ServerSettings
 

@@ -11,7 +11,7 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.errors import ContextTooLong, InvalidRequest
-from parallm.server.parse import read_object
+from parallm.server.schemas import read_object
 from parallm.server.text_bounds import PIECE, check_text
 
 Call = Callable[..., httpx.Response]
@@ -70,7 +70,7 @@ def test_what_cannot_fit_is_refused_before_anything_reads_it(
 class Spaces:
     """Has one token for up to a hundred spaces, and one for every other character."""
 
-    longest_token = 100
+    max_token_length = 100
 
     def __init__(self) -> None:
         self.encoded: list[int] = []

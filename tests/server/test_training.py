@@ -11,8 +11,7 @@ from parallm.errors import CheckpointError, Unavailable, UnknownModel
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.settings import ServerSettings
-from parallm.types import WeightSpan
-from parallm.updates import GivenTrajectory, GivenUpdate
+from parallm.types import GivenTrajectory, GivenUpdate, WeightSpan
 
 
 @dataclass

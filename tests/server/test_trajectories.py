@@ -11,7 +11,7 @@ from fastapi.testclient import TestClient
 
 from parallm.reports import TrainingStatus
 from parallm.rollout.live.journal import Journal
-from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.live.source import LiveSource
 from parallm.rollout.settings import LiveSettings, RolloutSettings
 from parallm.server.app import create_app
 from parallm.server.settings import ServerSettings
@@ -36,7 +36,7 @@ def policy_card(version: int) -> AdapterCard:
     )
 
 
-def make_client(engine: Any, tokenizer: Any, **trajectories: LiveTraffic) -> TestClient:
+def make_client(engine: Any, tokenizer: Any, **trajectories: LiveSource) -> TestClient:
     return TestClient(
         create_app(
             engine=engine,
@@ -52,13 +52,13 @@ def make_client(engine: Any, tokenizer: Any, **trajectories: LiveTraffic) -> Tes
 
 
 @pytest.fixture
-def traffic(tmp_path: Path) -> LiveTraffic:
+def traffic(tmp_path: Path) -> LiveSource:
     live = LiveSettings(wait_seconds=0.001, weights={"short": 0.5})
-    return LiveTraffic(RolloutSettings(source="live", live=live), tmp_path / "trajectories.jsonl")
+    return LiveSource(RolloutSettings(source="live", live=live), tmp_path / "trajectories.jsonl")
 
 
 @pytest.fixture
-def client(engine: Any, tokenizer: Any, traffic: LiveTraffic) -> TestClient:
+def client(engine: Any, tokenizer: Any, traffic: LiveSource) -> TestClient:
     return make_client(engine, tokenizer, policy=traffic)
 
 
@@ -77,12 +77,12 @@ def reward(client: TestClient, trajectory_id: str, value: Any) -> Any:
     return client.post(f"/v1/trajectories/{trajectory_id}/reward", json={"reward": value})
 
 
-def taken(traffic: LiveTraffic) -> list[TrajectoryGroup]:
+def taken(traffic: LiveSource) -> list[TrajectoryGroup]:
     """The groups of whatever has two rewards."""
     return list(traffic.take(1).groups)
 
 
-def test_a_completion_becomes_a_trajectory_of_its_exact_tokens(client: TestClient, traffic: LiveTraffic) -> None:
+def test_a_completion_becomes_a_trajectory_of_its_exact_tokens(client: TestClient, traffic: LiveSource) -> None:
     answer = complete(client, n=2, temperature=0.7).json()
     ids = [choice["trajectory_id"] for choice in answer["choices"]]
     assert ids == [f"{answer['id']}-0", f"{answer['id']}-1"]
@@ -98,7 +98,7 @@ def test_a_completion_becomes_a_trajectory_of_its_exact_tokens(client: TestClien
     assert group.rewards == (1.0, 0.0)
 
 
-def test_prompts_of_one_request_are_numbered_through(client: TestClient, traffic: LiveTraffic) -> None:
+def test_prompts_of_one_request_are_numbered_through(client: TestClient, traffic: LiveSource) -> None:
     answer = complete(client, prompt=["a", "b"], n=2).json()
     for place, choice in enumerate(answer["choices"]):
         assert choice["trajectory_id"] == f"{answer['id']}-{place}"
@@ -107,7 +107,7 @@ def test_prompts_of_one_request_are_numbered_through(client: TestClient, traffic
 
 
 def test_metadata_of_many_prompts_are_checked_once(
-    client: TestClient, traffic: LiveTraffic, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, traffic: LiveSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked = []
     monkeypatch.setattr(traffic, "check", lambda *asked: checked.append(asked[2]))
@@ -129,7 +129,7 @@ def test_a_stream_names_the_trajectory_when_it_can_be_rewarded(client: TestClien
     assert reward(client, told[0][1], 1).status_code == 200
 
 
-def test_the_request_of_the_first_users_is_collected_and_scored(client: TestClient, traffic: LiveTraffic) -> None:
+def test_the_request_of_the_first_users_is_collected_and_scored(client: TestClient, traffic: LiveSource) -> None:
     traffic.connect(lambda tokens: "".join(map(chr, tokens)))
     metadata = {"environment": "math", "difficulty": "hard"}
     body: dict[str, Any] = {
@@ -158,7 +158,7 @@ def test_the_request_of_the_first_users_is_collected_and_scored(client: TestClie
         assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "metadata")
 
 
-def test_a_chat_is_collected_with_its_whole_prompt(client: TestClient, traffic: LiveTraffic) -> None:
+def test_a_chat_is_collected_with_its_whole_prompt(client: TestClient, traffic: LiveSource) -> None:
     for value in (0, 1):
         (choice,) = chat(client).json()["choices"]
         assert reward(client, choice["trajectory_id"], value).status_code == 200
@@ -169,7 +169,7 @@ def test_a_chat_is_collected_with_its_whole_prompt(client: TestClient, traffic: 
 @pytest.mark.parametrize("ask", [complete, chat])
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_is_collected_that_was_not_asked_for(
-    client: TestClient, traffic: LiveTraffic, ask: Post, stream: bool
+    client: TestClient, traffic: LiveSource, ask: Post, stream: bool
 ) -> None:
     wishes: list[dict[str, Any]] = [{}, {"collect_trajectory": None}, {"metadata": {}}]
     for wish in wishes:
@@ -186,7 +186,7 @@ def test_an_own_request_id_makes_ids_that_are_known_before(client: TestClient) -
 
 @pytest.mark.parametrize("ask", [complete, chat])
 def test_a_request_id_that_comes_again_is_refused_before_it_is_sampled(
-    client: TestClient, engine: Any, traffic: LiveTraffic, ask: Post
+    client: TestClient, engine: Any, traffic: LiveSource, ask: Post
 ) -> None:
     (choice,) = ask(client, request_id="mine").json()["choices"]
     num_asked = len(engine.requests)
@@ -199,10 +199,8 @@ def test_a_request_id_that_comes_again_is_refused_before_it_is_sampled(
     assert traffic.report().num_collected == 1
 
 
-def test_a_request_id_is_one_for_all_policies(
-    engine: Any, tokenizer: Any, traffic: LiveTraffic, tmp_path: Path
-) -> None:
-    other = LiveTraffic(RolloutSettings(source="live"), tmp_path / "other.jsonl")
+def test_a_request_id_is_one_for_all_policies(engine: Any, tokenizer: Any, traffic: LiveSource, tmp_path: Path) -> None:
+    other = LiveSource(RolloutSettings(source="live"), tmp_path / "other.jsonl")
     other.record("cmpl-mine-0", request_of(), completion_of(), None, {})
     client = make_client(engine, tokenizer, policy=traffic, poet=other)
     assert complete(client, request_id="mine").status_code == 400
@@ -242,7 +240,7 @@ def test_an_own_request_id_may_look_like_a_path(client: TestClient) -> None:
     assert client.post(f"/v1/trajectories/{choice['trajectory_id']}/reward", json={"reward": 1}).status_code == 200
 
 
-def test_rewards_for_unknown_ids_are_404_and_those_too_late_409(client: TestClient, traffic: LiveTraffic) -> None:
+def test_rewards_for_unknown_ids_are_404_and_those_too_late_409(client: TestClient, traffic: LiveSource) -> None:
     answer = reward(client, "cmpl-nobody-0", 1)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "trajectory_not_found")
     (first,) = complete(client).json()["choices"]
@@ -295,7 +293,7 @@ def test_what_cannot_be_learned_from_is_refused_before_it_is_sampled(
     assert engine.requests == []
 
 
-def test_any_name_of_the_policy_is_collected_for_it(client: TestClient, traffic: LiveTraffic) -> None:
+def test_any_name_of_the_policy_is_collected_for_it(client: TestClient, traffic: LiveSource) -> None:
     for model in ("policy", "policy@2", "best"):
         assert complete(client, model=model).json()["choices"][0]["trajectory_id"]
     assert traffic.report().num_collected == 3
@@ -307,7 +305,7 @@ def test_a_split_collects_what_the_policy_answers(client: TestClient) -> None:
     assert sorted(one is None for one in ids) == [False, False, True, True]
 
 
-def test_the_dialects_of_generate_have_no_place_for_it(client: TestClient, traffic: LiveTraffic) -> None:
+def test_the_dialects_of_generate_have_no_place_for_it(client: TestClient, traffic: LiveSource) -> None:
     answer = client.post("/generate", json={"prompt": "hi", "collect_trajectory": True})
     assert answer.status_code == 400
     assert traffic.report().num_collected == 0
@@ -330,9 +328,9 @@ def test_a_process_that_does_not_learn_from_clients_says_so(engine: Any, tokeniz
 
 
 def test_each_of_several_policies_gets_its_own(
-    engine: Any, tokenizer: Any, traffic: LiveTraffic, tmp_path: Path
+    engine: Any, tokenizer: Any, traffic: LiveSource, tmp_path: Path
 ) -> None:
-    other = LiveTraffic(RolloutSettings(source="live"), tmp_path / "other.jsonl")
+    other = LiveSource(RolloutSettings(source="live"), tmp_path / "other.jsonl")
     client = make_client(engine, tokenizer, poet=other, policy=traffic)
     name = complete(client).json()["choices"][0]["trajectory_id"]
     assert reward(client, name, 1).status_code == 200
@@ -379,7 +377,7 @@ def test_metrics_tell_of_trajectories(client: TestClient) -> None:
     assert 'parallm:trajectories_collected_total{policy="policy"} 3.0' in text
 
 
-def test_a_completion_without_tokens_has_no_trajectory(client: TestClient, traffic: LiveTraffic) -> None:
+def test_a_completion_without_tokens_has_no_trajectory(client: TestClient, traffic: LiveSource) -> None:
     answer = complete(client, max_tokens=0, echo=True).json()
     assert answer["choices"][0]["trajectory_id"] is None
     assert traffic.report().dropped == {"no_tokens": 1}

@@ -16,7 +16,7 @@ class Memory:
     def __init__(self) -> None:
         self.seen: list[tuple[tuple[int, ...], list[tuple[int, ...]]]] = []
 
-    def witness(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
+    def record(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         self.seen.append((request.prompt_tokens, [one.tokens for one in completions]))
 
 

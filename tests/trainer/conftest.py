@@ -17,14 +17,14 @@ import mlx.core as mx
 import pytest
 from pydantic import TypeAdapter
 
-from parallm.build import run_training
-from parallm.config import RunConfig
+from parallm.config.schema import RunConfig
 from parallm.device.blas import load_blas
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import ProblemError
-from parallm.learner.policy_gradient import PassResult, PolicyGradient
-from parallm.rollout.stage import ScoredEpisode, Stage
+from parallm.learner.passes.gradient import PassResult, PolicyGradient
+from parallm.rollout.runner import RolloutRunner, ScoredEpisode
+from parallm.run.train import run_training
 from parallm.types import Problem, Split
 
 TINY: Mapping[str, Mapping[str, Any]] = {
@@ -99,15 +99,15 @@ def constant() -> type[Constant]:
 @pytest.fixture
 def fail_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Lets the given round of sampling, counted from 1, end with a ProblemError: its problems are drawn by then."""
-    play, numbers = Stage.play, count(1)
+    run_episodes, numbers = RolloutRunner.run_episodes, count(1)
 
     def fail_once(chosen: int) -> None:
-        async def fail(stage: Stage, *arguments: Any) -> list[list[ScoredEpisode]]:
+        async def fail(stage: RolloutRunner, *arguments: Any) -> list[list[ScoredEpisode]]:
             if next(numbers) == chosen:
                 raise ProblemError("cannot be played")
-            return await play(stage, *arguments)
+            return await run_episodes(stage, *arguments)
 
-        monkeypatch.setattr(Stage, "play", fail)
+        monkeypatch.setattr(RolloutRunner, "play", fail)
 
     return fail_once
 
@@ -149,7 +149,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
         if not draws:
             monkeypatch.setattr("parallm.metrics.record.draw_curves", lambda *_, **__: None)
         chosen = environment or Parity()
-        monkeypatch.setattr("parallm.lessons.build_environment", lambda _: chosen)
+        monkeypatch.setattr("parallm.run.training_data.build_environment", lambda _: chosen)
         values = {name: {**TINY.get(name, {}), **parts.get(name, {})} for name in {*TINY, *parts}}
         config = TypeAdapter(RunConfig).validate_python(
             {**values, "seed": seed, "environment": keys or {"name": "arithmetic"}}

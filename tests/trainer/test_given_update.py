@@ -12,7 +12,7 @@ import pytest
 
 from parallm.client import Client
 from parallm.errors import ProblemError
-from parallm.rollout.stage import Stage
+from parallm.rollout.runner import RolloutRunner
 
 Run = Callable[..., int]
 UPDATE = "/v1/training/update"
@@ -159,7 +159,7 @@ def test_an_update_is_saved_when_the_next_step_ends_the_run(
     def act(client: httpx.Client) -> None:
         answer = client.post(UPDATE, json={"trajectories": pair()}).raise_for_status().json()
         made.append(answer["update"]["version"])
-        monkeypatch.setattr(Stage, "play", fail)
+        monkeypatch.setattr(RolloutRunner, "play", fail)
         with suppress(httpx.TransportError):  # the process ends
             client.post("/v1/training/resume")
             while client.get("/v1/training/status").json()["state"] != "failed":

@@ -17,7 +17,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from parallm.learner import versions
+from parallm.learner import adapter_state
 from parallm.learner.learner import Learner
 
 Train = Callable[..., int]
@@ -222,7 +222,7 @@ def test_a_version_that_an_operator_has_named_is_there_after_a_kill_though_no_ch
     checkpoint = {"resume": "auto", "every": 10}
     digests: dict[str, str] = {}
 
-    def versions(client: httpx.Client) -> dict[str, str]:
+    def adapter_state(client: httpx.Client) -> dict[str, str]:
         return {one["id"]: one["digest"] for one in client.get("/v1/adapters").json()["data"]}
 
     def before(client: httpx.Client) -> None:
@@ -231,14 +231,14 @@ def test_a_version_that_an_operator_has_named_is_there_after_a_kill_though_no_ch
         client.post("/v1/training/checkpoint").raise_for_status()
         rate_two_groups(client)
         until(lambda: step_of(client) == 2)
-        digests.update(versions(client))
+        digests.update(adapter_state(client))
         client.post("/v1/adapters/aliases", json={"alias": "stable", "version": 2}).raise_for_status()
         shutil.copytree(tmp_path / "run", tmp_path / "killed")
         os.kill(os.getpid(), signal.SIGINT)
 
     def after(client: httpx.Client) -> None:
         until(lambda: step_of(client) == 2)
-        found = versions(client)
+        found = adapter_state(client)
         assert (found["policy@2"], found["policy@3"]) == (digests["policy@2"], digests["policy@1"])
         answer = client.post("/v1/completions", json={"model": "stable", "prompt": "1", "max_tokens": 1}).json()
         assert answer["model"] == "policy@2"
@@ -309,9 +309,9 @@ def test_a_step_that_has_moved_nothing_has_made_no_version_that_could_be_undone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names: list[str] = []
-    measure, numbers = versions._change, itertools.count(1)
+    measure, numbers = adapter_state._change, itertools.count(1)
 
-    def change(*arrays: mx.array) -> versions.Change:
+    def change(*arrays: mx.array) -> adapter_state.Change:
         found = measure(*arrays)
         return found if next(numbers) != 2 else replace(found, has_moved=mx.array(False))
 
@@ -323,7 +323,7 @@ def test_a_step_that_has_moved_nothing_has_made_no_version_that_could_be_undone(
         until(lambda: step_of(client) == 4)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(versions, "_change", change)
+    monkeypatch.setattr(adapter_state, "_change", change)
     break_gradient(3)
     trainer = {"steps": 9, "max_off_policy_steps": 4, "guard": {"max_skips": 1}}
     assert run(act, trainer=trainer, checkpoint={"every": 10}) == 0

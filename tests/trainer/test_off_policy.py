@@ -19,7 +19,7 @@ from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import ProblemError
 from parallm.learner.learner import Learner
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.problems import ProblemStream
 from parallm.trainer.trainer import Trainer
 
 Train = Callable[..., int]
@@ -44,7 +44,7 @@ def test_in_turns_a_run_is_the_plain_loop_bit_for_bit(
 
     async def plain_loop(self: Trainer) -> None:
         """Collect, train, publish: what a trainer without a pipeline does."""
-        parts = self._parts
+        parts = self._context
         for step in range(3):
             collection = await parts.collector.collect(step, "policy")
             trajectories = [one for group in collection.sampled for one in group.trajectories]

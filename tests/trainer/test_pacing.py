@@ -24,7 +24,7 @@ class Loop:
     async def run(self) -> None:
         try:
             while not self._is_over():
-                await self.pacing.turn(self._is_over, self._on_wait)
+                await self.pacing.before_step(self._is_over, self._on_wait)
                 if not self._is_over():
                     await asyncio.sleep(0.001)
                     self.done += 1

@@ -9,7 +9,7 @@ import pytest
 
 from parallm.errors import EngineStopped
 from parallm.rollout.collector import Collector
-from parallm.rollout.problem_stream import ProblemStream
+from parallm.rollout.problems import ProblemStream
 from parallm.rollout.settings import RolloutSettings
 from parallm.trainer.pipeline import Pipeline
 from parallm.types import Completion, GenerationRequest, Message, Problem, WeightSpan
@@ -82,7 +82,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(test())
 
 
-async def settle() -> None:
+async def commit() -> None:
     """Let everything run that can run."""
     for _ in range(20):
         await asyncio.sleep(0)
@@ -93,7 +93,7 @@ def test_without_a_limit_above_zero_nothing_is_sampled_ahead() -> None:
         pipeline, model, _ = make(limit=0)
         for step in range(3):
             batch = await pipeline.take(step)
-            await settle()
+            await commit()
             assert steps_of(model.asked) == list(range(step + 1))
             assert (batch.off_policy.lag_mean, batch.off_policy.lag_max, batch.off_policy.dropped) == (0, 0, 0)
             model.version += 1
@@ -107,7 +107,7 @@ def test_coming_steps_are_sampled_as_far_ahead_as_the_limit_allows(limit: int) -
         pipeline, model, _ = make(limit=limit)
         for step in range(6):
             batch = await pipeline.take(step)
-            await settle()
+            await commit()
             assert steps_of(model.asked) == list(range(step + limit + 1))
             assert batch.off_policy.lag_max == batch.off_policy.lag_mean == min(step, limit)
             assert batch.off_policy.dropped == 0
@@ -121,7 +121,7 @@ def test_nothing_is_sampled_beyond_the_last_step() -> None:
     async def test() -> None:
         pipeline, model, _ = make(limit=4, num_steps=3)
         await pipeline.take(0)
-        await settle()
+        await commit()
         assert steps_of(model.asked) == [0, 1, 2]
         await pipeline.close()
 
@@ -133,7 +133,7 @@ def test_a_step_waits_for_its_own_groups_though_later_ones_are_done() -> None:
         pipeline, model, _ = make(limit=1)
         model.is_blocked = lambda name: name.startswith("step-0-")
         taking = asyncio.create_task(pipeline.take(0))
-        await settle()
+        await commit()
         assert steps_of(model.asked) == [0, 1]
         assert not taking.done()
         model.freed.set()
@@ -164,7 +164,7 @@ def test_groups_beyond_the_limit_are_dropped_and_their_problems_sampled_anew() -
     async def test() -> None:
         pipeline, model, _ = make(limit=1)
         await pipeline.take(0)
-        await settle()  # the groups of step 1 are of version 0
+        await commit()  # the groups of step 1 are of version 0
         model.version = 2
         batch = await pipeline.take(1)
         assert (batch.off_policy.dropped, batch.off_policy.lag_max) == (2, 0)
@@ -188,7 +188,7 @@ def test_groups_of_a_version_that_the_learner_has_left_are_too_old() -> None:
         pipeline, model, _ = make(limit=1)
         model.version = 5
         await pipeline.take(0)
-        await settle()
+        await commit()
         model.version = 4
         assert (await pipeline.take(1)).off_policy.dropped == 2
         await pipeline.close()
@@ -208,7 +208,7 @@ def test_what_collecting_a_step_raises_comes_when_the_step_is_due() -> None:
 
         collector._stage._generate_all = fail_in_step_1
         await pipeline.take(0)
-        await settle()
+        await commit()
         with pytest.raises(EngineStopped, match="gone"):
             await pipeline.take(1)
         await pipeline.close()
@@ -221,11 +221,11 @@ def test_closing_cancels_what_runs_and_gives_its_problems_back() -> None:
         pipeline, model, collector = make(limit=2)
         batch = await pipeline.take(0)
         model.is_blocked = lambda _: True
-        await settle()
-        collector.ledger.settle(0)
+        await commit()
+        collector.problem_cursor.commit(0)
         await pipeline.close()
-        await settle()
-        state = collector.ledger.state()
+        await commit()
+        state = collector.problem_cursor.state()
         assert (state["cursor"], state["again"]) == (6, [2, 3, 4, 5])
         assert len(batch.collection.sampled) == 2
         assert len(asyncio.all_tasks()) == 1

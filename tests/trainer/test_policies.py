@@ -13,7 +13,7 @@ from parallm.checkpoint.state import TrainingState
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import ConfigError, TrainingStopped
-from parallm.model.adapter_files import read_adapter
+from parallm.model.adapters.files import read_adapter
 from parallm.reports import Evaluation
 from parallm.rollout.evaluation import Evaluator
 

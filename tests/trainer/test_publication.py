@@ -3,8 +3,8 @@
 import mlx.core as mx
 import pytest
 
-from parallm.model.adapter import Adapter, make_adapter
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.reports import Estimate, EvaluationReport
 from parallm.trainer.publication import Publication
 from parallm.trainer.settings import TrainerSettings

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from parallm.errors import ConfigError, TrainingStopped
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_files import read_adapter
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.files import read_adapter
 from parallm.reports import Estimate, Evaluation, EvaluationReport
-from parallm.rollout.episode import Episode
+from parallm.rollout.episode import Episode, trajectory_of
 from parallm.rollout.evaluation import Evaluator, Progress
-from parallm.rollout.trajectory import trajectory_of
-from parallm.trainer.fault_files import write_faults
+from parallm.trainer.recovery import write_faults
 from parallm.types import FaultyEpisode, Message, Problem, Trajectory, TrajectoryGroup
 
 Train = Callable[..., int]

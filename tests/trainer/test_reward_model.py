@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import pytest
 
-from parallm.checkpoint.chosen_adapter import find_adapter
+from parallm.checkpoint.adapter_paths import find_adapter
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import AdapterError, ConfigError
-from parallm.model.adapter_arrays import REWARD_HEAD
-from parallm.model.adapter_files import read_adapter
+from parallm.model.adapters.adapter import REWARD_HEAD
+from parallm.model.adapters.files import read_adapter
 
 Train = Callable[..., int]
 

@@ -23,9 +23,9 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError, EnvironmentFailed, ProblemError, TrainingStopped
 from parallm.metrics.step import StepMetrics
-from parallm.model.adapter import Adapter
-from parallm.model.adapter_files import read_adapter
-from parallm.model.adapter_table import AdapterTable
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.files import read_adapter
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.logprobs import Softmax
 from parallm.reports import Evaluation
 from parallm.rollout.evaluation import Evaluator

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from parallm.checkpoint.chosen_adapter import find_adapter
+from parallm.checkpoint.adapter_paths import find_adapter
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import ConfigError, TrainingStopped
+from parallm.metrics.curves import MetricsRow, Panel, panels_of
 from parallm.metrics.log_capture import PROGRESS
-from parallm.metrics.panels import Panel, Row, panels_of
-from parallm.model.adapter_files import read_adapter
+from parallm.model.adapters.files import read_adapter
 from parallm.reports import Evaluation
-from parallm.trainer.demonstration_evaluation import DemonstrationEvaluator
+from parallm.trainer.evaluators import DemonstrationEvaluator
 from parallm.types import Problem, Split
 
 Train = Callable[..., int]
@@ -77,7 +77,7 @@ def test_the_held_out_loss_is_on_the_screen_in_the_log_in_the_curves_and_in_the_
 ) -> None:
     drawn: list[Panel] = []
 
-    def panels(steps: Sequence[Row], evaluations: Sequence[Row]) -> list[Panel]:
+    def panels(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> list[Panel]:
         drawn.extend(panels_of(steps, evaluations))
         return drawn
 

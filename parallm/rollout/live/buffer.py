@@ -2,30 +2,131 @@
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import assert_never
 
 from parallm.errors import NotStored, Unavailable, UnknownTrajectory
 from parallm.reports import TrajectoryReport
-from parallm.rollout.live.changes import (
+from parallm.rollout.live.journal import Journal, read_journal
+from parallm.rollout.live.records import (
     TRAINED,
     Added,
     Branched,
     Change,
     Counted,
-    GivenBack,
-    Left,
+    RecordedTrajectory,
+    Removed,
+    Requeued,
     Reserved,
     Rewarded,
     from_line,
     to_line,
 )
-from parallm.rollout.live.contents import Contents
-from parallm.rollout.live.journal import Journal, read_journal
-from parallm.rollout.live.recorded import Recorded
 from parallm.rollout.settings import LiveSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    reason: str
+    reward: float | None
+    """The one that it was trained on with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """A trajectory that `step` learns from and that no checkpoint is known to hold."""
+
+    one: RecordedTrajectory
+    step: int
+
+
+class BufferState:
+    """Changed by `apply` only, so that the changes in a file make the same again. What does not fit is left out."""
+
+    def __init__(self, max_departed: int) -> None:
+        self._max_departed = max_departed
+        self.waiting: OrderedDict[str, RecordedTrajectory] = OrderedDict()
+        """In the order of arrival, with a reward or without."""
+        self.reserved: dict[str, Reservation] = {}
+        self.departed: OrderedDict[str, Departure] = OrderedDict()
+        """The newest ids that have left."""
+        self.num_collected = 0
+        self.num_left: Counter[str] = Counter()
+        """By reason."""
+
+    def knows(self, trajectory_id: str) -> bool:
+        return any(trajectory_id in ids for ids in (self.waiting, self.reserved, self.departed))
+
+    def apply(self, change: Change) -> None:
+        match change:
+            case Added(one):
+                self.departed.pop(one.trajectory_id, None)
+                self.waiting[one.trajectory_id] = one
+                self.num_collected += 1
+            case Rewarded(trajectory_id, reward, parts, at):
+                if trajectory_id in self.waiting:
+                    self.waiting[trajectory_id] = self.waiting[trajectory_id].with_reward(reward, parts, at)
+            case Reserved(ids, step):
+                found = [self.waiting.pop(name) for name in ids if name in self.waiting]
+                self.reserved |= {one.trajectory_id: Reservation(one, step) for one in found}
+            case Requeued(ids, has_failed):
+                self._give_back(ids, has_failed=has_failed)
+            case Removed(ids, reason):
+                self._let_go(ids, reason)
+            case Branched(version, now):
+                for name, one in self.waiting.items():
+                    self.waiting[name] = one.relabelled(version, now)
+                for name, reservation in self.reserved.items():
+                    self.reserved[name] = replace(reservation, one=reservation.one.relabelled(version, now))
+            case Counted(num_collected, num_left, departed):
+                self.num_collected += num_collected
+                self.num_left.update(num_left)
+                self.departed.update({name: Departure(reason, reward) for name, (reason, reward) in departed.items()})
+            case _:
+                assert_never(change)
+
+    def changes(self) -> Iterator[Change]:
+        """Those that make all of it from nothing."""
+        kept = [*self.waiting.values(), *(reservation.one for reservation in self.reserved.values())]
+        departed = {name: (departure.reason, departure.reward) for name, departure in self.departed.items()}
+        # each of those that are kept will count as collected by itself
+        yield Counted(self.num_collected - len(kept), dict(self.num_left), departed)
+        yield from map(Added, kept)
+        for step in sorted({reservation.step for reservation in self.reserved.values()}):
+            yield Reserved(tuple(self.reserved_until(step, since=step)), step)
+
+    def reserved_until(self, step: int, *, since: int = 0) -> list[str]:
+        """Those of the steps from `since` to `step`."""
+        return [name for name, reservation in self.reserved.items() if since <= reservation.step <= step]
+
+    def _give_back(self, ids: Iterable[str], *, has_failed: bool) -> None:
+        found = [self.reserved.pop(name).one for name in ids if name in self.reserved]
+        for one in found:
+            num_failed, num_abandoned = one.num_failed + has_failed, one.num_abandoned + (not has_failed)
+            again = replace(one, num_failed=num_failed, num_abandoned=num_abandoned)
+            self.waiting[one.trajectory_id] = again
+        self.waiting = OrderedDict(sorted(self.waiting.items(), key=lambda item: item[1].created))
+
+    def _let_go(self, ids: Iterable[str], reason: str) -> None:
+        for name in ids:
+            reservation = self.reserved.pop(name, None)
+            one = self.waiting.pop(name, None) if reservation is None else reservation.one
+            before = self.departed.pop(name, None)
+            if one is not None:
+                self.num_left[reason] += 1
+            elif before is not None:
+                self.num_left[before.reason] -= 1
+                self.num_left[reason] += 1
+            reward = one.trajectory.reward if one is not None and reason == TRAINED else None
+            self.departed[name] = Departure(reason, reward)
+        while len(self.departed) > self._max_departed:
+            self.departed.popitem(last=False)
+
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +138,7 @@ MAX_ABANDONED = 20
 """The same for ends of the process: far more than chance brings, in case that what they have in common is this one."""
 
 
-class Buffer:
+class TrajectoryBuffer:
     """Trajectories wait, are reserved by a step, and leave when a checkpoint holds that step. For the asyncio thread.
 
     Ages count while a process of the run is there, by a clock that never jumps, so neither a change of the system's
@@ -47,7 +148,7 @@ class Buffer:
     def __init__(self, settings: LiveSettings, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Goes on with what `file` holds. `clock`: seconds that only grow."""
         self._settings = settings
-        self._contents = Contents(settings.max_trajectories)
+        self._state = BufferState(settings.max_trajectories)
         begins = self._read(file) or time.time()
         self._now_less_clock = begins - clock()
         self._clock = clock
@@ -55,25 +156,25 @@ class Buffer:
         if file.is_file():
             self._write_anew()
 
-    def __iter__(self) -> Iterator[Recorded]:
+    def __iter__(self) -> Iterator[RecordedTrajectory]:
         """Those that wait."""
-        return iter(tuple(self._contents.waiting.values()))
+        return iter(tuple(self._state.waiting.values()))
 
     @property
     def now(self) -> float:
-        """Seconds of the run; see `Recorded.created`."""
+        """Seconds of the run; see `RecordedTrajectory.created`."""
         return self._clock() + self._now_less_clock
 
     def is_waiting(self, trajectory_id: str) -> bool:
         """Whether it is here and has no reward."""
-        one = self._contents.waiting.get(trajectory_id)
+        one = self._state.waiting.get(trajectory_id)
         return one is not None and one.rewarded is None
 
     def knows(self, trajectory_id: str) -> bool:
         """Whether it is here, or among the newest that have left."""
-        return self._contents.knows(trajectory_id)
+        return self._state.knows(trajectory_id)
 
-    def add(self, one: Recorded) -> bool:
+    def add(self, one: RecordedTrajectory) -> bool:
         """Take one in, for which the oldest goes where there are too many, of those without a reward if there are some.
 
         False if its id is known already.
@@ -82,7 +183,7 @@ class Buffer:
             self.refuse("id_in_use")
             return False
         self._change(Added(one))
-        surplus = len(self._contents.waiting) - self._settings.max_trajectories
+        surplus = len(self._state.waiting) - self._settings.max_trajectories
         self.remove(self._least_wanted(surplus) if surplus > 0 else (), "full")
         return True
 
@@ -92,7 +193,7 @@ class Buffer:
         Raises UnknownTrajectory, and Unavailable for another reward than the one that a step has.
         """
         self.expire()
-        if trajectory_id in self._contents.waiting:
+        if trajectory_id in self._state.waiting:
             self._change(Rewarded(trajectory_id, reward, dict(parts), self.now))
         else:
             self._check_repeated(trajectory_id, reward)
@@ -100,7 +201,7 @@ class Buffer:
     def reserve(self, ids: Collection[str], step: int) -> None:
         """`step` learns from these: they neither wait nor take rewards any more."""
         self._change(Reserved(tuple(ids), step))
-        surplus = len(self._contents.reserved) - self._settings.max_trajectories
+        surplus = len(self._state.reserved) - self._settings.max_trajectories
         if surplus > 0:
             logger.warning(
                 "%d trajectories count as trained on though no checkpoint holds their steps: more than "
@@ -108,23 +209,23 @@ class Buffer:
                 surplus,
                 self._settings.max_trajectories,
             )
-            self.remove(list(islice(self._contents.reserved, surplus)), TRAINED)
+            self.remove(list(islice(self._state.reserved, surplus)), TRAINED)
 
     def saved(self, step: int) -> None:
         """A checkpoint holds what the steps until `step` have learned."""
-        self.remove(self._contents.reserved_until(step), TRAINED)
+        self.remove(self._state.reserved_until(step), TRAINED)
 
     def failed(self, step: int, culprits: Collection[str]) -> None:
         """`step` has changed nothing because of a fault: culprits go, the others wait again, but not for ever."""
-        for name in self._contents.reserved_until(step, since=step):
-            if name in culprits or self._contents.reserved[name].one.num_failed + 1 >= MAX_FAILED:
+        for name in self._state.reserved_until(step, since=step):
+            if name in culprits or self._state.reserved[name].one.num_failed + 1 >= MAX_FAILED:
                 self.remove([name], "fault")
-        self._give_back(self._contents.reserved_until(step, since=step), has_failed=True)
+        self._give_back(self._state.reserved_until(step, since=step), has_failed=True)
 
     def resume(self, step: int) -> int:
         """The run goes on after `step`: what later ones had reserved waits again. How many these are."""
         self.saved(step)
-        abandoned = self._contents.reserved
+        abandoned = self._state.reserved
         often = [name for name, one in abandoned.items() if one.one.num_abandoned + 1 >= MAX_ABANDONED]
         if often:
             logger.warning(
@@ -137,13 +238,13 @@ class Buffer:
 
     def branch(self, version: int, now: int) -> None:
         """The learner has gone back to the weights of `version`, which it calls `now`."""
-        if self._contents.waiting or self._contents.reserved:
+        if self._state.waiting or self._state.reserved:
             self._change(Branched(version, now))
 
     def remove(self, ids: Collection[str], reason: str) -> None:
         """Let these go."""
         if ids:
-            self._change(Left(tuple(ids), reason))
+            self._change(Removed(tuple(ids), reason))
 
     def refuse(self, reason: str) -> None:
         """Count a completion that cannot be trained on, whatever its reward."""
@@ -153,7 +254,7 @@ class Buffer:
         """Let those go that have waited too long."""
         oldest = self.now - self._settings.max_age_seconds
         late = []
-        for one in self._contents.waiting.values():
+        for one in self._state.waiting.values():
             if one.created > oldest:
                 break
             late.append(one)
@@ -162,15 +263,15 @@ class Buffer:
 
     def report(self) -> TrajectoryReport:
         self.expire()
-        waiting, num_left = self._contents.waiting, self._contents.num_left
+        waiting, num_left = self._state.waiting, self._state.num_left
         num_rewarded = sum(one.rewarded is not None for one in waiting.values())
         oldest = next(iter(waiting.values()), None)
         return TrajectoryReport(
             num_waiting=len(waiting) - num_rewarded,
             num_rewarded=num_rewarded,
             oldest_seconds=0.0 if oldest is None else max(0.0, self.now - oldest.created),
-            num_collected=self._contents.num_collected,
-            num_reserved=len(self._contents.reserved),
+            num_collected=self._state.num_collected,
+            num_reserved=len(self._state.reserved),
             num_trained=num_left[TRAINED],
             dropped={reason: count for reason, count in sorted(num_left.items()) if reason != TRAINED and count},
         )
@@ -194,24 +295,24 @@ class Buffer:
 
     def _least_wanted(self, number: int) -> list[str]:
         """Those that wait, but for the newest one."""
-        older = list(islice(self._contents.waiting.values(), len(self._contents.waiting) - 1))
+        older = list(islice(self._state.waiting.values(), len(self._state.waiting) - 1))
         older.sort(key=lambda one: one.rewarded is not None)  # keeps their order
         return [one.trajectory_id for one in older[:number]]
 
     def _change(self, change: Change) -> None:
-        self._contents.apply(change)
+        self._state.apply(change)
         self._journal.append(partial(to_line, change))
-        kept = len(self._contents.waiting) + len(self._contents.reserved)
+        kept = len(self._state.waiting) + len(self._state.reserved)
         if self._journal.num_lines > LINES_PER_TRAJECTORY * max(self._settings.max_trajectories, kept):
             self._write_anew()
 
     def _give_back(self, ids: Collection[str], *, has_failed: bool) -> None:
         if ids:
-            self._change(GivenBack(tuple(ids), has_failed))
+            self._change(Requeued(tuple(ids), has_failed))
 
     def _check_repeated(self, trajectory_id: str, reward: float) -> None:
         """Return if a step has this very reward: a client sends it again whose answer was lost on the way."""
-        reserved, departed = self._contents.reserved.get(trajectory_id), self._contents.departed.get(trajectory_id)
+        reserved, departed = self._state.reserved.get(trajectory_id), self._state.departed.get(trajectory_id)
         name = repr(trajectory_id[:100])
         if reserved is not None:
             if reserved.one.trajectory.reward != reward:
@@ -235,7 +336,7 @@ class Buffer:
                 return f"it was dropped ({reason})"
 
     def _write_anew(self) -> None:
-        self._journal.rewrite([partial(to_line, change) for change in self._contents.changes()])
+        self._journal.rewrite([partial(to_line, change) for change in self._state.changes()])
 
     def _read(self, file: Path) -> float:
         """The newest time in the file; 0 without one."""
@@ -248,7 +349,7 @@ class Buffer:
             if change is None:
                 logger.warning("a line of %s cannot be read and is left out", file)
                 continue
-            self._contents.apply(change)
+            self._state.apply(change)
             newest = max(newest, _time_of(change))
         return newest
 

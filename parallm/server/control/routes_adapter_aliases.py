@@ -7,10 +7,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from parallm.errors import InvalidRequest
-from parallm.server.catalog import served_policy
-from parallm.server.connection import json_response, received
-from parallm.server.control.adapter_bodies import (
-    OF_OTHERS,
+from parallm.server.catalog import served_policy, version_called
+from parallm.server.connection import is_form, json_response, read_form, received
+from parallm.server.control.routes_adapters import (
+    FOREIGN_FIELDS,
     LoadBody,
     LoadedAdapters,
     LoadPolicyBody,
@@ -19,14 +19,14 @@ from parallm.server.control.adapter_bodies import (
     SwitchBody,
     UnloadBody,
     UploadFields,
+    adapter_body,
     entry,
-    in_our_words,
+    name_of,
+    store,
+    unload_model,
+    with_own_names,
 )
-from parallm.server.control.routes_adapters import adapter_body, name_of, store, unload_model
-from parallm.server.lora_adapter import version_called
-from parallm.server.multipart import is_form, read_form
-from parallm.server.parse import checked, read_object
-from parallm.server.schemas import Wire
+from parallm.server.schemas import Wire, checked, read_object
 from parallm.server.service import Adapters, Service
 from parallm.types import AdapterCard
 
@@ -70,11 +70,11 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
     @router.post("/load_adapter")
     async def load(http: Request) -> Response:
         """`POST /v1/adapters/load`; without a name the policy that is served moves to the adapter."""
-        value = in_our_words(await received(service, http, read_object))
+        value = with_own_names(await received(service, http, read_object))
         if value.get("name") is not None:
-            body = checked(value, LoadBody, OF_OTHERS)
+            body = checked(value, LoadBody, FOREIGN_FIELDS)
             return json_response(entry(await store(given).load(body.name, body.path)))
-        path = checked(value, LoadPolicyBody, {**OF_OTHERS, "name": ()}).path
+        path = checked(value, LoadPolicyBody, {**FOREIGN_FIELDS, "name": ()}).path
         return _moved(await store(given).load(_only_policy(service), path), path)
 
     @router.post("/upload_adapter")
@@ -83,7 +83,7 @@ def adapter_alias_routes(service: Service, given: Adapters | None) -> APIRouter:
         if not is_form(http):
             return json_response(entry(await store(given).upload(name_of(http), await adapter_body(service, http))))
         form = await read_form(http, service.settings.max_adapter_bytes, "max_adapter_bytes")
-        name = checked(in_our_words(form.fields), UploadFields).name or http.query_params.get("name")
+        name = checked(with_own_names(form.fields), UploadFields).name or http.query_params.get("name")
         card = await _uploaded(store(given), name or _only_policy(service), form.content)
         return _moved(card, form.file_name) if name is None else json_response(entry(card))
 
@@ -125,7 +125,7 @@ def _moved(card: AdapterCard, where: str) -> Response:
 
 async def _body(service: Service, http: Request, schema: type[Body]) -> Body:
     value = await received(service, http, read_object)
-    return checked(in_our_words(value), schema, OF_OTHERS)
+    return checked(with_own_names(value), schema, FOREIGN_FIELDS)
 
 
 def _told(service: Service, loaded: dict[str, str]) -> Response:

@@ -1,28 +1,145 @@
-"""Pause, resume, abort, caches and the queue, under ParaLLM's and vLLM's names and those of SGLang and AReaL."""
+"""Wire types of the routes that steer the engine and the splits."""
 
 from collections.abc import Mapping
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from parallm.engine.warm_up import PROMPT_TOKENS, warm_up
 from parallm.errors import InvalidRequest
 from parallm.server.connection import body_of, json_response, while_connected
-from parallm.server.control.control_bodies import (
-    AbortAnswer,
-    AbortManyBody,
-    AbortOneBody,
-    CachesAnswer,
-    IsPaused,
-    NoFields,
-    PauseAnswer,
-    PauseBody,
-    QueueAnswer,
-)
-from parallm.server.control.steered_engine import PauseMode, SteeredEngine
+from parallm.server.engine_gateway import EngineGateway, PauseMode
 from parallm.server.failures import UnknownRequest
 from parallm.server.operation.request_context import current_request
+from parallm.server.schemas import Wire
 from parallm.server.service import Service
+from parallm.types import BASE
+
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class NoFields(Wire):
+    """A body that may be empty."""
+
+
+class PauseBody(Wire):
+    """Of `/pause_generation`: SGLang's names of the modes beside ours."""
+
+    mode: Literal["abort", "wait", "keep", "retract", "in_place"] = "abort"
+
+
+class PauseAnswer(Wire):
+    status: Literal["paused", "resumed"]
+    is_paused: bool
+
+
+class IsPaused(Wire):
+    is_paused: bool
+
+
+class AbortManyBody(Wire):
+    request_ids: Annotated[list[Name], Field(max_length=4096, fail_fast=True)]
+
+
+class AbortAnswer(Wire):
+    status: Literal["aborted"]
+    aborted: int
+
+
+class AbortOneBody(Wire):
+    """SGLang's."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class QueueAnswer(Wire):
+    num_running: int
+    """Completions that decode now, rollouts of training included."""
+    num_waiting: int
+    """Requests that wait for rows."""
+    num_in_flight: int
+    """Requests of HTTP that the engine has."""
+    num_held: int
+    """Requests of HTTP that wait for `/resume`."""
+    is_paused: bool
+
+
+class CachesAnswer(Wire):
+    success: Literal[True]
+
+
+class SplitBody(Wire):
+    weights: dict[str, Annotated[float, Field(ge=0)]]
+
+
+class VersionAnswer(Wire):
+    num_requests: int
+    num_completions: int
+    num_tokens: int
+    num_rewards: int
+    reward_mean: float | None
+
+
+class SplitAnswer(Wire):
+    name: str
+    shares: dict[str, float]
+    """Of a name without a split: empty."""
+    versions: dict[str, VersionAnswer]
+
+
+class SplitList(Wire):
+    data: list[SplitAnswer]
+
+
+MAX_REWARD = 1e9
+"""The sum of any number of them is finite, so that no client makes a version's mean unknown for ever."""
+
+
+class RewardBody(Wire):
+    id: Name
+    """Of an answer, or the `request_id` that it was asked with."""
+    reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+
+
+class RewardAnswer(Wire):
+    status: Literal["ok"]
+
+
+MAX_ROWS = 1024
+
+
+class WarmUpBody(Wire):
+    model: str = Field(default=BASE, min_length=1, max_length=512)
+    rows: int = Field(default=8, ge=1, le=MAX_ROWS)
+    """Up to so many completions at once, from 1 on and twice as many each time."""
+    prompt_tokens: int = Field(default=PROMPT_TOKENS, ge=1, le=1_000_000)
+
+
+class WarmUpAnswer(Wire):
+    seconds: dict[str, float]
+    """By the number of rows."""
+
+
+def warm_up_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/warmup")
+    async def answer(http: Request) -> Response:
+        """Generate for 1, 2, 4 and more rows up to `rows`, and say how long each took; leaves nothing in caches."""
+        body = await body_of(service, http, WarmUpBody)
+        token = service.tokenizer.encode("0")[-1]
+        work = warm_up(
+            service.engine.generate, token, model=body.model, rows=body.rows, prompt_tokens=body.prompt_tokens
+        )
+        seconds = await while_connected(http.receive, work)
+        return json_response(WarmUpAnswer(seconds={str(rows): one for rows, one in seconds.items()}))
+
+    return router
+
 
 MODES: Mapping[str, PauseMode] = {
     "abort": "abort",
@@ -36,7 +153,7 @@ PAUSE_PARAMETERS = {"mode", "clear_cache"}
 """vLLM's `clear_cache` changes nothing here: what is kept of a version is of use to that version only."""
 
 
-def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
+def engine_routes(service: Service, gateway: EngineGateway) -> APIRouter:
     router = APIRouter()
 
     @router.post("/pause")
@@ -48,14 +165,14 @@ def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
         mode = http.query_params.get("mode", "abort")
         if mode not in MODES:
             raise InvalidRequest(f"mode is {mode[:50]!r}; choose abort, wait or keep", "mode")
-        return await _pause(http, steering, MODES[mode])
+        return await _pause(http, gateway, MODES[mode])
 
     @router.post("/pause_generation")
     @router.post("/areal_pause_generation")
     async def pause_generation(http: Request) -> Response:
         """`/pause` as SGLang and AReaL call it."""
         body = await body_of(service, http, PauseBody)
-        return await _pause(http, steering, MODES[body.mode])
+        return await _pause(http, gateway, MODES[body.mode])
 
     @router.post("/resume")
     @router.post("/continue_generation")
@@ -63,24 +180,24 @@ def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
     async def resume(http: Request) -> Response:
         """Go on after `/pause`."""
         await body_of(service, http, NoFields)
-        await steering.resume()
+        await gateway.resume()
         return json_response(PauseAnswer(status="resumed", is_paused=False))
 
     @router.get("/is_paused")
     async def is_paused() -> Response:
         """Whether `/pause` holds new requests."""
-        return json_response(IsPaused(is_paused=steering.is_paused))
+        return json_response(IsPaused(is_paused=gateway.is_paused))
 
     @router.post("/abort_requests")
     async def abort_requests(http: Request) -> Response:
         """End requests by their ids; they answer with what they have."""
         body = await body_of(service, http, AbortManyBody)
-        return _aborted(sum([await steering.cancel(name) for name in body.request_ids]))
+        return _aborted(sum([await gateway.cancel(name) for name in body.request_ids]))
 
     @router.post("/v1/requests/{request_id:path}/cancel")
     async def cancel(request_id: str) -> Response:
         """End one request by its id, with an admin's key or the one that it came with; it answers with what it has."""
-        return _aborted(await _cancelled(service, steering, request_id))
+        return _aborted(await _cancelled(service, gateway, request_id))
 
     @router.post("/abort_request")
     async def abort_request(http: Request) -> Response:
@@ -88,54 +205,52 @@ def engine_routes(service: Service, steering: SteeredEngine) -> APIRouter:
         body = await body_of(service, http, AbortOneBody)
         if not body.rid and not body.abort_all:
             raise InvalidRequest("send the rid of a request, or abort_all: true", "rid")
-        return _aborted(await (steering.cancel_all() if body.abort_all else steering.cancel(body.rid)))
+        return _aborted(await (gateway.cancel_all() if body.abort_all else gateway.cancel(body.rid)))
 
     @router.post("/reset_prefix_cache")
     @router.get("/flush_cache")
     @router.post("/flush_cache")
     async def reset_caches() -> Response:
         """Forget what only saves work."""
-        await steering.reset_caches()
+        await gateway.reset_caches()
         return json_response(CachesAnswer(success=True))
 
     return router
 
 
-def queue_routes(steering: SteeredEngine) -> APIRouter:
+def queue_routes(gateway: EngineGateway) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/queue")
     @router.get("/v1/queue/stats")
     async def queue() -> Response:
         """What runs and what waits."""
-        load = steering.stats()
+        load = gateway.stats()
         return json_response(
             QueueAnswer(
                 num_running=load.num_running,
                 num_waiting=load.num_waiting,
-                num_in_flight=steering.num_in_flight,
-                num_held=steering.num_held,
-                is_paused=steering.is_paused,
+                num_in_flight=gateway.num_in_flight,
+                num_held=gateway.num_held,
+                is_paused=gateway.is_paused,
             )
         )
 
     return router
 
 
-async def _pause(http: Request, steering: SteeredEngine, mode: PauseMode) -> Response:
-    await while_connected(http.receive, steering.pause(mode))
-    return json_response(
-        PauseAnswer(status="paused" if steering.is_paused else "resumed", is_paused=steering.is_paused)
-    )
+async def _pause(http: Request, gateway: EngineGateway, mode: PauseMode) -> Response:
+    await while_connected(http.receive, gateway.pause(mode))
+    return json_response(PauseAnswer(status="paused" if gateway.is_paused else "resumed", is_paused=gateway.is_paused))
 
 
-async def _cancelled(service: Service, steering: SteeredEngine, request_id: str) -> int:
+async def _cancelled(service: Service, gateway: EngineGateway, request_id: str) -> int:
     """Return the number of ended requests. Raises UnknownRequest if the key has no request of this id."""
     context = current_request.get()
     assert context is not None, "front.py is around every request"
     if context.api_role == "admin" or (context.api_role is None and service.settings.control_routes):
-        return await steering.cancel(request_id)
-    number = await steering.cancel(request_id, api_key=context.api_key) if context.api_key else 0
+        return await gateway.cancel(request_id)
+    number = await gateway.cancel(request_id, api_key=context.api_key) if context.api_key else 0
     if number == 0:
         raise UnknownRequest(f"no request {request_id[:100]!r} is under way")
     return number

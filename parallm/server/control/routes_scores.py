@@ -1,22 +1,64 @@
-"""Scores of the loaded reward models, on the shared base."""
+"""Wire types of `POST /v1/rewards/score`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import ContextTooLong, InvalidRequest, Unavailable, UnknownModel
 from parallm.server.connection import json_response, received, while_connected
-from parallm.server.control.score_bodies import ScoreAnswer, ScoreBody, ScoreEntry, ScoreUsage
-from parallm.server.openai.chat_prompt import to_turn
 from parallm.server.openai.chat_schemas import ChatMessage
-from parallm.server.parse import parse_body
+from parallm.server.openai.translate import to_turn
+from parallm.server.schemas import FIRST_FAULT, Wire, parse_body
 from parallm.server.service import Rate, RewardModels, Service
 from parallm.server.text_bounds import check_items, check_text, check_texts
-from parallm.types import Message, Prompted
+from parallm.types import Message, ScoringRequest
+
+Text = Annotated[str, Field(min_length=1)]
+
+
+def read_texts(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+Texts = Annotated[
+    list[Text], Field(min_length=1), FIRST_FAULT, BeforeValidator(read_texts, json_schema_input_type=str | list[str])
+]
+
+
+class ScoreBody(Wire):
+    """Whole texts as `input`, or completions of a `prompt` or of `messages`; without completions the messages end with
+    the assistant's, which is scored."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    """Name of a reward model; without one the only model."""
+    input: Texts | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)] | None = None
+    completions: Texts | None = None
+
+
+class ScoreEntry(Wire):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreUsage(Wire):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class ScoreAnswer(Wire):
+    object: Literal["list"]
+    model: str
+    data: list[ScoreEntry]
+    usage: ScoreUsage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +67,7 @@ class AskedScores:
 
     name: str
     rate: Rate
-    items: list[Prompted]
+    items: list[ScoringRequest]
 
 
 def score_routes(service: Service) -> APIRouter:
@@ -69,11 +111,11 @@ def _chosen(models: RewardModels, name: str | None) -> tuple[str, Rate]:
     return name, models[name]
 
 
-async def _rated(rate: Rate, items: Sequence[Prompted]) -> list[float]:
+async def _rated(rate: Rate, items: Sequence[ScoringRequest]) -> list[float]:
     return await rate(items)
 
 
-def _items(service: Service, body: ScoreBody) -> list[Prompted]:
+def _items(service: Service, body: ScoreBody) -> list[ScoringRequest]:
     """Return the texts as tokens. Raises InvalidRequest."""
     sent = [field for field in ("input", "prompt", "messages") if getattr(body, field) is not None]
     if len(sent) != 1:
@@ -84,20 +126,21 @@ def _items(service: Service, body: ScoreBody) -> list[Prompted]:
         if body.completions is not None:
             raise InvalidRequest("completions belong to a prompt or to messages; leave them out", "completions")
         items = [
-            Prompted(prompt_tokens=tokenizer.encode(text), completions=((tokenizer.end_token,),)) for text in body.input
+            ScoringRequest(prompt_tokens=tokenizer.encode(text), completions=((tokenizer.end_token,),))
+            for text in body.input
         ]
     elif body.prompt is not None:
         if body.completions is None:
             raise InvalidRequest("a prompt needs completions; a whole text is input", "completions")
         ended = [(*tokenizer.encode_more(text), tokenizer.end_token) for text in body.completions]
-        items = [Prompted(prompt_tokens=tokenizer.encode(body.prompt), completions=tuple(ended))]
+        items = [ScoringRequest(prompt_tokens=tokenizer.encode(body.prompt), completions=tuple(ended))]
     else:
         items = [_of_chat(service, body.messages or [], body.completions)]
     _check_lengths(service, items, sent[0])
     return items
 
 
-def _of_chat(service: Service, chat: Sequence[ChatMessage], completions: Sequence[str] | None) -> Prompted:
+def _of_chat(service: Service, chat: Sequence[ChatMessage], completions: Sequence[str] | None) -> ScoringRequest:
     tokenizer, max_context = service.tokenizer, service.engine.max_context
     messages = [_plain(message, place) for place, message in enumerate(chat)]
     check_items(messages, "messages", "messages", max_context)
@@ -108,7 +151,7 @@ def _of_chat(service: Service, chat: Sequence[ChatMessage], completions: Sequenc
                 "without completions the last message should be the assistant's, which is scored", "messages"
             )
         completions = [messages.pop().content]
-    return Prompted(
+    return ScoringRequest(
         prompt_tokens=tokenizer.encode_chat(messages),
         completions=tuple(tokenizer.encode_answer(messages, text) for text in completions),
     )
@@ -134,7 +177,7 @@ def _check_texts(service: Service, body: ScoreBody, name: str) -> None:
         check_text(text, name, service.tokenizer, service.engine.max_context)
 
 
-def _check_lengths(service: Service, items: Sequence[Prompted], name: str) -> None:
+def _check_lengths(service: Service, items: Sequence[ScoringRequest], name: str) -> None:
     longest = max(len(item.prompt_tokens) + max(map(len, item.completions)) for item in items)
     if longest > service.engine.max_context:
         raise ContextTooLong(

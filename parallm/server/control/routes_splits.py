@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.server.connection import body_of, json_response
-from parallm.server.control.control_bodies import (
+from parallm.server.control.routes_engine import (
     RewardAnswer,
     RewardBody,
     SplitAnswer,
@@ -13,12 +13,12 @@ from parallm.server.control.control_bodies import (
     SplitList,
     VersionAnswer,
 )
-from parallm.server.control.splits import Splits
-from parallm.server.control.version_statistics import Statistics
+from parallm.server.control.traffic_splits import TrafficSplits
+from parallm.server.control.version_statistics import VersionStatistics
 from parallm.server.service import Service
 
 
-def split_routes(service: Service, splits: Splits, statistics: Statistics) -> APIRouter:
+def split_routes(service: Service, splits: TrafficSplits, statistics: VersionStatistics) -> APIRouter:
     """Routes that change what is served."""
     router = APIRouter()
 
@@ -38,7 +38,7 @@ def split_routes(service: Service, splits: Splits, statistics: Statistics) -> AP
     return router
 
 
-def statistics_routes(splits: Splits, statistics: Statistics) -> APIRouter:
+def statistics_routes(splits: TrafficSplits, statistics: VersionStatistics) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/splits")
@@ -50,7 +50,7 @@ def statistics_routes(splits: Splits, statistics: Statistics) -> APIRouter:
     return router
 
 
-def reward_routes(service: Service, statistics: Statistics) -> APIRouter:
+def reward_routes(service: Service, statistics: VersionStatistics) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/rewards")
@@ -63,7 +63,7 @@ def reward_routes(service: Service, statistics: Statistics) -> APIRouter:
     return router
 
 
-def _told(name: str, splits: Splits, statistics: Statistics) -> SplitAnswer:
+def _told(name: str, splits: TrafficSplits, statistics: VersionStatistics) -> SplitAnswer:
     shares = next((split.shares for split in splits.all() if split.name == name), {})
     return SplitAnswer(
         name=name,

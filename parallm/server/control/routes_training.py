@@ -1,21 +1,213 @@
-"""Control of training: pause, resume, one step, an update on given trajectories, a checkpoint."""
+"""Wire types of the routes about training."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Annotated, Any, Literal
 
+import numpy as np
 from fastapi import APIRouter
+from pydantic import AfterValidator, Field, PlainValidator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.errors import InvalidRequest, Unavailable
+from parallm.errors import ContextTooLong, InvalidRequest, Unavailable
 from parallm.server.connection import body_of, json_response, received, while_connected
-from parallm.server.control.given_trajectories import given_trajectory
-from parallm.server.control.training_bodies import CheckpointAnswer, TrainingBody, UpdateBody
-from parallm.server.parse import parse_body
-from parallm.server.routes_status import status_answer
-from parallm.server.service import Service, Training
-from parallm.updates import GivenTrajectory
+from parallm.server.openai.translate import MIN_TEMPERATURE
+from parallm.server.routes_models import status_answer
+from parallm.server.schemas import FIRST_FAULT, MAX_INT, WeightVersions, Wire, is_tokens, parse_body
+from parallm.server.service import Service, Tokenizer, Training
+from parallm.server.text_bounds import check_items, check_text
+from parallm.types import GivenTrajectory, WeightSpan
+
+MAX_TRAJECTORIES = 4096
+
+
+def read_tokens(value: object) -> list[int]:
+    if not isinstance(value, list) or not value or not is_tokens(value):
+        raise ValueError("should be a list of token ids that is not empty")
+    return value
+
+
+def read_text_or_tokens(value: object) -> str | list[int]:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and is_tokens(value):
+        return value
+    raise ValueError("should be a text or a list of token ids, and not empty")
+
+
+def read_logprobs(value: object) -> list[float]:
+    """Return the list. Faster than a validator for each item, and strict."""
+    if not isinstance(value, list) or not all(type(item) in (int, float) and -math.inf < item <= 0 for item in value):
+        raise ValueError("should be a list of log-probabilities, which are 0 or less")
+    return [float(item) for item in value]
+
+
+def read_mask(value: object) -> list[bool]:
+    if not isinstance(value, list) or not all(item in (0, 1) for item in value) or not any(value):
+        raise ValueError("should be a list of true and false, or 1 and 0, with one true at least")
+    return [bool(item) for item in value]
+
+
+def fits_float32(value: float) -> float:
+    """Return the value, which the learner computes with."""
+    if abs(value) > float(np.finfo(np.float32).max):
+        raise ValueError("should be a number that float32 can hold")
+    return value
+
+
+TextOrTokens = Annotated[str | list[int], PlainValidator(read_text_or_tokens, json_schema_input_type=str | list[int])]
+
+
+Tokens = Annotated[list[int], PlainValidator(read_tokens, json_schema_input_type=list[int])]
+
+
+class TrajectoryBody(Wire):
+    """A completion with its reward, such as an answer of `/generate` to a `policy_version`, with `reward` added."""
+
+    prompt: TextOrTokens | None = None
+    prompt_ids: Tokens | None = None
+    """Prompt as token ids, in place of `prompt`."""
+    completion: TextOrTokens | None = None
+    """Completion. The model's end token is appended to a text unless `finish_reason` is `length`."""
+    completion_ids: Tokens | None = None
+    """Completion as token ids, in place of `completion`."""
+    text: str | None = None
+    """Text of `completion_ids`, for logs; without `completion_ids` the same as `completion`."""
+    reward: Annotated[float, AfterValidator(fits_float32)]
+    group: str | int | None = None
+    """Trajectories of one group are compared; without groups, those of one prompt."""
+    logprobs: Annotated[list[float], PlainValidator(read_logprobs, json_schema_input_type=list[float])] | None = None
+    """Log-probs of the completion's tokens when they were sampled; without them they are recomputed."""
+    policy_version: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    """Version that sampled the completion, unless `weight_versions` says it."""
+    weight_versions: Annotated[list[WeightVersions], FIRST_FAULT] | None = None
+    loss_mask: Annotated[list[bool], PlainValidator(read_mask, json_schema_input_type=list[bool])] | None = None
+    """True for each token of the completion to learn from; without it all."""
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=2)] = 1.0
+    finish_reason: Literal["stop", "length"] = "stop"
+    request_id: str | None = None
+    step_id: int | str | None = None
+    model: str | None = None
+    metadata: Any = None
+    """Accepted and unused, as are `request_id`, `step_id` and `model`, so that an answer can be sent back as it is."""
+
+
+def parse_trajectory(body: TrajectoryBody, index: int, tokenizer: Tokenizer, max_context: int) -> GivenTrajectory:
+    """Return the trajectory. Raises InvalidRequest that names it by its `index`."""
+    name = f"trajectories.{index}"
+    for sent in (body.prompt, body.prompt_ids, body.completion, body.completion_ids, body.text):
+        if isinstance(sent, str):
+            check_text(sent, name, tokenizer, max_context)
+        check_items(sent, "tokens", name, max_context)
+    prompt = _tokens(body, name, tokenizer)
+    tokens, text = _completion(body, name, tokenizer)
+    if len(prompt) + len(tokens) > max_context:
+        raise ContextTooLong(
+            f"{name} has {len(prompt) + len(tokens)} tokens, this model's maximum context length is {max_context}; "
+            "shorten it",
+            name,
+            setting="engine.max_context",
+        )
+    for field in ("logprobs", "loss_mask"):
+        values = getattr(body, field)
+        if values is not None and len(values) != len(tokens):
+            raise InvalidRequest(
+                f"{name}.{field} has {len(values)} items for {len(tokens)} tokens of the completion", f"{name}.{field}"
+            )
+    return GivenTrajectory(
+        prompt_tokens=prompt,
+        tokens=tokens,
+        reward=body.reward,
+        group=None if body.group is None else str(body.group),
+        logprobs=None if body.logprobs is None else tuple(body.logprobs),
+        weight_versions=_spans(body, name, len(tokens)),
+        loss_mask=(True,) * len(tokens) if body.loss_mask is None else tuple(body.loss_mask),
+        temperature=body.temperature,
+        text=text,
+        finish_reason=body.finish_reason,
+    )
+
+
+def _tokens(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    if (body.prompt is None) == (body.prompt_ids is None):
+        raise InvalidRequest(f"{name} needs either prompt or prompt_ids", f"{name}.prompt")
+    prompt = body.prompt if body.prompt_ids is None else body.prompt_ids
+    assert prompt is not None, "exactly one of the two is sent"
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+
+
+def _completion(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], str]:
+    """Return tokens and text."""
+    sent = body.completion if body.completion_ids is None else body.completion_ids
+    if body.completion is not None and body.completion_ids is not None:
+        raise InvalidRequest(f"{name} needs either completion or completion_ids", f"{name}.completion")
+    if isinstance(sent, list):
+        return tuple(sent), tokenizer.decode(sent) if body.text is None else body.text
+    if sent is not None and body.text is not None and sent != body.text:
+        raise InvalidRequest(f"completion and text of {name} differ; leave one of them out", f"{name}.text")
+    text = body.text if sent is None else sent
+    if not text:
+        raise InvalidRequest(f"{name} needs a completion: completion, completion_ids or text", f"{name}.completion")
+    if body.logprobs is not None or body.loss_mask is not None:
+        field = "logprobs" if body.logprobs is not None else "loss_mask"
+        raise InvalidRequest(f"{name}.{field} is about tokens; send completion_ids with it", f"{name}.{field}")
+    end = () if body.finish_reason == "length" else (tokenizer.end_token,)
+    return (*tokenizer.encode_more(text), *end), text
+
+
+def _spans(body: TrajectoryBody, name: str, num_tokens: int) -> tuple[WeightSpan, ...]:
+    """Return the versions of the tokens; none if they are not known."""
+    if body.weight_versions:
+        return tuple(_checked_spans(body, name, num_tokens))
+    if body.policy_version is not None:
+        return (WeightSpan(version=body.policy_version, start=0, end=num_tokens),)
+    if body.logprobs is not None:
+        raise InvalidRequest(
+            f"{name}.logprobs are those of a version of the policy; send its policy_version, or leave them out",
+            f"{name}.policy_version",
+        )
+    return ()
+
+
+def _checked_spans(body: TrajectoryBody, name: str, num_tokens: int) -> list[WeightSpan]:
+    spans: list[WeightSpan] = []
+    for span in body.weight_versions or ():
+        start = spans[-1].end if spans else 0
+        if not span.version.isdecimal() or len(span.version) > 9 or span.start != start or span.end <= span.start:
+            break
+        spans.append(WeightSpan(version=int(span.version), start=span.start, end=span.end))
+    if len(spans) != len(body.weight_versions or ()) or spans[-1].end != num_tokens:
+        raise InvalidRequest(
+            f"{name}.weight_versions should cover its {num_tokens} tokens without gaps, each with a version's number",
+            f"{name}.weight_versions",
+        )
+    return spans
+
+
+class TrainingBody(Wire):
+    policy: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """One of several policies; without it all of them."""
+
+
+class UpdateBody(TrainingBody):
+    """An update on `trajectories`, or without them one more step of training."""
+
+    trajectories: (
+        Annotated[list[TrajectoryBody], Field(min_length=1, max_length=MAX_TRAJECTORIES, fail_fast=True)] | None
+    ) = None
+    update_inference: bool | None = None
+    """Whether clients get the new version; without it as after a step, by `trainer.publish_if`. A version that was
+    promoted stays served all the same."""
+    checkpoint_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")] | None = None
+    """Name of a checkpoint to save afterwards, which is never deleted."""
+
+
+class CheckpointAnswer(Wire):
+    folders: dict[str, str]
+    """Folder of each policy's checkpoint, on the server's disk."""
 
 
 def training_routes(service: Service, given: Training | None) -> APIRouter:
@@ -60,7 +252,7 @@ def _asked(service: Service, text: bytes) -> tuple[UpdateBody, list[GivenTraject
     if body.trajectories is None:
         return body, None
     tokenizer, max_context = service.tokenizer, service.engine.max_context
-    return body, [given_trajectory(one, index, tokenizer, max_context) for index, one in enumerate(body.trajectories)]
+    return body, [parse_trajectory(one, index, tokenizer, max_context) for index, one in enumerate(body.trajectories)]
 
 
 async def _step(service: Service, http: Request, trainers: Training, body: UpdateBody) -> Response:

@@ -1,20 +1,47 @@
-"""Rewards for completions that a policy learns from, and what became of them."""
+"""Wire types of the routes about trajectories."""
 
 import dataclasses
+from typing import Annotated
 
 from fastapi import APIRouter
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import Unavailable, UnknownTrajectory
 from parallm.server.connection import body_of, json_response
-from parallm.server.control.trajectory_bodies import (
-    TrajectoryList,
-    TrajectoryRewardAnswer,
-    TrajectoryRewardBody,
-    TrajectoryStatistics,
-)
+from parallm.server.schemas import Wire
 from parallm.server.service import Service
+
+MAX_PARTS = 64
+Part = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+"""It is shown on terminals: no control characters."""
+
+
+class TrajectoryRewardBody(Wire):
+    reward: float | Annotated[dict[Part, float], Field(min_length=1, max_length=MAX_PARTS)]
+    """One number, or parts by name."""
+
+
+class TrajectoryRewardAnswer(Wire):
+    id: str
+    reward: float
+    """The weighted sum of the parts."""
+
+
+class TrajectoryStatistics(Wire):
+    num_waiting: int
+    num_rewarded: int
+    num_reserved: int
+    oldest_seconds: float
+    num_collected: int
+    num_trained: int
+    dropped: dict[str, int]
+
+
+class TrajectoryList(Wire):
+    data: dict[str, TrajectoryStatistics]
+    """By policy."""
 
 
 def trajectory_routes(service: Service) -> APIRouter:

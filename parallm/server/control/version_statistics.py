@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from parallm.errors import InvalidRequest
-from parallm.server.answers import version_of
 from parallm.server.catalog import resolved_to
-from parallm.server.control.steered_engine import answer_id
+from parallm.server.engine_gateway import answer_id
+from parallm.server.generation import version_of
 from parallm.types import AdapterCard, Completion, GenerationRequest
 
 MAX_NAMES = 256
@@ -21,8 +21,8 @@ Value = TypeVar("Value")
 
 
 @dataclass(slots=True)
-class VersionStatistics:
-    """Changed by `Statistics` only."""
+class VersionCounts:
+    """Changed by `VersionStatistics` only."""
 
     num_requests: int = 0
     num_completions: int = 0
@@ -39,17 +39,17 @@ class VersionStatistics:
 class _Judged:
     """A completion that rewards may come for, and the one that has come."""
 
-    version: VersionStatistics
+    version: VersionCounts
     reward: float | None = None
 
 
-class Statistics:
+class VersionStatistics:
     """Counts since the start of the process, bounded in names and versions."""
 
     def __init__(self, catalog: Callable[[], tuple[AdapterCard, ...]]) -> None:
         self._catalog = catalog
-        self._names: OrderedDict[str, OrderedDict[str, VersionStatistics]] = OrderedDict()
-        self._answers: OrderedDict[str, VersionStatistics] = OrderedDict()
+        self._names: OrderedDict[str, OrderedDict[str, VersionCounts]] = OrderedDict()
+        self._answers: OrderedDict[str, VersionCounts] = OrderedDict()
         self._trajectories: OrderedDict[str, _Judged] = OrderedDict()
 
     def count(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
@@ -85,18 +85,18 @@ class Statistics:
         judged.version.reward_sum += reward - (judged.reward or 0.0)
         judged.reward = reward
 
-    def of(self, name: str) -> dict[str, VersionStatistics]:
+    def of(self, name: str) -> dict[str, VersionCounts]:
         """By version."""
         return dict(self._names.get(name, {}))
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._names)
 
-    def _of(self, request: GenerationRequest, completion: Completion) -> VersionStatistics:
+    def _of(self, request: GenerationRequest, completion: Completion) -> VersionCounts:
         name = request.split or request.model
         version = resolved_to(request.model, version_of(completion), self._catalog())
         versions = _keep(self._names, name, self._names.get(name, OrderedDict()), MAX_NAMES)
-        return _keep(versions, version, versions.get(version, VersionStatistics()), MAX_VERSIONS)
+        return _keep(versions, version, versions.get(version, VersionCounts()), MAX_VERSIONS)
 
 
 def _names_of(answer: str) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ from parallm.types import AdapterCard, Completion, GenerationRequest
 
 
 class Witness(Protocol):
-    """The face of `rollout.atropos.ledger.SampledLedger` that the server uses."""
+    """The face of `rollout.atropos.ledger.SampleStore` that the server uses."""
 
-    def witness(self, request: GenerationRequest, completions: Sequence[Completion]) -> None: ...
+    def record(self, request: GenerationRequest, completions: Sequence[Completion]) -> None: ...
 
 
 def told_to(
@@ -25,6 +25,6 @@ def told_to(
         count(request, completions)
         policy = resolved(request.model, catalog(), policies).partition("@")[0]
         if policy in witnesses:
-            witnesses[policy].witness(request, completions)
+            witnesses[policy].record(request, completions)
 
     return tell if witnesses else count

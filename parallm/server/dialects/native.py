@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from parallm.errors import InvalidRequest
-from parallm.server.answer_schemas import ErrorAnswer, Usage, WeightVersions
-from parallm.server.answers import Head, version_of, weight_versions
-from parallm.server.dialects.dialect import Asked, Dialect, completion_body
+from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body
 from parallm.server.failures import Failure
+from parallm.server.generation import ResponseContext, version_of, weight_versions
 from parallm.server.openai.logprobs import finite
-from parallm.server.schemas import CompletionBody, Wire
+from parallm.server.schemas import CompletionBody, ErrorAnswer, Usage, WeightVersions, Wire
 from parallm.types import Completion
 
 
@@ -33,14 +32,14 @@ class NativeAnswer(Wire):
 
 
 class NativeAnswers:
-    def __init__(self, head: Head, body: CompletionBody) -> None:
-        self.head = head
+    def __init__(self, context: ResponseContext, body: CompletionBody) -> None:
+        self.context = context
         self._body = body
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> NativeAnswer:
         made = [one for group in completions for one in group]
         return NativeAnswer(
-            request_id=self._body.request_id or self.head.answer_id,
+            request_id=self._body.request_id or self.context.answer_id,
             step_id=self._body.step_id,
             model=model,
             text=[one.text for one in made],
@@ -51,16 +50,16 @@ class NativeAnswers:
             policy_versions=[version_of(one) for one in made],
             weight_versions=[weight_versions(one) for one in made],
             prompt_index=[prompt for prompt, group in enumerate(completions) for _ in group],
-            prompt_token_ids=[list(request.prompt_tokens) for request in self.head.requests],
-            usage=self.head.whole_usage(completions),
+            prompt_token_ids=[list(request.prompt_tokens) for request in self.context.requests],
+            usage=self.context.whole_usage(completions),
         )
 
 
-def read(value: Mapping[str, Any]) -> Asked:
+def read(value: Mapping[str, Any]) -> DialectRequest:
     body = completion_body(value)
     if body.stream:
         raise InvalidRequest("this body gets no stream here; send it to /v1/completions", "stream")
-    return Asked(body=body, whole=lambda head: NativeAnswers(head, body))
+    return DialectRequest(body=body, whole=lambda context: NativeAnswers(context, body))
 
 
 def refusal(failure: Failure) -> ErrorAnswer:

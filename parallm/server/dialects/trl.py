@@ -6,14 +6,11 @@ from typing import Annotated, Any
 from pydantic import Field, PlainValidator
 
 from parallm.errors import InvalidRequest
-from parallm.server.answer_schemas import WeightVersions
-from parallm.server.answers import Head, weight_versions
-from parallm.server.dialects.dialect import Asked, Dialect, completion_body
-from parallm.server.dialects.vllm_fields import sampling_fields
+from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, sampling_fields
 from parallm.server.failures import Failure
+from parallm.server.generation import ResponseContext, weight_versions
 from parallm.server.openai.logprobs import finite
-from parallm.server.parse import checked
-from parallm.server.schemas import Wire, read_prompts
+from parallm.server.schemas import WeightVersions, Wire, checked, read_prompts
 from parallm.types import Completion
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -47,8 +44,8 @@ class TrlRefusal(Wire):
 
 
 class TrlAnswers:
-    def __init__(self, head: Head, *, has_logprobs: bool) -> None:
-        self.head = head
+    def __init__(self, context: ResponseContext, *, has_logprobs: bool) -> None:
+        self.context = context
         self._has_logprobs = has_logprobs
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> TrlAnswer:
@@ -57,7 +54,7 @@ class TrlAnswers:
         logprobs = [[[logprob for _, logprob in place] for place in one] for one in ranked]
         token_ids = [[[token for token, _ in place] for place in one] for one in ranked]
         return TrlAnswer(
-            prompt_ids=[list(request.prompt_tokens) for request in self.head.requests],
+            prompt_ids=[list(request.prompt_tokens) for request in self.context.requests],
             completion_ids=[list(one.tokens) for one in made],
             logprobs=logprobs if self._has_logprobs else None,
             logprob_token_ids=token_ids if self._has_logprobs else None,
@@ -75,7 +72,7 @@ def _ranked(completion: Completion) -> list[list[tuple[int, float]]]:
     return [sorted(place.items(), key=lambda pair: -pair[1]) for place in places]
 
 
-def read(value: Mapping[str, Any]) -> Asked:
+def read(value: Mapping[str, Any]) -> DialectRequest:
     own = {name: value[name] for name in ("prompts", "generation_kwargs", *NEUTRAL) if name in value}
     asked = checked(own, TrlBody, NEUTRAL)
     # without the field TRL wants the log-probs of the sampled tokens, with null none
@@ -84,7 +81,7 @@ def read(value: Mapping[str, Any]) -> Asked:
     body = completion_body(sampling_fields(rest, has_text=False) | {"prompt": asked.prompts})
     if body.stream:
         raise InvalidRequest("this body gets no stream; send its prompts to /v1/completions", "stream")
-    return Asked(body=body, whole=lambda head: TrlAnswers(head, has_logprobs=body.logprobs is not None))
+    return DialectRequest(body=body, whole=lambda context: TrlAnswers(context, has_logprobs=body.logprobs is not None))
 
 
 def refusal(failure: Failure) -> TrlRefusal:

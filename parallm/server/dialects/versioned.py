@@ -11,20 +11,18 @@ from typing import Annotated, Any
 from pydantic import Field, RootModel
 
 from parallm.errors import InvalidRequest
-from parallm.server.answer_schemas import ErrorAnswer, WeightVersions
-from parallm.server.answers import Head, version_of, weight_versions
-from parallm.server.dialects.dialect import Asked, Dialect, completion_body
+from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body
 from parallm.server.failures import Failure
+from parallm.server.generation import ResponseContext, version_of, weight_versions
 from parallm.server.openai.logprobs import finite
-from parallm.server.parse import checked
-from parallm.server.schemas import LARGEST_INT, CompletionBody, Wire, is_tokens
+from parallm.server.schemas import MAX_INT, CompletionBody, ErrorAnswer, WeightVersions, Wire, checked, is_tokens
 from parallm.types import Completion
 
 
 class VersionedBody(Wire):
     """Fields of this body alone; all others are those of `/v1/completions`."""
 
-    policy_version: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+    policy_version: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     """Version that the trainer believes to be served. The answer repeats it beside the version that sampled."""
 
 
@@ -57,8 +55,8 @@ class VersionedAnswers(RootModel[list[VersionedAnswer]]):
 
 
 class VersionedResponder:
-    def __init__(self, head: Head, *, body: CompletionBody, believed: int | None, is_batch: bool) -> None:
-        self.head = head
+    def __init__(self, context: ResponseContext, *, body: CompletionBody, believed: int | None, is_batch: bool) -> None:
+        self.context = context
         self._body = body
         self._believed = believed
         self._is_batch = is_batch
@@ -73,10 +71,10 @@ class VersionedResponder:
     def _answer(self, model: str, prompt: int, completion: Completion) -> VersionedAnswer:
         version = version_of(completion)
         return VersionedAnswer(
-            request_id=self._body.request_id or self.head.answer_id,
+            request_id=self._body.request_id or self.context.answer_id,
             policy_version=version if self._believed is None else self._believed,
             step_id=self._body.step_id,
-            prompt_ids=list(self.head.requests[prompt].prompt_tokens),
+            prompt_ids=list(self.context.requests[prompt].prompt_tokens),
             completion_ids=list(completion.tokens),
             text=completion.text,
             logprobs=[finite(logprob) for logprob in completion.logprobs],
@@ -84,14 +82,14 @@ class VersionedResponder:
             weight_versions=weight_versions(completion),
             model=model,
             metadata=VersionedMetadata(
-                batch_size=self.head.num_running + sum(request.n for request in self.head.requests),
+                batch_size=self.context.num_running + sum(request.n for request in self.context.requests),
                 latency_ms=1000 * (time.perf_counter() - self._began),
                 current_policy_version=version,
             ),
         )
 
 
-def read(value: Mapping[str, Any]) -> Asked:
+def read(value: Mapping[str, Any]) -> DialectRequest:
     own = checked({"policy_version": value.get("policy_version")}, VersionedBody)
     body = completion_body({name: item for name, item in value.items() if name != "policy_version"})
     if body.stream:
@@ -104,7 +102,7 @@ def read(value: Mapping[str, Any]) -> Asked:
     prompt = value["prompt"]
     is_batch = isinstance(prompt, list) and not is_tokens(prompt)
     body = body.model_copy(update={"logprobs": None})  # the engine always returns those of sampled tokens
-    return Asked(
+    return DialectRequest(
         body=body, whole=partial(VersionedResponder, body=body, believed=own.policy_version, is_batch=is_batch)
     )
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from parallm.server.schemas import FIRST_FAULT, LARGEST_INT, GenerationBody, Wire
+from parallm.server.schemas import FIRST_FAULT, MAX_INT, GenerationBody, Wire
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -140,9 +140,9 @@ class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_INT)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=LARGEST_INT)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default_factory=list)
     tool_choice: Annotated[
         str | NamedTool, BeforeValidator(read_tool_choice, json_schema_input_type=ToolChoiceForms)

@@ -7,9 +7,9 @@ from functools import partial
 
 from parallm.conversation import GrammarForm, GrammarSource
 from parallm.errors import InvalidRequest
-from parallm.server.openai.chat_prompt import shown_tools
 from parallm.server.openai.chat_schemas import ChatBody, JsonFormat, NamedTool, SchemaFormat
-from parallm.server.openai.forced_calls import forced_grammar, strict_grammar
+from parallm.server.openai.output_parser import forced_grammar, strict_grammar
+from parallm.server.openai.translate import shown_tools
 from parallm.server.schemas import GenerationBody, StructuredOutputs
 from parallm.server.service import Service
 from parallm.types import GenerationRequest
@@ -67,7 +67,7 @@ async def constrained(
     _check_json(source)
     work = partial(service.tokenizer.compile_grammar, source, reasoning=reasoning)
     try:
-        grammar = await service.workers.run(work, most_seconds=settings.max_grammar_seconds)
+        grammar = await service.workers.run(work, max_seconds=settings.max_grammar_seconds)
     except TimeoutError as error:
         raise InvalidRequest(
             f"{source.parameter} took more than {settings.max_grammar_seconds} s to prepare; "

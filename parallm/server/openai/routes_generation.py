@@ -2,33 +2,46 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.conversation import GrammarSource
-from parallm.server.answers import Answers, Head
+from parallm.server.catalog import with_lora_adapter
 from parallm.server.connection import received
-from parallm.server.control.recording import recorder_of
-from parallm.server.generation import on_a_side, respond_stream, respond_whole
-from parallm.server.lora_adapter import with_lora_adapter
-from parallm.server.openai.chat_answers import ChatAnswers
+from parallm.server.control.trajectory_recorder import recorder_for
+from parallm.server.generation import ResponseContext, StreamBuilder, on_a_side, respond_stream, respond_whole
+from parallm.server.openai.chat_builder import ChatBuilder
 from parallm.server.openai.chat_schemas import ChatBody
-from parallm.server.openai.completion_answers import CompletionAnswers
+from parallm.server.openai.completion_builder import CompletionBuilder
 from parallm.server.openai.grammars import body_grammar, chat_grammar, constrained
-from parallm.server.openai.message_reader import Reading
-from parallm.server.openai.sampling_defaults import with_defaults
-from parallm.server.openai.token_numbers import TokenNumbers
+from parallm.server.openai.logprobs import TokenNumbers
+from parallm.server.openai.output_parser import OutputParsing
 from parallm.server.openai.translate import chat_request, completion_requests
-from parallm.server.parse import checked, parse_body, read_object
-from parallm.server.schemas import CompletionBody, GenerationBody, StreamOptions
+from parallm.server.schemas import CompletionBody, GenerationBody, StreamOptions, checked, parse_body, read_object
 from parallm.server.service import Service
 from parallm.server.text_bounds import check_items
 from parallm.types import GenerationRequest
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def with_defaults(body: Body, defaults: Mapping[str, float]) -> Body:
+    """Return the body with `defaults` for the fields that were not sent.
+
+    A body with `collect_trajectory` stays as it is, since the policy learns from its own samples.
+    """
+    if getattr(body, "collect_trajectory", False):
+        return body
+    missing = defaults.keys() & type(body).model_fields.keys() - body.model_fields_set
+    return body.model_copy(update={name: defaults[name] for name in missing}) if missing else body
+
 
 Requests = Sequence[GenerationRequest]
 
@@ -50,7 +63,7 @@ class AskedChat:
     body: ChatBody
     answer_id: str
     request: GenerationRequest
-    reading: Reading
+    parsing: OutputParsing
     grammar: GrammarSource | None
 
 
@@ -64,8 +77,10 @@ def generation_routes(service: Service) -> APIRouter:
         requests = await constrained(asked.requests, asked.grammar, service, reasoning=None)
 
         async def answer(routed: Requests) -> Response:
-            head = head_of(service, asked.answer_id, asked.body, routed, logprobs=asked.body.logprobs is not None)
-            return await _respond(service, http, asked.body, CompletionAnswers(head, asked.body))
+            context = response_context(
+                service, asked.answer_id, asked.body, routed, logprobs=asked.body.logprobs is not None
+            )
+            return await _respond(service, http, asked.body, CompletionBuilder(context, asked.body))
 
         return await on_a_side(service, requests, answer)
 
@@ -73,12 +88,12 @@ def generation_routes(service: Service) -> APIRouter:
     async def chat_completions(http: Request) -> Response:
         """Answer the last message of a chat, in the format of the model's chat template."""
         asked = await received(service, http, partial(_asked_chat, service))
-        reasoning = asked.reading.begins_in_reasoning
+        reasoning = asked.parsing.begins_in_reasoning
         requests = await constrained([asked.request], asked.grammar, service, reasoning=reasoning)
 
         async def answer(routed: Requests) -> Response:
-            head = head_of(service, asked.answer_id, asked.body, routed, logprobs=asked.body.logprobs)
-            return await _respond(service, http, asked.body, ChatAnswers(head, asked.reading))
+            context = response_context(service, asked.answer_id, asked.body, routed, logprobs=asked.body.logprobs)
+            return await _respond(service, http, asked.body, ChatBuilder(context, asked.parsing))
 
         return await on_a_side(service, requests, answer)
 
@@ -102,8 +117,8 @@ def _asked_chat(service: Service, text: bytes) -> AskedChat:
     body = checked(value, ChatBody)
     body = with_defaults(with_lora_adapter(service, body), service.sampling_defaults)
     answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
-    request, reading = chat_request_of(service, body, answer_id)
-    return AskedChat(body=body, answer_id=answer_id, request=request, reading=reading, grammar=chat_grammar(body))
+    request, parsing = chat_request_of(service, body, answer_id)
+    return AskedChat(body=body, answer_id=answer_id, request=request, parsing=parsing, grammar=chat_grammar(body))
 
 
 def requests_of(service: Service, body: CompletionBody, answer_id: str) -> list[GenerationRequest]:
@@ -117,7 +132,7 @@ def requests_of(service: Service, body: CompletionBody, answer_id: str) -> list[
     )
 
 
-def chat_request_of(service: Service, body: ChatBody, answer_id: str) -> tuple[GenerationRequest, Reading]:
+def chat_request_of(service: Service, body: ChatBody, answer_id: str) -> tuple[GenerationRequest, OutputParsing]:
     """Raises InvalidRequest."""
     return chat_request(
         body,
@@ -128,13 +143,15 @@ def chat_request_of(service: Service, body: ChatBody, answer_id: str) -> tuple[G
     )
 
 
-def head_of(service: Service, answer_id: str, body: GenerationBody, routed: Requests, *, logprobs: bool) -> Head:
+def response_context(
+    service: Service, answer_id: str, body: GenerationBody, routed: Requests, *, logprobs: bool
+) -> ResponseContext:
     options = body.stream_options or StreamOptions()
-    return Head(
+    return ResponseContext(
         answer_id=answer_id,
         created=int(time.time()),
         requests=routed,
-        recorder=recorder_of(body, service, routed),
+        recorder=recorder_for(body, service, routed),
         tokenizer=service.tokenizer,
         token_texts=TokenNumbers() if body.return_tokens_as_token_ids else service.tokenizer,
         logprobs=logprobs,
@@ -155,5 +172,5 @@ def echo_of(body: GenerationBody, *, logprobs: bool) -> dict[str, object]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-async def _respond(service: Service, http: Request, body: GenerationBody, answers: Answers) -> Response:
+async def _respond(service: Service, http: Request, body: GenerationBody, answers: StreamBuilder) -> Response:
     return await (respond_stream if body.stream else respond_whole)(service, http, answers)

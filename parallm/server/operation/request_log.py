@@ -15,7 +15,7 @@ request_log.propagate = False  # one line a request is too much for the log of a
 request_log.setLevel(logging.WARNING)
 
 STDERR = "stderr"
-OF_FAILURES = ("parallm.server", "uvicorn.error")
+FAILURE_LOGGERS = ("parallm.server", "uvicorn.error")
 """Loggers whose warnings are written too."""
 
 
@@ -35,7 +35,7 @@ def writing_request_log(where: str | None) -> Iterator[None]:
     handler.setFormatter(JsonFormatter(request_fields))
     handler.setLevel(logging.INFO)
     process_log_has_them = where == STDERR and any(map(is_json, logging.root.handlers))
-    failures = [] if process_log_has_them else [logging.getLogger(name) for name in OF_FAILURES]
+    failures = [] if process_log_has_them else [logging.getLogger(name) for name in FAILURE_LOGGERS]
     for_failures = _Failures(handler)
     request_log.addHandler(handler)
     request_log.setLevel(logging.INFO)

@@ -11,7 +11,7 @@ from parallm.errors import ParallmError
 from parallm.server.settings import ServerSettings
 
 BACKLOG = 2048
-USUAL_CONNECTIONS = 1000
+DEFAULT_CONNECTIONS = 1000
 FILES_FOR_OTHERS = 256
 """Checkpoints, metrics, adapters, models, logs."""
 
@@ -39,13 +39,13 @@ def connection_limit(settings: ServerSettings) -> int:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     given = settings.max_connections
     if files == resource.RLIM_INFINITY:
-        return given or USUAL_CONNECTIONS
+        return given or DEFAULT_CONNECTIONS
     if given is not None and given + FILES_FOR_OTHERS > files:
         raise ListenError(
             f"server.max_connections={given} needs {given + FILES_FOR_OTHERS} open files, and this process may have "
             f"{files}; raise that with `ulimit -n`, or set server.max_connections={max(1, files - FILES_FOR_OTHERS)}"
         )
-    return given or min(USUAL_CONNECTIONS, max(1, files // 2))
+    return given or min(DEFAULT_CONNECTIONS, max(1, files // 2))
 
 
 def _check_one_address(settings: ServerSettings) -> None:

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping
 
-from parallm.server.answer_schemas import ChatAnswer, CompletionAnswer, ModelEntry, ModelList
 from parallm.server.openai.chat_schemas import ChatBody
-from parallm.server.openai.response_answer_schemas import ResponseAnswer
-from parallm.server.openai.response_schemas import ResponseBody
+from parallm.server.openai.responses_schemas import ResponseAnswer, ResponseBody
 from parallm.server.reference.document import Document, usage
 from parallm.server.reference.documents_control import CONTROL_DOCUMENTS
 from parallm.server.reference.documents_data import DATA_DOCUMENTS
-from parallm.server.schemas import CompletionBody
+from parallm.server.schemas import ChatAnswer, CompletionAnswer, CompletionBody, ModelEntry, ModelList
 
 MODEL = {
     "id": "policy",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from parallm.server.control.adapter_bodies import (
+from parallm.server.control.routes_adapters import (
     AdapterEntry,
     AdapterList,
     AliasBody,
@@ -18,7 +18,7 @@ from parallm.server.control.adapter_bodies import (
     SwitchBody,
     UnloadBody,
 )
-from parallm.server.control.control_bodies import (
+from parallm.server.control.routes_engine import (
     AbortAnswer,
     AbortManyBody,
     AbortOneBody,
@@ -33,12 +33,13 @@ from parallm.server.control.control_bodies import (
     SplitAnswer,
     SplitBody,
     SplitList,
+    WarmUpAnswer,
+    WarmUpBody,
 )
+from parallm.server.control.routes_scores import ScoreAnswer, ScoreBody
 from parallm.server.control.routes_shares import SharesAnswer, SharesBody
-from parallm.server.control.score_bodies import ScoreAnswer, ScoreBody
-from parallm.server.control.training_bodies import CheckpointAnswer, TrainingBody, UpdateBody
-from parallm.server.control.trajectory_bodies import TrajectoryList, TrajectoryRewardAnswer, TrajectoryRewardBody
-from parallm.server.control.warm_up import WarmUpAnswer, WarmUpBody
+from parallm.server.control.routes_training import CheckpointAnswer, TrainingBody, UpdateBody
+from parallm.server.control.routes_trajectories import TrajectoryList, TrajectoryRewardAnswer, TrajectoryRewardBody
 from parallm.server.reference.document import FORM, Document, Parameter
 
 ADAPTER = {

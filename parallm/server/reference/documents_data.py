@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping
 
-from parallm.server.dialects.legacy_vllm import LegacyAnswer
 from parallm.server.dialects.native import NativeAnswer
 from parallm.server.dialects.routes_identity import Alive, ModelInfo, WeightVersion, WorldSize
-from parallm.server.dialects.sglang import SglangBody
-from parallm.server.dialects.sglang_answers import SglangRow
-from parallm.server.dialects.token_bodies import DetokenizeBody, TextOfTokens, TokenizeBody, TokensOfText
-from parallm.server.dialects.token_in_token_out import TokensAnswer, TokensBody
+from parallm.server.dialects.routes_tokenize import DetokenizeBody, TextOfTokens, TokenizeBody, TokensOfText
+from parallm.server.dialects.sglang import SglangBody, SglangRow
 from parallm.server.dialects.trl import TrlAnswer, TrlBody
 from parallm.server.dialects.versioned import VersionedAnswer, VersionedBody
+from parallm.server.dialects.vllm_legacy import LegacyAnswer
+from parallm.server.dialects.vllm_tokens import TokensAnswer, TokensBody
 from parallm.server.reference.document import Document, usage
 from parallm.server.schemas import CompletionBody
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.live.source import LiveSource
 from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, GenerationRequest, SamplingParams, WeightSpan
 
@@ -47,13 +47,13 @@ def settings_of(**live: Any) -> RolloutSettings:
 
 
 @pytest.fixture
-def make(file: Path, clock: Clock) -> Callable[..., LiveTraffic]:
+def make(file: Path, clock: Clock) -> Callable[..., LiveSource]:
     """Traffic whose file is read and written; `make(group_by="none")` sets keys of `rollout.live`."""
-    return lambda **live: LiveTraffic(settings_of(**live), file, clock)
+    return lambda **live: LiveSource(settings_of(**live), file, clock)
 
 
 @pytest.fixture
-def traffic(make: Callable[..., LiveTraffic]) -> LiveTraffic:
+def traffic(make: Callable[..., LiveSource]) -> LiveSource:
     return make()
 
 
@@ -82,7 +82,7 @@ def record() -> Callable[..., None]:
     """Records a completion under an id: `record(traffic, "a", prompt=7, version=0, reward=1.0)`."""
 
     def one(
-        traffic: LiveTraffic,
+        traffic: LiveSource,
         name: str,
         *,
         prompt: int = 7,

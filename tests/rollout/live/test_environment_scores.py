@@ -13,17 +13,21 @@ from parallm.environment.environment import AnyEnvironment, Mixed
 from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.settings import Gsm8kSettings
 from parallm.errors import InvalidRequest
-from parallm.rollout.live.environment_scores import as_number, own_scores, shipped_scores
-from parallm.rollout.live.scoring_functions import Answered
-from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.live.scoring_functions import (
+    ScoringInput,
+    as_number,
+    environment_scoring_functions,
+    shipped_scoring_functions,
+)
+from parallm.rollout.live.source import LiveSource
 from parallm.types import GenerationRequest, Problem, SamplingParams, Split
 
 RIGHT = "2 + 3 = 5\n#### 5"
 CONTRACT = {"environment": "math", "difficulty": "hard"}
 
 
-def answered(text: str, **metadata: Any) -> Answered:
-    return Answered(prompt="2 + 3?", text=text, finish_reason="stop", metadata=metadata)
+def answered(text: str, **metadata: Any) -> ScoringInput:
+    return ScoringInput(prompt="2 + 3?", text=text, finish_reason="stop", metadata=metadata)
 
 
 async def until(is_so: Callable[[], bool]) -> None:
@@ -42,7 +46,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 )
 @pytest.mark.parametrize("answer", ["5", 5, 5.0, "+5", " 5.00", "2 and 3 are 5\n#### 5"])
 def test_the_answer_comes_in_metadata(name: str, right: object, wrong: object, answer: object) -> None:
-    score = shipped_scores()[name]
+    score = shipped_scoring_functions()[name]
     assert score(answered(RIGHT, answer=answer)) == right
     assert score(answered("no idea", answer=answer)) == wrong
 
@@ -60,7 +64,7 @@ def test_answers_are_compared_as_numbers() -> None:
 
 @pytest.mark.parametrize("answer", ["five", True, [5], {"value": 5}, ""])
 def test_an_answer_that_cannot_be_compared_with_is_refused_at_once(
-    make: Callable[..., LiveTraffic], answer: object
+    make: Callable[..., LiveSource], answer: object
 ) -> None:
     request = GenerationRequest(request_id="r", prompt_tokens=(1,), sampling=SamplingParams(max_tokens=1))
     with pytest.raises(InvalidRequest, match=r"metadata\.answer is .*; gsm8k compares with a number") as caught:
@@ -70,7 +74,7 @@ def test_an_answer_that_cannot_be_compared_with_is_refused_at_once(
 
 
 def test_without_an_answer_the_reward_is_left_to_the_client(
-    make: Callable[..., LiveTraffic], record: Callable[..., None], caplog: pytest.LogCaptureFixture
+    make: Callable[..., LiveSource], record: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
     traffic = make()
 
@@ -117,7 +121,7 @@ class Stateful:
 
 def parts_of(environment: AnyEnvironment, name: str, text: str, answer: str) -> object:
     async def main() -> object:
-        found = own_scores("custom", environment)[name](answered(text, answer=answer))
+        found = environment_scoring_functions("custom", environment)[name](answered(text, answer=answer))
         return await found if isinstance(found, Awaitable) else found
 
     return asyncio.run(main())
@@ -126,11 +130,11 @@ def parts_of(environment: AnyEnvironment, name: str, text: str, answer: str) -> 
 def test_the_environment_of_a_run_scores_too_with_its_weights() -> None:
     assert parts_of(Shout(), "custom", "HI", "hi") == {"loud": 2.0}
     assert parts_of(Shout(), "custom", "", "") == {"loud": 2.0}  # its own business
-    assert own_scores("verifiers", Stateful()) == {}
+    assert environment_scoring_functions("verifiers", Stateful()) == {}
 
 
 def test_a_function_of_the_configuration_wins(
-    make: Callable[..., LiveTraffic], record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., LiveSource], record: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = types.ModuleType("own_scores")
     module.__dict__["always"] = lambda _: 3.0
@@ -138,7 +142,9 @@ def test_a_function_of_the_configuration_wins(
     traffic = make(scoring_functions={"gsm8k": "own_scores:always"})
 
     async def main() -> None:
-        traffic.connect(lambda tokens: "p" * len(tokens), own_scores("gsm8k", Gsm8k(Gsm8kSettings())))
+        traffic.connect(
+            lambda tokens: "p" * len(tokens), environment_scoring_functions("gsm8k", Gsm8k(Gsm8kSettings()))
+        )
         record(traffic, "a", scoring_function="gsm8k")
         record(traffic, "b", reward=0.0)
         await until(lambda: traffic.report().num_rewarded == 2)
@@ -149,16 +155,16 @@ def test_a_function_of_the_configuration_wins(
 
 
 def test_the_parts_of_a_mixture_score_by_their_names_and_settings(
-    make: Callable[..., LiveTraffic], record: Callable[..., None]
+    make: Callable[..., LiveSource], record: Callable[..., None]
 ) -> None:
     lenient = Gsm8k(Gsm8kSettings(reading="lenient", format_weight=0.25))
     mixed = Mixed(environments={"gsm8k": lenient, "shout": Shout()}, shares={"gsm8k": 1.0, "shout": 1.0})
-    assert own_scores("mixed", mixed).keys() == {"gsm8k", "shout"}
+    assert environment_scoring_functions("mixed", mixed).keys() == {"gsm8k", "shout"}
     assert parts_of(mixed, "gsm8k", "it is 5", "5") == {"correct": 1.0, "format": 0.0}
     traffic = make()
 
     async def main() -> None:
-        traffic.connect(lambda tokens: "p" * len(tokens), own_scores("mixed", mixed))
+        traffic.connect(lambda tokens: "p" * len(tokens), environment_scoring_functions("mixed", mixed))
         record(traffic, "a", scoring_function="gsm8k", metadata={"answer": 5}, text="it is 5")
         record(traffic, "b", scoring_function="shout", metadata={"answer": "no"}, text="NO")
         await until(lambda: traffic.report().num_rewarded == 2)

@@ -13,13 +13,13 @@ import pytest
 from parallm.errors import NotStored, Unavailable
 from parallm.rollout.live.buffer import MAX_ABANDONED
 from parallm.rollout.live.journal import read_journal
-from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.live.source import LiveSource
 
 Record = Callable[..., None]
-Make = Callable[..., LiveTraffic]
+Make = Callable[..., LiveSource]
 
 
-def close(traffic: LiveTraffic) -> None:
+def close(traffic: LiveSource) -> None:
     asyncio.run(traffic.close())
 
 
@@ -38,7 +38,7 @@ def test_what_waits_and_what_has_a_reward_is_there_after_a_restart(make: Make, r
     assert first.trajectories[0].logprobs == (-0.5, -0.25)
 
 
-def three_requests(traffic: LiveTraffic, record: Record) -> None:
+def three_requests(traffic: LiveSource, record: Record) -> None:
     for request in ("x", "y", "z"):
         for place in (0, 1):
             record(traffic, f"{request}{place}", request=request, n=2, version=4, reward=float(place))
@@ -203,7 +203,7 @@ def rewards_in(file: Path) -> list[float]:
 def test_what_was_answered_is_in_the_file_and_what_the_disk_refuses_is_not_answered_as_if_it_were(
     make: Make, record: Record, file: Path
 ) -> None:
-    async def reward(traffic: LiveTraffic, value: float) -> None:
+    async def reward(traffic: LiveSource, value: float) -> None:
         traffic.reward("a", value)
         await traffic.written()
 

@@ -9,38 +9,38 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from parallm.errors import ConfigError, InvalidRequest
-from parallm.rollout.live.scorer import MAX_PENDING
-from parallm.rollout.live.scoring_functions import Answered
-from parallm.rollout.live.traffic import LiveTraffic
+from parallm.rollout.live.scoring_functions import ScoringInput
+from parallm.rollout.live.scoring_worker import MAX_PENDING
+from parallm.rollout.live.source import LiveSource
 from parallm.types import GenerationRequest, SamplingParams
 from tests.rollout.live.conftest import until
 
 Record = Callable[..., None]
-Make = Callable[..., LiveTraffic]
+Make = Callable[..., LiveSource]
 SECRET = "sk-123"
 
 
-def length(answered: Answered) -> float:
+def length(answered: ScoringInput) -> float:
     return float(len(answered.text))
 
 
-async def parts(answered: Answered) -> dict[str, float]:
+async def parts(answered: ScoringInput) -> dict[str, float]:
     await asyncio.sleep(0)
     return {"prompt": float(len(answered.prompt)), "bonus": answered.metadata["bonus"]}
 
 
-def crash(answered: Answered) -> float:
+def crash(answered: ScoringInput) -> float:
     raise ValueError(f"what is {answered.metadata}?")
 
 
-def words(_: Answered) -> str:
+def words(_: ScoringInput) -> str:
     return "good"
 
 
 free = threading.Event()
 
 
-def block(_: Answered) -> float:
+def block(_: ScoringInput) -> float:
     free.wait(10)
     return 1.0
 
@@ -59,7 +59,7 @@ def decode(tokens: Sequence[int]) -> str:
     return "p" * len(tokens)
 
 
-def run(traffic: LiveTraffic, act: Callable[[], None]) -> list[tuple[float, ...]]:
+def run(traffic: LiveSource, act: Callable[[], None]) -> list[tuple[float, ...]]:
     """`act` on a loop, and all that it sets off; the rewards of the groups that it makes."""
 
     async def main() -> list[tuple[float, ...]]:

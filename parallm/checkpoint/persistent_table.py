@@ -1,0 +1,139 @@
+"""A table of adapters whose changes by operators outlive the process."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from parallm.checkpoint.serving_state import (
+    Promotion,
+    ServingFolder,
+    ServingState,
+    served_version,
+    snapshot,
+    split_versions,
+)
+from parallm.device.thread import DeviceThread
+from parallm.errors import NotStored, ParallmError
+from parallm.model.adapters.names import versioned
+from parallm.model.adapters.table import AdapterTable
+
+Result = TypeVar("Result")
+SplitShares = Mapping[str, Mapping[str, float]]
+EMPTY_STATE = ServingState()
+
+
+class PersistentTable:
+    """Stores each change in a folder before it counts. For the asyncio thread; one change at a time.
+
+    Changes raise NotStored where the disk does not take them, and FolderInUse where another process has the folder:
+    nothing has changed then. Without a folder nothing is stored.
+    """
+
+    def __init__(
+        self,
+        device: DeviceThread,
+        table: AdapterTable,
+        *,
+        trained: Iterable[str],
+        folder: ServingFolder | None = None,
+        state: ServingState = EMPTY_STATE,
+    ) -> None:
+        """`trained` are the policies whose versions a trainer makes, `state` is what `folder` holds."""
+        self._device = device
+        self.table = table
+        self.trained = frozenset(trained)
+        self._folder = folder
+        self.state = state
+
+    @property
+    def folder(self) -> Path | None:
+        """Where changes are stored."""
+        return None if self._folder is None else self._folder.folder
+
+    async def restore(self, versions: Mapping[str, int]) -> None:
+        """Go on with the state, before anything is served. `versions`: of each policy in training the one whose weights
+        it goes on with.
+
+        Raises CheckpointError for weights that are not what was stored.
+        """
+        if self._folder is None:
+            return
+        read, state = self._folder.read_adapter, self.state
+        promoted = {name: one for name, one in state.promoted.items() if one.holds_at(versions.get(name, 0))}
+        self.state = state = replace(state, promoted=promoted)
+        self.table.restore(
+            [await self._on_device(partial(read, key)) for key in state.digests],
+            served=state.served,
+            aliases=state.aliases,
+            held=split_versions(state.splits),
+            highest=state.highest,
+        )
+        for name, one in promoted.items():
+            self.table.promote(one.version, name=name)
+        self.table.hold(_models(state.splits))
+
+    async def change(
+        self,
+        act: Callable[[AdapterTable], Result],
+        *,
+        names: tuple[str, ...] = (),
+        promotes: str | None = None,
+        splits: SplitShares | None = None,
+    ) -> Result:
+        """Do `act` to the table. It is tried out first, so that what is wrong with it changes nothing.
+
+        `names` are those whose versions it changes, `promotes` is the one whose bare name means another version then,
+        and `splits` are the new ones.
+        """
+        if self._folder is None:
+            return act(self.table)
+        tried = self.table.copy()
+        act(tried)
+        before = self.state
+        after = self._after(tried, names, promotes, splits)
+        await self._store(self._folder, after, tried)
+        try:
+            result = act(self.table)
+        except ParallmError:  # of what a trainer has published meanwhile
+            await self._store(self._folder, before, self.table)
+            raise
+        self.state = after
+        return result
+
+    def close(self) -> None:
+        """Let another process go on with the state."""
+        if self._folder is not None:
+            self._folder.close()
+
+    def _after(
+        self, table: AdapterTable, names: tuple[str, ...], promotes: str | None, splits: SplitShares | None
+    ) -> ServingState:
+        state = self.state if splits is None else replace(self.state, splits=splits)
+        if promotes in self.trained:
+            promotion = Promotion(version=served_version(table, promotes), newest=table.next_version(promotes) - 1)
+            state = replace(state, promoted={**state.promoted, promotes: promotion})
+        return snapshot(state, table, changed=names, trained=self.trained)
+
+    async def _store(self, folder: ServingFolder, state: ServingState, table: AdapterTable) -> None:
+        try:
+            for name, version in folder.missing(state):
+                adapter = table.resolve(versioned(name, version))
+                assert adapter is not None, "the base has no version in a state"
+                await self._on_device(partial(folder.stage, adapter))
+            await asyncio.to_thread(folder.commit, state)
+        except OSError as error:
+            await asyncio.to_thread(folder.discard)  # it may be what has filled the disk
+            raise NotStored(
+                f"nothing was changed: {folder.folder} does not take what operators set ({error.strerror or error}); "
+                "make room for it, or start with server.state=FOLDER or server.state=off"
+            ) from error
+
+    async def _on_device(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.wrap_future(self._device.call(function))
+
+
+def _models(splits: SplitShares) -> list[str]:
+    return [model for shares in splits.values() for model in shares]

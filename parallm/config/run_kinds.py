@@ -1,0 +1,184 @@
+"""The kinds of training, and the keys without effect in each."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Literal, Protocol
+
+from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
+from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.settings import LearnerSettings
+from parallm.rollout.settings import RolloutSettings
+from parallm.trainer.settings import TrainerSettings
+
+RunKind = Literal["rollouts", "live", "atropos", "sft", "reward_model"]
+CHOICES: Mapping[RunKind, str] = {
+    "rollouts": "rollout.source=environment",
+    "live": "rollout.source=live",
+    "atropos": "rollout.source=atropos",
+    "sft": "learner=sft",
+    "reward_model": "learner=reward_model",
+}
+"""Override that chooses each kind."""
+SAMPLING_KEYS = (
+    "rollout.temperature",
+    "rollout.refill_rounds",
+    "rollout.refill_below",
+    "rollout.switch_in_flight",
+    "rollout.max_idle_steps",
+    "rollout.overlong_buffer",
+    "rollout.overlong_weight",
+    "rollout.length_weight",
+    "rollout.mask_truncated",
+    "rollout.curriculum",
+)
+POLICY_KEYS = (
+    *SAMPLING_KEYS,
+    "rollout.group_size",
+    "trainer.max_off_policy_steps",
+    "trainer.guard.on_divergence",
+    "trainer.guard.min_entropy",
+    "trainer.guard.max_kl",
+)
+ENVIRONMENT_KEYS = (
+    "rollout.max_tokens",
+    "rollout.max_turns",
+    "rollout.score_seconds",
+    "rollout.reward_model",
+    "trainer.evaluate_samples",
+    "trainer.evaluate_temperature",
+    "trainer.evaluate_k",
+)
+TEXT_KEYS = ("learner.head_chunk_bytes", *ENVIRONMENT_KEYS)
+UNUSED: Mapping[RunKind, tuple[str, ...]] = {
+    "rollouts": ("rollout.live", "rollout.atropos"),
+    "live": ("rollout.atropos", *SAMPLING_KEYS),
+    "atropos": ("rollout.live", *SAMPLING_KEYS),
+    "sft": ("rollout.live", "rollout.atropos", *POLICY_KEYS),
+    "reward_model": ("rollout.live", "rollout.atropos", *POLICY_KEYS, *TEXT_KEYS),
+}
+"""Keys that a kind of run does not read; a key stands for all keys below it."""
+
+
+class RunParts(Protocol):
+    """Parts of a run's configuration that its kind depends on."""
+
+    @property
+    def learner(self) -> LearnerSettings: ...
+
+    @property
+    def rollout(self) -> RolloutSettings: ...
+
+    @property
+    def trainer(self) -> TrainerSettings: ...
+
+    @property
+    def environment(self) -> EnvironmentSettings: ...
+
+
+def kind_of(run: RunParts) -> RunKind:
+    if run.learner.trains == "reward_model":
+        return "reward_model"
+    if resolve_objective(run.learner).policy == "likelihood":
+        return "sft"
+    return "rollouts" if run.rollout.source == "environment" else run.rollout.source
+
+
+def plays_environment(run: RunParts) -> bool:
+    """Whether evaluations sample completions of the environment's held-out problems."""
+    kind, chosen = kind_of(run), run.trainer.evaluate_on
+    if kind != "sft":
+        return kind != "reward_model"
+    return chosen == "environment" or (chosen == "auto" and run.environment != ArithmeticSettings())
+
+
+def wrong_evaluation(run: RunParts) -> Iterator[str]:
+    """Yield a line if the kind of run cannot be evaluated on `trainer.evaluate_on`."""
+    kind, chosen = kind_of(run), run.trainer.evaluate_on
+    if chosen == "data" and kind not in ("sft", "reward_model"):
+        yield "trainer.evaluate_on=data is for learner=sft; a policy that samples has no data to hold out"
+    if chosen == "environment" and kind == "reward_model":
+        yield (
+            "trainer.evaluate_on=environment is for policies; a reward model is evaluated on pairs, see "
+            "learner.data_held_out"
+        )
+
+
+SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
+    "learner.data_reward_min": ("learner=sft", lambda run: kind_of(run) == "sft"),
+    "learner.center_scores": ("learner=reward_model", lambda run: kind_of(run) == "reward_model"),
+    "rollout.switch_in_flight": ("trainer.max_off_policy_steps", lambda run: run.trainer.max_off_policy_steps > 0),
+    "rollout.overlong_weight": ("rollout.overlong_buffer", lambda run: run.rollout.overlong_buffer > 0),
+    "rollout.reward_model.weight": (
+        "rollout.reward_model.adapter",
+        lambda run: run.rollout.reward_model.adapter is not None,
+    ),
+    "trainer.publish_margin": ("trainer.publish_if=evaluation", lambda run: run.trainer.publish_if == "evaluation"),
+    "trainer.evaluate_temperature": ("trainer.evaluate_samples", lambda run: run.trainer.evaluate_samples > 0),
+    "trainer.evaluate_k": ("trainer.evaluate_samples", lambda run: run.trainer.evaluate_samples > 0),
+}
+"""Keys that have an effect only with another one: its name, and whether it is set."""
+
+
+def keys_without_effect(run: RunParts) -> list[str]:
+    """Return one line for each key that differs from its default and has no effect in this run."""
+    return [*_without_effect(run)]
+
+
+def _without_effect(run: RunParts) -> Iterator[str]:
+    kind, is_played = kind_of(run), plays_environment(run)
+    changed = {
+        name: value
+        for part in ("learner", "rollout", "trainer")
+        for name, value in _changed(part, getattr(run, part)).items()
+    }
+    for name, value in changed.items():
+        if any(_is_below(name, key) for key in UNUSED[kind]):
+            yield f"{name}={value} has no effect with {CHOICES[kind]}"
+        elif not is_played and any(_is_below(name, key) for key in ENVIRONMENT_KEYS):
+            yield f"{name}={value} has no effect without trainer.evaluate_on=environment"
+        elif name in SWITCHES and not SWITCHES[name][1](run):
+            yield f"{name}={value} has no effect without {SWITCHES[name][0]}"
+
+
+def _changed(part: str, settings: Any) -> dict[str, Any]:
+    usual = flat_keys(asdict(type(settings)()), part)
+    return {name: value for name, value in flat_keys(asdict(settings), part).items() if usual.get(name) != value}
+
+
+def flat_keys(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return dotted keys with their values, as on the command line."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flat_keys(value, f"{prefix}.{key}") if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
+    return flat
+
+
+def _is_below(name: str, key: str) -> bool:
+    return name == key or name.startswith(f"{key}.")
+
+
+def recorded_keys(run: RunParts, dropout: float) -> dict[str, Any]:
+    """Return the keys that training depends on, with values of JSON types.
+
+    An environment's options are replaced by digests, since they may be secret. Programs that an Atropos run starts are
+    left out.
+    """
+    parts = {"environment": run.environment, "learner": run.learner, "rollout": run.rollout, "trainer": run.trainer}
+    keys = {key: value for part, settings in parts.items() for key, value in flat_keys(_plain(settings), part).items()}
+    shown = {
+        key: _digest(value) if any(name.endswith("options") for name in key.split(".")) else value
+        for key, value in keys.items()
+        if not _is_below(key, "rollout.atropos")
+    }
+    return {"model.lora.dropout": dropout, **shown}
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
+    return plain
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]

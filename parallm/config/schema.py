@@ -1,0 +1,292 @@
+"""The configuration classes of all commands, and their checks. Imports no MLX: a BLAS must be loaded first."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, TypeAdapter, ValidationError
+
+from parallm.checkpoint.settings import CheckpointSettings
+from parallm.config.errors import KnownKeys, explain_values
+from parallm.config.policies import PolicyName, PolicyPart, check_policies, values_of
+from parallm.config.process_log import LogForm, LogLevel
+from parallm.config.run_folder import NAME_PATTERN
+from parallm.config.run_kinds import wrong_evaluation
+from parallm.device.settings import DeviceSettings
+from parallm.engine.settings import EngineSettings
+from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
+from parallm.errors import ConfigError
+from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.settings import LearnerSettings
+from parallm.metrics.settings import DisplaySettings, MetricsSettings
+from parallm.model.settings import BaseSettings, ComputedBaseSettings, ModelSettings
+from parallm.rollout.settings import EpisodeSettings, RolloutSettings
+from parallm.server.settings import ServerSettings
+from parallm.settings import settings
+from parallm.trainer.settings import EvaluationSettings, TrainerSettings
+from parallm.types import POLICY
+
+PACKAGE_FOLDER = Path(__file__).parent.parent
+MANDATORY = "???"
+"""OmegaConf's mark of a key without a value."""
+
+
+@settings
+class LogConfig:
+    """Keys of every command."""
+
+    log_level: LogLevel | None = None
+    """Lowest level of log records; null: info in run.log and warning on standard error."""
+    log_format: LogForm = "text"
+    """`text`, or `json`: each record an object on a line, and standard error with the same records as run.log."""
+
+
+@settings
+class RunConfig(LogConfig):
+    """All keys of a training run. One field per part: field here, folder of parallm/, group of conf/."""
+
+    name: str = Field(default="run", pattern=NAME_PATTERN)
+    """Name of the run, and of the folder below checkpoints/."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of adapter, problems' order and samples; the same seed on the same machine gives the same run."""
+    model: ModelSettings = ModelSettings()
+    """The model to load and the form of its adapters."""
+    engine: EngineSettings = EngineSettings()
+    """Continuous batching: rows, context, memory of keys and values, speculation."""
+    learner: LearnerSettings = LearnerSettings()
+    """The loss, the optimizer, and data for supervised training."""
+    rollout: RolloutSettings = RolloutSettings()
+    """The completions that make a step, and their rewards."""
+    environment: EnvironmentSettings = ArithmeticSettings()
+    """The problems and their judge."""
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    """When to save, what to keep, where to go on from."""
+    trainer: TrainerSettings = TrainerSettings()
+    """The loop: steps, evaluations, what is published, when to stop."""
+    server: ServerSettings = ServerSettings()
+    """HTTP: address, keys, limits."""
+    device: DeviceSettings = DeviceSettings()
+    """The library behind matrix products on a CPU."""
+    metrics: MetricsSettings = MetricsSettings()
+    """The display, and the files of the run folder."""
+    policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
+    """Several adapters to train at the same time, by name, each with what differs from the parts above; see conf/."""
+
+
+@settings
+class ServeConfig(LogConfig):
+    """All keys of `parallm.serve`."""
+
+    name: str = Field(default="serve", pattern=NAME_PATTERN)
+    """Name on the screen."""
+    model: ModelSettings = ModelSettings()
+    """The model to load, the adapter to serve as `policy`, and the layers that adapters may have."""
+    engine: EngineSettings = EngineSettings()
+    """Continuous batching: rows, context, memory of keys and values, speculation."""
+    server: ServerSettings = ServerSettings()
+    """HTTP: address, keys, limits."""
+    device: DeviceSettings = DeviceSettings()
+    """The library behind matrix products on a CPU."""
+    metrics: DisplaySettings = DisplaySettings()
+    """The display."""
+
+
+@settings
+class EvaluateConfig(LogConfig):
+    """All keys of `parallm.evaluate`."""
+
+    name: str = Field(default="evaluate", pattern=NAME_PATTERN)
+    """Name of the folder below checkpoints/."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of the samples for pass@k."""
+    model: ComputedBaseSettings = ComputedBaseSettings()
+    """The model to load and the adapter to evaluate, of any rank."""
+    adapters: tuple[str, ...] = ()
+    """More adapters beside `model.adapter`; each a folder of an adapter, a checkpoint or a run, of which the best
+    version counts, or FOLDER@VERSION, FOLDER@newest, FOLDER@all."""
+    base: bool = True
+    """Evaluate the model without an adapter too, and the differences to it."""
+    engine: EngineSettings = EngineSettings()
+    """Continuous batching: rows, context, memory of keys and values, speculation."""
+    rollout: EpisodeSettings = EpisodeSettings()
+    """The limits of a completion, and a reward model for its score."""
+    environment: EnvironmentSettings = ArithmeticSettings()
+    """The problems and their judge."""
+    trainer: EvaluationSettings = EvaluationSettings()
+    """The number of held-out problems, and samples of each."""
+    device: DeviceSettings = DeviceSettings()
+    """The library behind matrix products on a CPU."""
+
+
+@settings
+class QuantizeSettings:
+    bits: Literal[2, 3, 4, 5, 6, 8] | None = None
+    """Bits of a weight in the fused model; without them it is not quantized, whatever its base is."""
+    group_size: Literal[32, 64, 128] = 64
+    """Weights that share a scale."""
+
+
+@settings
+class ExportConfig(LogConfig):
+    """All keys of `parallm.export`."""
+
+    name: str = Field(default="export", pattern=NAME_PATTERN)
+    """Name of the folder below checkpoints/, where no `output` is given."""
+    model: BaseSettings = BaseSettings()
+    """The base and its adapter. `model.dtype=auto` keeps the type that the base is stored in."""
+    formats: tuple[Literal["mlx", "peft", "fused"], ...] = Field(default=("mlx", "peft", "fused"), min_length=1)
+    """`mlx` and `peft`: the adapter as mlx-lm and PEFT read it; `fused`: a whole model with the adapter merged in."""
+    output: str | None = None
+    """A folder that does not exist yet; null: below checkpoints/export."""
+    quantize: QuantizeSettings = QuantizeSettings()
+    """Weights of fewer bits in the fused model."""
+    device: DeviceSettings = DeviceSettings()
+    """The library behind matrix products on a CPU."""
+
+
+COMMANDS: Mapping[str, type] = {
+    "train": RunConfig,
+    "serve": ServeConfig,
+    "evaluate": EvaluateConfig,
+    "export": ExportConfig,
+}
+"""Configuration class of each command `parallm.NAME`; conf/NAME.yaml composes it."""
+ENVIRONMENTS: tuple[type, ...] = get_args(get_args(EnvironmentSettings)[0])
+Config = TypeVar("Config")
+
+
+def to_config(composed: DictConfig, kind: type[Config]) -> Config:
+    """Validate all keys at once. Raises ConfigError with one line per unknown key, wrong value or missing value."""
+    try:
+        values = OmegaConf.to_container(composed, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    if renamed := _renamed_environment(values):
+        raise ConfigError(
+            f"environment.name={renamed}: an environment is chosen as a whole, by environment={renamed} on the command "
+            f"line or by `defaults: [{{override /environment: {renamed}}}]` in a recipe"
+        )
+    config = _validated(_without_mandatory(values), kind)
+    if isinstance(config, RunConfig):
+        policy_configs(config)
+    return config
+
+
+def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
+    """Return the configuration of each policy of a run by name; `policy` alone if the run names none.
+
+    Raises ConfigError with one line for each wrong name, key or value, and for contradicting choices.
+    """
+    check_choices(config)
+    if not config.policies:
+        return {POLICY: config}
+    metrics = config.metrics
+    check_policies(config.policies, resume=config.checkpoint.resume, wandb=metrics.wandb, display=metrics.display)
+    run, configs, wrong = dataclasses.asdict(config), {}, []
+    for name, own in config.policies.items():
+        try:
+            configs[name] = _validated(values_of(own, run), type(config))
+            check_choices(configs[name])
+        except ConfigError as error:
+            wrong += [f"policies.{name}.{line}" for line in str(error).splitlines()]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return configs
+
+
+def check_choices(config: RunConfig) -> None:
+    """Raise ConfigError with one line for each pair of contradicting choices."""
+    objective, source, wrong = resolve_objective(config.learner), config.rollout.source, [*wrong_evaluation(config)]
+    if source != "environment" and not config.server.enabled:
+        wrong.append(f"rollout.source={source} learns from requests: it needs server.enabled=true")
+    if source != "environment" and config.learner.data is not None:
+        wrong.append(f"rollout.source={source} learns from requests: leave learner.data out, or rollout.source")
+    if source == "atropos" and objective.needs_base and objective.kl_placement == "reward":
+        wrong.append(
+            "rollout.source=atropos: environments may send advantages instead of rewards, so the KL cannot be part of "
+            "a reward; set learner.kl_placement=loss"
+        )
+    if source == "live" and config.rollout.live.group_by == "none" and objective.advantage != "reinforce_pp":
+        wrong.append(
+            f"rollout.live.group_by=none: learner.advantage={objective.advantage} compares the completions of a group, "
+            "and there are none; set learner.advantage=reinforce_pp, whose baseline is the whole step"
+        )
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+
+def _validated(values: Any, kind: type[Config]) -> Config:
+    try:
+        return TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        raise ConfigError(explain_values(error.errors(), known_keys(kind), keys_elsewhere(kind))) from error
+
+
+def known_keys(kind: type = RunConfig) -> dict[str, Any]:
+    """Return every key of a command with its default; below `environment`, one level with the name of each."""
+    keys = _defaults(kind)
+    return keys | ({"environment": _environments()} if "environment" in keys else {})
+
+
+def keys_elsewhere(kind: type) -> dict[str, KnownKeys]:
+    """Return the keys of the other commands by their names."""
+    return {f"parallm.{name}": known_keys(other) for name, other in COMMANDS.items() if other is not kind}
+
+
+def register_defaults(kind: type = RunConfig) -> None:
+    """Make every key known to Hydra, so that it can be shown and overridden without YAML."""
+    for name, keys in _environments().items():
+        ConfigStore.instance().store(name=f"{name}_defaults", node=OmegaConf.create(keys))
+    known = known_keys(kind)
+    defaults = OmegaConf.create(known | ({"environment": {}} if "environment" in known else {}))
+    for part in defaults:
+        if OmegaConf.is_config(defaults[part]):
+            # otherwise Hydra stops at the first unknown key; to_config names all of them
+            OmegaConf.set_struct(defaults[part], False)
+    ConfigStore.instance().store(name="run_defaults", node=defaults)
+
+
+def _environments() -> dict[str, Any]:
+    return {keys["name"]: keys for keys in map(_defaults, ENVIRONMENTS)}
+
+
+def _renamed_environment(values: Any) -> str | None:
+    """Return the name of an environment whose keys are those of another one, or None."""
+    given = values.get("environment") or {}
+    name = given.get("name")
+    others = [keys for other, keys in _environments().items() if other != name]
+    return name if name in _environments() and any(keys.keys() <= given.keys() for keys in others) else None
+
+
+def shipped(folder: str) -> Path:
+    """Return the folder `conf` or `recipes`: inside the package in a wheel, beside it in a checkout."""
+    installed = PACKAGE_FOLDER / folder
+    return installed if installed.is_dir() else PACKAGE_FOLDER.parent / folder
+
+
+def _defaults(settings_class: type) -> dict[str, Any]:
+    """Return the default of every key as plain data; `???` if a value must be given."""
+    fields = getattr(settings_class, "__pydantic_fields__")  # noqa: B009  (pydantic adds it; mypy cannot know)
+    defaults = {
+        name: MANDATORY if field.is_required() else field.get_default(call_default_factory=True)
+        for name, field in fields.items()
+    }
+    plain: dict[str, Any] = TypeAdapter(dict[str, Any]).dump_python(defaults, mode="json")
+    return plain
+
+
+def _without_mandatory(values: Any) -> Any:
+    """Drop keys without a value: pydantic then reports them with all other errors."""
+    if isinstance(values, Mapping):
+        return dict(_given(values))
+    return values
+
+
+def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if not (isinstance(value, str) and value == MANDATORY):
+            yield key, _without_mandatory(value)

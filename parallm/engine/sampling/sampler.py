@@ -1,0 +1,150 @@
+"""Logits of all rows -> one token and its log-probability per row, in one pass.
+
+A row's random numbers depend on its seed and position only, so the same seed gives the same tokens in any batch.
+
+Axes: B rows, V vocabulary, K alternatives.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from parallm.engine.sampling.filters import Filters, filtered, filters_of
+from parallm.model.kernels.cuda import interned_array
+from parallm.model.logprobs import Softmax, softmax_of
+from parallm.seeds import mix_all
+from parallm.types import SamplingParams
+
+DRAW_BLOCK = 128
+STEPS_AHEAD = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """Lazy arrays of one step; `top_*` are None where no row asked for alternatives."""
+
+    tokens_B: mx.array
+    logprobs_B: mx.array
+    top_tokens_BK: mx.array | None
+    top_logprobs_BK: mx.array | None
+
+
+class Noise:
+    """The random numbers of rows: of several steps at once, as these cost hardly more than those of one."""
+
+    def __init__(self, seeds_B: Sequence[int]) -> None:
+        self._seeds_B = np.array(seeds_B, np.uint64)
+        self._first_B: list[int] = []  # positions of the first of the steps that are known
+        self._uniforms_NB2: mx.array | None = None
+
+    def uniforms(self, positions_B: Sequence[int]) -> mx.array:
+        """Two of [0, 1) per row, (B, 2)."""
+        steps = positions_B[0] - self._first_B[0] if self._first_B else STEPS_AHEAD
+        if not 0 <= steps < STEPS_AHEAD or [first + steps for first in self._first_B] != list(positions_B):
+            self._first_B, steps = list(positions_B), 0
+            positions_NB = np.array(positions_B, np.uint64) + np.arange(STEPS_AHEAD, dtype=np.uint64)[:, None]
+            self._uniforms_NB2 = _uniforms(self._seeds_B, positions_NB)
+        assert self._uniforms_NB2 is not None
+        return self._uniforms_NB2[steps]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSampling:
+    """What rows ask of the sampler: the same in every step, so made once for each set of rows."""
+
+    temperatures_B: mx.array
+    greedy_B: mx.array | None
+    """Which rows take the most likely token; None where no row does."""
+    all_greedy: bool
+    noise: "Noise"
+    filters: Sequence[Filters]
+    most_alternatives: int
+    has_logits_processors: bool
+    """Whether a row asks for tokens from other logits than the policy's."""
+
+
+def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> RowSampling:
+    """`seeds_B` are 64-bit."""
+    is_greedy = [params.temperature == 0 for params in params_B]
+    return RowSampling(
+        temperatures_B=interned_array(tuple(params.temperature for params in params_B), mx.float32),
+        greedy_B=interned_array(tuple(is_greedy), mx.bool_) if any(is_greedy) else None,
+        all_greedy=all(is_greedy),
+        noise=Noise(seeds_B),
+        filters=filters_of(params_B),
+        most_alternatives=max(params.top_logprobs for params in params_B),
+        has_logits_processors=any(params.has_logits_processors for params in params_B),
+    )
+
+
+def sample(
+    logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int], adjusted_BV: mx.array | None = None
+) -> SampledTokens:
+    """Sample one token per row.
+
+    `positions_B` counts the tokens that the row has sampled before; `adjusted_BV` are logits to sample from in place of
+    the policy's own. Log-probabilities are float32, after temperature and before adjustments, top-k, top-p and min-p:
+    those of the policy itself.
+    """
+    softmax = softmax_of(logits_BV, rows.temperatures_B)
+    chosen = softmax if adjusted_BV is None else softmax_of(adjusted_BV, rows.temperatures_B)
+    if rows.all_greedy:
+        tokens_B = _most_likely(chosen)
+    else:
+        tokens_B = _draw(filtered(chosen, rows.filters), rows.noise.uniforms(positions_B))
+        if rows.greedy_B is not None:
+            tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
+    logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
+    top_tokens_BK, top_logprobs_BK = alternatives(softmax, rows.most_alternatives)
+    return SampledTokens(
+        tokens_B=tokens_B, logprobs_B=logprobs_B, top_tokens_BK=top_tokens_BK, top_logprobs_BK=top_logprobs_BK
+    )
+
+
+def _most_likely(softmax: Softmax) -> mx.array:
+    return mx.argmax(softmax.scaled_NV, axis=-1).astype(mx.int32)
+
+
+def _draw(weights_BV: mx.array, uniforms_B2: mx.array) -> mx.array:
+    """One index per row with probability proportional to `weights_BV`, (B,) int32.
+
+    First a block of tokens, then a token of it, each by inverting the cumulative sum: two short sums round less than
+    one over the vocabulary, and each choice has a random number of its own.
+    """
+    rows, vocabulary = weights_BV.shape
+    missing = -vocabulary % DRAW_BLOCK
+    padded_BV = mx.pad(weights_BV, [(0, 0), (0, missing)]) if missing else weights_BV
+    blocks_BKW = padded_BV.reshape(rows, -1, DRAW_BLOCK)
+    block_B = _inverted(blocks_BKW.sum(axis=-1), uniforms_B2[:, 0])
+    chosen_BW = mx.take_along_axis(blocks_BKW, block_B[:, None, None], axis=1)[:, 0]
+    return block_B * DRAW_BLOCK + _inverted(chosen_BW, uniforms_B2[:, 1])
+
+
+def _inverted(weights_BK: mx.array, uniforms_B: mx.array) -> mx.array:
+    """Per row the first index whose cumulative weight exceeds that share of the total; never one of weight zero."""
+    # A parallel sum need not grow evenly: an index of weight zero does not count, whatever was rounded there
+    reached_BK = mx.where(weights_BK > 0, mx.cumsum(weights_BK, axis=-1), 0)
+    targets_B1 = uniforms_B[:, None] * reached_BK.max(axis=-1, keepdims=True)
+    return mx.argmax(reached_BK > targets_B1, axis=-1).astype(mx.int32)
+
+
+def _uniforms(seeds_B: npt.NDArray[np.uint64], positions_NB: npt.NDArray[np.uint64]) -> mx.array:
+    """Two multiples of 2**-24 in [0, 1) per position, (N, B, 2): exact in float32, and times a total they stay below
+    it."""
+    bits_NB = mix_all(seeds_B, positions_NB)
+    pairs_NB2 = np.stack([bits_NB >> np.uint64(40), bits_NB & np.uint64(0xFFFFFF)], axis=-1)
+    return mx.array(pairs_NB2.astype(np.float32) * np.float32(2.0**-24))
+
+
+def alternatives(softmax: Softmax, most: int) -> tuple[mx.array | None, mx.array | None]:
+    """The `most` likely tokens and their log-probs, the likeliest first, (N, K) each; None where none are asked for."""
+    if most == 0:
+        return None, None
+    most = min(most, softmax.scaled_NV.shape[-1])
+    found_BK = mx.argpartition(-softmax.scaled_NV, kth=most - 1, axis=-1)[:, :most]
+    logprobs_BK = softmax.logprobs(found_BK)
+    order_BK = mx.argsort(-logprobs_BK, axis=-1)
+    return mx.take_along_axis(found_BK, order_BK, axis=-1), mx.take_along_axis(logprobs_BK, order_BK, axis=-1)

@@ -1,0 +1,253 @@
+"""One group as an environment has posted it: read, and checked before anything is trained on it. Pure.
+
+Field names are those of atroposlib 0.4.0 (`ScoredData` in atroposlib/api/server.py). Null and empty lists mean absent.
+Axes: S sequences of the group, T tokens of a sequence, prompt included.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from parallm.rollout.scoring import MAX_REWARD
+
+MASKED = -100
+"""In `masks`, where a token is context; elsewhere stands the token itself."""
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+
+Reason = Literal[
+    "malformed",
+    "empty",
+    "ragged",
+    "too_long",
+    "unknown_token",
+    "wrong_mask",
+    "no_trained_token",
+    "not_finite",
+    "too_large",
+    "wrong_logprobs",
+    "images",
+    "unmatched",
+    "greedy",
+    "mixed_temperatures",
+    "stale",
+    "no_signal",
+]
+"""Why a group is not trained on."""
+
+
+class GroupRefused(Exception):
+    """A group that must not be trained on."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason: Reason = reason
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    max_tokens: int
+    """Of one sequence."""
+    num_token_ids: int
+    """Of the model's vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredSequence:
+    tokens_T: np.ndarray
+    """int32."""
+    trained_T: np.ndarray
+    """bool."""
+    score: float
+    logprobs_T: np.ndarray | None
+    """float32: what the environment was told when it sampled; it counts at trained tokens only."""
+    advantages_T: np.ndarray | None
+    """float32, where the environment sends its own."""
+    temperature: float | None
+    """What the environment says that it has sampled with, mostly nothing."""
+    is_zeroed: bool
+    """Its score counts in its group; nothing is learned from its tokens."""
+    is_demonstration: bool
+    """Nobody has sampled it: it is to be imitated."""
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.trained_T.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredGroup:
+    sequences: tuple[ScoredSequence, ...]
+    env_id: int | None
+
+
+def read_group(value: object, limits: Limits) -> ScoredGroup:
+    """Raises GroupRefused."""
+    if not isinstance(value, Mapping):
+        raise GroupRefused("malformed", f"a group should be an object, not {type(value).__name__}")
+    if value.get("images"):
+        raise GroupRefused("images", "the model reads no images")
+    rows = _rows(value, "tokens")
+    if not rows:
+        raise GroupRefused("empty", "the group has no sequence")
+    columns = {name: _rows(value, name, len(rows)) for name in ("masks", "scores")}
+    optional = {name: _optional_rows(value, name, len(rows)) for name in ("inference_logprobs", "advantages")}
+    overrides = _optional_rows(value, "overrides", len(rows)) or [None] * len(rows)
+    shared = [_object(value, name) for name in ("generation_params", "group_overrides")]
+    sequences = tuple(
+        _sequence(
+            index,
+            {"tokens": rows[index], **{name: column[index] for name, column in columns.items()}},
+            {name: column[index] if column else None for name, column in optional.items()},
+            [_override(overrides[index]), *shared],
+            limits,
+        )
+        for index in range(len(rows))
+    )
+    if not any(one.num_trained for one in sequences):
+        raise GroupRefused("no_trained_token", "every token of the group is masked")
+    env_id = value.get("env_id")
+    return ScoredGroup(sequences=sequences, env_id=env_id if isinstance(env_id, int) else None)
+
+
+def _sequence(
+    index: int,
+    given: Mapping[str, Any],
+    optional: Mapping[str, Any],
+    options: Sequence[Mapping[str, Any]],
+    limits: Limits,
+) -> ScoredSequence:
+    """`options`: the sequence's own, then what the sampling and the group say; the first that names a value counts."""
+    where = f"sequence {index}"
+    tokens_T = _integers(given["tokens"], f"tokens of {where}")
+    if len(tokens_T) > limits.max_tokens:
+        raise GroupRefused("too_long", f"{where} has {len(tokens_T)} tokens, the limit is {limits.max_tokens}")
+    masks_T = _integers(given["masks"], f"masks of {where}")
+    if len(masks_T) != len(tokens_T):
+        raise GroupRefused("ragged", f"{where} has {len(tokens_T)} tokens and {len(masks_T)} masks")
+    _check_tokens(tokens_T, masks_T, where, limits)
+    trained_T = masks_T != MASKED
+    own, _, of_group = options
+    return ScoredSequence(
+        tokens_T=tokens_T.astype(np.int32),
+        trained_T=trained_T,
+        score=_score(given["scores"], where),
+        logprobs_T=_logprobs(optional["inference_logprobs"], trained_T, where),
+        advantages_T=_advantages(optional["advantages"], trained_T, f"advantages of {where}"),
+        temperature=_temperature(options, where),
+        is_zeroed=bool(own.get("set_advantage_to_zero", False)),
+        is_demonstration=bool(own.get("sft", of_group.get("sft", False))),
+    )
+
+
+def _check_tokens(tokens_T: np.ndarray, masks_T: np.ndarray, where: str, limits: Limits) -> None:
+    unknown_T = (tokens_T < 0) | (tokens_T >= limits.num_token_ids)
+    if unknown_T.any():
+        token = int(tokens_T[unknown_T][0])
+        raise GroupRefused("unknown_token", f"{where} has token {token}; the model has {limits.num_token_ids}")
+    wrong_T = (masks_T != MASKED) & (masks_T != tokens_T)
+    if wrong_T.any():
+        place = int(np.flatnonzero(wrong_T)[0])
+        found, token = int(masks_T[place]), int(tokens_T[place])
+        raise GroupRefused("wrong_mask", f"{where}, place {place}: {found} is neither {MASKED} nor token {token}")
+    if len(masks_T) and masks_T[0] != MASKED:
+        raise GroupRefused("wrong_mask", f"{where}: the first token is trained, but nothing predicts it")
+
+
+def _score(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise GroupRefused("malformed", f"the score of {where} is no number")
+    if not abs(value) <= MAX_REWARD:
+        reason: Reason = "too_large" if isinstance(value, int) or math.isfinite(value) else "not_finite"
+        raise GroupRefused(reason, f"the score of {where} is {value}; the limit is {MAX_REWARD:g} either way")
+    return float(value)
+
+
+def _logprobs(value: object, trained_T: np.ndarray, where: str) -> np.ndarray | None:
+    logprobs_T = _floats(value, trained_T, f"inference_logprobs of {where}")
+    if logprobs_T is not None and (logprobs_T[trained_T] > 0).any():
+        place = int(np.flatnonzero(trained_T & (logprobs_T > 0))[0])
+        raise GroupRefused(
+            "wrong_logprobs", f"{where}, place {place}: a trained token has {logprobs_T[place]:g}, no log-prob"
+        )
+    return logprobs_T
+
+
+def _advantages(value: object, trained_T: np.ndarray, what: str) -> np.ndarray | None:
+    advantages_T = _floats(value, trained_T, what)
+    if advantages_T is not None and (np.abs(advantages_T[trained_T]) > MAX_REWARD).any():
+        raise GroupRefused("too_large", f"{what} are beyond {MAX_REWARD:g}")
+    return advantages_T
+
+
+def _floats(value: object, trained_T: np.ndarray, what: str) -> np.ndarray | None:
+    """float32 (T,), finite at trained tokens; None where there is nothing."""
+    if value is None or value == []:
+        return None
+    values_T = _array(value, what)
+    if values_T.dtype.kind not in "if":
+        raise GroupRefused("malformed", f"{what} are no numbers")
+    if len(values_T) != len(trained_T):
+        raise GroupRefused("ragged", f"{what}: {len(values_T)} for {len(trained_T)} tokens")
+    with np.errstate(over="ignore"):
+        values_T = values_T.astype(np.float32)
+    if not np.isfinite(values_T[trained_T]).all():
+        raise GroupRefused("not_finite", f"{what} are not all finite")
+    return values_T
+
+
+def _integers(value: object, what: str) -> np.ndarray:
+    values_T = _array(value, what)
+    if len(values_T) and values_T.dtype.kind != "i":
+        raise GroupRefused("malformed", f"{what} are no integers")
+    return values_T.astype(np.int64)
+
+
+def _array(value: object, what: str) -> np.ndarray:
+    try:
+        values_T = np.array(value) if isinstance(value, list) else None
+    except ValueError:  # lists of several lengths
+        values_T = None
+    if values_T is None or values_T.ndim != 1:
+        raise GroupRefused("malformed", f"{what} should be a list of numbers")
+    return values_T
+
+
+def _temperature(options: Sequence[Mapping[str, Any]], where: str) -> float | None:
+    found = next((one["temperature"] for one in options if one.get("temperature") is not None), None)
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= MAX_FLOAT32:
+        raise GroupRefused("malformed", f"the temperature of {where} is {found!r}")
+    return float(found)
+
+
+def _rows(value: Mapping[str, Any], name: str, count: int | None = None) -> list[Any]:
+    rows = value.get(name)
+    if not isinstance(rows, list):
+        raise GroupRefused("malformed", f"{name} should be a list")
+    if count is not None and len(rows) != count:
+        raise GroupRefused("ragged", f"{name}: {len(rows)} for {count} sequences")
+    return rows
+
+
+def _optional_rows(value: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
+    return _rows(value, name, count) if value.get(name) else None
+
+
+def _override(value: object) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise GroupRefused("malformed", "overrides should be a list of objects")
+    return value
+
+
+def _object(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = value.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise GroupRefused("malformed", f"{name} should be an object")
+    return found

@@ -1,0 +1,87 @@
+"""From the rewards of a step to how much better than expected each completion was.
+
+  group_mean             r - mean of its group                                   https://arxiv.org/abs/2503.20783
+  group_std              (r - mean) / std, both of its group                     https://arxiv.org/abs/2402.03300
+  batch_std              (r - mean of its group) / std of all rewards of the step
+  rloo                   r - mean of the others of its group                     https://arxiv.org/abs/2402.14740
+  reinforce_pp           r, whitened over the tokens of the step                 https://arxiv.org/abs/2501.03262
+  reinforce_pp_baseline  r - mean of its group, then whitened in the same way
+  max_rl                 (r - mean) / mean of its group, for rewards of 0 and 1  https://arxiv.org/abs/2602.02710
+  reward                 r itself: completions to imitate, which have nothing to be compared with
+
+Standard deviations divide by one less than the count, those of whitening by the count.
+Axes: S completions of the step in the order of their groups, G completions of a group.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from parallm.errors import TrainingStopped
+from parallm.learner.settings import Advantage
+
+STANDARD_DEVIATION_EPSILON = 1e-4
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
+"""Advantages are float32, so a larger reward is as good as infinite."""
+
+
+def advantages(
+    kind: Advantage, rewards_of_groups: Sequence[Sequence[float]], num_tokens_S: Sequence[int]
+) -> np.ndarray:
+    """float32 (S,). `num_tokens_S` is the number of trained tokens of each completion.
+
+    A reward that is not finite makes NaN of the advantages that depend on it, and so of the step's loss. Where there
+    is nothing to compare with (all rewards equal, a group of one), an advantage is 0. Raises TrainingStopped for
+    rewards below 0 with max_rl, which would turn its sign.
+    """
+    groups = [np.asarray(rewards_G, np.float64) for rewards_G in rewards_of_groups]
+    if not groups:
+        return np.zeros(0, np.float32)
+    rewards_S = np.concatenate(groups)
+    if kind in ("batch_std", "reinforce_pp", "reinforce_pp_baseline") and not np.isfinite(rewards_S).all():
+        return np.full(len(rewards_S), np.nan, np.float32)
+    if kind == "reinforce_pp":
+        return _whitened(rewards_S, num_tokens_S).astype(np.float32)
+    advantages_S = np.concatenate([_of_group(kind, rewards_G) for rewards_G in groups])
+    if kind == "batch_std":
+        advantages_S = advantages_S / (_std(rewards_S) + STANDARD_DEVIATION_EPSILON)
+    elif kind == "reinforce_pp_baseline":
+        advantages_S = _whitened(advantages_S, num_tokens_S)
+    return advantages_S.astype(np.float32)
+
+
+def _of_group(kind: Advantage, rewards_G: np.ndarray) -> np.ndarray:
+    """(G,), before what needs the whole step."""
+    if not np.isfinite(rewards_G).all():
+        return np.full(len(rewards_G), np.nan)
+    if kind == "reward":
+        return rewards_G
+    centred_G = rewards_G - rewards_G.mean()
+    if kind == "group_std":
+        return centred_G / (_std(rewards_G) + STANDARD_DEVIATION_EPSILON)
+    if kind == "rloo":
+        return centred_G * len(rewards_G) / max(len(rewards_G) - 1, 1)
+    if kind == "max_rl":
+        return _per_mean(rewards_G, centred_G)
+    return centred_G
+
+
+def _per_mean(rewards_G: np.ndarray, centred_G: np.ndarray) -> np.ndarray:
+    if rewards_G.min() < 0:
+        raise TrainingStopped(
+            f"learner.advantage=max_rl divides by the mean reward of a group and needs rewards of 0 or more, "
+            f"got {rewards_G.min():g}; choose learner.advantage=group_mean or change the reward"
+        )
+    mean = rewards_G.mean()
+    return centred_G / mean if mean > 0 else centred_G
+
+
+def _whitened(values_S: np.ndarray, num_tokens_S: Sequence[int]) -> np.ndarray:
+    """Mean 0 and standard deviation 1 over all tokens of the step, as each token has its completion's value."""
+    share_S = np.asarray(num_tokens_S, np.float64) / max(sum(num_tokens_S), 1)
+    centred_S = values_S - (share_S * values_S).sum()
+    return centred_S / (np.sqrt((share_S * centred_S**2).sum()) + STANDARD_DEVIATION_EPSILON)
+
+
+def _std(values: np.ndarray) -> float:
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

@@ -1,0 +1,175 @@
+"""The loss of a policy update: one pure function over flat arrays, whichever way a step is cut into micro-batches.
+
+What a token adds is worked out in this order: policy term, times the weights of the corrections, plus KL, minus the
+entropy bonus; then its weight in the step.
+Axes: S sequences, N tokens of any of them; a sequence is never cut in two.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from parallm.learner.loss import terms
+from parallm.learner.loss.corrections import SequenceSums, importance_weights, keep_sequence_mask, sequence_sums
+from parallm.learner.loss.kl import kl_estimate
+from parallm.learner.loss.objective import Objective
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """What is constant for a gradient. What stands at tokens of weight zero does not matter, not even NaN."""
+
+    behaviour_N: mx.array
+    """Log-probs that the completions were sampled with."""
+    advantages_N: mx.array
+    weights_N: mx.array
+    """What each token counts in the loss of the whole step (`token_weight`); 0 where it is not trained on."""
+    rows_N: mx.array
+    """int32: which sequence a token belongs to."""
+    num_rows: int
+    old_N: mx.array | None = None
+    """Log-probs of the learner's policy at the start of the step, to which ratios are taken; None: `behaviour_N`."""
+    reference_N: mx.array | None = None
+    """Log-probs of the policy that KL in the loss is taken to; needed where there is such a term."""
+    entropy_threshold: float | None = None
+    """Tokens of less entropy are not trained on."""
+
+
+def objective_loss(logprobs_N: mx.array, entropies_N: mx.array, inputs: LossInputs, objective: Objective) -> mx.array:
+    """Scalar; summed over the micro-batches of a step it is the step's loss.
+
+    Differentiable in `logprobs_N` and `entropies_N`. A log-prob of a trained token that is not finite makes it NaN.
+    """
+    tokens = _trained(logprobs_N, entropies_N, inputs)
+    log_ratio_N = _log_ratio(tokens, objective)
+    loss_N = _policy_term(tokens, log_ratio_N, objective) * _factors(tokens, objective)
+    if objective.kl_coefficient > 0 and objective.kl_placement == "loss":
+        ratio_N = mx.exp(log_ratio_N) if objective.kl_unbiased else None
+        loss_N += objective.kl_coefficient * kl_estimate(
+            tokens.logprobs_N, tokens.reference_N, objective.kl_estimator, ratio_N
+        )
+    if objective.entropy_coefficient > 0:
+        loss_N -= objective.entropy_coefficient * tokens.entropies_N
+    return (inputs.weights_N * loss_N).sum()
+
+
+def is_clipped(logprobs_N: mx.array, inputs: LossInputs, objective: Objective) -> mx.array:
+    """True (N,) for trained tokens whose gradient the policy term bounds or removes."""
+    tokens = _trained(logprobs_N, logprobs_N, inputs)
+    log_ratio_N = _log_ratio(tokens, objective)
+    if objective.policy == "ppo":
+        low_N, high_N = _ppo_bounds(tokens, objective)
+        clipped_N = (log_ratio_N < low_N) | (log_ratio_N > high_N)
+    elif objective.policy == "cispo":
+        clipped_N = mx.exp(log_ratio_N) > objective.cispo_ratio_max
+    elif objective.policy in ("dppo_tv", "ipo"):
+        clipped_N = _dropped(tokens, objective)
+    else:
+        clipped_N = mx.zeros(log_ratio_N.shape, mx.bool_)
+    return clipped_N & (inputs.weights_N > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tokens:
+    """The arrays with zeros where a token is not trained on, so that nothing there can reach the loss."""
+
+    logprobs_N: mx.array
+    entropies_N: mx.array
+    behaviour_N: mx.array
+    advantages_N: mx.array
+    old_N: mx.array
+    reference_N: mx.array
+    entropy_threshold: float | None
+    rows: SequenceSums
+
+
+def _trained(logprobs_N: mx.array, entropies_N: mx.array, inputs: LossInputs) -> _Tokens:
+    trained_N = inputs.weights_N > 0
+
+    def kept(values_N: mx.array) -> mx.array:
+        # an infinite log-prob is a fault: NaN cannot hide behind a clip
+        return mx.where(trained_N, mx.where(mx.isfinite(values_N), values_N, mx.nan), 0.0)
+
+    behaviour_N = kept(inputs.behaviour_N)
+    return _Tokens(
+        logprobs_N=kept(logprobs_N),
+        entropies_N=kept(entropies_N),
+        behaviour_N=behaviour_N,
+        advantages_N=kept(inputs.advantages_N),
+        old_N=behaviour_N if inputs.old_N is None else kept(inputs.old_N),
+        reference_N=behaviour_N if inputs.reference_N is None else kept(inputs.reference_N),
+        entropy_threshold=inputs.entropy_threshold,
+        rows=sequence_sums(inputs.rows_N, trained_N, inputs.num_rows),
+    )
+
+
+def _log_ratio(tokens: _Tokens, objective: Objective) -> mx.array:
+    log_ratio_N = tokens.logprobs_N - tokens.old_N
+    if objective.policy == "vespo" or objective.ratio == "sequence_sum":
+        return tokens.rows.broadcast(tokens.rows.sums(log_ratio_N))
+    if objective.ratio == "sequence":
+        return tokens.rows.broadcast(tokens.rows.means(log_ratio_N))
+    return log_ratio_N
+
+
+def _policy_term(tokens: _Tokens, log_ratio_N: mx.array, objective: Objective) -> mx.array:
+    logprobs_N, advantages_N = tokens.logprobs_N, tokens.advantages_N
+    match objective.policy:
+        case "ppo":
+            return terms.ppo(log_ratio_N, advantages_N, _ppo_bounds(tokens, objective))
+        case "reinforce":
+            return terms.reinforce(log_ratio_N, advantages_N)
+        case "likelihood":
+            return terms.likelihood(logprobs_N, advantages_N)
+        case "cispo":
+            return terms.cispo(logprobs_N, log_ratio_N, advantages_N, objective.cispo_ratio_max)
+        case "dppo_tv" | "ipo":
+            return terms.trust_region(log_ratio_N, advantages_N, _dropped(tokens, objective))
+        case "sapo":
+            return terms.sapo(
+                log_ratio_N,
+                advantages_N,
+                temperature_positive=objective.sapo_temperature_positive,
+                temperature_negative=objective.sapo_temperature_negative,
+            )
+        case "vespo":
+            return terms.vespo(logprobs_N, log_ratio_N, advantages_N)
+
+
+def _ppo_bounds(tokens: _Tokens, objective: Objective) -> tuple[mx.array, mx.array]:
+    return terms.ppo_bounds(
+        tokens.advantages_N,
+        clip_low=objective.clip_low,
+        clip_high=objective.clip_high,
+        dual_clip_ratio_max=objective.dual_clip_ratio_max,
+    )
+
+
+def _dropped(tokens: _Tokens, objective: Objective) -> mx.array:
+    return terms.outside_trust_region(
+        mx.exp(tokens.logprobs_N) - mx.exp(tokens.old_N),
+        tokens.advantages_N,
+        fall_max=objective.probability_fall_max,
+        rise_max=objective.probability_rise_max,
+        both_ways=objective.policy == "ipo",
+    )
+
+
+def _factors(tokens: _Tokens, objective: Objective) -> mx.array:
+    factor_N = mx.ones(tokens.logprobs_N.shape)
+    if objective.off_policy_kl_max is not None:
+        factor_N *= keep_sequence_mask(
+            tokens.logprobs_N, tokens.behaviour_N, tokens.advantages_N, tokens.rows, objective.off_policy_kl_max
+        )
+    if tokens.entropy_threshold is not None:
+        factor_N *= tokens.entropies_N >= tokens.entropy_threshold
+    if objective.correction != "none":
+        factor_N *= importance_weights(
+            tokens.old_N,
+            tokens.behaviour_N,
+            tokens.rows,
+            correction=objective.correction,
+            ratio_min=objective.correction_ratio_min,
+            ratio_max=objective.correction_ratio_max,
+        )
+    return factor_N

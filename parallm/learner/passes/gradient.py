@@ -1,0 +1,214 @@
+"""Gradient of the objective for some micro-batches, without ever holding the logits of all their tokens.
+
+1. trunk: hidden states of the completion tokens, with the adapter's arrays traced;
+2. head, in chunks: log-probs; 3. the objective's gradient with respect to each log-prob and entropy, numbers per token;
+4. head again, in chunks: the gradient with respect to the hidden states; 5. backward through the trunk from there.
+
+Axes: M computed tokens, N completion tokens, H hidden.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, chain, groupby, zip_longest
+from typing import Any
+
+import mlx.core as mx
+
+from parallm.device.streams import DeviceStreams
+from parallm.learner.loss.kl import kl_k3
+from parallm.learner.loss.objective import Objective
+from parallm.learner.loss.policy_loss import LossInputs, is_clipped, objective_loss
+from parallm.learner.optimizer import ParameterLayout
+from parallm.learner.passes.batch import MicroBatch
+from parallm.learner.passes.checkpointing import checkpointed
+from parallm.learner.passes.last_layer import can_trim, hidden_at
+from parallm.learner.passes.lm_head import ChunkedHead, Scores, Stages, run_stages
+from parallm.learner.passes.packing import packed_hidden
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.module_names import layer_of
+from parallm.model.kernels.cuda import on_cuda
+from parallm.model.lora.dora import lora_scaling
+from parallm.model.lora.single import LoraBinding, LoraScaling, SingleLora, single_lora
+from parallm.model.lora.training import training_lora
+from parallm.model.shared_model import SharedModel
+
+FIRST = 8  # one layer in so many, from the last one back, whose gradients come before the rest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenStatistics:
+    """What the forward found out about each token of a micro-batch."""
+
+    loss: mx.array
+    logprobs_N: mx.array
+    entropies_N: mx.array
+    clipped_N: mx.array
+    """True where the policy term bounds or removes the gradient of a trained token."""
+    kl_N: mx.array
+    """k3 estimate of the sampler's KL to the learner's policy."""
+    kl_to_base_N: mx.array
+    """k3 estimate of the policy's KL to the base; zeros where the base's log-probs are not known."""
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return self.loss, self.logprobs_N, self.entropies_N, self.clipped_N, self.kl_N, self.kl_to_base_N
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassResult:
+    """What a pass gives once it is evaluated: first the stages, one after the other, then the rest."""
+
+    gradients: list[mx.array]
+    statistics: list[TokenStatistics]
+    stages: Stages
+    first: list[mx.array]
+    """Those of the gradients that the backward comes to first."""
+
+
+class PolicyGradient:
+    """The model part of an update. Holds no state between calls."""
+
+    def __init__(
+        self,
+        model: SharedModel,
+        streams: DeviceStreams,
+        objective: Objective,
+        *,
+        chunk_bytes: int,
+        dropout: float,
+        checkpoints: bool,
+    ) -> None:
+        self._model = model
+        self._checkpoints = checkpoints
+        self._streams = streams
+        self._objective = objective
+        self._dropout = dropout
+        self._trims = can_trim(model)
+        self._head = ChunkedHead(model, chunk_bytes)
+
+    def __call__(self, policy: SingleLora, batches: Sequence[MicroBatch], key: mx.array) -> PassResult:
+        """Gradients with respect to `policy.arrays()`, summed over `batches` (one per lane), and statistics. Not
+        evaluated."""
+        structure = policy.structure()
+
+        def surrogate(traced: list[mx.array]) -> tuple[mx.array, Any]:
+            lora = training_lora(structure.lora(traced), self._dropout, key)
+            with checkpointed(self._model, self._checkpoints):
+                hidden = self._streams.run(lambda batch: self._hidden(batch, lora), batches)
+            pairs = list(zip(hidden, batches, strict=True))
+            found = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
+            # d(sum hidden x gradient) / d(arrays) is the chain rule with the head's part already done
+            products = self._streams.run(
+                lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, found, strict=True))
+            )
+            return sum(products[1:], products[0]), [(statistics.arrays, stages) for _, statistics, stages in found]
+
+        (_, raw), gradients = mx.value_and_grad(surrogate)(policy.arrays())
+        names = [field.name for field in fields(TokenStatistics)]
+        return PassResult(
+            gradients=gradients,
+            statistics=[TokenStatistics(**dict(zip(names, values, strict=True))) for values, _ in raw],
+            stages=_together([stages for _, stages in raw]),
+            first=_of_last_layers(gradients, structure.target_of_each()),
+        )
+
+    def score(self, lora: LoraBinding | None, batches: Sequence[MicroBatch]) -> list[Scores]:
+        """Log-probs and entropies of `batches` (one per lane) under `lora`, without gradients. Evaluated."""
+        hidden = self._streams.run(lambda batch: self._hidden(batch, lora), batches)
+        scores = self._streams.run(lambda pair: self._score(*pair), list(zip(hidden, batches, strict=True)))
+        run_stages(_together([one.stages for one in scores]))
+        mx.eval([[one.logprobs_N, one.entropies_N] for one in scores])
+        return scores
+
+    def _hidden(self, batch: MicroBatch, lora: LoraBinding | None) -> mx.array:
+        """Hidden states (N, H) that predict the completion tokens."""
+        inputs_M = mx.array(batch.inputs_M)
+        sources_N = mx.array(batch.sources_N)
+        if batch.segments and self._trims:
+            return hidden_at(self._model, inputs_M, batch.segments, lora, sources_N)
+        if batch.segments:
+            return packed_hidden(self._model, inputs_M, batch.segments, lora)[sources_N]
+        return self._model.hidden(inputs_M[None], None, lora)[0, sources_N]
+
+    def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics, Stages]:
+        """Gradient of the loss with respect to `hidden_NH`, statistics, and what to evaluate before them."""
+        has_bonus = self._objective.entropy_coefficient > 0
+        scores = self._score(hidden_NH, batch, wants_slopes=not has_bonus)
+        inputs = self._inputs(batch, scores)
+        loss, (gradient_N, entropy_gradient_N) = mx.value_and_grad(objective_loss, argnums=(0, 1))(
+            scores.logprobs_N, scores.entropies_N, inputs, self._objective
+        )
+        statistics = TokenStatistics(
+            loss=loss,
+            logprobs_N=scores.logprobs_N,
+            entropies_N=scores.entropies_N,
+            clipped_N=is_clipped(scores.logprobs_N, inputs, self._objective),
+            kl_N=kl_k3(scores.logprobs_N, inputs.behaviour_N),
+            kl_to_base_N=mx.zeros_like(scores.logprobs_N)
+            if inputs.reference_N is None
+            else kl_k3(inputs.reference_N, scores.logprobs_N),
+        )
+        pulled_NH, stages = self._head.backward(scores, gradient_N, entropy_gradient_N if has_bonus else None)
+        return pulled_NH, statistics, scores.stages + stages
+
+    def _score(self, hidden_NH: mx.array, batch: MicroBatch, *, wants_slopes: bool = False) -> Scores:
+        tokens_N, temperature_N = mx.array(batch.tokens_N), mx.array(batch.temperature_N)
+        return self._head.score(hidden_NH, tokens_N, temperature_N, wants_slopes=wants_slopes)
+
+    def _inputs(self, batch: MicroBatch, scores: Scores) -> LossInputs:
+        # A step has one update, so the learner's policy at its start is the one that has just been scored
+        corrects = self._objective.correction != "none"
+        return LossInputs(
+            behaviour_N=mx.array(batch.behaviour_N),
+            advantages_N=mx.array(batch.advantages_N),
+            weights_N=mx.array(batch.weights_N),
+            rows_N=mx.array(batch.rows_N),
+            num_rows=len(batch.completions_S),
+            old_N=scores.logprobs_N if corrects else None,
+            reference_N=None if batch.base_N is None else mx.array(batch.base_N),
+            entropy_threshold=batch.entropy_threshold,
+        )
+
+
+def _of_last_layers(gradients: Sequence[mx.array], targets: Sequence[str]) -> list[mx.array]:
+    last_first = sorted(zip(gradients, targets, strict=True), key=lambda pair: -(layer_of(pair[1]) or 0))
+    return [gradient for gradient, _ in last_first[: len(last_first) // FIRST]]
+
+
+def _together(stages_of_lanes: Sequence[Stages]) -> Stages:
+    """The first stages of all lanes, then the second ones, and so on."""
+    return [[*chain.from_iterable(parts)] for parts in zip_longest(*stages_of_lanes, fillvalue=())]
+
+
+class LoraWeights:
+    """Those of one version, made once for each update."""
+
+    def __init__(self, adapter: Adapter, model: SharedModel) -> None:
+        self._arrays = dict(adapter.arrays)
+        self._scaling = lora_scaling(adapter, model)
+        self._widens = on_cuda() and adapter.dropout == 0
+        self.lora = self._lora(self._arrays, self._scaling)
+        if not on_cuda():  # there the first pass computes them on its way; lanes would wait for each other at each one
+            mx.eval(self.lora.arrays())
+
+    def join(self, gradients: Sequence[mx.array]) -> mx.array:
+        """Gradients of `lora.arrays()` as one vector, (N,) float32."""
+        alike = [list(group) for _, group in groupby(gradients, key=lambda one: one.dtype)]  # or each would be cast
+        flat = [mx.concatenate([one.reshape(-1) for one in group]).astype(mx.float32) for group in alike]
+        return flat[0] if len(flat) == 1 else mx.concatenate(flat)
+
+    def backward(self, gradient_N: mx.array, layout: ParameterLayout) -> mx.array:
+        """The gradient of the adapter's arrays in `layout`, from that of the factors."""
+        shapes = [array.shape for array in self.lora.arrays()]
+        cuts = list(accumulate(array.size for array in self.lora.arrays()))[:-1]
+        cotangents = [part.reshape(shape) for part, shape in zip(mx.split(gradient_N, cuts), shapes, strict=True)]
+        exact = replace(self._scaling, dtype=mx.float32)
+        _, gradients = mx.vjp(
+            lambda *arrays: self._lora(dict(zip(self._arrays, arrays, strict=True)), exact).arrays(),
+            list(self._arrays.values()),
+            cotangents,
+        )
+        return layout.join(dict(zip(self._arrays, gradients, strict=True)))
+
+    def _lora(self, arrays: dict[str, mx.array], scaling: LoraScaling) -> SingleLora:
+        return single_lora(arrays, scaling, widens=self._widens)

@@ -1,0 +1,326 @@
+"""Arrays and config of an adapter file, of mlx-lm's or PEFT's format, as the parts of an `Adapter`. No files here."""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+
+from parallm.errors import AdapterError
+from parallm.model.adapters.adapter import REWARD_HEAD, Adapter, arrays_digest, make_adapter
+from parallm.model.adapters.configs import CONFIG, MlxConfig, PeftConfig, evened, mlx_config, parse_config, peft_config
+from parallm.model.adapters.module_names import left_out_by_peft, modules_of, names_to_read, values_by_name
+from parallm.model.lora.targets import ROUTERS
+from parallm.types import POLICY
+
+PEFT_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(?P<site>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight|"
+    r"magnitude_vector(?:\.default)?(?:\.weight)?)"
+)
+PEFT_HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save\.default)?\.weight")
+
+Arrays = Mapping[str, mx.array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredAdapter:
+    arrays: dict[str, mx.array]
+    metadata: Mapping[str, str]
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    rslora: bool
+    dropout: float
+
+    def check_targets(self, targets: Mapping[str, tuple[int, int]]) -> None:
+        """Raise AdapterError unless every array fits a site of the base (site -> inputs, outputs)."""
+        for name in sorted(self.arrays.keys() - {REWARD_HEAD}):
+            target, _, part = name.rpartition(".")
+            shape = self.arrays[name].shape
+            if target not in targets:
+                raise AdapterError(
+                    f"it has {name} {shape}, but {target} is no LoRA site here; {_way_out(target, targets)}"
+                )
+            (inputs, outputs), rank = targets[target], self.ranks.get(target, self.rank)
+            expected = {"lora_a": (inputs, rank), "lora_b": (rank, outputs), "m": (outputs,)}.get(part, shape)
+            if shape != expected:
+                raise AdapterError(
+                    f"it does not fit this base: {name} has shape {shape}, expected {expected}; set model.path to the "
+                    "base that it was trained on"
+                )
+
+
+def from_mlx(config: MlxConfig, arrays: Arrays, metadata: Mapping[str, str]) -> StoredAdapter:
+    """Raises AdapterError."""
+    _check_experts(arrays)
+    _check_magnitudes(arrays, config.fine_tune_type == "dora")
+    lora, rslora = config.lora_parameters, bool(metadata.get("rslora"))
+    alpha = lora.scale * (math.sqrt(lora.rank) if rslora else lora.rank)
+    exact = float(metadata.get("alpha", alpha))  # alpha / rank * rank need not be alpha
+    return StoredAdapter(
+        arrays=dict(arrays),
+        metadata=metadata,
+        rank=lora.rank,
+        alpha=exact if math.isclose(exact, alpha) else alpha,
+        rslora=rslora,
+        dropout=lora.dropout,
+    )
+
+
+def from_peft(config: PeftConfig, tensors: Arrays, metadata: Mapping[str, str], model_type: str) -> StoredAdapter:
+    """`model_type` is that of the base, by which its layers are known. Raises AdapterError."""
+    names = names_to_read(model_type, is_ours="digest" in metadata)
+    arrays: dict[str, mx.array] = {}
+    modules: dict[str, str] = {}  # names in the file by site
+    for name, tensor in tensors.items():
+        if config.has_reward_head and PEFT_HEAD.fullmatch(name):
+            arrays[REWARD_HEAD] = _one_score(tensor)
+            continue
+        match = PEFT_TENSOR.fullmatch(name)
+        if match is None:
+            raise AdapterError(f"it holds {name}, which is no lora_A, lora_B or magnitude of a linear layer")
+        target = names.from_peft(match["site"])
+        modules[target] = match["site"]
+        arrays[_array_name(match, target)] = mx.contiguous(tensor.T)
+    _check_magnitudes(arrays, config.use_dora)
+    ranks = values_by_name(config.rank_pattern or {}, modules.values())
+    alphas = values_by_name(config.alpha_pattern or {}, modules.values())
+    return StoredAdapter(
+        arrays=arrays,
+        metadata=metadata,
+        rank=config.r,
+        alpha=config.lora_alpha,
+        ranks={target: ranks[module] for target, module in modules.items() if module in ranks},
+        alphas={target: alphas[module] for target, module in modules.items() if module in alphas},
+        rslora=config.use_rslora,
+        dropout=config.lora_dropout,
+    )
+
+
+def from_peft_names(tensors: Arrays, model_type: str) -> dict[str, mx.array]:
+    """Tensors under PEFT's names as arrays of an adapter; other names stay as they are.
+
+    Raises AdapterError where PEFT's adapters of this type have other numbers.
+    """
+    arrays: dict[str, mx.array] = {}
+    for name, tensor in tensors.items():
+        match = PEFT_TENSOR.fullmatch(name)
+        if match is None:
+            arrays[name] = tensor
+        else:
+            target = names_to_read(model_type, is_ours=False).from_peft(match["site"])
+            arrays[_array_name(match, target)] = mx.contiguous(tensor.T)
+    return arrays
+
+
+def _array_name(match: re.Match[str], target: str) -> str:
+    part = f"lora_{match['part'].lower()}" if match["part"] else "m"
+    return f"{target}.{part}"
+
+
+def _one_score(tensor: mx.array) -> mx.array:
+    if tensor.ndim != 2 or tensor.shape[0] != 1:
+        raise AdapterError(f"it classifies with a head of shape {tensor.shape}; a reward model has (1, hidden)")
+    return mx.contiguous(tensor[0])
+
+
+def _check_experts(arrays: Arrays) -> None:
+    """mlx-lm adapts all experts of a layer as one array of three axes."""
+    experts = next((name for name, array in arrays.items() if name.endswith(".lora_a") and array.ndim == 3), None)
+    if experts is not None:
+        raise AdapterError(
+            f"it adapts the experts of a mixture ({experts.removesuffix('.lora_a')}), and only linear layers can be "
+            "adapted here; train it with lora_parameters.keys that leave the experts out"
+        )
+
+
+def _check_magnitudes(arrays: Arrays, is_dora: bool) -> None:
+    if is_dora != any(name.endswith(".m") for name in arrays):
+        kind, other = ("DoRA", "no magnitudes") if is_dora else ("LoRA", "magnitudes of DoRA")
+        raise AdapterError(f"{CONFIG} says that it is {kind}, and its weights hold {other}")
+
+
+def _way_out(target: str, targets: Mapping[str, tuple[int, int]]) -> str:
+    if ROUTERS & set(target.split(".")):
+        return "it is a router, which all-linear leaves out: name it in model.lora.targets beside all other layers"
+    return (
+        f"there are {len(targets)}, such as {min(targets, default='none')}; load the base it was trained on, or leave "
+        "model.lora.targets and model.lora.layers out"
+    )
+
+
+logger = logging.getLogger(__name__)
+
+MLX_WEIGHTS = "adapters.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
+
+
+def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
+    """Write what `mlx_lm.load(..., adapter_path=folder)` reads; `num_layers` is the depth of the base.
+
+    The format has one rank and one scale: smaller ranks are padded with zeros, and other scales multiplied into B.
+    Raises AdapterError for a reward model, OSError if the disk does not take it.
+    """
+    if REWARD_HEAD in adapter.arrays:
+        raise AdapterError("mlx-lm knows no reward models: write this one in PEFT's format, formats=[peft]")
+    folder.mkdir(parents=True, exist_ok=True)
+    config, arrays = mlx_config(adapter, num_layers), adapter.arrays
+    metadata = {"format": "mlx"} | _metadata(adapter)
+    if adapter.ranks or adapter.alphas:
+        rank, scale = config["lora_parameters"]["rank"], config["lora_parameters"]["scale"]
+        arrays = evened(adapter, rank, scale)
+        metadata |= {"alpha": repr(scale * rank), "rslora": "", "digest": arrays_digest(arrays)}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    write_arrays(folder / MLX_WEIGHTS, arrays, metadata)
+
+
+def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str = "", *, model_type: str) -> None:
+    """Write what `peft.PeftModel.from_pretrained(base, folder)` reads; `base_name` is a hub id or folder for people.
+
+    `model_type` is that of the base, by which transformers' names of its layers are known. `base_sha256` is the base's
+    fingerprint, which `base_of` tells whoever reads. Raises AdapterError where these names are not known, OSError if
+    the disk does not take it.
+    """
+    modules = modules_of(adapter.targets, model_type)
+    if lost := left_out_by_peft(adapter.targets, model_type):
+        logger.warning(
+            "PEFT 0.21 itself does not load %d layers of this adapter of %s, such as %s; other programs may",
+            *(len(lost), model_type, modules[lost[0]]),
+        )
+    _write_peft(adapter, folder, base_name, base_sha256, modules)
+
+
+def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name: str, base_sha256: str = "") -> None:
+    """Write mlx-lm's format where it can hold the adapter as it is, else PEFT's with mlx-lm's names of the layers.
+
+    It comes back equal to the bit.
+    """
+    if adapter.ranks or adapter.alphas or REWARD_HEAD in adapter.arrays:
+        _write_peft(adapter, folder, base_name, base_sha256, {target: target for target in adapter.targets})
+    else:
+        write_mlx(adapter, folder, num_layers=num_layers)
+
+
+def _write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str, modules: Mapping[str, str]) -> None:
+    """`modules` are the names of the sites in the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(peft_config(adapter, base_name, modules), indent=2) + "\n")
+    tensors: dict[str, mx.array] = {}
+    for target, module in modules.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = adapter.arrays[f"{target}.lora_a"].T
+        tensors[f"base_model.model.{module}.lora_B.weight"] = adapter.arrays[f"{target}.lora_b"].T
+        if adapter.is_dora:
+            tensors[f"base_model.model.{module}.lora_magnitude_vector"] = adapter.arrays[f"{target}.m"]
+    if REWARD_HEAD in adapter.arrays:
+        tensors["base_model.model.score.weight"] = adapter.arrays[REWARD_HEAD][None]
+    metadata = {"format": "pt", "base_sha256": base_sha256} | _metadata(adapter)
+    write_arrays(folder / PEFT_WEIGHTS, tensors, metadata)
+
+
+def read_adapter(
+    folder: Path,
+    targets: Mapping[str, tuple[int, int]] | None = None,
+    *,
+    model_type: str = "",
+    name: str | None = None,
+    version: int | None = None,
+) -> Adapter:
+    """Read an adapter of either format. It may cover fewer sites than the base has.
+
+    `targets` (site -> inputs, outputs of the base) are what it has to fit. `model_type` is that of the base: files of
+    PEFT may call its layers as transformers does. `name` and `version` replace those in the file; a file from
+    elsewhere has none and becomes version 0 of `policy`. Raises AdapterError.
+    """
+    stored = _read_stored(folder, model_type)
+    known = stored.metadata
+    try:
+        if targets is not None:
+            stored.check_targets(targets)
+        adapter = make_adapter(
+            stored.arrays,
+            name=name if name is not None else known.get("name", POLICY),
+            version=version if version is not None else int(known.get("version", "0")),
+            parent=int(known["parent"]) if known.get("parent") else None,
+            step=int(known.get("step", "0")),
+            rank=stored.rank,
+            alpha=stored.alpha,
+            ranks=stored.ranks,
+            alphas=stored.alphas,
+            rslora=stored.rslora,
+            dropout=stored.dropout,
+        )
+    except (AdapterError, ValueError) as error:
+        raise AdapterError(f"the adapter in {folder} cannot be used: {error}") from error
+    if known.get("digest", adapter.digest) != adapter.digest:
+        raise AdapterError(f"the adapter in {folder} is damaged: its arrays are not those that were saved")
+    return adapter
+
+
+def base_of(folder: Path) -> str:
+    """Fingerprint of the base that an adapter in PEFT's format was trained on; empty where the file does not say it.
+
+    Raises AdapterError if the adapter cannot be read.
+    """
+    return _read_stored(folder, "").metadata.get("base_sha256", "")
+
+
+def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, evaluating the arrays: equal ones make equal bytes. Raises OSError if the disk does not
+    take it."""
+    # a file object rather than a path: MLX's own writer loses the reason for a failure
+    with path.open("wb") as file:
+        mx.save_safetensors(file, dict(sorted(arrays.items())), dict(metadata))
+
+
+def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """Evaluated arrays and metadata of a safetensors file. Raises OSError, or ValueError if it is not whole."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        # the stub unites the results of all file formats; for safetensors it is this one
+        loaded = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(path), return_metadata=True))
+        mx.eval(loaded[0])
+    except RuntimeError as error:
+        raise ValueError(f"{path} is no whole safetensors file: {error}") from error
+    return loaded
+
+
+def _read_stored(folder: Path, model_type: str) -> StoredAdapter:
+    try:
+        config = parse_config(_text(folder / CONFIG))
+        arrays, metadata = read_arrays(folder / (MLX_WEIGHTS if isinstance(config, MlxConfig) else PEFT_WEIGHTS))
+        if isinstance(config, MlxConfig):
+            return from_mlx(config, arrays, metadata)
+        return from_peft(config, arrays, metadata, model_type)
+    except FileNotFoundError as error:
+        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no such folder"
+        raise AdapterError(
+            f"{folder} is no adapter: it needs {CONFIG} and {MLX_WEIGHTS} (mlx-lm) or {PEFT_WEIGHTS} (PEFT, saved with "
+            f"safe_serialization=True); found: {found}"
+        ) from error
+    except (OSError, ValueError, AdapterError) as error:
+        raise AdapterError(f"the adapter in {folder} cannot be read: {error}") from error
+
+
+def _text(path: Path) -> str:
+    if not path.is_file():  # a pipe would be waited for
+        raise FileNotFoundError(f"{path} does not exist")
+    return path.read_text()
+
+
+def _metadata(adapter: Adapter) -> dict[str, str]:
+    return {
+        "name": adapter.name,
+        "version": str(adapter.version),
+        "parent": "" if adapter.parent is None else str(adapter.parent),
+        "step": str(adapter.step),
+        "alpha": repr(adapter.alpha),
+        "rslora": "yes" if adapter.rslora else "",
+        "digest": adapter.digest,
+    }

@@ -1,0 +1,276 @@
+"""How transformers' classes name the layers that mlx-lm's models have, for adapters in PEFT's format.
+
+PEFT finds layers by the names of the class that `AutoModelForCausalLM` makes, or `AutoModelForImageTextToText` where
+that is the only one. It loads an adapter of other names as well, warns about missing keys and serves the plain base:
+so names that were not compared with transformers' own (tests/model/peft_layers.json) are never written.
+"""
+
+import re
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from parallm.errors import AdapterError
+from parallm.model.lora.targets import ROUTERS
+
+Pairs = tuple[tuple[str, str], ...]
+"""Names of mlx-lm, each with that of transformers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftNames:
+    """The names of one model type in both libraries."""
+
+    heads: Pairs = ()
+    """Beginnings of paths. Of several with one of ours the first is written, and all are read."""
+    tails: Pairs = ()
+    """Ends of paths."""
+    lacking: frozenset[str] = ROUTERS
+    """Parts of paths that transformers' class has no linear layer for."""
+
+    def to_peft(self, target: str) -> str:
+        """The name of `target` in transformers' class."""
+        return _with_tail(_with_head(target, self.heads), self.tails)
+
+    def from_peft(self, name: str) -> str:
+        """The site that is called `name` in transformers' class; a name of ours stays as it is."""
+        if not any(_begins(name, ours) for ours, _ in self.heads):
+            # the longest first: model.language_model begins with model
+            theirs = sorted(((their, our) for our, their in self.heads), key=lambda pair: -len(pair[0]))
+            name = _with_head(name, tuple(theirs))
+        return _with_tail(name, tuple((their, our) for our, their in self.tails))
+
+
+SAME = PeftNames()
+"""Of types whose layers have the same names in both libraries."""
+
+_WRAPPED = PeftNames(heads=(("language_model.model", "model.language_model"),))
+_QWEN3_5 = PeftNames(heads=(("language_model.model", "model"), ("language_model.model", "model.language_model")))
+_GPT2 = PeftNames(heads=(("model.h", "transformer.h"),))
+
+KNOWN: dict[str, PeftNames] = {
+    **dict.fromkeys(
+        (
+            *("afmoe", "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
+            *("ernie4_5_moe", "exaone4", "exaone_moe", "falcon_mamba", "gemma", "gemma2", "gemma3_text"),
+            *("gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_oss", "granite"),
+            *("granitemoe", "helium", "hunyuan_v1_dense", "internlm3", "jamba", "lfm2", "llama", "mamba", "mamba2"),
+            *("mellum", "minicpm3", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmo3"),
+            *("olmo_hybrid", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+            *("qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2"),
+        ),
+        SAME,
+    ),
+    **dict.fromkeys(("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), _WRAPPED),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN3_5),
+    **dict.fromkeys(("gpt2", "gptj"), _GPT2),
+    "gpt_neox": PeftNames(heads=(("model.h", "gpt_neox.layers"),)),
+    # a dense one has one input layer in place of gate and up
+    "granitemoehybrid": PeftNames(lacking=ROUTERS | {"mlp"}),
+    "lfm2_moe": PeftNames(
+        tails=(
+            (".feed_forward.gate_proj", ".feed_forward.w1"),
+            (".feed_forward.up_proj", ".feed_forward.w3"),
+            (".feed_forward.down_proj", ".feed_forward.w2"),
+        )
+    ),
+    "nemotron_h": PeftNames(heads=(("backbone", "model"),)),
+}
+"""By the `model_type` of config.json."""
+
+RESCALED = {"falcon_h1": "mlx-lm folds this model's multipliers into its weights"}
+"""Types whose layers have transformers' names and other numbers, and why."""
+
+_PROJECTIONS = frozenset({"gate_proj", "up_proj", "down_proj"})
+LEFT_OUT: dict[str, frozenset[str]] = {
+    # with transformers 5 PEFT takes these for the experts, also those of dense layers and shared experts
+    **dict.fromkeys(
+        (
+            *("afmoe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe"),
+            *("glm4_moe_lite", "mellum", "olmoe", "qwen3_moe", "qwen3_next", "solar_open"),
+        ),
+        _PROJECTIONS,
+    ),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "nemotron_h"), frozenset({"out_proj"})),
+}
+"""Last names of layers that PEFT 0.21 itself does not adapt, though transformers' class has them."""
+
+
+def left_out_by_peft(targets: Iterable[str], model_type: str) -> list[str]:
+    """The `targets` that other readers of the format find and PEFT itself does not."""
+    names = LEFT_OUT.get(model_type, frozenset())
+    return [target for target in targets if target.rpartition(".")[2] in names]
+
+
+def modules_of(targets: Iterable[str], model_type: str) -> dict[str, str]:
+    """The names of `targets` in transformers' class.
+
+    Raises AdapterError for a type whose names, or numbers, in transformers are not known to be the same, and for a site
+    that is no linear layer there.
+    """
+    if model_type not in KNOWN:
+        why = RESCALED.get(model_type, "the names of its layers in transformers are not known here")
+        raise AdapterError(
+            f"an adapter of {model_type} is not written in PEFT's format: {why}; export it with formats=[mlx,fused]"
+        )
+    names, modules = KNOWN[model_type], {}
+    for target in targets:
+        if names.lacking & set(target.split(".")):
+            raise AdapterError(
+                f"transformers has no linear layer for {target}, so PEFT could not load this adapter; export it with "
+                "formats=[mlx,fused], or leave that layer out of model.lora.targets"
+            )
+        modules[target] = names.to_peft(target)
+    return modules
+
+
+def names_to_read(model_type: str, *, is_ours: bool) -> PeftNames:
+    """Names of unknown types must be those of mlx-lm. Raises AdapterError for numbers that are not: those of another
+    program (not `is_ours`) for a type in `RESCALED`."""
+    if model_type in RESCALED and not is_ours:
+        raise AdapterError(
+            f"PEFT's adapters of {model_type} have other numbers: {RESCALED[model_type]}; use an adapter in mlx-lm's "
+            "format"
+        )
+    return KNOWN.get(model_type, SAME)
+
+
+def _begins(name: str, head: str) -> bool:
+    return name.startswith(f"{head}.")
+
+
+def _with_head(name: str, pairs: Pairs) -> str:
+    pair = next((pair for pair in pairs if _begins(name, pair[0])), None)
+    return name if pair is None else pair[1] + name.removeprefix(pair[0])
+
+
+def _with_tail(name: str, pairs: Pairs) -> str:
+    pair = next((pair for pair in pairs if name.endswith(pair[0])), None)
+    return name if pair is None else name.removesuffix(pair[0]) + pair[1]
+
+
+LETTERS = frozenset(string.ascii_letters + string.digits + "_-.")
+ANYTHING = ".*"
+DOT = "\0"
+"""Stands for an escaped dot while a key is cut."""
+MAX_ANYTHING = 256
+"""Of one pattern: keys with `.*` are compared with every name, while others are looked up."""
+
+Value = TypeVar("Value", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternative:
+    pieces: tuple[str, ...]
+    """What stands before, between and after each `.*`."""
+    is_whole: bool
+    """Whether the first piece begins the path."""
+
+    def matches(self, name: str) -> bool:
+        begin, last = self._end_of_first(name), self.pieces[-1]
+        for piece in self.pieces[1:-1]:
+            found = name.find(piece, begin) if begin >= 0 else -1
+            begin = found + len(piece) if found >= 0 else -1
+        return begin >= 0 and name.endswith(last) and len(name) - len(last) >= begin
+
+    def _end_of_first(self, name: str) -> int:
+        """Where the first piece ends, as early as possible; -1: it is not there."""
+        first = self.pieces[0]
+        if name.startswith(first):
+            return len(first)
+        found = -1 if self.is_whole else name.find(f".{first}")
+        return found + 1 + len(first) if found >= 0 else -1
+
+
+def check_keys(pattern: Iterable[str]) -> None:
+    """Raise AdapterError for a key that is more than names, dots, `.*`, `^` and `|`."""
+    number = sum(len(alternative.pieces) - 1 for key in pattern for alternative in _alternatives(key))
+    if number > MAX_ANYTHING:
+        raise AdapterError(f"the keys of a pattern have {ANYTHING} {number} times, the limit is {MAX_ANYTHING}")
+
+
+def values_by_name(pattern: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
+    """The value of each of `names` that a key fits, as PEFT chooses it. Raises AdapterError for other expressions."""
+    check_keys(pattern)
+    places: dict[tuple[str, bool], int] = {}  # of keys that name an end, or the whole path, exactly
+    gapped: list[tuple[int, _Alternative]] = []
+    for place, key in enumerate(pattern):
+        for alternative in _alternatives(key):
+            if len(alternative.pieces) > 1:
+                gapped.append((place, alternative))
+            else:
+                places.setdefault((alternative.pieces[0], alternative.is_whole), place)
+    values = list(pattern.values())
+    fitting = {name: _fitting(name, places, gapped) for name in names}
+    return {name: values[min(some)] for name, some in fitting.items() if some}
+
+
+def _fitting(name: str, places: Mapping[tuple[str, bool], int], gapped: list[tuple[int, _Alternative]]) -> list[int]:
+    exact = [(name, True), *((end, False) for end in _ends(name))]
+    found = [places[key] for key in exact if key in places]
+    return found + [place for place, alternative in gapped if alternative.matches(name)]
+
+
+def _alternatives(key: str) -> list[_Alternative]:
+    found = []
+    for part in key.split("|"):
+        text = part.removeprefix("^").removesuffix("$")
+        # an escaped dot before a star is no dot of `.*`
+        pieces = tuple(piece.replace(DOT, ".") for piece in text.replace("\\.", DOT).split(ANYTHING))
+        if not text or DOT in text or not all(LETTERS.issuperset(piece) for piece in pieces):
+            raise AdapterError(
+                f"the key {key[:100]!r} of a pattern is an expression that is not read here; name layers by the ends "
+                f"of their paths, such as q_proj or layers.0.mlp.up_proj, with {ANYTHING} for anything and | between "
+                "alternatives"
+            )
+        found.append(_Alternative(pieces, part.startswith("^")))
+    return found
+
+
+def _ends(name: str) -> list[str]:
+    """`name`, and what follows each of its dots."""
+    parts = name.split(".")
+    return [".".join(parts[place:]) for place in range(len(parts))]
+
+
+LAYER_SITE = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<name>.+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayeredNames:
+    """Sites of which each of `layers` has all of `names`."""
+
+    names: tuple[str, ...]
+    """Paths within a layer, e.g. "self_attn.q_proj"."""
+    layers: tuple[int, ...]
+
+
+def layered_names(targets: Sequence[str]) -> LayeredNames | None:
+    """The sites within layers as names times layers; None if that would name others too, or if there are none."""
+    matches = [match for target in targets if (match := LAYER_SITE.fullmatch(target))]
+    within = {(int(match["index"]), match["name"]) for match in matches}
+    names, layers = sorted({name for _, name in within}), sorted({index for index, _ in within})
+    if len({match["stack"] for match in matches}) != 1 or len(within) != len(names) * len(layers):
+        return None
+    return LayeredNames(names=tuple(names), layers=tuple(layers))
+
+
+def layer_of(target: str) -> int | None:
+    """The number of the layer that `target` lies in; None: in none."""
+    match = LAYER_SITE.fullmatch(target)
+    return int(match["index"]) if match else None
+
+
+def outside_layers(targets: Sequence[str]) -> list[str]:
+    return [target for target in targets if not LAYER_SITE.fullmatch(target)]
+
+
+def to_pattern(values: Mapping[str, Value], targets: Sequence[str]) -> dict[str, Value]:
+    """`values` of some of the `targets`, by the last name where all targets of that name have one value."""
+    pattern: dict[str, Value] = {}
+    for target, value in values.items():
+        ending = target.rsplit(".", 1)[-1]
+        alike = all(values.get(other) == value for other in targets if other.endswith(f".{ending}"))
+        pattern[ending if alike else target] = value
+    return pattern

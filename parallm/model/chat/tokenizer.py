@@ -1,0 +1,275 @@
+"""Text to tokens and back: the chat template, and text that grows token by token."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd
+from parallm.errors import InvalidRequest
+from parallm.model.chat.grammar import GrammarCompiler
+from parallm.model.chat.output import OutputFormat
+from parallm.model.chat.template import ChatTemplate, ControlTokens
+from parallm.types import Grammar, Message
+
+TEXTS_BY_MODEL = frozenset({"content", "reasoning_content"})
+"""Of a turn of the assistant."""
+REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
+
+
+class ChatTokenizer:
+    """The model's tokenizer as the rest of the program needs it. Pure Python: usable on any thread."""
+
+    def __init__(self, wrapper: TokenizerWrapper) -> None:
+        self._tokenizer: Any = wrapper._tokenizer  # the Hugging Face tokenizer inside mlx-lm's wrapper
+        # it would print a warning about each longer text; what is too long, the engine refuses
+        self._tokenizer.model_max_length = sys.maxsize
+        self.eos_token_ids = frozenset(int(token) for token in wrapper.eos_token_ids)
+        self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
+        self.template = ChatTemplate(self._tokenizer)
+        self.output = OutputFormat(wrapper)
+        self._hidden = self._hidden_tokens()
+        self._controls = ControlTokens(self._tokenizer, self.output.marks)
+        self._texts: dict[int, str] = {}  # of single tokens: an answer with log-probs asks for the same ones again
+        self._grammars = GrammarCompiler(
+            self._tokenizer,
+            self.eos_token_ids,
+            reasoning_marks=self.output.reasoning_marks,
+            call_marks=self.output.json_call_marks,
+        )
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Names that the chat template reads and a client may set."""
+        return self.template.variables if self.has_chat_template else frozenset()
+
+    @property
+    def end_token(self) -> int:
+        """Token that ends a plain text. A chat template may end an answer with another token."""
+        own = self._tokenizer.eos_token_id
+        return int(own) if own in self.eos_token_ids else min(self.eos_token_ids)
+
+    @cached_property
+    def max_token_length(self) -> int:
+        """No token stands for more characters. As bytes of a byte-level vocabulary count, it may be fewer."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
+        """Token ids of plain text.
+
+        `add_special`: with the special tokens that the tokenizer adds by itself. `parse_special`: texts of control
+        tokens become the tokens.
+        """
+        return self._controls.encode(text if parse_special else self._controls.guarded(text), add_special=add_special)
+
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        """Token ids of text that follows other text: nothing is added to it."""
+        return self.encode(text, add_special=False)
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of the chat template with the generation prompt. Control tokens in the messages are text.
+
+        A model without a template gets the messages' contents joined by newlines. Raises InvalidRequest where the
+        template refuses the messages.
+        """
+        text = self.render_chat(messages)
+        return self.encode_more(text) if self.has_chat_template else self.encode(text)
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """What `encode_more` makes the tokens of `encode_chat` of; it may hold marks of `ControlTokens`.
+
+        Raises InvalidRequest where the template refuses the messages.
+        """
+        turns = self._guarded([{"role": message.role, "content": message.content} for message in messages])
+        if not self.has_chat_template:
+            return "\n".join(str(turn["content"]) for turn in turns) + "\n"
+        return self.template.render(turns)
+
+    def encode_prompt(
+        self,
+        turns: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, object] | None = None,
+        end: PromptEnd = "answer",
+    ) -> ChatPrompt:
+        """A chat in the template's own terms: each turn has `role`, `content` and what else the template reads.
+
+        Control tokens in what is given are text. Raises InvalidRequest where the template refuses it or does not know
+        tools or a variable.
+        """
+        guarded = self._guarded(turns)
+        if not self.has_chat_template:
+            return ChatPrompt(tokens=self.encode(_joined(guarded, tools, variables, end)))
+        tools = self._controls.guarded(tools)
+        if variables:
+            variables = {name: self._controls.guarded(value) for name, value in variables.items()}
+        text = self.template.render(guarded, tools=tools, variables=variables, end=end)
+        if end == "unfinished":
+            in_reasoning = self.output.opens_reasoning(str(turns[-1]["content"]))
+        else:
+            in_reasoning = self.output.ends_with_reasoning_mark(text)
+        return ChatPrompt(tokens=self.encode_more(text), begins_in_reasoning=in_reasoning)
+
+    def compile_grammar(self, source: GrammarSource, *, reasoning: bool | None = None) -> Grammar:
+        """What `source` allows, perhaps behind reasoning; see `GrammarCompiler.compile`. Takes up to a second.
+
+        Raises InvalidRequest where the source is wrong or asks for what cannot be enforced.
+        """
+        return self._grammars.compile(source, reasoning=reasoning)
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of `tokens`; of special ones, only marks of reasoning and tool calls unless `special`."""
+        if special or self._hidden is None:
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+        return str(self._tokenizer.decode([token for token in tokens if token not in self._hidden]))
+
+    def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
+        """Token ids of `answer` as the template writes it behind the generation prompt, with the token that ends it.
+
+        Without a template, or where it changes what stands before the answer, the text itself and the end token.
+        Raises InvalidRequest where the template refuses the messages.
+        """
+        prompt, whole = (self._rendered(messages, answer=text) for text in (None, answer))
+        text = whole[len(prompt) :] if whole.startswith(prompt) else answer
+        tokens = self._tokenizer.encode(text, add_special_tokens=False)
+        ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
+        return tuple(tokens[: ends[0] + 1]) if ends else (*tokens, self._tokenizer.eos_token_id)
+
+    def _guarded(self, turns: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
+        """`turns` with their texts guarded; those of the model may hold the marks of its reasoning and its calls."""
+        if not self._controls.may_be_in([value for turn in turns for value in turn.values()]):
+            return turns
+        by_model = [TEXTS_BY_MODEL if turn.get("role") == "assistant" else frozenset() for turn in turns]
+        return [
+            {key: self._controls.guarded(value, by_model=key in keys) for key, value in turn.items()}
+            for turn, keys in zip(turns, by_model, strict=True)
+        ]
+
+    def _rendered(self, messages: Sequence[Message], answer: str | None) -> str:
+        if not self.has_chat_template:
+            return "" if answer is None else answer
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
+        return self.template.render(turns, end="message" if answer is not None else "answer")
+
+    def token_text(self, token: int) -> str:
+        """Text of one token, special tokens shown."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = str(self._tokenizer.decode([token]))
+        return text
+
+    def _hidden_tokens(self) -> frozenset[int] | None:
+        """Tokens without text, for a model some of whose marks are special tokens; None where all of these are hidden.
+
+        Between such marks other special tokens are part of the notation, so only those around a turn stay hidden.
+        """
+        special = {str(token) for token in self._tokenizer.all_special_tokens}
+        special |= {str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        if not any(token in mark for mark in self.output.marks for token in special):
+            return None
+        ends = (self._tokenizer.bos_token_id, self._tokenizer.pad_token_id)
+        return self.eos_token_ids | {int(token) for token in ends if token is not None}
+
+
+def _joined(
+    turns: Sequence[Mapping[str, object]],
+    tools: Sequence[Mapping[str, object]],
+    variables: Mapping[str, object] | None,
+    end: PromptEnd,
+) -> str:
+    """The contents, one to a line, of a model without a template."""
+    if tools or variables or any(turn.get("tool_calls") for turn in turns):
+        name = "tools" if tools else "chat_template_kwargs" if variables else "messages"
+        raise InvalidRequest(f"the model has no chat template, so {name} cannot reach it", name)
+    return "\n".join(str(turn["content"]) for turn in turns) + ("" if end == "unfinished" else "\n")
+
+
+class GrowingText:
+    """Text of a token sequence that grows; decodes only from the last safe place, so cost per token is bounded."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._safe = 0  # tokens before this are in `text`
+        self._context = 0  # decoding starts here: a tokenizer may write a token differently at the start of a text
+        self.text = ""
+
+    def add(self, token: int) -> None:
+        """Append a token; `text` grows by the characters that are complete."""
+        self._tokens.append(token)
+        before = self._tokenizer.decode(self._tokens[self._context : self._safe])
+        now = self._tokenizer.decode(self._tokens[self._context :])
+        if len(now) > len(before) and not now.endswith(REPLACEMENT):
+            self.text += now[len(before) :]
+            self._context, self._safe = self._safe, len(self._tokens)
+
+    def finish(self) -> None:
+        """Take incomplete characters over as they are."""
+        before = self._tokenizer.decode(self._tokens[self._context : self._safe])
+        self.text += self._tokenizer.decode(self._tokens[self._context :])[len(before) :]
+        self._context = self._safe = len(self._tokens)
+
+
+ASSISTANT = "assistant"
+PLACE = "the-turn-7f3a9c51"
+"""Stands for the model's turn while the template is rendered around it; no message of a person holds it."""
+
+
+def reply_tokens(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], sampled: Sequence[int], reply: Sequence[Message]
+) -> tuple[int, ...]:
+    """Tokens to put behind `sampled`, the model's newest turn, so that the model goes on after `reply`.
+
+    `messages` is the conversation before `reply`, the newest turn included. One reply of the role `assistant` goes on
+    with the model's own text; any other reply gets the chat template's marks: those that stand behind an assistant's
+    turn in the rendered conversation. Raises InvalidRequest where the template or the tokenizer allows neither.
+    """
+    if [message.role for message in reply] == [ASSISTANT]:
+        return _written_on(tokenizer, sampled, reply[0].content)
+    before = list(messages)
+    while before and before[-1].role == ASSISTANT:
+        before.pop()
+    conversation = [*_joined_turns(before), Message(role=ASSISTANT, content=PLACE)]
+    text = tokenizer.render_chat([*conversation, *reply])
+    other = [Message(role=message.role, content=message.content + "!") for message in reply]
+    _, place, behind = text.partition(PLACE)
+    if not place or PLACE in behind or text == tokenizer.render_chat([*conversation, *other]):
+        roles = sorted({message.role for message in reply})
+        raise InvalidRequest(
+            f"the model's chat template leaves out the assistant's turn or a reply of the roles {roles}, so the tokens "
+            "between two turns cannot be told; reply in the role user or assistant, or use another model's template",
+            "messages",
+        )
+    tokens = tokenizer.encode_more(behind)
+    ended_itself = bool(sampled) and sampled[-1] in tokenizer.eos_token_ids and tokens[:1] == (sampled[-1],)
+    return tokens[1:] if ended_itself else tokens
+
+
+def _written_on(tokenizer: ChatTokenizer, sampled: Sequence[int], text: str) -> tuple[int, ...]:
+    """Tokens that make exactly `text` where they follow `sampled`."""
+    wanted = tokenizer.decode(sampled) + text
+    for lead in ("", "\n"):  # some tokenizers put a space before the first word of a text: not so behind a line end
+        skipped, whole = tokenizer.encode_more(lead), tokenizer.encode_more(lead + text)
+        tokens = whole[len(skipped) :]
+        if whole[: len(skipped)] == skipped and tokenizer.decode([*sampled, *tokens]) == wanted:
+            return tokens
+    raise InvalidRequest(
+        f"the model's tokenizer cannot write {text!r} behind {wanted[: len(wanted) - len(text)][-40:]!r}; "
+        "reply in the role user instead",
+        "messages",
+    )
+
+
+def _joined_turns(messages: Sequence[Message]) -> list[Message]:
+    """Neighbouring assistant messages as one: templates expect the roles to take turns."""
+    joined: list[Message] = []
+    for message in messages:
+        if joined and message.role == joined[-1].role == ASSISTANT:
+            joined[-1] = Message(role=ASSISTANT, content=joined[-1].content + message.content)
+        else:
+            joined.append(message)
+    return joined

@@ -1,0 +1,115 @@
+"""Copies computed prompts into slots of pools of keys and values, in place, and a slot's positions out of them, as CUDA
+kernels.
+
+MLX writes into an array in place only while nothing else holds it. A decode step in flight holds all pools, so a row
+that joins by MLX's own operations costs a copy of every pool: 8.6 GB for 16 rows of 2,048 positions of an 8B shape in
+pools of 4,096, where the row itself takes 0.27. Here MLX knows the pools as inputs that nobody changes, as in
+`decode_attention`. That is sound because steps launched before are in front of the copy in the stream, and because
+whatever reads these slots later depends on what the kernel gives back.
+
+A row that ends is copied out for prompts that begin with it: one launch, where MLX takes one for each array.
+
+Axes: N arrays (keys and values of all layers), P prompts, S slots, R rows that join, H key-value heads, T positions of
+the prompts, L positions of the pools, D head size.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from parallm.model.kernels.cuda import VECTOR_BYTES, Kernel, kernel, on_cuda
+from parallm.model.kernels.slot_copy_source import PACKS_OF_THREAD, THREADS, source_in, source_out
+
+MAX_ARRAYS = 64  # of one launch, and as many pools: its parameters have to fit in 4 KB
+
+
+def can_copy(prompts_N: Sequence[mx.array], pools_N: Sequence[mx.array]) -> bool:
+    """Whether `copy_to_slots` can copy these (P, H, T, D) to these (S, H, L, D) on this device."""
+    pairs = list(zip(prompts_N, pools_N, strict=True))
+    return on_cuda() and all(
+        prompt.dtype == pool.dtype
+        and (prompt.shape[1], prompt.shape[3]) == (pool.shape[1], pool.shape[3])
+        and _is_aligned(pool)
+        for prompt, pool in pairs
+    )
+
+
+def copy_to_slots(
+    prompts_N: Sequence[mx.array],
+    pools_N: Sequence[mx.array],
+    *,
+    rows: Sequence[int],
+    slots: Sequence[int],
+    lengths: Sequence[int],
+) -> mx.array:
+    """Copy the first `lengths[r]` positions of each prompt's row `rows[r]` to slot `slots[r]` of the pool beside it.
+
+    It happens when the result is evaluated: int32 zero, (1,), on which all that reads these slots has to depend.
+    """
+    alike: dict[tuple[object, ...], list[tuple[mx.array, mx.array]]] = {}
+    for prompt, pool in zip(prompts_N, pools_N, strict=True):
+        alike.setdefault((prompt.shape, pool.shape, pool.dtype), []).append((prompt, pool))
+    plan_3R = mx.array([list(rows), list(slots), list(lengths)], mx.int32)
+    launches = [
+        _launch(pairs[start : start + MAX_ARRAYS], plan_3R, max(lengths))
+        for pairs in alike.values()
+        for start in range(0, len(pairs), MAX_ARRAYS)
+    ]
+    return sum(launches[1:], launches[0])
+
+
+def can_copy_out(pools_N: Sequence[mx.array]) -> bool:
+    """Whether `copy_out` can copy from these (S, H, L, D) on this device."""
+    first = pools_N[0]
+    alike = all(pool.shape == first.shape and pool.dtype == first.dtype for pool in pools_N)
+    return on_cuda() and alike and _is_aligned(first)
+
+
+def copy_out(pools_N: Sequence[mx.array], slot: int, start: int, end: int) -> mx.array:
+    """These positions of a slot of each pool, (N, H, end - start, D), as they are when it is evaluated."""
+    place_3 = mx.array([slot, start, end - start], mx.int32)
+    most = 2 * MAX_ARRAYS
+    parts = [_launch_out(pools_N[at : at + most], place_3, end - start) for at in range(0, len(pools_N), most)]
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+
+
+def _launch_out(pools: Sequence[mx.array], place_3: mx.array, num_positions: int) -> mx.array:
+    _, heads, _, size = pools[0].shape
+    names = tuple(f"pool{place}" for place in range(len(pools)))
+    out = kernel(f"copy_out_{len(pools)}", (*names, "place"), ("copied",), source_out(len(pools)))
+    return out(
+        inputs=[*pools, place_3],
+        template=[("T", pools[0].dtype)],
+        grid=(heads * THREADS, _blocks(num_positions, pools[0]), len(pools)),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(len(pools), heads, num_positions, size)],
+        output_dtypes=[pools[0].dtype],
+    )[0]
+
+
+def _is_aligned(pool_SHLD: mx.array) -> bool:
+    return pool_SHLD.shape[3] * pool_SHLD.dtype.size % VECTOR_BYTES == 0
+
+
+def _blocks(num_positions: int, pool_SHLD: mx.array) -> int:
+    """That share one head of one row."""
+    packs = num_positions * pool_SHLD.shape[3] * pool_SHLD.dtype.size // VECTOR_BYTES
+    return max(1, -(-packs // (THREADS * PACKS_OF_THREAD)))
+
+
+def _launch(pairs: Sequence[tuple[mx.array, mx.array]], plan_3R: mx.array, longest: int) -> mx.array:
+    heads, blocks = pairs[0][1].shape[1], _blocks(longest, pairs[0][1])
+    (done,) = _kernel(len(pairs))(
+        inputs=[*(prompt for prompt, _ in pairs), *(pool for _, pool in pairs), plan_3R],
+        template=[("T", pairs[0][1].dtype)],
+        grid=(plan_3R.shape[1] * heads * THREADS, blocks, len(pairs)),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )
+    return done
+
+
+def _kernel(num_arrays: int) -> Kernel:
+    names = [f"{kind}{place}" for kind in ("prompt", "pool") for place in range(num_arrays)]
+    return kernel(f"copy_to_slots_{num_arrays}", (*names, "plan"), ("done",), source_in(num_arrays))

@@ -1,0 +1,167 @@
+"""Products of few rows with a linear layer's weights, as one CUDA kernel that multiplies by all A of LoRA as well.
+
+A product of a step's rows takes as long as its weights take to be read, by MLX's kernels as by this one. MLX's cost the
+host 14 microseconds, though, and ours 8; a sum that several blocks share is added up by a kernel of its own there, and
+here by whoever reads it; and A is a few rows more of the weights in place of another kernel (one H200, 2026-11-22).
+
+Axes: B rows, T tokens, I input, O output, S parts of the input whose sums are still to be added, V versions, K ranks of
+a group's sites side by side.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from parallm.model.kernels.cuda import architecture, kernel, on_cuda
+from parallm.model.kernels.small_batch_gemm_source import HEADER, small_batch_gemm_source
+from parallm.model.lora.segmented import GroupWeights
+
+MIN_ROWS, MAX_ROWS = 2, 64  # MLX has a kernel of its own for one, and is faster with many
+MAX_VERSIONS = 16  # of which A is multiplied by, whether a row uses it or not
+MIN_INPUTS = 32  # that a warp multiplies at once: inputs are a multiple of it
+OUTPUTS_OF_WARP = 16
+MAX_WIDE, MAX_WARPS = 14, 16  # warps side by side, and in all
+SPLITS = (1, 2, 4)
+CHUNKS = (256, 128, 64)
+MIN_STAGES, MAX_STAGES = 3, 8
+MAX_SHARED_BYTES = 225_000  # of the 227 KB that a block may have
+PROCESSORS = 132  # of an H200, each with one block at a time
+WEIGHT_OF_ROWS = 0.5  # of a value of the input beside one of the weights: it comes from the cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmPlan:
+    """How the blocks share a product."""
+
+    tiles: int
+    """Of 8 rows: one, or a power of two."""
+    wide: int
+    """Warps side by side."""
+    deep: int
+    """Warps that share each sum."""
+    chunk: int
+    """Values of the input that are fetched at once."""
+    stages: int
+    splits: int
+    """Parts of the input."""
+
+    @property
+    def outputs(self) -> int:
+        """Of a block."""
+        return OUTPUTS_OF_WARP * self.wide
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.wide * self.deep
+
+    @property
+    def shared_bytes(self) -> int:
+        sums = (self.deep - 1) * self.wide * self.tiles * 512
+        return max(self.stages * _stage_bytes(self.tiles, self.wide, self.chunk), sums)
+
+
+def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
+    """Whether `small_batch_gemm` can compute `linear` of this input on this device. Others than Hopper have not been
+    measured."""
+    if not on_cuda() or type(linear) is not nn.Linear or architecture() != "sm_90":
+        return False
+    rows, (outputs, inputs) = x_BTI.shape[0] * x_BTI.shape[1], linear.weight.shape
+    return (
+        MIN_ROWS <= rows <= MAX_ROWS
+        and x_BTI.dtype == linear.weight.dtype
+        and x_BTI.dtype in (mx.bfloat16, mx.float16)
+        and inputs % MIN_INPUTS == 0
+        and outputs % 8 == 0
+    )
+
+
+def small_batch_gemm(
+    x_BTI: mx.array, linear: nn.Linear, weights: GroupWeights | None, *, is_whole: bool
+) -> tuple[mx.array, mx.array | None]:
+    """Outputs (S, B, T, O) and, with `weights` of few enough versions, `hidden` as `row_lora.shrink` gives it.
+
+    S is 1, and the type that of the input, if `is_whole`; parts are float32.
+    """
+    if weights is not None and weights.array_VN.shape[0] > MAX_VERSIONS:
+        weights = None
+    (rows, tokens, inputs), outputs = x_BTI.shape, linear.weight.shape[0]
+    ranks = sum(weights.layout.ranks) if weights else 0
+    columns = weights.array_VN.shape[0] * ranks if weights else 0
+    chosen = plan(rows * tokens, inputs, outputs, columns, is_whole=is_whole)
+    given = {"x": x_BTI, "weight": linear.weight}
+    if "bias" in linear:
+        given["bias"] = linear.bias
+    if weights:
+        given |= {"starts": weights.starts, "factors": weights.array_VN}
+    multiply = kernel(
+        "skinny_product",
+        tuple(given),
+        ("y", "hidden") if weights else ("y",),
+        small_batch_gemm_source(has_bias="bias" in linear, has_lora=weights is not None),
+        HEADER,
+        shared_memory=chosen.shared_bytes,
+    )
+    sums = x_BTI.dtype if chosen.splits == 1 else mx.float32
+    blocks = -(-outputs // chosen.outputs) + -(-columns // chosen.outputs)
+    shape = (chosen.splits, rows, tokens)
+    y_SBTO, *hidden = multiply(
+        inputs=list(given.values()),
+        template=[
+            ("T", x_BTI.dtype),
+            ("Y", sums),
+            ("K", ranks),
+            ("TILES", chosen.tiles),
+            ("WIDE", chosen.wide),
+            ("DEEP", chosen.deep),
+            ("CHUNK", chosen.chunk),
+            ("STAGES", chosen.stages),
+        ],
+        grid=(blocks * chosen.threads, chosen.splits, 1),
+        threadgroup=(chosen.threads, 1, 1),
+        output_shapes=[(*shape, outputs), (*shape, columns)] if weights else [(*shape, outputs)],
+        output_dtypes=[sums, mx.float32] if weights else [sums],
+    )
+    return y_SBTO, hidden[0] if hidden else None
+
+
+@cache
+def plan(rows: int, inputs: int, outputs: int, columns: int, *, is_whole: bool) -> GemmPlan:
+    """The one that is expected to take the least time: all processors read as much, all at once."""
+    tiles = 1
+    while tiles * 8 < rows:
+        tiles *= 2
+    found = [
+        made
+        for wide in range(1, MAX_WIDE + 1)
+        for splits in (SPLITS[:1] if is_whole else SPLITS)
+        if (made := _plan(tiles, wide, splits, inputs)) is not None
+    ]
+    return min(found, key=lambda made: _values_read(made, rows, inputs, outputs, columns))
+
+
+def _plan(tiles: int, wide: int, splits: int, inputs: int) -> GemmPlan | None:
+    for chunk in CHUNKS:
+        stages = min(MAX_SHARED_BYTES // _stage_bytes(tiles, wide, chunk), MAX_STAGES)
+        chunks = -(-inputs // chunk)
+        if stages < MIN_STAGES or chunks < splits or (chunk > CHUNKS[-1] and chunks < splits * MIN_STAGES):
+            continue
+        deep = 1
+        while wide * deep * 2 <= MAX_WARPS and deep * 2 * MIN_INPUTS <= chunk:
+            deep *= 2
+        return GemmPlan(tiles=tiles, wide=wide, deep=deep, chunk=chunk, stages=stages, splits=splits)
+    return None
+
+
+def _values_read(made: GemmPlan, rows: int, inputs: int, outputs: int, columns: int) -> float:
+    """By the processor that reads most, and what it has to do with parts of sums, which are float32."""
+    blocks = (-(-outputs // made.outputs) + -(-columns // made.outputs)) * made.splits
+    length = -(-inputs // made.chunk // made.splits) * made.chunk
+    of_block = (made.outputs + WEIGHT_OF_ROWS * made.tiles * 8) * length
+    parts = 0 if made.splits == 1 else made.splits * rows * outputs * 4 / PROCESSORS
+    return -(-blocks // PROCESSORS) * of_block + parts
+
+
+def _stage_bytes(tiles: int, wide: int, chunk: int) -> int:
+    return OUTPUTS_OF_WARP * wide * (2 * chunk + 32) + tiles * 8 * (2 * chunk + 64)

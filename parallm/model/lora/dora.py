@@ -1,0 +1,57 @@
+"""DoRA: the length of each output's weights is trained apart from their direction.
+
+An output is m (W x + scale B A x) / ||W + scale B A||. The norm, over the inputs, counts as a constant in the gradient
+(section 4.3 of the paper), so it is computed once per version and never in a forward.
+
+https://arxiv.org/abs/2402.09353. Axes: O outputs, I inputs, R rank.
+"""
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.lora.single import LoraLinear, LoraScaling
+from parallm.model.quantized import unpacked
+from parallm.model.shared_model import SharedModel
+
+
+def lora_scaling(adapter: Adapter, model: SharedModel) -> LoraScaling:
+    """What a view of `adapter` on this base needs beside the arrays. Evaluated; a pass over the weights for DoRA."""
+    scales = adapter.scales
+    # No activation has to be widened beside a bfloat16 base; float16 has too small a range for the factors
+    dtype = mx.bfloat16 if model.dtype == mx.bfloat16 else mx.float32
+    if not adapter.is_dora:
+        return LoraScaling(scales, {}, dtype, model.joined)
+    layers = _layers(model.base)
+    norms = {
+        target: _norms(
+            layers[target], adapter.arrays[f"{target}.lora_a"], adapter.arrays[f"{target}.lora_b"] * scales[target]
+        )
+        for target in adapter.targets
+    }
+    mx.eval(norms)
+    return LoraScaling(scales, norms, dtype, model.joined)
+
+
+def initial_magnitudes(model: SharedModel) -> dict[str, mx.array]:
+    """`{target}.m`, the lengths of the base's own weights: with a product of zero nothing is stretched. Evaluated."""
+    magnitudes = {
+        f"{target}.m": mx.linalg.norm(_weight(layer), axis=1) for target, layer in _layers(model.base).items()
+    }
+    mx.eval(magnitudes)
+    return magnitudes
+
+
+def _layers(base: nn.Module) -> Mapping[str, nn.Module]:
+    return {module.target: module.linear for module in base.modules() if isinstance(module, LoraLinear)}
+
+
+def _norms(layer: nn.Module, a_IR: mx.array, scaled_b_RO: mx.array) -> mx.array:
+    return mx.linalg.norm(_weight(layer) + (a_IR @ scaled_b_RO).T, axis=1)
+
+
+def _weight(layer: nn.Module) -> mx.array:
+    """(O, I) in float32."""
+    return unpacked(layer, mx.float32) if isinstance(layer, nn.QuantizedLinear) else layer.weight.astype(mx.float32)

@@ -1,0 +1,232 @@
+"""Problems -> scored episodes: generation, the environment's replies between turns, and its scores at the end."""
+
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from parallm.environment.environment import (
+    AnyEnvironment,
+    MultiTurnEnvironment,
+    StatefulEnvironment,
+    environment_of,
+    open_sessions,
+)
+from parallm.errors import ContextTooLong
+from parallm.model.chat.tokenizer import ASSISTANT, ChatTokenizer, reply_tokens
+from parallm.rollout.environment_calls import CallResult, EnvironmentCalls, EnvironmentFault, attempt
+from parallm.rollout.episode import Episode
+from parallm.rollout.reward_model import RewardModel
+from parallm.rollout.scoring import Score, score_call, to_score
+from parallm.rollout.tool_calls import parse_response
+from parallm.seeds import mix
+from parallm.types import Completion, GenerationRequest, Message, Problem
+
+logger = logging.getLogger(__name__)
+
+GenerateAll = Callable[[Sequence[GenerationRequest]], Awaitable[list[list[Completion]]]]
+"""`AsyncEngine.generate_all`, or anything like it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredEpisode:
+    episode: Episode
+    score: Score
+
+
+class RolloutRunner:
+    """Plays and scores all episodes of some problems, turn by turn, each turn of all of them at one moment.
+
+    Runs on the asyncio thread.
+    """
+
+    def __init__(
+        self,
+        generate_all: GenerateAll,
+        tokenizer: ChatTokenizer,
+        environment: AnyEnvironment,
+        *,
+        max_turns: int,
+        score_seconds: float,
+        reward_model: RewardModel | None = None,
+    ) -> None:
+        self._generate_all = generate_all
+        self._tokenizer = tokenizer
+        self._environment = environment
+        self._max_turns = max_turns
+        self._calls = EnvironmentCalls(score_seconds)
+        self._reward_model = reward_model
+
+    async def run_episodes(
+        self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]
+    ) -> list[list[ScoredEpisode]]:
+        """For each problem the episodes of its request, by index. Raises what generating raises.
+
+        A later turn's request goes on from the very tokens of the earlier ones.
+        """
+        first = [self._for_turn(*pair, turn=0) for pair in zip(problems, requests, strict=True)]
+        results = await generate_for(problems, first, self._generate_all)
+        rows = [self._begin(*triple) for triple in zip(problems, requests, results, strict=True)]
+        await self._go_on([episode for row in rows for episode in row])
+        return await self._score(rows)
+
+    async def _go_on(self, episodes: list[Episode]) -> None:
+        """All turns after the first one."""
+        for turn in range(1, self._max_turns):
+            episodes = [episode for episode in episodes if not episode.is_over]
+            await self._reply(episodes)
+            episodes = [episode for episode in episodes if not episode.is_over]
+            if not episodes:
+                return
+            problems = [episode.problem for episode in episodes]
+            requests = [self._next_request(episode, turn) for episode in episodes]
+            results = await generate_for(problems, requests, self._generate_all)
+            for episode, (completion,) in zip(episodes, results, strict=True):
+                self._take(episode, completion)
+
+    async def _score(self, rows: list[list[Episode]]) -> list[list[ScoredEpisode]]:
+        whole = [episode for row in rows for episode in row if episode.fault is None]
+        close_sessions(episode for row in rows for episode in row if episode.fault is not None)
+        outcomes = iter(await self._calls.call_all([score_call(self._environment, episode) for episode in whole]))
+        scores = [
+            [
+                to_score(self._environment, episode, next(outcomes) if episode.fault is None else CallResult())
+                for episode in row
+            ]
+            for row in rows
+        ]
+        close_sessions(
+            episode
+            for row, own in zip(rows, scores, strict=True)
+            for episode, score in zip(row, own, strict=True)
+            if score.fault is not None and episode.fault is None
+        )
+        if self._reward_model is not None:
+            scores = await self._reward_model.rated(rows, scores)
+        return [
+            [ScoredEpisode(episode=episode, score=score) for episode, score in zip(row, own, strict=True)]
+            for row, own in zip(rows, scores, strict=True)
+        ]
+
+    def _begin(self, problem: Problem, request: GenerationRequest, completions: Sequence[Completion]) -> list[Episode]:
+        opened = attempt(partial(open_sessions, self._environment, problem, len(completions)))
+        fault = opened.fault or fault_of_open(opened.value, len(completions))
+        sessions = [None] * len(completions) if fault is not None else opened.value
+        episodes = []
+        for completion, session in zip(completions, sessions, strict=True):
+            episode = Episode(problem=problem, request=request, index=completion.index, session=session)
+            self._take(episode, completion)
+            if fault is not None:
+                episode.fault, episode.is_over = fault, True
+            episodes.append(episode)
+        return episodes
+
+    def _take(self, episode: Episode, completion: Completion) -> None:
+        if not self._has_turns(episode.problem):
+            episode.take(completion, completion.text)
+            episode.is_over = True
+        else:
+            # a completion's own text ends before a stop string, which the environment must see
+            said = self._tokenizer.decode(completion.tokens)
+            prompt = (*episode.request.prompt_tokens, *episode.tokens)
+            episode.take(completion, said, parse_response(self._tokenizer, episode.problem, prompt, said))
+            episode.text = self._tokenizer.decode(episode.tokens)
+
+    async def _reply(self, episodes: list[Episode]) -> None:
+        """Append what the environment says to each of `episodes`, or end it."""
+        outcomes = await self._calls.call_all([self._reply_call(episode) for episode in episodes])
+        for episode, outcome in zip(episodes, outcomes, strict=True):
+            fault = outcome.fault or fault_of_reply(outcome.value)
+            if fault is not None or outcome.value is None:
+                episode.fault, episode.is_over = fault, True
+            else:
+                self._append_reply(episode, outcome.value)
+
+    def _reply_call(self, episode: Episode) -> Callable[[], object]:
+        if episode.session is not None:
+            return partial(episode.session.reply, tuple(episode.turns))
+        environment = environment_of(self._environment, episode.problem)
+        assert isinstance(environment, MultiTurnEnvironment), "other episodes are over after their first turn"
+        return partial(environment.reply, episode.problem, tuple(episode.turns))
+
+    def _append_reply(self, episode: Episode, reply: Sequence[Message]) -> None:
+        newest = episode.tokens[len(episode.tokens) - episode.num_newest :]
+        messages = (*episode.problem.messages, *episode.turns)
+        episode.append_reply(reply, reply_tokens(self._tokenizer, messages, newest, reply))
+        episode.text = self._tokenizer.decode(episode.tokens)
+
+    def _next_request(self, episode: Episode, turn: int) -> GenerationRequest:
+        first = episode.request
+        seed = first.sampling.seed
+        sampling = replace(
+            first.sampling,
+            max_tokens=episode.num_left,
+            seed=None if seed is None else mix(mix(seed, episode.index), turn),
+        )
+        request = replace(
+            first,
+            request_id=f"{first.request_id}-{episode.index}-{turn}",
+            prompt_tokens=(*first.prompt_tokens, *episode.tokens),
+            sampling=sampling,
+            n=1,
+        )
+        return self._for_turn(episode.problem, request, turn)
+
+    def _for_turn(self, problem: Problem, request: GenerationRequest, turn: int) -> GenerationRequest:
+        """`request` with what the environment stops at, and whether the engine should expect another turn.
+
+        Nobody answers the last turn, so nothing is left to stop for, and nothing goes on from it.
+        """
+        if not self._has_turns(problem) or turn == self._max_turns - 1:
+            return replace(request, is_continued=False)
+        environment = environment_of(self._environment, problem)
+        stop = tuple(getattr(environment, "stop", ()))
+        sampling = replace(request.sampling, stop=stop) if stop else request.sampling
+        return replace(request, sampling=sampling, is_continued=True)
+
+    def _has_turns(self, problem: Problem) -> bool:
+        return isinstance(environment_of(self._environment, problem), MultiTurnEnvironment | StatefulEnvironment)
+
+
+def close_sessions(episodes: Iterable[Episode]) -> None:
+    """End what an environment still does for episodes that will not be scored."""
+    for episode in episodes:
+        if episode.session is not None and (fault := attempt(episode.session.close).fault) is not None:
+            logger.warning("problem %s: closing an episode has failed: %s", episode.problem.problem_id, fault.detail)
+
+
+def fault_of_open(value: object, count: int) -> EnvironmentFault | None:
+    """Anything but a counterpart for each of `count` episodes is `malformed`."""
+    if isinstance(value, Sequence) and len(value) == count:
+        return None
+    return EnvironmentFault("malformed", f"open returned {value!r:.80}, not {count} counterparts")
+
+
+def fault_of_reply(value: object) -> EnvironmentFault | None:
+    """Anything but None, one assistant message, or messages of other roles is `malformed`."""
+    messages = list(value) if isinstance(value, Sequence) else []
+    fits = messages and all(isinstance(message, Message) for message in messages)
+    if value is None or (fits and (len(messages) == 1 or all(one.role != ASSISTANT for one in messages))):
+        return None
+    return EnvironmentFault(
+        "malformed", f"reply returned {value!r:.80}, not None, one assistant message, or messages of other roles"
+    )
+
+
+async def generate_for(
+    problems: Sequence[Problem], requests: Sequence[GenerationRequest], generate_all: GenerateAll
+) -> list[list[Completion]]:
+    """`generate_all` of one request per problem. Raises ContextTooLong with the name of the longest problem."""
+    try:
+        return await generate_all(requests)
+    except ContextTooLong as error:
+        problem, request = max(zip(problems, requests, strict=True), key=lambda pair: len(pair[1].prompt_tokens))
+        if error.limit is None:
+            raise ContextTooLong(f"problem {problem.problem_id}: {error}", error.parameter) from error
+        raise ContextTooLong(
+            f"problem {problem.problem_id}: its prompt has {len(request.prompt_tokens)} tokens, and with "
+            f"rollout.max_tokens={request.sampling.max_tokens} it does not fit the context of {error.limit} tokens; "
+            "lower rollout.max_tokens, leave the problem out, or raise engine.max_context if the model knows more",
+            error.parameter,
+            limit=error.limit,
+        ) from error

@@ -1,0 +1,171 @@
+"""What all commands share: compose, check, load the BLAS, run, and turn errors into one line and an exit code."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+try:
+    import hydra
+except ModuleNotFoundError as error:
+    sys.exit(f"parallm: {error}, for {sys.executable}; `source .venv/bin/activate` chooses the Python that has it")
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from parallm import interrupts
+from parallm.config.command_line import asks_version, help_topics
+from parallm.config.compose import TRAIN, register, with_asked_environment
+from parallm.config.errors import explain_composition
+from parallm.config.help import help_page
+from parallm.config.process_log import LogForm, LogLevel, error_line, logging_to
+from parallm.config.run_folder import (
+    CONFIG,
+    LOG,
+    RUNS_FOLDER,
+    alone_in,
+    check_writable,
+    folder_error,
+    remove_unused,
+)
+from parallm.config.schema import keys_elsewhere, known_keys, shipped, to_config
+from parallm.device.blas import BlasReport, load_blas
+from parallm.device.load_mlx import load_mlx
+from parallm.device.settings import DeviceSettings
+from parallm.errors import ConfigError, ParallmError
+from parallm.metrics.machine import describe_versions
+from parallm.metrics.sweep import Job, report_sweep
+
+
+class CommandConfig(Protocol):
+    """What every command's configuration has."""
+
+    @property
+    def log_level(self) -> LogLevel | None: ...
+    @property
+    def log_format(self) -> LogForm: ...
+    @property
+    def device(self) -> DeviceSettings:
+        """Must be followed before MLX is loaded."""
+
+
+Config = TypeVar("Config", bound=CommandConfig)
+Run = Callable[[Config, Path, BlasReport], int]
+"""Runs to the end in the given folder and returns an exit code."""
+
+SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
+
+logger = logging.getLogger(__name__)
+
+
+class _NoFurtherJob(KeyboardInterrupt):
+    """A signal has stopped a job of a sweep, which ends then. Hydra reports every other kind of exception."""
+
+
+def run_command(name: str, kind: type[Config], run: Run[Config]) -> int:
+    """Answer a question, or compose conf/`name`.yaml with the command line and run it, or each job of a sweep.
+
+    Returns the worst exit code.
+    """
+    arguments = sys.argv[1:]
+    if asks_version(arguments):
+        sys.stdout.write(f"{describe_versions()}\n")
+        return SUCCESS
+    try:
+        topics = help_topics(arguments)
+        if topics is not None:
+            sys.stdout.write(help_page(name, topics))
+            return SUCCESS
+        register(name, kind, arguments)
+        return _compose_and_run(name, kind, run)
+    except ConfigError as error:
+        return _complain(str(error), WRONG_CONFIG)
+
+
+def _compose_and_run(name: str, kind: type[Config], run: Run[Config]) -> int:
+    jobs: list[Job] = []
+    is_in_job = is_sweep = False
+
+    def job(composed: DictConfig) -> None:
+        nonlocal is_in_job, is_sweep
+        is_in_job, is_sweep = True, HydraConfig.get().mode == RunMode.MULTIRUN
+        code = _run_job(composed, kind, run, keeps_log=name == TRAIN)
+        jobs.append(_this_job(len(jobs), code))
+        is_in_job = False
+        if interrupts.were_received():
+            raise _NoFurtherJob
+
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would else print and exit for
+    try:
+        hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=name)(job)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if wants_traceback:
+            raise
+        wrong = explain_composition(error, sys.argv[1:], known_keys(kind), keys_elsewhere(kind))
+        return _complain(wrong, WRONG_CONFIG)
+    except OSError as error:
+        if is_in_job:
+            raise
+        return _complain(str(folder_error(Path(error.filename or RUNS_FOLDER), error)), FAILED)
+    except _NoFurtherJob:
+        pass
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        if is_sweep and jobs:
+            _end_sweep(jobs)
+    return max((job.exit_code for job in jobs), default=SUCCESS)
+
+
+def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keeps_log: bool) -> int:
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
+    code = FAILED
+    form: LogForm = "text"
+    try:
+        config = to_config(with_asked_environment(composed), kind)
+        form = config.log_format
+        if keeps_log:
+            check_writable(folder)
+        log = folder / LOG if keeps_log else None
+        with alone_in(folder) if keeps_log else nullcontext(), logging_to(log, config.log_level, form):
+            blas = load_blas(config.device)
+            logger.info(blas.message)
+            load_mlx()
+            if keeps_log:
+                (folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
+            code = run(config, folder, blas)
+    except ConfigError as error:
+        code = _complain(str(error), WRONG_CONFIG, form)
+    except ParallmError as error:
+        code = _complain(str(error), FAILED, form)
+    finally:
+        if code != SUCCESS or not keeps_log:
+            remove_unused(folder)
+    return code
+
+
+def _this_job(number: int, exit_code: int) -> Job:
+    overrides, folder = HydraConfig.get().overrides.task, HydraConfig.get().runtime.output_dir
+    return Job(number=number, overrides=tuple(overrides), folder=Path(folder), exit_code=exit_code)
+
+
+def _end_sweep(jobs: list[Job]) -> None:
+    """Say what became of the jobs, and write it beside them."""
+    folder = jobs[0].folder.parent
+    remove_unused(folder)
+    if folder.is_dir():
+        report_sweep(jobs, folder, sys.stdout)
+
+
+def _complain(message: str, code: int, form: LogForm = "text") -> int:
+    for line in message.splitlines():
+        sys.stderr.write(f"parallm: {line}\n" if form == "text" else f"{error_line(line)}\n")
+    return code

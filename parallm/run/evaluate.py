@@ -1,0 +1,171 @@
+"""EvaluateConfig -> a comparison of adapters and base: the wiring of `parallm.evaluate`."""
+
+import asyncio
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from parallm.checkpoint.adapter_paths import find_adapters
+from parallm.config.run_folder import check_writable
+from parallm.config.schema import EvaluateConfig
+from parallm.device.blas import BlasReport
+from parallm.environment.environment import AnyEnvironment, build_environment, connect
+from parallm.errors import CheckpointError, ConfigError, ProblemError
+from parallm.learner.settings import LearnerSettings
+from parallm.metrics.comparison import Compared, comparison_report, print_comparison
+from parallm.metrics.eta import ThrottledProgress
+from parallm.metrics.formatting import short_path
+from parallm.metrics.json_lines import JsonLines, to_json, write_whole
+from parallm.metrics.line_display import evaluation_line
+from parallm.metrics.machine import describe_commit, describe_machine
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.files import read_adapter
+from parallm.model.adapters.reward_head import refuse_reward_model
+from parallm.model.load import check_local
+from parallm.model.settings import ModelSettings
+from parallm.reports import TrainingStatus
+from parallm.rollout.confidence_intervals import share_difference
+from parallm.rollout.evaluation import EvaluationOutcomes, Evaluator
+from parallm.rollout.judge import Judge
+from parallm.run.runtime import Runtime, RuntimeSettings, open_runtime
+from parallm.server.operation.http_server import HttpServer
+from parallm.trainer.evaluators import evaluation_samples
+from parallm.trainer.reward_training import find_reward_model, open_reward_model
+from parallm.types import BASE, Problem
+
+REPORT = "evaluation.json"
+COMPLETIONS = "completions.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One model to evaluate."""
+
+    name: str
+    """For people: the adapter's folder, or `base`."""
+    model: str
+    """What requests call it."""
+    version: int = 0
+    step: int = 0
+
+
+def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> int:
+    """Evaluate, print the table and write evaluation.json. Returns the exit code; raises ParallmError."""
+    named = (config.model.adapter, *config.adapters) if config.model.adapter is not None else config.adapters
+    adapters = [found for where in named for found in find_adapters(where)]
+    if not adapters and not config.base:
+        raise ConfigError("base=false leaves nothing to evaluate; name an adapter with model.adapter=FOLDER")
+    check_local(config.model.path)
+    find_reward_model(config.rollout.reward_model)
+    check_writable(folder)
+    environment = build_environment(config.environment)
+    problems = _held_out(config, environment)
+
+    async def work(runtime: Runtime, _: HttpServer | None) -> None:
+        candidates = [Candidate(name=BASE, model=BASE)] if config.base else []
+        for path in dict.fromkeys(adapters):
+            candidates.append(await _published(runtime, path, f"candidate-{len(candidates)}"))
+        connect(environment, Judge(runtime.engine.generate_all, runtime.model.tokenizer))
+        reward_model = await open_reward_model(
+            config.rollout.reward_model, LearnerSettings(), runtime.device, runtime.model, runtime.streams
+        )
+        evaluator = Evaluator(
+            generate_all=runtime.engine.generate_all,
+            tokenizer=runtime.model.tokenizer,
+            environment=environment,
+            problems=problems,
+            max_tokens=config.rollout.max_tokens,
+            samples=evaluation_samples(config.trainer, config.seed),
+            rollout=config.rollout,
+            reward_model=reward_model,
+        )
+        compared = await _compare(evaluator, candidates, JsonLines(folder / COMPLETIONS))
+        print_comparison(compared, sys.stdout)
+        _write(config, folder / REPORT, compared)
+        sys.stdout.write(f"completions: {short_path(folder / COMPLETIONS)}\n")
+
+    # the adapters are read by themselves: each may have a rank and targets of its own
+    model = ModelSettings(path=config.model.path, dtype=config.model.dtype, quantized=config.model.quantized)
+    settings = RuntimeSettings(model=model, engine=config.engine)
+    asyncio.run(open_runtime(settings, blas, None, lambda: TrainingStatus(state="evaluating"), work))
+    return 0
+
+
+def _held_out(config: EvaluateConfig, environment: AnyEnvironment) -> Sequence[Problem]:
+    problems = environment.problems("test")[: config.trainer.evaluate_problems]
+    if not config.trainer.evaluate_problems:
+        raise ConfigError("trainer.evaluate_problems=0 leaves nothing to evaluate on; 512 is the default")
+    if not problems:
+        raise ProblemError(f"environment={config.environment.name}: the test split has no problems")
+    return problems
+
+
+async def _published(runtime: Runtime, folder: Path, name: str) -> Candidate:
+    """Read an adapter and make it a model of the engine. Raises AdapterError if it does not fit the base."""
+
+    def publish() -> Adapter:
+        adapter = read_adapter(folder, runtime.model.targets, model_type=runtime.model.model_type, name=name)
+        refuse_reward_model(adapter, str(folder), "its run's evaluations.jsonl says how well it tells pairs apart")
+        runtime.adapters.publish(adapter)
+        return adapter
+
+    adapter = await asyncio.wrap_future(runtime.device.call(publish))
+    shown = folder.parent if folder.name == "adapter" else folder
+    return Candidate(name=str(shown), model=name, version=adapter.version, step=adapter.step)
+
+
+async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate], kept: JsonLines) -> list[Compared]:
+    """Evaluate one after the other, write each completion to `kept`, and say on standard error how far it is."""
+    compared: list[Compared] = []
+    first: EvaluationOutcomes | None = None
+    for candidate in candidates:
+        began = time.perf_counter()
+        outcomes = await evaluator.outcomes(
+            candidate.model, partial(_say_progress, candidate.name, ThrottledProgress())
+        )
+        report = evaluator.report(outcomes, candidate.step, candidate.version)
+        sys.stderr.write(f"{candidate.name}: {evaluation_line(report)}\n")
+        whose = {"step": candidate.step, "model": candidate.name}
+        kept.append(*({**whose, **dataclasses.asdict(one)} for one in outcomes.completions))
+        compared.append(
+            Compared(
+                name=candidate.name,
+                is_base=candidate.model == BASE,
+                report=report,
+                difference=None if first is None else share_difference(_correct(outcomes), _correct(first)),
+                seconds=time.perf_counter() - began,
+            )
+        )
+        first = first or outcomes
+    return compared
+
+
+def _say_progress(name: str, seldom: ThrottledProgress, done: int, total: int) -> None:
+    if text := seldom.text(done, total):
+        sys.stderr.write(f"{name}: {text} completions\n")
+
+
+def _correct(outcomes: EvaluationOutcomes) -> list[bool]:
+    return [one.is_correct for one in outcomes.greedy]
+
+
+def _write(config: EvaluateConfig, path: Path, compared: Sequence[Compared]) -> None:
+    settings = {
+        "base_model": config.model.path,
+        "environment": dataclasses.asdict(config.environment),
+        "max_tokens": config.rollout.max_tokens,
+        "seed": config.seed,
+        "machine": describe_machine(),
+        "commit": describe_commit(),
+    }
+    try:
+        write_whole(path, to_json(comparison_report(compared, settings), indent=2) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} could not be written: {error}; the table above holds the same numbers"
+        ) from error
+    sys.stdout.write(f"report: {short_path(path)}\n")

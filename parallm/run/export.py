@@ -1,0 +1,115 @@
+"""ExportConfig -> folders: the wiring of `parallm.export`."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+
+from parallm.checkpoint.adapter_paths import find_adapter
+from parallm.config.schema import ExportConfig
+from parallm.errors import CheckpointError, ConfigError
+from parallm.metrics.formatting import short_path
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.files import base_of, read_adapter, write_mlx, write_peft
+from parallm.model.adapters.fuse import Quantization, fuse, model_bytes, write_model
+from parallm.model.adapters.module_names import modules_of
+from parallm.model.adapters.reward_head import refuse_reward_model
+from parallm.model.load import check_local, find_folder, load_base, read_model_type
+
+FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
+SPARE_BYTES = 32 << 20
+"""For tokenizer, config and headers."""
+
+
+def run_export(config: ExportConfig, folder: Path) -> int:
+    """Write the folders and say where they are. Returns the exit code; raises ParallmError, leaving nothing behind."""
+    output = _output(config, folder)
+    check_local(config.model.path)
+    adapter = read_adapter(_named_adapter(config), model_type=read_model_type(config.model.path))
+    temporary = output / f".tmp-export-{os.getpid()}"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        written = _write(config, adapter, temporary)
+        for name in written:
+            (temporary / name).rename(output / name)
+    except OSError as error:
+        raise CheckpointError(
+            f"{output} could not be written: {error}; nothing is left there, choose another place with output=FOLDER"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if output.is_dir() and not any(output.iterdir()):
+            output.rmdir()
+    sys.stdout.write(f"version {adapter.version} of step {adapter.step}\n")
+    for name, description in written.items():
+        sys.stdout.write(f"{description}\n  {short_path(output / name)}\n")
+    return 0
+
+
+def _output(config: ExportConfig, folder: Path) -> Path:
+    """Where to write. Raises ConfigError where that would mix with what is there, or where settings contradict."""
+    if config.quantize.bits is not None and "fused" not in config.formats:
+        raise ConfigError(
+            f"quantize.bits={config.quantize.bits} is for the fused model, which formats={list(config.formats)} leaves "
+            "out; add fused to formats"
+        )
+    if config.output is None:
+        return folder
+    output = Path(config.output).expanduser()
+    if output.is_dir() and not any(output.iterdir()):
+        return output
+    if output.exists():
+        raise ConfigError(f"output={output} exists already; name a folder that does not, or remove it first")
+    return output
+
+
+def _named_adapter(config: ExportConfig) -> Path:
+    if config.model.adapter is None:
+        raise ConfigError(
+            "model.adapter: must be given; name the folder of a run, a checkpoint or an adapter, or FOLDER@VERSION"
+        )
+    return find_adapter(config.model.adapter)
+
+
+def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, str]:
+    """Write every format into `folder`. Returns names of its folders with a description. Raises OSError and more."""
+    if config.formats != ("peft",):
+        refuse_reward_model(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
+    source = find_folder(config.model.path)
+    base, base_config = load_base(source, config.model.path, trusted=config.model.trust_remote_code)
+    num_layers, model_type = len(base.layers), read_model_type(config.model.path)
+    if "peft" in config.formats:
+        modules_of(adapter.targets, model_type)  # refuses what PEFT could not load before anything is written
+    dtype = None if config.model.dtype == "auto" else getattr(mx, config.model.dtype)
+    fused_config = fuse(base, base_config, adapter, dtype, _quantization(config))  # checks the fit; evaluates nothing
+    fused_bytes = model_bytes(base)
+    _check_space(folder.parent, (fused_bytes if "fused" in config.formats else 0) + 2 * adapter.nbytes)
+    descriptions: dict[str, str] = {}
+    if "mlx" in config.formats:
+        write_mlx(adapter, folder / FOLDERS["mlx"], num_layers=num_layers)
+        descriptions[FOLDERS["mlx"]] = "adapter for mlx-lm, --adapter-path"
+    if "peft" in config.formats:
+        base_sha256 = base_of(_named_adapter(config))
+        write_peft(adapter, folder / FOLDERS["peft"], config.model.path, base_sha256, model_type=model_type)
+        descriptions[FOLDERS["peft"]] = "adapter for PEFT, PeftModel.from_pretrained"
+    if "fused" in config.formats:
+        write_model(base, fused_config, source, folder / FOLDERS["fused"])
+        bits = "" if config.quantize.bits is None else f", {config.quantize.bits} bits"
+        descriptions[FOLDERS["fused"]] = f"whole model, {fused_bytes / 1e6:,.1f} MB{bits}"
+    return descriptions
+
+
+def _quantization(config: ExportConfig) -> Quantization | None:
+    quantize = config.quantize
+    return None if quantize.bits is None else Quantization(bits=quantize.bits, group_size=quantize.group_size)
+
+
+def _check_space(folder: Path, num_bytes: int) -> None:
+    free, needed = shutil.disk_usage(folder).free, num_bytes + SPARE_BYTES
+    if free < needed:
+        raise CheckpointError(
+            f"{folder} has {free:,} bytes free, about {needed:,} are needed; free some space or choose another place "
+            "with output=FOLDER"
+        )

@@ -1,0 +1,266 @@
+"""Answers of `POST /v1/responses`: one completion as a list of items, whole and as events."""
+
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Literal
+
+from parallm.conversation import ToolCall
+from parallm.errors import ParallmError
+from parallm.server.catalog import resolved_to
+from parallm.server.failures import failure_of
+from parallm.server.generation import ResponseContext, StartedStream, version_of
+from parallm.server.openai.output_parser import MessagePart, OutputParsing, new_parser, parse_whole
+from parallm.server.openai.responses_schemas import (
+    IncompleteDetails,
+    InputDetails,
+    OutputCall,
+    OutputDetails,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    ResponseAnswer,
+    ResponseBody,
+    ResponseEvent,
+    ResponseUsage,
+    Status,
+)
+from parallm.server.service import Service
+from parallm.types import Completion, TokenEvent
+
+
+class ResponsesBuilder:
+    def __init__(self, context: ResponseContext, parsing: OutputParsing, body: ResponseBody) -> None:
+        self.context = context
+        self.parsing = parsing
+        self._body = body
+
+    def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> ResponseAnswer:
+        ((completion,),) = completions
+        part = parse_whole(new_parser(self.context.tokenizer.output, self.parsing), completion.text)
+        return self.finished(model, completion, items_of(part, status_of(completion)))
+
+    def begun(self, model: str) -> ResponseAnswer:
+        """The answer before its first item."""
+        return self._answer(model, "in_progress", [])
+
+    def finished(self, model: str, completion: Completion, items: list[OutputItem]) -> ResponseAnswer:
+        reasoning = "".join(part.text for item in items if isinstance(item, OutputReasoning) for part in item.content)
+        told = self.context.usage(len(completion.tokens))
+        usage = ResponseUsage(
+            input_tokens=told.prompt_tokens,
+            input_tokens_details=InputDetails(cached_tokens=completion.num_cached_prompt_tokens),
+            output_tokens=told.completion_tokens,
+            output_tokens_details=OutputDetails(
+                reasoning_tokens=len(self.context.tokenizer.encode(reasoning)) if reasoning else 0
+            ),
+            total_tokens=told.total_tokens,
+        )
+        return self._answer(model, status_of(completion), items, completion, usage)
+
+    def _answer(
+        self,
+        model: str,
+        status: Status,
+        output: list[OutputItem],
+        completion: Completion | None = None,
+        usage: ResponseUsage | None = None,
+    ) -> ResponseAnswer:
+        body = self._body
+        is_cut = completion is not None and completion.finish_reason == "length"
+        return ResponseAnswer(
+            id=self.context.answer_id,
+            object="response",
+            created_at=self.context.created,
+            status=status,
+            error=None,
+            incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata,
+            model=model,
+            output=output,
+            parallel_tool_calls=body.parallel_tool_calls,
+            previous_response_id=None,
+            reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            store=False,
+            temperature=body.temperature,
+            text={"format": body.text.format.model_dump(by_alias=True, exclude_unset=True)},
+            tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
+            tools=[tool.model_dump() for tool in body.tools],
+            top_p=body.top_p,
+            truncation="disabled",
+            usage=usage,
+            user=body.user,
+            policy_version=None if completion is None else version_of(completion),
+        )
+
+
+def status_of(completion: Completion) -> Status:
+    """An answer that was aborted is incomplete too, without details: OpenAI has no reason of this kind."""
+    return "incomplete" if completion.finish_reason in ("length", "abort") else "completed"
+
+
+def items_of(part: MessagePart, status: Status) -> list[OutputItem]:
+    """There is a message, perhaps an empty one, unless there is something else."""
+    items: list[OutputItem] = []
+    if part.reasoning:
+        items.append(reasoning_item(new_id("rs"), part.reasoning, status))
+    if part.content or not part:
+        items.append(message_item(new_id("msg"), part.content, status))
+    return [*items, *(call_item(new_id("fc"), call, status) for call in part.calls)]
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+def text_part(text: str) -> OutputText:
+    return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+
+
+def reasoning_item(item_id: str, text: str | None, status: Status) -> OutputReasoning:
+    content = [] if text is None else [ReasoningText(type="reasoning_text", text=text)]
+    return OutputReasoning(type="reasoning", id=item_id, status=status, summary=[], content=content)
+
+
+def message_item(item_id: str, text: str | None, status: Status) -> OutputMessage:
+    content = [] if text is None else [text_part(text)]
+    return OutputMessage(type="message", id=item_id, status=status, role="assistant", content=content)
+
+
+def call_item(item_id: str, call: ToolCall, status: Status) -> OutputCall:
+    return OutputCall(
+        type="function_call",
+        id=item_id,
+        status=status,
+        call_id=call.call_id or f"call_{uuid.uuid4().hex[:24]}",
+        name=call.name,
+        arguments=call.arguments,
+    )
+
+
+logger = logging.getLogger(__name__)
+Kind = Literal["reasoning", "message"]
+
+
+class ResponsesStream:
+    """Makes the events of one answer. Items are opened when their first text comes and closed when another begins."""
+
+    def __init__(self, service: Service, answers: ResponsesBuilder) -> None:
+        self._service = service
+        self._answers = answers
+        self._reader = new_parser(answers.context.tokenizer.output, answers.parsing)
+        self._number = 0
+        self._items: list[OutputItem] = []
+        self._kind: Kind | None = None
+        self._item_id = ""
+        self._text = ""
+
+    async def encoded(self, begun: StartedStream) -> AsyncGenerator[bytes, None]:
+        """Bytes of the stream. A failure after the first event becomes an event `error`, the last one."""
+        try:
+            answer = self._answers.begun(begun.model)
+            opening = [self._event("response.created", response=answer)]
+            opening.append(self._event("response.in_progress", response=answer))
+            yield _encode([*opening, *self._told(begun.first[1])])
+            async for _, event in begun.events:
+                if events := list(self._told(event)):
+                    yield _encode(events)
+        except ParallmError as error:
+            yield self.failed(error)
+        except Exception as error:  # the status is sent already: the log is the only place left for the cause
+            logger.exception("the stream %s failed", self._answers.context.answer_id)
+            yield self.failed(error)
+
+    def failed(self, error: Exception) -> bytes:
+        """The last event of a stream that cannot go on."""
+        detail = failure_of(error).answer.error
+        return _encode([self._event("error", code=detail.code, message=detail.message, param=detail.param)])
+
+    def _told(self, event: TokenEvent) -> Iterator[ResponseEvent]:
+        yield from self._added(self._reader.read(event.text))
+        if (completion := event.completion) is None:
+            return
+        yield from self._added(self._reader.finish())
+        if self._kind is None and not self._items:
+            yield from self._open("message")
+        yield from self._close(status_of(completion))
+        name = self._answers.context.requests[0].model
+        model = resolved_to(name, version_of(completion), self._service.catalog())
+        answer = self._answers.finished(model, completion, self._items)
+        yield self._event(f"response.{answer.status}", response=answer)
+
+    def _added(self, part: MessagePart) -> Iterator[ResponseEvent]:
+        if part.reasoning:
+            yield from self._more("reasoning", part.reasoning)
+        if part.content:
+            yield from self._more("message", part.content)
+        for call in part.calls:
+            yield from self._close()
+            yield from self._called(call)
+
+    def _more(self, kind: Kind, text: str) -> Iterator[ResponseEvent]:
+        if self._kind != kind:
+            yield from self._close()
+            yield from self._open(kind)
+        self._text += text
+        if kind == "message":
+            yield self._in_item("response.output_text.delta", delta=text, logprobs=[])
+        else:
+            yield self._in_item("response.reasoning_text.delta", delta=text)
+
+    def _open(self, kind: Kind) -> Iterator[ResponseEvent]:
+        self._kind, self._text = kind, ""
+        self._item_id = new_id("msg" if kind == "message" else "rs")
+        make = message_item if kind == "message" else reasoning_item
+        item = make(self._item_id, None, "in_progress")
+        yield self._event("response.output_item.added", output_index=len(self._items), item=item)
+        yield self._in_item("response.content_part.added", part=self._part(""))
+
+    def _close(self, status: Status = "completed") -> Iterator[ResponseEvent]:
+        if self._kind is None:
+            return
+        if self._kind == "message":
+            yield self._in_item("response.output_text.done", text=self._text, logprobs=[])
+        else:
+            yield self._in_item("response.reasoning_text.done", text=self._text)
+        yield self._in_item("response.content_part.done", part=self._part(self._text))
+        make = message_item if self._kind == "message" else reasoning_item
+        self._kind = None
+        yield self._done(make(self._item_id, self._text, status))
+
+    def _called(self, call: ToolCall) -> Iterator[ResponseEvent]:
+        """A call is told when it is complete, so there is one delta."""
+        item = call_item(new_id("fc"), call, "completed")
+        place = {"output_index": len(self._items)}
+        empty = item.model_copy(update={"arguments": "", "status": "in_progress"})
+        yield self._event("response.output_item.added", item=empty, **place)
+        place_in = place | {"item_id": item.id}
+        yield self._event("response.function_call_arguments.delta", delta=item.arguments, **place_in)
+        yield self._event("response.function_call_arguments.done", name=item.name, arguments=item.arguments, **place_in)
+        yield self._done(item)
+
+    def _done(self, item: OutputItem) -> ResponseEvent:
+        self._items.append(item)
+        return self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _part(self, text: str) -> object:
+        return text_part(text) if self._kind == "message" else ReasoningText(type="reasoning_text", text=text)
+
+    def _in_item(self, kind: str, **fields: object) -> ResponseEvent:
+        return self._event(kind, item_id=self._item_id, output_index=len(self._items), content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: object) -> ResponseEvent:
+        event = ResponseEvent(type=kind, sequence_number=self._number)
+        self._number += 1
+        return event.model_copy(update=fields)
+
+
+def _encode(events: list[ResponseEvent]) -> bytes:
+    return b"".join(
+        b"event: " + event.type.encode() + b"\ndata: " + event.model_dump_json(exclude_unset=True).encode() + b"\n\n"
+        for event in events
+    )

@@ -1,0 +1,264 @@
+"""API keys: read once at the start, kept as digests, compared in constant time."""
+
+import asyncio
+import hashlib
+import hmac
+import math
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from parallm.errors import ConfigError, InvalidRequest
+from parallm.server.failures import Draining, NotAllowed, WrongKey
+from parallm.server.operation.middleware import Drain
+from parallm.server.operation.request_context import current_request
+from parallm.server.settings import ApiKey, KeyRole, ServerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    name: str
+    role: KeyRole
+    digest: bytes
+
+
+Role = Literal["public"] | KeyRole
+
+ROLES: Mapping[str, Role] = {
+    "GET /health": "public",
+    "GET /ready": "public",
+    "GET /metrics": "inference",
+    "GET /models": "inference",
+    "GET /v1/metrics": "inference",
+    "GET /v1/models": "inference",
+    "GET /v1/models/{name}": "inference",
+    "GET /get_model_info": "inference",
+    "GET /get_weight_version": "inference",
+    "GET /get_world_size": "inference",
+    "GET /get_world_size/": "inference",
+    "GET /health_generate": "inference",
+    "GET /is_paused": "inference",
+    "GET /model_info": "inference",
+    "GET /v1/adapters": "inference",
+    "GET /v1/queue": "inference",
+    "GET /v1/queue/stats": "inference",
+    "GET /v1/shares": "inference",
+    "GET /v1/splits": "inference",
+    "GET /v1/trajectories": "inference",
+    "GET /weight_info": "inference",
+    "POST //generate": "inference",
+    "POST /detokenize": "inference",
+    "POST /generate": "inference",
+    "POST /generate/": "inference",
+    "POST /inference/v1/generate": "inference",
+    "POST /tokenize": "inference",
+    "POST /v1/requests/{request_id}/cancel": "inference",
+    "POST /v1/rewards": "inference",
+    "POST /v1/rewards/score": "inference",
+    "POST /v1/chat/completions": "inference",
+    "POST /v1/completions": "inference",
+    "POST /v1/responses": "inference",
+    "POST /v1/trajectories/{trajectory_id}/reward": "inference",
+    "GET /debug/training": "training",
+    "GET /v1/training/status": "training",
+    "POST /training/checkpoint": "training",
+    "POST /v1/training/checkpoint": "training",
+    "POST /v1/training/pause": "training",
+    "POST /v1/training/resume": "training",
+    "POST /v1/training/update": "training",
+    "DELETE /v1/adapters/{model}": "admin",
+    "DELETE /v1/adapters/{name}/aliases/{alias}": "admin",
+    "DELETE /v1/splits/{name}": "admin",
+    "GET /flush_cache": "admin",
+    "POST /abort_request": "admin",
+    "POST /abort_requests": "admin",
+    "POST /areal_continue_generation": "admin",
+    "POST /areal_pause_generation": "admin",
+    "POST /continue_generation": "admin",
+    "POST /finish_weight_update": "admin",
+    "POST /flush_cache": "admin",
+    "POST /init_communicator/": "admin",
+    "POST /init_weight_transfer_engine": "admin",
+    "POST /init_weights_update_group": "admin",
+    "POST /load_adapter": "admin",
+    "POST /load_lora_adapter": "admin",
+    "POST /load_lora_adapter_from_tensors": "admin",
+    "POST /model/switch-lora": "admin",
+    "POST /pause": "admin",
+    "POST /pause_generation": "admin",
+    "POST /reset_prefix_cache": "admin",
+    "POST /resume": "admin",
+    "POST /skyrl/v1/load_lora_adapter": "admin",
+    "POST /start_weight_update": "admin",
+    "POST /unload_lora_adapter": "admin",
+    "POST /update_adapter_weights": "admin",
+    "POST /update_named_param/": "admin",
+    "POST /update_weights": "admin",
+    "POST /update_weights_from_disk": "admin",
+    "POST /update_weights_from_distributed": "admin",
+    "POST /update_weights_from_tensor": "admin",
+    "POST /upload_adapter": "admin",
+    "POST /v1/adapters/aliases": "admin",
+    "POST /v1/adapters/load": "admin",
+    "POST /v1/adapters/promote": "admin",
+    "POST /v1/adapters/rollback": "admin",
+    "POST /v1/load_lora_adapter": "admin",
+    "POST /v1/unload_lora_adapter": "admin",
+    "POST /v1/warmup": "admin",
+    "PUT /v1/adapters/{name}": "admin",
+    "PUT /v1/shares": "admin",
+    "PUT /v1/splits/{name}": "admin",
+}
+"""Every route has one row; `create_app` refuses routes without."""
+RANK: Mapping[Role, int] = {"public": 0, "inference": 1, "training": 2, "admin": 3}
+
+
+def role_of(http: Request) -> Role:
+    return ROLES[f"{http.method} {http.scope['route'].path_format}"]
+
+
+def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
+    """Let the request pass, and note the name of its key. Raises WrongKey, NotAllowed."""
+    role = role_of(http)
+    if role == "public":
+        return
+    if keys:
+        _check_key(http, role, keys)
+    if RANK[role] > RANK["inference"] and not settings.control_routes:
+        raise NotAllowed("this route is off; the server runs with server.control_routes=false")
+
+
+def check_roles(routers: Iterable[APIRouter]) -> None:
+    """Raises LookupError for a route without a row in the table, so that none is open by oversight."""
+    for router in routers:
+        for route in router.routes:
+            assert isinstance(route, APIRoute), "routers are not nested: their paths stand whole where they are defined"
+            if missing := [row for row in rows_of(route) if row not in ROLES]:
+                raise LookupError(f"{missing[0]} has no role; add it to server/operation/auth.py")
+
+
+def rows_of(route: APIRoute) -> list[str]:
+    return [f"{method} {route.path_format}" for method in sorted(route.methods or ())]
+
+
+def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
+    presented = presented_key(http.headers)
+    if presented is None:
+        raise WrongKey("this server needs an API key; send it as `Authorization: Bearer KEY` or as `x-api-key: KEY`")
+    key = find_key(presented, keys)
+    if key is None:
+        raise WrongKey("the API key is not one of this server's")
+    if context := current_request.get():
+        # before it may be refused, since the log names the key of refused requests, too
+        context.api_key, context.api_role = key.name, key.role
+    if RANK[key.role] < RANK[role]:
+        raise NotAllowed(f"this route needs a key with the role {role}; yours has the role {key.role}")
+
+
+MIN_KEY_LENGTH = 16
+
+
+def read_keys(settings: ServerSettings) -> tuple[StoredKey, ...]:
+    """The keys with their digests. Raises ConfigError for a key that is not there, too short or named twice."""
+    names = [key.name for key in settings.api_keys]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"server.api_keys: the name {twice[0]} stands there twice; give each key a name of its own")
+    return tuple(StoredKey(key.name, key.role, _digest(key, os.environ)) for key in settings.api_keys)
+
+
+def presented_key(headers: Headers) -> str | None:
+    """What the client sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("x-api-key")
+
+
+def find_key(presented: str, keys: tuple[StoredKey, ...]) -> StoredKey | None:
+    """Takes the same time for every wrong key: digests are compared, and all of them."""
+    digest = hashlib.sha256(presented.encode()).digest()
+    found = [key for key in keys if hmac.compare_digest(key.digest, digest)]
+    return found[0] if found else None
+
+
+def _digest(key: ApiKey, environment: Mapping[str, str]) -> bytes:
+    where = f"server.api_keys {key.name}"
+    match key.env, key.file, key.sha256:
+        case str(variable), None, None:
+            if variable not in environment:
+                raise ConfigError(f"{where}: the environment variable {variable} is not set; set it to the key")
+            return _digest_of(environment[variable], f"{where}: the environment variable {variable}")
+        case None, str(path), None:
+            return _digest_of(_read(path, where), f"{where}: the file {path}")
+        case None, None, str(digest):
+            return bytes.fromhex(digest)
+        case _:
+            raise ConfigError(f"{where}: give exactly one of env, file and sha256")
+
+
+def _read(path: str, where: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: the file {path} cannot be read: {error}") from error
+
+
+def _digest_of(text: str, where: str) -> bytes:
+    key = text.strip()
+    if len(key) < MIN_KEY_LENGTH:
+        raise ConfigError(
+            f"{where} holds {len(key)} characters; a key has at least {MIN_KEY_LENGTH}, "
+            "such as those of `openssl rand -hex 24`"
+        )
+    return hashlib.sha256(key.encode()).digest()
+
+
+TIMEOUT_HEADER = "x-request-timeout"
+
+
+def auth_dependency(
+    keys: tuple[StoredKey, ...], settings: ServerSettings, drain: Drain
+) -> Callable[[Request], Awaitable[None]]:
+    """A dependency of all routes, which runs before anything of the body is read."""
+
+    async def check(http: Request) -> None:
+        context = current_request.get()
+        assert context is not None, "front.py is around every request"
+        context.route = http.scope["route"].path_format
+        if context.is_local:
+            context.api_role = "admin"
+        else:
+            authorize(http, keys, settings)
+        if drain.is_closed and not context.is_local and _asks_for_work(http):
+            seconds = math.ceil(settings.drain_seconds)
+            raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)
+        seconds_left = _seconds_left(http, settings)
+        context.deadline = None if seconds_left is None else asyncio.get_running_loop().time() + seconds_left
+
+    return check
+
+
+def _asks_for_work(http: Request) -> bool:
+    """What only looks, such as `/metrics`, may go on to the end, and what steers training, too."""
+    return role_of(http) == "inference" and (http.method == "POST" or http.url.path == "/health_generate")
+
+
+def _seconds_left(http: Request, settings: ServerSettings) -> float | None:
+    """The shorter of what the server and the client allow."""
+    given = http.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return settings.request_seconds
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest(f"the header {TIMEOUT_HEADER} is {given[:60]!r} and must be a number of seconds above 0")
+    return seconds if settings.request_seconds is None else min(seconds, settings.request_seconds)

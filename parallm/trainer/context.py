@@ -1,0 +1,38 @@
+"""What the trainer drives; made by build.py."""
+
+from dataclasses import dataclass
+
+from parallm.checkpoint.manager import CheckpointManager
+from parallm.checkpoint.state import Fingerprint, RunFacts
+from parallm.device.thread import DeviceThread
+from parallm.engine.async_engine import AsyncEngine
+from parallm.learner.learner import Learner
+from parallm.learner.reward_model.reward_learner import RewardLearner
+from parallm.metrics.display import Display
+from parallm.metrics.record import RunRecorder
+from parallm.model.adapters.table import AdapterTable
+from parallm.rollout.collector import Collector
+from parallm.rollout.evaluation import Evaluator
+from parallm.trainer.evaluators import DemonstrationEvaluator, PairEvaluator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerContext:
+    """The parts of one training run. What touches arrays is called through `device`."""
+
+    device: DeviceThread
+    engine: AsyncEngine
+    learner: Learner | RewardLearner
+    adapters: AdapterTable
+    collector: Collector
+    evaluator: Evaluator | PairEvaluator | DemonstrationEvaluator | None
+    checkpoints: CheckpointManager
+    fingerprint: Fingerprint
+    facts: RunFacts
+    recorder: RunRecorder
+    display: Display
+
+    @property
+    def policy(self) -> str:
+        """Name of the adapter that is trained."""
+        return self.learner.adapter.name

@@ -1,0 +1,108 @@
+"""A packed forward against one row after the other."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from parallm.learner.passes.packing import Segment, can_pack, packed_hidden
+from parallm.model.load import load_shared_model
+from parallm.model.lora.single import LoraScaling, initial_arrays, single_lora
+from parallm.model.patches.rotary import Rotation, install_rotary
+from parallm.model.settings import LoraSettings, ModelSettings
+from parallm.model.shared_model import SharedModel
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6]]
+COMPLETIONS = [[[5, 3, 5], [8, 9, 7], [9, 3]], [[2, 3]]]
+SEGMENTS = [Segment(prompt=7, runs=((2, 3), (1, 2))), Segment(prompt=1, runs=((1, 2),))]
+
+
+def flat() -> mx.array:
+    tokens: list[int] = []
+    for prompt, completions in zip(PROMPTS, COMPLETIONS, strict=True):
+        tokens += prompt + [token for completion in completions for token in completion]
+    return mx.array(tokens)
+
+
+def one_by_one(model: SharedModel) -> mx.array:
+    """The same hidden states, each row computed alone."""
+    found: list[mx.array] = []
+    for prompt, completions in zip(PROMPTS, COMPLETIONS, strict=True):
+        rows = [model.hidden(mx.array([prompt + one]), model.make_cache(), None)[0] for one in completions]
+        found += [rows[0][: len(prompt)], *(row[len(prompt) :] for row in rows)]
+    return mx.concatenate(found)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "mixtral", "gpt2"])
+def test_packed_hidden_states_are_those_of_single_rows(
+    architecture: str, load_tiny: Callable[[str], SharedModel]
+) -> None:
+    model = load_tiny(architecture)
+    assert can_pack(model)
+    difference = mx.abs(packed_hidden(model, flat(), SEGMENTS, None) - one_by_one(model)).max()
+    assert difference.item() <= 1e-5
+
+
+def test_a_sliding_window_hides_what_lies_before_it(load_tiny: Callable[[str], SharedModel]) -> None:
+    model = load_tiny("gemma3_text")
+    long = Segment(prompt=40, runs=((2, 30),))
+    tokens = mx.array([(7 * place) % 50 + 1 for place in range(100)])
+    packed = packed_hidden(model, tokens, [long], None)
+    row = mx.concatenate([tokens[:40], tokens[70:]])[None]
+    alone = model.hidden(row, model.make_cache(), None)[0]
+    assert mx.abs(packed[70:] - alone[40:]).max().item() <= 1e-4
+
+
+def test_a_model_with_a_state_is_not_packed(load_tiny: Callable[[str], SharedModel]) -> None:
+    assert not can_pack(load_tiny("mamba"))
+
+
+def test_rows_padded_as_a_gpu_needs_them_give_the_same_hidden_states_and_gradients(
+    load_tiny: Callable[[str], SharedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_tiny("qwen3")
+    segments = [Segment(prompt=length) for length in (12, 12, 9, 7, 7, 3)] + [Segment(prompt=5, runs=((2, 4),))]
+    tokens = mx.array([(7 * place) % 50 + 1 for place in range(63)])
+    arrays = initial_arrays(model.targets, 4, mx.random.key(0))
+    arrays = {name: array + 0.01 for name, array in arrays.items()}
+    scaling = LoraScaling(dict.fromkeys(model.targets, 2.0), {})
+
+    def total(arrays: dict[str, mx.array]) -> mx.array:
+        hidden = packed_hidden(model, tokens, segments, single_lora(arrays, scaling))
+        return (hidden * mx.sin(mx.arange(hidden.size).reshape(hidden.shape))).sum()
+
+    expected, expected_gradients = mx.value_and_grad(total)(arrays)
+    monkeypatch.setattr("parallm.learner.passes.packing._fused_length", lambda: 8)
+    found, gradients = mx.value_and_grad(total)(arrays)
+    assert abs(found.item() - expected.item()) <= 1e-4
+    worst = max(mx.abs(gradients[name] - expected_gradients[name]).max().item() for name in arrays)
+    assert worst <= 1e-4
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_heads_are_rotated_from_what_they_were_where_a_kernel_does_it(
+    architecture: str, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_shared_model(ModelSettings(path=str(tiny_model(architecture)), lora=LoraSettings(rank=4)))
+    expected, calls = packed_hidden(model, flat(), SEGMENTS, None), []
+
+    def angles(rotation: Rotation, offsets: mx.array) -> mx.array:
+        pairs = rotation.dims // 2
+        angle = rotation.scale * offsets[:, None] * rotation.base ** (-mx.arange(pairs) / pairs)
+        return mx.stack([mx.cos(angle), mx.sin(angle)], axis=-1)
+
+    def rotated(heads: mx.array, angles: mx.array, _: Rotation) -> mx.array:
+        calls.append(heads.shape)
+        first, second = mx.split(heads, 2, axis=-1)
+        cosine, sine = angles[:, None, :, 0], angles[:, None, :, 1]
+        return mx.concatenate([first * cosine - second * sine, first * sine + second * cosine], axis=-1)
+
+    for module in ("parallm.model.patches.rotary", "parallm.learner.passes.packing"):
+        monkeypatch.setattr(f"{module}.on_cuda", lambda: True)
+    monkeypatch.setattr(Rotation, "angles", angles)
+    monkeypatch.setattr("parallm.learner.passes.packing.rotated", rotated)
+    install_rotary(model.base)
+    found = packed_hidden(model, flat(), SEGMENTS, None)
+    assert len(calls) == 2 * model.num_layers
+    assert mx.abs(found - expected).max().item() <= 1e-5

@@ -1,0 +1,136 @@
+"""The kernel is compared with MLX's operations; these cases are skipped without a GPU that has it."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from parallm.model.kernels.cuda import architecture, on_cuda
+from parallm.model.kernels.small_batch_gemm import (
+    MAX_SHARED_BYTES,
+    MAX_VERSIONS,
+    MAX_WARPS,
+    MIN_STAGES,
+    PROCESSORS,
+    fits,
+    plan,
+    small_batch_gemm,
+)
+from parallm.model.lora.segmented import GroupOutput, ShrinkOutput, order_rows
+from tests.model.lora.test_segmented import expected, random_versions
+
+needs_hopper = pytest.mark.skipif(not on_cuda() or architecture() != "sm_90", reason="needs a Hopper GPU")
+SHAPES = {(4096, 6144): 48, (4096, 28672): 32, (14336, 4096): 16, (896, 1152): 48, (4864, 896): 16, (64, 8): 8}
+"""Inputs and outputs, and ranks of a version."""
+
+
+@pytest.mark.parametrize("rows", [2, 8, 9, 32, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("versions", [0, 1, 16])
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_a_plan_keeps_to_what_a_block_may_have(
+    rows: int, shape: tuple[int, int], versions: int, is_whole: bool
+) -> None:
+    chosen = plan(rows, *shape, SHAPES[shape] * versions, is_whole=is_whole)
+    assert chosen.shared_bytes <= MAX_SHARED_BYTES
+    assert chosen.threads <= 32 * MAX_WARPS
+    assert chosen.tiles * 8 >= rows
+    assert chosen.stages >= MIN_STAGES
+    assert chosen.threads % (chosen.chunk // 8) == 0
+    assert chosen.deep * 32 <= chosen.chunk
+    assert chosen.splits == 1 or not is_whole
+
+
+@pytest.mark.parametrize("versions", [0, 1, 8])
+@pytest.mark.parametrize("shape", [(4096, 6144), (4096, 28672), (14336, 4096)])
+def test_blocks_of_large_weights_run_at_once(shape: tuple[int, int], versions: int) -> None:
+    columns = SHAPES[shape] * versions
+    chosen = plan(32, *shape, columns, is_whole=shape[1] > 4096)
+    blocks = (-(-shape[1] // chosen.outputs) + -(-columns // chosen.outputs)) * chosen.splits
+    assert 90 < blocks <= PROCESSORS
+
+
+def random_linear(inputs: int, outputs: int, *, bias: bool, dtype: mx.Dtype) -> nn.Linear:
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    linear.set_dtype(dtype)
+    return linear
+
+
+@needs_hopper
+@pytest.mark.parametrize(("dtype", "tolerance"), [(mx.bfloat16, 2e-2), (mx.float16, 4e-3)])
+@pytest.mark.parametrize(
+    ("rows", "tokens", "inputs", "widths", "ranks", "versions", "bias"),
+    [
+        (2, 1, 64, [64], [8], 1, False),
+        (5, 1, 896, [896, 128, 128], [16, 16, 16], 0, True),
+        (5, 1, 896, [896, 128, 128], [16, 16, 16], 1, True),
+        (32, 1, 4096, [4096, 1024, 1024], [16, 16, 16], 8, False),
+        (33, 1, 992, [72, 200], [8, 24], 3, False),
+        (64, 1, 4864, [896], [64], 2, True),
+        (1, 57, 896, [4864, 4864], [16, 16], 1, False),
+        (32, 1, 4096, [14336, 14336], [16, 16], 8, False),
+        (17, 1, 14336, [4096], [16], 1, False),
+        (32, 1, 14336, [4096], [16], 0, False),
+        (3, 9, 928, [40, 48], [8, 16], 2, False),
+        (32, 1, 4096, [4096], [16], MAX_VERSIONS + 1, False),
+    ],
+)
+def test_the_kernel_agrees_with_the_operations(
+    dtype: mx.Dtype,
+    tolerance: float,
+    rows: int,
+    tokens: int,
+    inputs: int,
+    widths: list[int],
+    ranks: list[int],
+    versions: int,
+    bias: bool,
+) -> None:
+    mx.random.seed(rows * tokens)
+    x = (mx.random.normal((rows, tokens, inputs)) / 8).astype(dtype)
+    linear = random_linear(inputs, sum(widths), bias=bias, dtype=dtype)
+    made = random_versions(inputs, widths, ranks, versions, dtype) if versions else None
+    index = [(row * 7) % (versions + 1) - 1 if versions > 1 else 0 for row in range(rows)]
+    assert fits(x, linear)
+
+    y_SBTO, hidden = small_batch_gemm(x, linear, made.weights if made else None, is_whole=len(widths) > 1)
+
+    y = x.astype(mx.float32) @ linear.weight.astype(mx.float32).T + (linear.bias if bias else 0)
+    assert y_SBTO.shape[0] == 1 or len(widths) == 1
+    assert_near(y_SBTO.astype(mx.float32).sum(axis=0), y, tolerance)
+    if hidden is None:
+        assert versions in (0, MAX_VERSIONS + 1)
+        return
+    assert made is not None
+    every = mx.concatenate([x.astype(mx.float32) @ a_IK.astype(mx.float32) for a_IK in made.a_IK], axis=-1)
+    assert_near(hidden.sum(axis=0), every, tolerance)
+    lora = ShrinkOutput(weights=made.weights, order_B2=order_rows(index, versions), hidden_PBTK=hidden)
+    products, wanted = GroupOutput(y_SBTO, dtype, widths, lora), expected(y, x, widths, ranks, made, index)
+    for one, other in zip(products.apart(), wanted, strict=True):
+        assert_near(one, other, tolerance)
+    if len(widths) == 1:
+        assert_near(products.added_to(2 * x[..., :1] + y.astype(dtype)), wanted[0] + 2 * x[..., :1] + y, tolerance)
+
+
+def assert_near(found: mx.array, wanted: mx.array, tolerance: float) -> None:
+    assert found.shape == wanted.shape
+    assert mx.abs(found.astype(mx.float32) - wanted).max().item() <= tolerance * mx.abs(wanted).max().item()
+
+
+@needs_hopper
+def test_a_row_gets_the_same_numbers_whatever_rows_are_beside_it() -> None:
+    linear = random_linear(4096, 1024, bias=False, dtype=mx.bfloat16)
+    x = mx.random.normal((32, 1, 4096)).astype(mx.bfloat16)
+    alike, _ = small_batch_gemm(x, linear, None, is_whole=True)
+    for rows in (25, 31):
+        few, _ = small_batch_gemm(x[:rows], linear, None, is_whole=True)
+        assert mx.array_equal(few, alike[:, :rows]).item()
+
+
+@needs_hopper
+def test_other_products_are_left_to_mlx() -> None:
+    linear, x = random_linear(64, 64, bias=False, dtype=mx.bfloat16), mx.zeros((4, 1, 64), mx.bfloat16)
+    assert fits(x, linear)
+    assert not fits(x[:1], linear)
+    assert not fits(mx.zeros((65, 1, 64), mx.bfloat16), linear)
+    assert not fits(x.astype(mx.float32), random_linear(64, 64, bias=False, dtype=mx.float32))
+    assert not fits(x, nn.QuantizedLinear.from_linear(linear, group_size=32, bits=4))

@@ -1,0 +1,111 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from parallm.errors import AdapterError
+from parallm.model.load import load_shared_model
+from parallm.model.lora.single import initial_arrays
+from parallm.model.lora.targets import target_ranks
+from parallm.model.settings import LoraSettings, ModelSettings
+from parallm.model.shared_model import SharedModel
+
+LAYER_SITES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+@pytest.fixture
+def sites_of(tiny_model: Callable[[str], Path]) -> Callable[..., dict[str, tuple[int, int]]]:
+    """The sites of a llama of two layers with the given settings of its adapters."""
+
+    def load(**lora: object) -> dict[str, tuple[int, int]]:
+        settings = LoraSettings(**lora)  # type: ignore[arg-type]  # by name, from the test
+        return dict(load_shared_model(ModelSettings(path=str(tiny_model("llama")), lora=settings)).targets)
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ("llama", LAYER_SITES),
+        ("phi3", {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}),
+        ("gpt2", {"c_attn", "c_proj", "c_fc"}),
+        ("gpt_bigcode", {"c_attn", "c_proj", "c_fc"}),
+        ("gpt_neox", {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}),
+        ("mixtral", {"q_proj", "k_proj", "v_proj", "o_proj"}),  # neither its router, `gate`, nor its experts
+        ("mamba", {"in_proj", "x_proj", "dt_proj", "out_proj"}),
+    ],
+)
+def test_all_linear_means_every_linear_layer_but_the_head(
+    architecture: str, names: set[str], load_tiny: Callable[..., SharedModel]
+) -> None:
+    assert {target.rsplit(".", 1)[-1] for target in load_tiny(architecture).targets} == names
+
+
+def test_a_router_is_adapted_where_it_is_named(tiny_model: Callable[[str], Path]) -> None:
+    settings = ModelSettings(path=str(tiny_model("mixtral")), lora=LoraSettings(targets=("gate",)))
+    assert set(load_shared_model(settings).targets.values()) == {(64, 4)}
+
+
+@pytest.mark.parametrize("targets", [("switch_mlp.gate_proj",), ("q_proj", "switch_mlp.down_proj"), ("up_proj",)])
+def test_targets_that_are_experts_alone_are_refused_as_experts(
+    targets: tuple[str, ...], tiny_model: Callable[[str], Path]
+) -> None:
+    settings = ModelSettings(path=str(tiny_model("qwen3_moe")), lora=LoraSettings(targets=targets))
+    with pytest.raises(AdapterError, match=r"model\.lora\.targets: .*_proj names experts of a mixture.*no LoRA here"):
+        load_shared_model(settings)
+
+
+@pytest.mark.parametrize(("architecture", "says"), [("mixtral", True), ("qwen3_5_moe", True), ("llama", False)])
+def test_experts_that_are_left_out_are_said(
+    architecture: str, says: bool, tiny_model: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    load_shared_model(ModelSettings(path=str(tiny_model(architecture))))
+    assert ("without the experts of this mixture" in caplog.text) == says
+
+
+def test_targets_are_ends_of_paths(sites_of: Callable[..., dict[str, tuple[int, int]]]) -> None:
+    assert sites_of(targets=("q_proj", "layers.1.mlp.up_proj")) == {
+        "model.layers.0.self_attn.q_proj": (64, 64),
+        "model.layers.1.self_attn.q_proj": (64, 64),
+        "model.layers.1.mlp.up_proj": (64, 96),
+    }
+
+
+@pytest.mark.parametrize(
+    ("layers", "chosen"),
+    [("all", {0, 1}), (1, {1}), (2, {0, 1}), ((0,), {0}), ((0, 1), {0, 1}), ("1-1", {1}), ("0-1", {0, 1})],
+)
+def test_layers_are_the_last_so_many_or_a_list_or_a_range(
+    sites_of: Callable[..., dict[str, tuple[int, int]]], layers: object, chosen: set[int]
+) -> None:
+    assert {int(target.split(".")[2]) for target in sites_of(layers=layers, targets=("q_proj", "up_proj"))} == chosen
+
+
+@pytest.mark.parametrize("layers", [0, -1, 3, (), (0, 2), (-1,), "1-2", "1-0"])
+def test_layers_that_the_model_lacks_are_refused_with_those_it_has(
+    sites_of: Callable[..., dict[str, tuple[int, int]]], layers: object
+) -> None:
+    with pytest.raises(AdapterError, match=r"model\.lora\.layers=.*: the model has 2 layers, 0 to 1; give all"):
+        sites_of(layers=layers)
+
+
+def test_targets_outside_the_chosen_layers_are_refused(sites_of: Callable[..., dict[str, tuple[int, int]]]) -> None:
+    with pytest.raises(AdapterError, match=r"no layer in common; targets are, for example, model\.layers\.1\.mlp"):
+        sites_of(layers=(0,), targets=("layers.1.mlp.up_proj",))
+
+
+def test_the_longest_name_that_fits_decides_the_rank_of_a_site(load_tiny: Callable[..., SharedModel]) -> None:
+    targets = load_tiny("llama").targets
+    ranks = target_ranks(targets, {"q_proj": 8, "layers.1.self_attn.q_proj": 2, "v_proj": 4}, 4)
+    assert ranks == {"model.layers.0.self_attn.q_proj": 8, "model.layers.1.self_attn.q_proj": 2}
+    arrays = initial_arrays(targets, 4, mx.random.key(0), ranks=ranks)
+    assert arrays["model.layers.0.self_attn.q_proj.lora_a"].shape == (64, 8)
+    assert arrays["model.layers.1.self_attn.q_proj.lora_b"].shape == (2, 64)
+    assert arrays["model.layers.1.self_attn.v_proj.lora_b"].shape == (4, 32)
+
+
+def test_a_rank_for_what_is_no_target_is_refused(load_tiny: Callable[..., SharedModel]) -> None:
+    with pytest.raises(AdapterError, match=r"model\.lora\.ranks: \['qproj'\] are no targets of this run; choices: "):
+        target_ranks(load_tiny("llama").targets, {"qproj": 8}, 16)
