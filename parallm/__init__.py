@@ -16,7 +16,7 @@ _MODULES = {
     "load": "model",
     "Model": "model",
     "Answer": "answer",
-    "Server": "server",
+    "Server": "model",
     "train": "training",
     "training": "training",
     "Training": "training",

@@ -5,7 +5,7 @@ from parallm.library.model import load as load
 from parallm.library.rl_server import LoRAConfig as LoRAConfig
 from parallm.library.rl_server import RLConfig as RLConfig
 from parallm.library.rl_server import RLServer as RLServer
-from parallm.library.server import Server as Server
+from parallm.library.model import Server as Server
 from parallm.library.training import Training as Training
 from parallm.library.training import train as train
 from parallm.library.training import training as training

@@ -14,6 +14,7 @@ KnownKeys = Mapping[str, Any]
 """Tree of keys. A choice between classes has one more level: {"environment": {"gsm8k": {"limit": ...}}}."""
 
 UNKNOWN_KEY = {"unexpected_keyword_argument", "extra_forbidden"}
+RENAMED = {"engine.serving_share": "device.serving_share", "learner.engine_share": "device.engine_share"}
 MISSING = {"missing", "missing_argument", "missing_keyword_only_argument"}
 
 
@@ -27,7 +28,8 @@ def explain_values(
         key = _dotted(path, known)
         is_unknown = error["type"] in UNKNOWN_KEY and not _holds(known, key.split("."))
         owners = _owners(key, elsewhere) if is_unknown else ""
-        messages.setdefault(key, []).append(owners or _explain_value(error, path, known))
+        renamed = f"renamed, set {RENAMED[key]}" if key in RENAMED else ""
+        messages.setdefault(key, []).append(renamed or owners or _explain_value(error, path, known))
     # one value may fail in several ways, one for each type that the key allows
     return "\n".join(f"{key}: {' or '.join(dict.fromkeys(texts))}" for key, texts in messages.items())
 
@@ -101,6 +103,8 @@ def _explain_value(error: ErrorDetails, path: tuple[str, ...], known: KnownKeys)
 
 def _explain_key(key: str, known: KnownKeys, elsewhere: Mapping[str, KnownKeys]) -> str:
     """Describe a key whose part this command does not have."""
+    if key in RENAMED:
+        return f"{key}: renamed, set {RENAMED[key]}"
     if owners := _owners(key, elsewhere):
         return f"{key}: {owners}"
     part = key.partition(".")[0]

@@ -17,7 +17,7 @@ PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
 PolicyPart = Literal["environment", "learner", "rollout", "trainer"]
 Policies = Mapping[str, Mapping[PolicyPart, Mapping[str, Any]]]
 
-RUN_WIDE_KEYS = {"learner": ("engine_share",), "trainer": ("keep_serving",)}
+RUN_WIDE_KEYS = {"trainer": ("keep_serving",)}
 """Keys that a policy cannot override."""
 
 

@@ -83,7 +83,7 @@ def check_writable(folder: Path) -> None:
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
+def locked_run_folder(folder: Path) -> Iterator[None]:
     """Lock a run folder against other processes, before a run writes into it. Raises FolderInUse."""
     with ExitStack() as stack:
         try:

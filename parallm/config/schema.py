@@ -16,7 +16,7 @@ from parallm.config.policies import PolicyName, PolicyPart, check_policies, valu
 from parallm.config.process_log import LogForm, LogLevel
 from parallm.config.run_folder import NAME_PATTERN
 from parallm.config.run_kinds import wrong_evaluation
-from parallm.device.settings import DeviceSettings
+from parallm.device.settings import BlasSettings, DeviceSettings, ServingDeviceSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
@@ -70,7 +70,7 @@ class RunConfig(LogConfig):
     server: ServerSettings = ServerSettings()
     """HTTP: address, keys, limits."""
     device: DeviceSettings = DeviceSettings()
-    """The library behind matrix products on a CPU."""
+    """The library behind matrix products on a CPU, and the shares of engine and serving."""
     metrics: MetricsSettings = MetricsSettings()
     """The display, and the files of the run folder."""
     policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
@@ -89,8 +89,8 @@ class ServeConfig(LogConfig):
     """Continuous batching: rows, context, memory of keys and values, speculation."""
     server: ServerSettings = ServerSettings()
     """HTTP: address, keys, limits."""
-    device: DeviceSettings = DeviceSettings()
-    """The library behind matrix products on a CPU."""
+    device: ServingDeviceSettings = ServingDeviceSettings()
+    """The library behind matrix products on a CPU, and the share of serving."""
     metrics: DisplaySettings = DisplaySettings()
     """The display."""
 
@@ -118,7 +118,7 @@ class EvaluateConfig(LogConfig):
     """The problems and their judge."""
     trainer: EvaluationSettings = EvaluationSettings()
     """The number of held-out problems, and samples of each."""
-    device: DeviceSettings = DeviceSettings()
+    device: BlasSettings = BlasSettings()
     """The library behind matrix products on a CPU."""
 
 
@@ -144,7 +144,7 @@ class ExportConfig(LogConfig):
     """A folder that does not exist yet; null: below checkpoints/export."""
     quantize: QuantizeSettings = QuantizeSettings()
     """Weights of fewer bits in the fused model."""
-    device: DeviceSettings = DeviceSettings()
+    device: BlasSettings = BlasSettings()
     """The library behind matrix products on a CPU."""
 
 

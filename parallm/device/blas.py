@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from parallm.device.settings import DeviceSettings
+from parallm.device.settings import BlasSettings
 from parallm.errors import ConfigError
 
 CUDA_BUILDS = ("mlx-cuda-12", "mlx-cuda-13")
@@ -52,12 +52,16 @@ class BlasReport:
     message: str
 
 
-@cache  # a process can load only one BLAS; the jobs of a sweep share it
-def load_blas(settings: DeviceSettings) -> BlasReport:
+def load_blas(settings: BlasSettings) -> BlasReport:
     """Load the BLAS of `device.blas` into the global symbol scope. Sets MKL_CBWR unless the environment has it.
 
     Raises ConfigError if a named library is not found, or if MLX is loaded already.
     """
+    return _load(settings.blas, is_strict=settings.blas_strict)
+
+
+@cache  # a process can load only one BLAS; the jobs of a sweep share it
+def _load(choice: str, *, is_strict: bool) -> BlasReport:
     if sys.platform != "linux":
         return _report("accelerate", "matrix products: Apple's, on Metal or Accelerate")
     if _has_cuda_build():
@@ -66,18 +70,18 @@ def load_blas(settings: DeviceSettings) -> BlasReport:
         return _report("cuda", f"matrix products: CUDA, MLX_ENABLE_TF32={os.environ['MLX_ENABLE_TF32']}")
     if "mlx.core" in sys.modules:
         raise ConfigError(
-            f"device.blas={settings.blas}: MLX is loaded already, with whatever BLAS there was; load_blas must come "
+            f"device.blas={choice}: MLX is loaded already, with whatever BLAS there was; load_blas must come "
             "before `import mlx.core`, and a sweep over device.* needs one process for each choice"
         )
     # MLX walks wider graphs depth first, which puts all work of one stream before that of the next
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1000")
     loaders = {"mkl": _load_mkl, "openblas": _load_openblas}
-    for name in loaders if settings.blas == "auto" else loaders.keys() & {settings.blas}:
-        report = loaders[name](settings)
+    for name in loaders if choice == "auto" else loaders.keys() & {choice}:
+        report = loaders[name](is_strict)
         if report is not None:
             return report
-    if settings.blas not in {"auto", "reference"}:
-        raise ConfigError(f"device.blas={settings.blas}: no such library found; {_WAY_OUT}, or set device.blas=auto")
+    if choice not in {"auto", "reference"}:
+        raise ConfigError(f"device.blas={choice}: no such library found; {_WAY_OUT}, or set device.blas=auto")
     report = _report("reference", f"matrix products: the reference BLAS, 15 to 30 times slower than others; {_WAY_OUT}")
     logger.warning(report.message)
     return report
@@ -97,8 +101,8 @@ def set_blas_threads(report: BlasReport, num_threads: int) -> None:
         library.openblas_set_num_threads(ctypes.c_int(num_threads))
 
 
-def _load_mkl(settings: DeviceSettings) -> BlasReport | None:
-    if settings.blas_strict:
+def _load_mkl(is_strict: bool) -> BlasReport | None:
+    if is_strict:
         # MKL reads it once, when it is loaded
         os.environ.setdefault("MKL_CBWR", "AVX512,STRICT" if _has_avx512() else "AVX2,STRICT")
     for path in _mkl_paths():
@@ -110,7 +114,7 @@ def _load_mkl(settings: DeviceSettings) -> BlasReport | None:
     return None
 
 
-def _load_openblas(_: DeviceSettings) -> BlasReport | None:
+def _load_openblas(_: bool) -> BlasReport | None:
     for path in _openblas_paths():
         if _load_globally(path) is not None:
             return _report("openblas", f"matrix products: OpenBLAS ({path})", path=path)

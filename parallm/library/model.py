@@ -15,15 +15,43 @@ from parallm.device.load_mlx import load_mlx
 from parallm.errors import ConfigError, InvalidRequest, UnknownModel
 from parallm.library.answer import Answer, Messages, Prompt, answers_of, is_chat, requests_of
 from parallm.library.loop_thread import LoopThread
-from parallm.library.server import Server
 from parallm.library.session import Session
+from parallm.server.operation.http_server import HttpServer
 from parallm.types import POLICY, AdapterCard
 
 Result = TypeVar("Result")
-Self = TypeVar("Self", bound="Model")
+ModelSelf = TypeVar("ModelSelf", bound="Model")
+ServerSelf = TypeVar("ServerSelf", bound="Server")
 
 MAX_CONCURRENT_REQUESTS = 256
 """Concurrent requests of `generate`; the others wait, so that the engine's queue is not full."""
+
+
+class Server:
+    """An HTTP server of a `Model`, open until `close` or the model's end. A context manager."""
+
+    def __init__(self, runtime: LoopThread[Session], server: HttpServer) -> None:
+        self._runtime = runtime
+        self._server = weakref.ref(server)  # a reference would keep the model in memory
+        self.url = server.url
+        """Address such as `http://127.0.0.1:8000`; clients of OpenAI need `/v1` after it."""
+
+    def close(self) -> None:
+        """Let running answers end for `server.drain_seconds` and free the port. The model stays."""
+        server = self._server()
+        if server is not None and self._runtime.is_open:
+            self._runtime.call(self._runtime.session.stop_listening(server))
+
+    def __enter__(self: ServerSelf) -> ServerSelf:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<parallm server at {self.url}>"
 
 
 def load(
@@ -44,7 +72,7 @@ def load(
     blas = load_blas(config.device)
     load_mlx()
     # not at the top: it imports MLX, and the BLAS must be loaded first
-    from parallm.library.serving import release_memory, serving  # noqa: PLC0415
+    from parallm.library.background import release_memory, serving  # noqa: PLC0415
 
     return Model(LoopThread(serving(config, blas), f"the model {config.model.path}", release_memory))
 
@@ -134,7 +162,7 @@ class Model:
         """End the server and all requests, and free the memory. Does nothing the second time."""
         self._runtime.close()
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self: ModelSelf) -> ModelSelf:
         return self
 
     def __exit__(

@@ -16,8 +16,8 @@ from parallm.library.answer import Answer
 from parallm.library.loop_thread import LoopThread
 from parallm.library.model import Model
 from parallm.library.problems import GivenProblem, Reward, own_environment
+from parallm.library.session import TrainingSession
 from parallm.library.training_result import TrainingResult
-from parallm.library.training_session import TrainingSession
 from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.types import GivenUpdate
 
@@ -99,10 +99,10 @@ def start(
     blas = load_blas(composed.config.device)
     load_mlx()
     # not at the top: it imports MLX, and the BLAS must be loaded first
-    from parallm.library.training_main import release_memory, training_main  # noqa: PLC0415
+    from parallm.library import background  # noqa: PLC0415
 
-    main = training_main(composed, blas, environment, is_paused=is_paused)
-    return Training(LoopThread(main, f"the run {composed.config.name}", release_memory))
+    main = background.training(composed, blas, environment, is_paused=is_paused)
+    return Training(LoopThread(main, f"the run {composed.config.name}", background.release_memory))
 
 
 class Training:

@@ -11,7 +11,7 @@ from parallm.config.help import USED_MOST, Key, help_page, keys_of, meaning_of, 
 from parallm.config.schema import COMMANDS, shipped
 from parallm.errors import ConfigError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SECONDS = 1.5
 """Of processor time, which other processes do not change."""
 FRAGMENT = ("Of ", "That ", "Where ", "By ", "With ", "Whose ", "Who ")
