@@ -18,6 +18,7 @@ from parallm.types import TrafficClass
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+ENDED = "the device thread has ended; restart the process"
 
 
 class Worker(Protocol):
@@ -43,9 +44,8 @@ class DeviceThread:
     def __init__(self, governor: Governor) -> None:
         self.governor = governor
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._update: tuple[Iterator[Any], Future[Any], list[Any]] | None = None
-        self._scorings: deque[tuple[Iterator[Any], Future[Any], list[Any]]] = deque()
-        self._waiting: deque[tuple[Iterator[Any], Future[Any]]] = deque()  # later updates
+        self._updates: deque[_Job] = deque()
+        self._scorings: deque[_Job] = deque()
         self._worker: Worker | None = None
         self._unsettled: TrafficClass | None = None  # class whose last step may still be on the device
         self._stopping = False
@@ -65,45 +65,23 @@ class DeviceThread:
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Run `function` between two units of work. Raises EngineStopped after `stop`."""
         future: Future[Result] = Future()
-        with self._wakeup:
-            if not self.is_alive:
-                raise EngineStopped("the device thread has ended; restart the process")
+        with self._running():
             self._calls.append((function, future))
-            self._wakeup.notify()
         return future
 
     def iterate(self, units: Iterator[Result]) -> Future[Result]:
         """Run a learner update unit by unit; the future gets the last value of the iterator.
 
-        Updates run one after the other, in the order of the calls.
+        Updates run one after the other, in the order of the calls. A begun update cannot be cancelled.
         """
-        future: Future[Result] = Future()
-
-        def start() -> None:
-            self._waiting.append((units, future))
-            if self._update is None:
-                self._next_update()
-
-        def pass_on(started: Future[None]) -> None:
-            error = started.exception()
-            if error is not None and not future.done():
-                future.set_exception(error)
-
-        self.call(start).add_done_callback(pass_on)
-        return future
+        return self._queue(self._updates, _Job(units, is_cancellable=False))
 
     def score(self, units: Iterator[Result]) -> Future[Result]:
         """Score completions unit by unit; the future gets the last value of the iterator.
 
         The units count as rollouts and run before sampling of rollouts.
         """
-        future: Future[Result] = Future()
-        with self._wakeup:
-            if not self.is_alive:
-                raise EngineStopped("the device thread has ended; restart the process")
-            self._scorings.append((units, future, []))
-            self._wakeup.notify()
-        return future
+        return self._queue(self._scorings, _Job(units, is_cancellable=True))
 
     def wake(self) -> None:
         """Look for work again, after a change outside of the queue."""
@@ -117,6 +95,20 @@ class DeviceThread:
             self._wakeup.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Hold the lock to queue work, and wake the thread. Raises EngineStopped after its end."""
+        with self._wakeup:
+            if not self.is_alive:
+                raise EngineStopped(ENDED)
+            yield
+            self._wakeup.notify()
+
+    def _queue(self, jobs: "deque[_Job]", job: "_Job") -> Future[Any]:
+        with self._running():
+            jobs.append(job)
+        return job.future
 
     def _loop(self) -> None:
         try:
@@ -148,19 +140,17 @@ class DeviceThread:
             ready += [traffic for traffic in ("serving", "rollout") if self._worker.has_work(traffic)]
         if self._scorings and "rollout" not in ready:
             ready.append("rollout")
-        if self._update is not None:
+        if self._updates:
             ready.append("learning")
         return ready
 
     def _run_unit(self, work: Work) -> None:
         if work == "learning":
             self._settle()
-            with self._charged(work):
-                self._run_update_unit()
+            self._run_job(work, self._updates)
         elif work == "rollout" and self._scorings:
             self._settle()
-            with self._charged(work):
-                self._run_scoring_unit()
+            self._run_job(work, self._scorings)
         elif self._worker is not None:
             if work != self._unsettled:
                 self._settle()
@@ -188,54 +178,19 @@ class DeviceThread:
         yield
         self.governor.charge(work, time.perf_counter() - start)
 
-    def _run_update_unit(self) -> None:
-        assert self._update is not None
-        units, future, last = self._update
-        try:
-            last[:] = [next(units)]
-        except StopIteration:
-            self._next_update()
-            future.set_result(last[0] if last else None)
-        except Exception as error:  # noqa: BLE001  # raised where the update is awaited
-            self._next_update()
-            future.set_exception(error)
-
-    def _run_scoring_unit(self) -> None:
-        units, future, last = self._scorings[0]
-        if future.cancelled():
-            self._scorings.popleft()
-            return
-        try:
-            last[:] = [next(units)]
-        except StopIteration:
-            self._scorings.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_result(last[0] if last else None)
-        except Exception as error:  # noqa: BLE001  # raised where the scores are awaited
-            self._scorings.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-    def _next_update(self) -> None:
-        """Begin the first waiting update that is not cancelled; from then on it runs to its end."""
-        self._update = None
-        while self._waiting and self._update is None:
-            units, future = self._waiting.popleft()
-            if future.set_running_or_notify_cancel():
-                self._update = (units, future, [])
+    def _run_job(self, work: Work, jobs: "deque[_Job]") -> None:
+        with self._charged(work):
+            if jobs[0].run_unit():
+                jobs.popleft()
 
     def _fail_rest(self) -> None:
         """Fail all waiting work, however the thread ended."""
-        error = EngineStopped("the device thread has ended; restart the process")
+        error = EngineStopped(ENDED)
         with self._wakeup:
             self._stopping = True
-        waiting = [future for _, future in (*self._calls, *self._waiting)]
-        waiting += [future for _, future, _ in self._scorings]
-        waiting += [self._update[1]] if self._update else []
-        self._calls.clear()
-        self._waiting.clear()
-        self._scorings.clear()
-        self._update = None
+        waiting = [future for _, future in self._calls] + [job.future for job in (*self._updates, *self._scorings)]
+        for queue in (self._calls, self._updates, self._scorings):
+            queue.clear()
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
@@ -251,3 +206,37 @@ def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+class _Job:
+    """An iterator that the device thread runs unit by unit. Its future gets the last value."""
+
+    def __init__(self, units: Iterator[Any], *, is_cancellable: bool) -> None:
+        self.future: Future[Any] = Future()
+        self._units = units
+        self._is_cancellable = is_cancellable
+        self._last: Any = None
+
+    def run_unit(self) -> bool:
+        """Run the next unit. Return whether the job has ended."""
+        if self.future.cancelled():
+            return True
+        if not self._is_cancellable and not self.future.running() and not self.future.set_running_or_notify_cancel():
+            return True
+        try:
+            self._last = next(self._units)
+        except StopIteration:
+            self._end(self._last, None)
+        except Exception as error:  # noqa: BLE001  # raised where the future is awaited
+            self._end(None, error)
+        else:
+            return False
+        return True
+
+    def _end(self, result: object, error: Exception | None) -> None:
+        if not self.future.running() and not self.future.set_running_or_notify_cancel():
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)
