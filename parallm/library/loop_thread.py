@@ -40,7 +40,7 @@ class LoopThread(Generic[Session]):
         started: Future[None] = Future()
         self._error: BaseException | None = None
         self._is_ending = False
-        _take_place(self)
+        _take_slot(self)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(main, started), name="parallm", daemon=True)
         self._thread.start()
@@ -158,7 +158,7 @@ _lock = threading.Lock()
 _present: LoopThread[Any] | None = None
 
 
-def _take_place(runtime: LoopThread[Any]) -> None:
+def _take_slot(thread: LoopThread[Any]) -> None:
     """Two device threads would share one BLAS and its number of threads. Raises ConfigError."""
     global _present
     with _lock:
@@ -169,4 +169,4 @@ def _take_place(runtime: LoopThread[Any]) -> None:
             )
         if _present is not None:
             _present.close()  # it may still be ending
-        _present = runtime
+        _present = thread

@@ -30,8 +30,8 @@ MAX_CONCURRENT_REQUESTS = 256
 class Server:
     """An HTTP server of a `Model`, open until `close` or the model's end. A context manager."""
 
-    def __init__(self, runtime: LoopThread[Session], server: HttpServer) -> None:
-        self._runtime = runtime
+    def __init__(self, thread: LoopThread[Session], server: HttpServer) -> None:
+        self._thread = thread
         self._server = weakref.ref(server)  # a reference would keep the model in memory
         self.url = server.url
         """Address such as `http://127.0.0.1:8000`; clients of OpenAI need `/v1` after it."""
@@ -39,8 +39,8 @@ class Server:
     def close(self) -> None:
         """Let running answers end for `server.drain_seconds` and free the port. The model stays."""
         server = self._server()
-        if server is not None and self._runtime.is_open:
-            self._runtime.call(self._runtime.session.stop_listening(server))
+        if server is not None and self._thread.is_open:
+            self._thread.call(self._thread.session.stop_listening(server))
 
     def __enter__(self: ServerSelf) -> ServerSelf:
         return self
@@ -85,9 +85,9 @@ class Model:
     InvalidRequest, UnknownModel, AdapterError, and Unavailable after `close`.
     """
 
-    def __init__(self, runtime: LoopThread[Session]) -> None:
-        self._runtime = runtime
-        weakref.finalize(self, runtime.request_end).atexit = False
+    def __init__(self, thread: LoopThread[Session]) -> None:
+        self._thread = thread
+        weakref.finalize(self, thread.request_end).atexit = False
 
     def chat(self, messages: str | Messages, *, model: str = POLICY, **fields: Any) -> Answer:
         """Answer a chat, or a single user message.
@@ -95,10 +95,10 @@ class Model:
         `fields` are those of `/v1/chat/completions`, such as `max_tokens`, `temperature`, `seed`, `stop`, `tools` and
         `response_format`.
         """
-        return self._runtime.call(self._chat(messages, model, fields))
+        return self._thread.call(self._chat(messages, model, fields))
 
     async def achat(self, messages: str | Messages, *, model: str = POLICY, **fields: Any) -> Answer:
-        return await self._runtime.await_(self._chat(messages, model, fields))
+        return await self._thread.await_(self._chat(messages, model, fields))
 
     def generate(self, prompts: Sequence[Prompt], *, model: str = POLICY, **fields: Any) -> list[Answer]:
         """Return `n` (1) completions of each prompt, prompt by prompt, computed in batches.
@@ -107,17 +107,17 @@ class Model:
         of `/v1/chat/completions` for chats. With `seed`, completions of one prompt differ, and those of equal prompts
         are equal.
         """
-        return self._runtime.call(self._generate(prompts, model, fields))
+        return self._thread.call(self._generate(prompts, model, fields))
 
     async def agenerate(self, prompts: Sequence[Prompt], *, model: str = POLICY, **fields: Any) -> list[Answer]:
-        return await self._runtime.await_(self._generate(prompts, model, fields))
+        return await self._thread.await_(self._generate(prompts, model, fields))
 
     def load_adapter(self, name: str, path: str | Path) -> AdapterCard:
         """Serve an adapter as the next version of `name`.
 
         `path` is a folder in the format of mlx-lm or PEFT, a checkpoint, or a run: `RUN`, `RUN@12`, `RUN@newest`.
         """
-        return self._runtime.call(self._runtime.session.give(name, str(path)))
+        return self._thread.call(self._thread.session.give(name, str(path)))
 
     def unload_adapter(self, model: str) -> None:
         """Unload `poet`, or one version `poet@3`. Running requests finish first."""
@@ -156,11 +156,11 @@ class Model:
         Arguments that are None, and `server.api_keys`, are those of `overrides`. Raises ConfigError, ListenError, and
         Unavailable if a server is open already.
         """
-        return Server(self._runtime, self._runtime.call(self._runtime.session.listen(host, port)))
+        return Server(self._thread, self._thread.call(self._thread.session.listen(host, port)))
 
     def close(self) -> None:
         """End the server and all requests, and free the memory. Does nothing the second time."""
-        self._runtime.close()
+        self._thread.close()
 
     def __enter__(self: ModelSelf) -> ModelSelf:
         return self
@@ -171,15 +171,15 @@ class Model:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<{self._runtime.name}{'' if self._runtime.is_open else ', closed'}>"
+        return f"<{self._thread.name}{'' if self._thread.is_open else ', closed'}>"
 
     @property
     def _client(self) -> AsyncClient:
-        return self._runtime.session.local.client
+        return self._thread.session.local.client
 
     def _call(self, asked: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of a method of `_client`."""
-        return self._runtime.call(self._runtime.session.local.ask(asked))
+        return self._thread.call(self._thread.session.local.ask(asked))
 
     async def _chat(self, messages: str | Messages, model: str, fields: dict[str, Any]) -> Answer:
         chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -209,4 +209,4 @@ class Model:
         return [answer for task in tasks for answer in task.result()]
 
     async def _completions(self, path: str, body: dict[str, Any]) -> list[Answer]:
-        return answers_of(path, body, await self._runtime.session.local.post(path, body))
+        return answers_of(path, body, await self._thread.session.local.post(path, body))

@@ -111,34 +111,34 @@ class Training:
     `policy` names one of several policies; None means all of them.
     """
 
-    def __init__(self, runtime: LoopThread[TrainingSession]) -> None:
-        self._runtime = runtime
-        self._result = runtime.session.result
+    def __init__(self, thread: LoopThread[TrainingSession]) -> None:
+        self._thread = thread
+        self._result = thread.session.result
         self._is_awaited = False
-        self.folder = runtime.session.folder
+        self.folder = thread.session.folder
         """The folder of the run."""
-        self.model = Model(runtime)
+        self.model = Model(thread)
         """The model in training. `policy` means the newest version, unless `trainer.publish_if` says otherwise."""
 
     def status(self) -> TrainingStatus:
         """Return the state, the step, the newest version and the metrics of the last step."""
-        return self._call(self._runtime.session.local.client.training_status())
+        return self._call(self._thread.session.local.client.training_status())
 
     def pause(self, policy: str | None = None) -> None:
         """Pause after the present step."""
-        self._call(self._runtime.session.local.client.pause_training(policy))
+        self._call(self._thread.session.local.client.pause_training(policy))
 
     def resume(self, policy: str | None = None) -> None:
         """Continue a paused training."""
-        self._call(self._runtime.session.local.client.resume_training(policy))
+        self._call(self._thread.session.local.client.resume_training(policy))
 
     def step(self, policy: str | None = None) -> TrainingStatus:
         """Wait for one more step: a new one if training is paused, which it stays, otherwise the running one."""
-        return self._call(self._runtime.session.local.client.train_step(policy))
+        return self._call(self._thread.session.local.client.train_step(policy))
 
     def checkpoint(self, policy: str | None = None) -> dict[str, Path]:
         """Save after the present step; return the folder of each policy's checkpoint."""
-        folders = self._call(self._runtime.session.local.client.checkpoint(policy))
+        folders = self._call(self._thread.session.local.client.checkpoint(policy))
         return {name: Path(folder) for name, folder in folders.items()}
 
     def reward(self, answer: Answer | str, value: float | Mapping[str, float]) -> float:
@@ -149,11 +149,11 @@ class Training:
         given = answer.trajectory_id if isinstance(answer, Answer) else answer
         if given is None:
             raise ConfigError("the answer is no trajectory; ask for it with collect_trajectory=True")
-        return self._call(self._runtime.session.local.client.reward(given, value))
+        return self._call(self._thread.session.local.client.reward(given, value))
 
     def trajectories(self) -> dict[str, TrajectoryReport]:
         """Return the counts of answers with `collect_trajectory=True`, by policy."""
-        return self._call(self._runtime.session.local.client.trajectories())
+        return self._call(self._thread.session.local.client.trajectories())
 
     def train_on(
         self,
@@ -168,7 +168,7 @@ class Training:
         `update_inference` is whether the policy's name means the new version from now on; None follows
         `trainer.publish_if`. `checkpoint_name` saves the version under that name.
         """
-        client = self._runtime.session.local.client
+        client = self._thread.session.local.client
         return self._call(
             client.train_on(
                 trajectories, policy=policy, update_inference=update_inference, checkpoint_name=checkpoint_name
@@ -177,7 +177,7 @@ class Training:
 
     def stop(self) -> None:
         """End training after the present step, which is saved; return at once. The model stays."""
-        self._runtime.session.stop()
+        self._thread.session.stop()
 
     def wait(self) -> TrainingResult:
         """Wait for the end of training; raises the error that ended it, such as TrainingStopped. The model stays."""
@@ -191,7 +191,7 @@ class Training:
 
     async def await_close(self) -> None:
         """Wait until the model is closed; raises the error that closed it."""
-        await asyncio.shield(asyncio.wrap_future(self._runtime.ended))
+        await asyncio.shield(asyncio.wrap_future(self._thread.ended))
 
     async def await_end(self) -> TrainingResult:
         """Await the result; like `wait`."""
@@ -200,7 +200,7 @@ class Training:
 
     def close(self) -> None:
         """End training after the present step, which is saved, then the model. Does nothing the second time."""
-        self._runtime.close()
+        self._thread.close()
 
     def __enter__(self: Self) -> Self:
         return self
@@ -214,8 +214,8 @@ class Training:
             raise failure
 
     def __repr__(self) -> str:
-        return f"<{self._runtime.name} in {self.folder}{'' if self._runtime.is_open else ', closed'}>"
+        return f"<{self._thread.name} in {self.folder}{'' if self._thread.is_open else ', closed'}>"
 
     def _call(self, asked: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of a method of the local client."""
-        return self._runtime.call(self._runtime.session.local.ask(asked))
+        return self._thread.call(self._thread.session.local.ask(asked))
