@@ -75,7 +75,7 @@ def test_what_the_builds_of_mlx_say_without_memory_is_known(error: Exception) ->
 
 
 @needs_strict
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_prompt_that_cannot_be_computed_fails_alone(
     async_scheduling: bool, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_prompt_that_cannot_be_computed_fails_alone(
     assert sum(len(event.tokens) for event in events) == 72
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_failed_step_leaves_prompts_that_wait_alone(
     async_scheduling: bool, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +127,7 @@ def test_a_failed_step_leaves_prompts_that_wait_alone(
 
 
 @needs_strict
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("where", ["prompts", "rows"])
 def test_nobody_fails_where_memory_runs_out_and_fewer_rows_fit(
     where: str,

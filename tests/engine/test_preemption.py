@@ -52,7 +52,7 @@ def many(ask: Ask) -> list[GenerationRequest]:
 
 
 @needs_strict
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize(("architecture", "times"), [("llama", 1), ("gemma3_text", 2), ("gpt2", 2)])
 def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
     architecture: str,
@@ -232,7 +232,7 @@ def test_an_aborted_request_is_gone_while_it_waits_to_be_computed_again(
     assert not engine.has_work("serving")
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_what_one_long_row_needed_is_given_back_while_others_run(
     async_scheduling: bool, load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: MakeEngine
 ) -> None:

@@ -171,7 +171,7 @@ def test_rows_of_several_versions_speculate_together(
 
 
 @needs_strict
-@pytest.mark.parametrize(("num_bytes", "runs_ahead"), [(300_000, False), (None, True), (300_000, True)])
+@pytest.mark.parametrize(("num_bytes", "async_scheduling"), [(300_000, False), (None, True), (300_000, True)])
 def test_rows_that_are_preempted_or_run_ahead_get_the_same(
     num_bytes: int | None,
     async_scheduling: bool,
@@ -236,7 +236,7 @@ def test_rates_follow_what_was_right() -> None:
 
 @needs_strict
 @pytest.mark.parametrize(("draft", "least_rate"), [("llama", 0.9), ("qwen2", 0.0)])
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 def test_a_draft_model_changes_nothing_but_the_number_of_steps(
     draft: str,
     least_rate: float,

@@ -128,7 +128,7 @@ def around_a_switch(
     return run
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("aborts", [False, True])
 def test_a_row_that_switches_to_such_a_version_leaves_nothing_behind(
     async_scheduling: bool, aborts: bool, around_a_switch: Callable[..., tuple[dict[str, Completion], Failures]]

@@ -216,7 +216,7 @@ def test_the_norms_of_dora_are_computed_once_for_all_steps_of_a_version(
         computed.append(adapter.version)
         return lora_scaling(adapter, base)
 
-    monkeypatch.setattr("parallm.model.lora.selector.scaling_of", counted)
+    monkeypatch.setattr("parallm.model.lora.selector.lora_scaling", counted)
     table = AdapterTable()
     for version in (1, 2):
         table.publish(random_adapter(model, version, dora=True))

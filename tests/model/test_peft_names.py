@@ -36,7 +36,7 @@ def test_every_known_type_was_compared_with_transformers() -> None:
     assert {model_type for model_type, *_ in types()} == set(KNOWN)
 
 
-@pytest.mark.parametrize(("model_type", "sites", "modules"), [*types()], ids=lambda value: str(value)[:30])
+@pytest.mark.parametrize(("model_type", "targets", "modules"), [*types()], ids=lambda value: str(value)[:30])
 def test_names_are_those_of_transformers_and_back(model_type: str, targets: list[str], modules: list[str]) -> None:
     assert list(modules_of(targets, model_type).values()) == modules
     names = KNOWN[model_type]
@@ -108,7 +108,7 @@ def test_a_type_whose_names_are_unknown_is_refused_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "site"),
+    ("model_type", "target"),
     [("mixtral", "model.layers.0.block_sparse_moe.gate"), ("granitemoehybrid", "model.layers.0.mlp.gate_proj")],
 )
 def test_a_layer_that_transformers_lacks_is_refused(model_type: str, target: str) -> None:

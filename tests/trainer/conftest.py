@@ -107,7 +107,7 @@ def fail_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
                 raise ProblemError("cannot be played")
             return await run_episodes(stage, *arguments)
 
-        monkeypatch.setattr(RolloutRunner, "play", fail)
+        monkeypatch.setattr(RolloutRunner, "run_episodes", fail)
 
     return fail_once
 

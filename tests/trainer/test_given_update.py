@@ -159,7 +159,7 @@ def test_an_update_is_saved_when_the_next_step_ends_the_run(
     def act(client: httpx.Client) -> None:
         answer = client.post(UPDATE, json={"trajectories": pair()}).raise_for_status().json()
         made.append(answer["update"]["version"])
-        monkeypatch.setattr(RolloutRunner, "play", fail)
+        monkeypatch.setattr(RolloutRunner, "run_episodes", fail)
         with suppress(httpx.TransportError):  # the process ends
             client.post("/v1/training/resume")
             while client.get("/v1/training/status").json()["state"] != "failed":

@@ -38,7 +38,7 @@ def test_short_rows_in_the_company_of_long_ones_get_the_bits_that_they_get_alone
 ) -> None:
     found: list[LengthOutliers | None] = []
     monkeypatch.setattr(
-        "parallm.engine.kv.attention_metadata.rows_apart", lambda lengths: _noted(found, find_outliers(lengths))
+        "parallm.engine.kv.attention_metadata.find_outliers", lambda lengths: _noted(found, find_outliers(lengths))
     )
     model, random = load_tiny(architecture), np.random.default_rng(3)
     lengths = [300 if row in (3, 16, 17) else 4 + row % 9 for row in range(30)]

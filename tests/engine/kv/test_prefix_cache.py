@@ -100,7 +100,7 @@ def play(engine: Engine, events: list[TokenEvent], *requests: GenerationRequest)
 
 
 @needs_strict
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "granite", "gpt2"])
 def test_what_is_known_is_not_computed_and_nobody_gets_other_bits(
     architecture: str, async_scheduling: bool, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine

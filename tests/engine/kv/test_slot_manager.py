@@ -134,7 +134,7 @@ def check(found: Mapping[tuple[str, int], Completion], expected: Mapping[tuple[s
         assert np.abs(np.array(one.logprobs) - np.array(expected[name].logprobs)).max() <= 1e-4
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True], ids=["in turns", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turns", "ahead"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_rows_that_keep_their_slots_get_the_same_tokens(
     architecture: str,
@@ -157,7 +157,7 @@ def test_rows_that_keep_their_slots_get_the_same_tokens(
         turns.append(rotation)
         return turn_of(rows, rotation)
 
-    monkeypatch.setattr(AttentionMetadata, "turn", noted)
+    monkeypatch.setattr(AttentionMetadata, "rotary", noted)
     monkeypatch.setattr(SlotCache, "put", lambda *_: pytest.fail("a row was moved"))
     monkeypatch.setattr(SlotCache, "join", lambda *_: pytest.fail("pools were written by MLX"))
     found, _ = run(make_engine, model, requests, async_scheduling=async_scheduling, **parts)

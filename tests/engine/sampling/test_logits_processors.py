@@ -105,7 +105,7 @@ def by_definition(logits: np.ndarray, completion: Sequence[int], fields: dict[st
     return found
 
 
-@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize("max_rows", [2, 128])
 def test_greedy_completions_are_those_of_the_definition(
     max_rows: int,

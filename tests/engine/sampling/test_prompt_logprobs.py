@@ -87,7 +87,7 @@ def test_no_more_logits_exist_at_once_than_the_limit(
     assert told == pytest.approx([wanted[place, token] for place, token in enumerate(prompt(50)[1:])], abs=1e-5)
 
 
-@pytest.mark.parametrize("runs_ahead", [True, False])
+@pytest.mark.parametrize("async_scheduling", [True, False])
 def test_without_tokens_to_sample_a_completion_is_its_prompt(
     async_scheduling: bool, load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: Callable[..., Engine]
 ) -> None:

@@ -98,8 +98,8 @@ def test_sums_in_parts_are_added_up_with_what_they_are_added_to(splits: int, mon
         return mx.stack([linear(x)] if is_whole or splits == 1 else [linear(x) / splits] * splits), None
 
     monkeypatch.setattr("parallm.model.lora.merged.fits", lambda *_: True)
-    monkeypatch.setattr("parallm.model.lora.merged.skinny_product", multiply)
-    monkeypatch.setattr("parallm.model.lora.merged.Products", PlainProducts)
+    monkeypatch.setattr("parallm.model.lora.merged.small_batch_gemm", multiply)
+    monkeypatch.setattr("parallm.model.lora.merged.GroupOutput", PlainProducts)
 
     for found, expected in zip(layers(x), wanted, strict=True):
         assert mx.allclose(found, expected, atol=1e-5).item()
