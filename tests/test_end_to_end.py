@@ -24,7 +24,7 @@ import pytest
 from parallm.client import Client
 from parallm.model.adapters.adapter import make_adapter
 from parallm.model.adapters.files import write_mlx, write_peft
-from parallm.model.lora.single import initial_arrays
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.shared_model import SharedModel
 
 ROOT = Path(__file__).parent.parent

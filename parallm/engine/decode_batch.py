@@ -21,9 +21,10 @@ from parallm.engine.kv.slot_manager import SlotManager, fill
 from parallm.engine.sequence import Sequence
 from parallm.model.attention import MIN_ROWS
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.selector import LoraSelector
-from parallm.model.lora.single import LoraBinding, SingleLora
+from parallm.model.lora.single import SingleLora
 from parallm.model.shared_model import SharedModel
 
 logger = logging.getLogger(__name__)

@@ -50,11 +50,11 @@ from parallm.rollout.settings import RewardModelSettings
 from parallm.run.operator_state import open_table, restore
 from parallm.run.sampling_defaults import sampling_defaults, set_values
 from parallm.server.app import create_app
-from parallm.server.control.witnesses import Witness
+from parallm.server.interfaces import SampleStore, Training, Trajectories
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_log import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
-from parallm.server.service import Training, Trajectories
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.trainer.reward_training import find_reward_model, open_reward_model
 from parallm.types import BASE, POLICY
@@ -189,7 +189,7 @@ async def open_application(
     *,
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
-    witnesses: Mapping[str, Witness] | None = None,
+    sample_stores: Mapping[str, SampleStore] | None = None,
     reward_models: Mapping[str, RewardModel] | None = None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
@@ -199,7 +199,7 @@ async def open_application(
     """
     settings, defaults = runtime.settings, dict(runtime.sampling_defaults)
     max_tokens = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
-    app = create_app(
+    service = Service(
         engine=runtime.engine,
         tokenizer=runtime.model.tokenizer,
         catalog=runtime.adapters.cards,
@@ -213,11 +213,12 @@ async def open_application(
         device=runtime.report,
         adapters=runtime.store,
         training=training,
-        trajectories=trajectories,
-        witnesses=witnesses,
+        trajectories=trajectories or {},
+        sample_stores=sample_stores or {},
         swaps=runtime.adapters.num_swaps,
         reward_models=partial(_rates, runtime.reward_model, reward_models or {}),
     )
+    app = create_app(service)
     server = None if listener.bound is None else HttpServer(app, listener.bound, settings.server)
     with _frozen_heap():
         try:

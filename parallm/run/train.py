@@ -163,7 +163,7 @@ async def open_training(
                 partial(_status, policies),
                 training=control,
                 trajectories={policy.name: policy.live for policy in policies if policy.live is not None},
-                witnesses=sample_stores,
+                sample_stores=sample_stores,
                 reward_models={policy.name: model for policy in policies if (model := policy.reward_model) is not None},
             )
         )

@@ -17,8 +17,8 @@ from parallm.device.blas import load_blas
 from parallm.errors import AdapterError, ConfigError
 from parallm.model.adapters.adapter import make_adapter
 from parallm.model.adapters.files import write_mlx, write_peft
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.reward_head import with_reward_head
-from parallm.model.lora.single import initial_arrays
 from parallm.model.shared_model import SharedModel
 from parallm.run.evaluate import run_evaluation
 

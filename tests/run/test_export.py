@@ -27,10 +27,10 @@ from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import AdapterError, CheckpointError, ConfigError
 from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.files import read_adapter, write_mlx, write_peft
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.reward_head import read_reward_model, with_reward_head
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import NANO, load_shared_model
-from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.run.export import run_export

@@ -17,7 +17,7 @@ import mlx.core as mx
 from parallm.engine.kv.shapes import EMPTY
 from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array, on_cuda
 from parallm.model.kernels.decode_attention import RotaryAngles
-from parallm.model.patches.rotary import Rotation
+from parallm.model.kernels.rotary import Rotation
 
 COPIED = 3  # what a position of a row apart costs, which is copied first, in positions that are not
 MIN_SAVED = 1500  # positions of all rows; what computing rows apart costs in any case (nano, measured on a CPU)

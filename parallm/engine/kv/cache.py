@@ -19,9 +19,10 @@ import mlx.core as mx
 
 from parallm.engine.kv.attention_metadata import AttentionMetadata, QuerySpans
 from parallm.engine.kv.cost import KvFormat
-from parallm.model.attention import OwnCache, attention
+from parallm.model.attention import attention
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.decode_attention import append_and_attend, fits
+from parallm.model.patches.attention import OwnCache
 from parallm.model.patches.rotary import before_rotation
 from parallm.model.shared_model import PlainCache
 

@@ -1,6 +1,5 @@
-"""Names of adapters in requests: `poet` (the served version), `poet@latest` (the newest one), `poet@3`, `poet@best`.
-
-The last is an alias. An alias alone is one of `policy`: `latest`, `best`.
+"""Names of adapters in requests: `poet` (the served version), `poet@latest` (the newest version, served or not yet),
+`poet@3`, `poet@best` (an alias). `latest` and `best` alone belong to `policy`.
 """
 
 from parallm.errors import AdapterError
@@ -14,7 +13,7 @@ def plain(model: str) -> str:
 
 
 def latest_of(model: str) -> str | None:
-    """Return the adapter whose newest version the plain name `model` means, or None: `policy` for `latest`."""
+    """The adapter whose newest version the plain name `model` means: `policy` for `latest`; None for other names."""
     name, _, ending = model.rpartition("@")
     return (name or POLICY) if ending == LATEST else None
 

@@ -19,7 +19,8 @@ from parallm.engine.kv.slot_manager import SlotManager
 from parallm.engine.settings import EngineSettings
 from parallm.model.attention import attention
 from parallm.model.kernels.decode_attention import RotaryAngles
-from parallm.model.patches.rotary import Rotation, install_rotary
+from parallm.model.kernels.rotary import Rotation
+from parallm.model.patches.rotary import install_rotary
 from parallm.model.shared_model import PlainCache, SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 

@@ -1,37 +1,14 @@
-"""Source of the kernel in `small_batch_gemm`.
-
-T type of the input and the weights, Y of the sums, K columns of all A of a group (0: none); WIDE warps side by side
-compute 16 outputs each, DEEP of them share each sum; TILES of 8 rows; CHUNK values of the input are fetched at once,
-STAGES such fetches are under way: constants.
-
-Weights are the left factor and rows the right one: the tensor cores take 16 of the former and 8 of the latter. Which
-values of the input meet in one instruction does not matter as long as both sides agree, so a lane takes 16 bytes of
-each at once. Blocks behind the last output compute rows of A in the same way.
-"""
-
-from functools import cache
-
-HEADER = """
-template <typename T>
-__device__ __forceinline__ void multiply(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                         unsigned b1);
-#define MULTIPLY(TYPE, NAME)                                                                                        \\
-  template <>                                                                                                       \\
-  __device__ __forceinline__ void multiply<TYPE>(float* sum, unsigned a0, unsigned a1, unsigned a2, unsigned a3,    \\
-                                                 unsigned b0, unsigned b1) {                                        \\
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME                                             \\
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                             \\
-                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                           \\
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                           \\
-  }
-MULTIPLY(__nv_bfloat16, "bf16")
-MULTIPLY(__half, "f16")
-
-__device__ __forceinline__ void copy_async(unsigned to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-"""
-_SOURCE = """
+// Products of few rows with a linear layer's weights and with all A of LoRA.
+// Inputs `x` (B, T, I), `weight` (O, I), if HAS_BIAS `bias` (O,), if HAS_LORA `starts` and `factors` (V, N), where A
+// (K, I) of a version begins at `starts[0]`. Outputs `y` (S, B, T, O) and if HAS_LORA `hidden` (S, B, T, V K): sums
+// over parts of the input, for all versions.
+// T type of the input and the weights, Y of the sums, K columns of all A of a group (0: none); WIDE warps side by side
+// compute 16 outputs each, DEEP of them share each sum; TILES of 8 rows; CHUNK values of the input are fetched at once,
+// STAGES such fetches are under way.
+// Weights are the left factor and rows the right one: the tensor cores take 16 of the former and 8 of the latter. Which
+// values of the input meet in one instruction does not matter as long as both sides agree, so a lane takes 16 bytes of
+// each at once. Blocks after the last output compute rows of A in the same way.
+#include "mma.cuh"
   constexpr int TILE = 16 * WIDE, THREADS = 32 * WIDE * DEEP;
   constexpr int VECTORS = CHUNK / 8, AT_ONCE = THREADS / VECTORS;  // of a row; rows that a vector each is fetched of
   constexpr int PITCH = CHUNK * 2 + 32, PITCH_X = CHUNK * 2 + 64;  // what a quarter of a warp reads has all banks
@@ -41,7 +18,18 @@ _SOURCE = """
   const int across = warp % WIDE, along = warp / WIDE;
   const int chunks = (width + CHUNK - 1) / CHUNK;
   const int begin = chunks * blockIdx.y / gridDim.y, end = chunks * (blockIdx.y + 1) / gridDim.y;
-  PLACED
+#if HAS_LORA
+  const int blocks = (outputs + TILE - 1) / TILE;
+  const bool is_lora = blockIdx.x >= blocks;
+  const int first = (blockIdx.x - (is_lora ? blocks : 0)) * TILE, columns = factors_shape[0] * K;
+  const int height = is_lora ? columns : outputs;
+  const T* matrix = is_lora ? factors + starts[0] : weight;
+  const int64_t jump = is_lora ? factors_shape[1] - int64_t(K) * width : 0;  // from one version to the next
+  auto row_of = [&](int row) { return matrix + int64_t(row) * width + row / K * jump; };
+#else
+  const int first = blockIdx.x * TILE, height = outputs;
+  auto row_of = [&](int row) { return weight + int64_t(row) * width; };
+#endif
   extern __shared__ __align__(128) char shared[];
   const int column = threadIdx.x % VECTORS, line = threadIdx.x / VECTORS;
   auto fetch = [&](int chunk, int stage) {
@@ -118,46 +106,18 @@ _SOURCE = """
       const int row = n * 8 + quad * 2 + odd;
       if (row >= rows) continue;
       const int64_t at = int64_t(blockIdx.y) * rows + row;
-      STORED
-    }
-"""
-_PLACED = """
-  const int first = blockIdx.x * TILE, height = outputs;
-  auto row_of = [&](int row) { return weight + int64_t(row) * width; };
-"""
-_STORED = """
-      float of_even = sum[n][odd], of_odd = sum[n][2 + odd];
-      BIASED
-      *reinterpret_cast<Pair*>(y + at * outputs + output) = Pair{Y(of_even), Y(of_odd)};
-"""
-_BIASED = """
-      if (blockIdx.y == 0) {
-        of_even += float(bias[output]);
-        of_odd += float(bias[output + 1]);
-      }
-"""
-_PLACED_WITH_LORA = """
-  const int blocks = (outputs + TILE - 1) / TILE;
-  const bool is_lora = blockIdx.x >= blocks;
-  const int first = (blockIdx.x - (is_lora ? blocks : 0)) * TILE, columns = factors_shape[0] * K;
-  const int height = is_lora ? columns : outputs;
-  const T* matrix = is_lora ? factors + starts[0] : weight;
-  const int64_t jump = is_lora ? factors_shape[1] - int64_t(K) * width : 0;  // from one version to the next
-  auto row_of = [&](int row) { return matrix + int64_t(row) * width + row / K * jump; };
-"""
-_STORED_WITH_LORA = """
+#if HAS_LORA
       if (is_lora) {
         *reinterpret_cast<float2*>(hidden + at * columns + output) = make_float2(sum[n][odd], sum[n][2 + odd]);
         continue;
       }
-"""
-
-
-@cache
-def small_batch_gemm_source(*, has_bias: bool, has_lora: bool) -> str:
-    """Inputs `x` (B, T, I), `weight` (O, I), with a bias `bias` (O,), with LoRA `starts` and `factors` (V, N), where A
-    (K, I) of a version begins at `starts[0]`; outputs `y` (S, B, T, O) and with LoRA `hidden` (S, B, T, V K): sums over
-    parts of the input, for all versions."""
-    source = _SOURCE.replace("PLACED", _PLACED_WITH_LORA if has_lora else _PLACED)
-    stored = (_STORED_WITH_LORA if has_lora else "") + _STORED.replace("BIASED", _BIASED if has_bias else "")
-    return source.replace("STORED", stored)
+#endif
+      float of_even = sum[n][odd], of_odd = sum[n][2 + odd];
+#if HAS_BIAS
+      if (blockIdx.y == 0) {
+        of_even += float(bias[output]);
+        of_odd += float(bias[output + 1]);
+      }
+#endif
+      *reinterpret_cast<Pair*>(y + at * outputs + output) = Pair{Y(of_even), Y(of_odd)};
+    }

@@ -7,8 +7,13 @@ import mlx.core as mx
 import pytest
 
 from parallm.model.adapters.adapter import Adapter
+from parallm.model.lora.concatenated import ConcatenatedLora
+from parallm.model.lora.gathered import GatheredLora
+from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.segmented import SegmentedLora
-from parallm.model.lora.selector import LoraSelector
+from parallm.model.lora.selector import LoraSelector, choose
+from parallm.model.lora.single import SingleLora
+from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel
 
 RowsOf = Callable[..., SegmentedLora]
@@ -16,7 +21,7 @@ RowsOf = Callable[..., SegmentedLora]
 
 @pytest.fixture
 def model(load_tiny: Callable[..., SharedModel]) -> SharedModel:
-    """With groups of sites as they are formed on CUDA."""
+    """With groups of targets as they are formed on CUDA."""
     tiny = load_tiny("llama")
     alone = [target for target in tiny.targets if not any(target in targets for targets in tiny.joined)]
     return replace(tiny, groups=(*tiny.joined, *((target,) for target in alone)))
@@ -28,14 +33,14 @@ def loras(model: SharedModel) -> LoraSelector:
 
 
 @pytest.fixture
-def rows_of(model: SharedModel, loras: LoraSelector, random_adapter: Callable[..., Adapter]) -> RowsOf:
+def rows_of(model: SharedModel, loras: LoraSelector, variant: Callable[..., Adapter]) -> RowsOf:
     """The view of rows that use these versions; 0 is the base."""
     made: dict[int, Adapter] = {}
 
     def rows(*versions: int, rank: int = 8) -> SegmentedLora:
         for version in versions:
             if version and version not in made:
-                made[version] = random_adapter(model, version, rank=rank)
+                made[version] = variant(model, version, rank=rank)
         lora = loras.select([made.get(version) for version in versions])
         assert isinstance(lora, SegmentedLora)
         return lora
@@ -121,11 +126,11 @@ def test_a_version_in_the_stack_is_not_kept_twice(rows_of: RowsOf, loras: LoraSe
 
 
 def test_versions_of_different_ranks_are_served_apart(
-    rows_of: RowsOf, loras: LoraSelector, model: SharedModel, random_adapter: Callable[..., Adapter]
+    rows_of: RowsOf, loras: LoraSelector, model: SharedModel, variant: Callable[..., Adapter]
 ) -> None:
     before = rows_of(1, 2)
-    other = random_adapter(model, 3, rank=32)
-    assert not isinstance(loras.select([other, random_adapter(model, 1, rank=8)]), SegmentedLora)
+    other = variant(model, 3, rank=32)
+    assert not isinstance(loras.select([other, variant(model, 1, rank=8)]), SegmentedLora)
     assert isinstance(loras.select([other]), SegmentedLora)
     assert share_factors([before, rows_of(2, 1)])
 
@@ -134,3 +139,29 @@ def test_what_is_forgotten_is_made_anew(rows_of: RowsOf, loras: LoraSelector) ->
     before = rows_of(1, 2)
     loras.clear()
     assert not share_factors([before, rows_of(1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("num_versions", "options", "expected"),
+    [
+        (0, {}, None),
+        (1, {}, SingleLora),
+        (1, {"with_base": True}, ConcatenatedLora),
+        (4, {}, ConcatenatedLora),
+        (5, {}, GatheredLora),
+        (5, {"with_base": True, "packs": True}, SegmentedLora),
+        (1, {"trains": True, "drops": True}, DropoutLora),
+    ],
+)
+def test_the_versions_of_the_rows_choose_the_implementation(
+    num_versions: int, options: dict[str, bool], expected: type[LoraBinding] | None
+) -> None:
+    assert choose(num_versions, **options) is expected
+
+
+@pytest.mark.parametrize(("has_cuda", "expected"), [(True, TrainingLora), (False, SingleLora)])
+def test_training_without_dropout_has_an_implementation_for_each_device(
+    has_cuda: bool, expected: type[LoraBinding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("parallm.model.lora.selector.on_cuda", lambda: has_cuda)
+    assert choose(1, trains=True) is expected

@@ -1,32 +1,91 @@
-"""Sites that get the same input, such as queries, keys and values: on CUDA one product of the base serves them.
+"""LoRA on the base's linear layers: what a forward adds, chosen anew for each forward.
 
-Their weights are rows of one array, and each layer keeps a view of its own rows, which the learner uses: so nothing is
-kept twice. The first site that is called computes the outputs of all.
+There is one module tree for serving and training. A layer owns no adapter arrays: it asks the `LoraContext` that all
+target modules of a model share. A caller binds a `LoraBinding` around its forward (`SharedModel.hidden`), on the device
+thread. `selector.py` chooses the binding; on CUDA targets that get the same input share a `MergedLinear`.
 
-Axes: B rows, T tokens, I input, O output.
+LoRA: https://arxiv.org/abs/2106.09685. Axes: B rows, T tokens, I input, O output, S parts of a sum.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.kernels.cuda import VECTOR_BYTES
+from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
-from parallm.model.lora.segmented import GroupOutput, GroupWeights, SegmentedLora, ShrinkOutput, shrink
-from parallm.model.lora.single import LoraBinding, LoraLinear
+from parallm.model.kernels.swiglu import swiglu_of_halves
+from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.provenance import FusedAdd, set_origin
-from parallm.model.patches.swiglu import SwigluHalf, swiglu_of_halves
+from parallm.model.patches.swiglu import SwigluHalf
 
 ARRAYS = ("weight", "scales", "biases", "bias")
-"""Of linear layers, quantized or not; the first axis of each is the output."""
+"""Arrays of linear layers, quantized or not; the first axis of each is the output."""
+
+
+class LoraBinding(Protocol):
+    """LoRA of one forward's rows."""
+
+    def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
+        """The output `y` (B, T, O) of `target` plus LoRA's product for its input `x` (B, T, I), if it has one."""
+
+    def dora_scale(self, target: str) -> mx.array | None:
+        """DoRA's factor of the outputs of `target` minus 1, (O,) or (B, 1, O), or None."""
+
+
+class LoraContext:
+    """The binding that all targets of one model apply now."""
+
+    def __init__(self) -> None:
+        self.lora: LoraBinding | None = None  # written only by `applied`, on the device thread
+
+    @contextmanager
+    def applied(self, lora: LoraBinding | None) -> Iterator[None]:
+        """Let the targets apply `lora` inside the block; None leaves the base alone."""
+        previous, self.lora = self.lora, lora
+        try:
+            yield
+        finally:
+            self.lora = previous
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and the name under which adapters know it."""
+
+    def __init__(self, linear: nn.Module, target: str, lora_context: LoraContext) -> None:
+        super().__init__()
+        self.linear = linear
+        self.target = target
+        self.lora_context = lora_context
+        self.merged: MergedLinear | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        lora = self.lora_context.lora
+        if self.merged is not None and self.merged.serves(lora):
+            return self.merged.output(self.target, x, lora)
+        y = self.linear(x)
+        if lora is None:
+            return y
+        y = lora.apply(self.target, x, y)
+        dora_scale = lora.dora_scale(self.target)
+        if dora_scale is None:
+            return y
+        # this form rather than a product with the whole factor: a scale of zero changes no bit
+        return y + (dora_scale * (y - self.linear.bias if "bias" in self.linear else y)).astype(y.dtype)
 
 
 class MergedLinear:
-    """What the sites of a group share. Device thread only, one forward at a time."""
+    """Targets that get the same input, such as queries, keys and values, as one product of the base; CUDA only.
+
+    Their weights are rows of one array, and each layer keeps a view of its own rows for the learner: nothing is kept
+    twice. The first target that is called computes the outputs of all. Device thread only, one forward at a time.
+    """
 
     def __init__(self, layers: Sequence[LoraLinear], joined: nn.Module) -> None:
         """`joined` is the linear layer with the outputs of `layers` beside each other."""
@@ -35,18 +94,18 @@ class MergedLinear:
         self._cuts = [sum(self._widths[:count]) for count in range(1, len(layers))]
         self._joined = joined
         self._linears = [layer.linear for layer in layers]
-        self._is_gated = False  # whether somebody has asked for SwiGLU of the outputs, as those do who always will
+        self._is_gated = False  # whether SwiGLU of the outputs was asked for once, as it then always will be
         self._x: mx.array | None = None  # the input that the outputs are of; nothing is kept when all are fetched
         self._outputs: dict[str, mx.array] = {}
 
     def serves(self, lora: LoraBinding | None) -> bool:
-        """Whether this is how to compute `lora`."""
+        """Whether it can compute `lora`; else each layer computes its own."""
         if isinstance(lora, TrainingLora):
             return lora.serves(self.targets, self._linears)
         return lora is None or isinstance(lora, SegmentedLora)
 
     def output(self, target: str, x: mx.array, lora: LoraBinding | None) -> mx.array:
-        """`target`'s output (B, T, O) for `x` (B, T, I), the product of the rows' adapters added."""
+        """The output (B, T, O) of `target` for `x` (B, T, I), the rows' LoRA added."""
         if self._x is not x or target not in self._outputs:
             self._x = x
             self._outputs = dict(zip(self.targets, self._all(x, lora), strict=True))
@@ -60,24 +119,24 @@ class MergedLinear:
             return self._trained(x, lora)
         weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
         y, y_SBTO, hidden = self._product(x, weights)
-        products = None
+        shrunk = None
         if weights is not None and isinstance(lora, SegmentedLora):
             hidden = shrink(x, weights, lora.order_B2) if hidden is None else hidden
-            products = ShrinkOutput(weights=weights, order_B2=lora.order_B2, hidden_PBTK=hidden)
-        output = GroupOutput(y_SBTO, x.dtype, self._widths, products)
-        if y is None or products is not None:
+            shrunk = ShrinkOutput(weights=weights, order_B2=lora.order_B2, hidden_PBTK=hidden)
+        output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
+        if y is None or shrunk is not None:
             if len(self.targets) == 1:
-                return [FusedAdd(output.apart()[0], output.added_to)]
-            return self._halves(output.apart(), output.gated)
+                return [FusedAdd(output.split()[0], output.added_to)]
+            return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
             return [y]
-        # What computes with one token of each row reads parts where they are; else copies save others' copies
-        parts = output.apart() if x.shape[1] > 1 else mx.split(y, self._cuts, axis=-1)
+        # readers of one token a row take views as they are; of more tokens each would copy its own
+        parts = output.split() if x.shape[1] > 1 else mx.split(y, self._cuts, axis=-1)
         return self._halves(parts, partial(swiglu_of_halves, y))
 
     def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
-        """The base's outputs (B, T, O), if they are whole, and as parts (S, B, T, O); what `shrink` would give, if that
-        is known already."""
+        """The base's outputs (B, T, O), if they are whole, and as parts (S, B, T, O); the result of `shrink`, if it is
+        known already."""
         if not fits(x, self._joined):
             y = self._joined(x)
             return y, y[None], None
@@ -85,26 +144,27 @@ class MergedLinear:
         return mx.squeeze(y_SBTO, 0) if y_SBTO.shape[0] == 1 else None, y_SBTO, hidden
 
     def _trained(self, x: mx.array, lora: TrainingLora) -> list[mx.array]:
-        if not self._is_gated:  # whoever reads them by themselves would have to copy them
+        if not self._is_gated:  # a reader of the parts alone would have to copy them
             return lora.outputs(self.targets, self._linears, x)
         y = lora.joined_output(self.targets, self._joined, x)
         return self._halves(mx.split(y, self._cuts, axis=-1), partial(swiglu_of_halves, y))
 
     def _halves(self, parts: list[mx.array], gated: Callable[[], mx.array]) -> list[mx.array]:
-        """`parts`; of two that are alike SwiGLU is `gated`."""
+        """`parts`; SwiGLU of two that are alike is `gated`."""
 
-        def taken() -> mx.array:
+        def take() -> mx.array:
             self._is_gated = True
             return gated()
 
         if len(parts) == 2 and self._widths[0] == self._widths[1]:
-            for place, part in enumerate(parts):
-                set_origin(part, SwigluHalf(gated=taken, place=place))
+            for index, part in enumerate(parts):
+                set_origin(part, SwigluHalf(gated=take, index=index))
         return parts
 
 
 def merge_linears(base: nn.Module, called: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Join the sites that were `called` with one input, where they are alike. Returns the groups, one of each site."""
+    """Merge the targets that were `called` with one input, where they are alike. Returns the groups, one for each
+    target that the kernels can serve."""
     layers = {module.target: module for module in base.modules() if isinstance(module, LoraLinear)}
     together = [targets for targets in called if _are_alike([layers[target] for target in targets])]
     joined = {target for targets in together for target in targets}
@@ -112,9 +172,9 @@ def merge_linears(base: nn.Module, called: Sequence[tuple[str, ...]]) -> tuple[t
     groups = [targets for targets in groups if _is_aligned([layers[target] for target in targets])]
     for targets in groups:
         members = [layers[target] for target in targets]
-        group = MergedLinear(members, members[0].linear if len(members) == 1 else _join(members))
+        merged = MergedLinear(members, members[0].linear if len(members) == 1 else _join(members))
         for member in members:
-            member.group = group
+            member.merged = merged
     return tuple(groups)
 
 

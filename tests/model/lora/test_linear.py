@@ -4,19 +4,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.lora.merged import merge_linears
+from parallm.model.lora.linear import LoraBinding, LoraContext, LoraLinear, merge_linears
 from parallm.model.lora.packed import pack_lora, stack_packed
 from parallm.model.lora.segmented import SegmentedLora, order_rows
-from parallm.model.lora.single import (
-    LoraBinding,
-    LoraContext,
-    LoraLinear,
-    LoraScaling,
-    SingleLora,
-    initial_arrays,
-    single_lora,
-)
+from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.provenance import origin_of
 from parallm.model.patches.swiglu import swiglu
@@ -28,7 +21,7 @@ CALLED = [("q", "k", "v")]
 
 
 class Layers(nn.Module):
-    """Four sites, of which three get the same input."""
+    """Four targets, of which three get the same input."""
 
     def __init__(self, lora_context: LoraContext, *, bias: bool, bits: int | None = None) -> None:
         super().__init__()
@@ -53,7 +46,7 @@ def test_joined_layers_keep_their_weights_as_views_of_one_array(bias: bool, bits
     assert groups == (("q", "k", "v"), ("o",))
     after = [name.linear(x) for name in (layers.q, layers.k, layers.v)]
     assert all(mx.allclose(one, other, atol=1e-5).item() for one, other in zip(before, after, strict=True))
-    joined = layers.q.group._joined(x)
+    joined = layers.q.merged._joined(x)
     assert mx.allclose(mx.concatenate(before, axis=-1), joined, atol=1e-5).item()
 
 
@@ -71,8 +64,8 @@ def test_gradients_take_the_way_of_single_layers() -> None:
     arrays = initial_arrays(dict.fromkeys(WIDTHS, (64, 32)), 8, mx.random.key(0))
     lora = single_lora({name: array for name, array in arrays.items() if name.startswith("v.")}, scaling())
 
-    assert layers.q.group.serves(None)
-    assert not layers.q.group.serves(lora)
+    assert layers.q.merged.serves(None)
+    assert not layers.q.merged.serves(lora)
 
 
 class PlainProducts:
@@ -81,7 +74,7 @@ class PlainProducts:
     def __init__(self, y_SBTO: mx.array, dtype: mx.Dtype, widths: Sequence[int], lora: None) -> None:
         self._y, self._widths = y_SBTO.sum(axis=0).astype(dtype), widths
 
-    def apart(self) -> list[mx.array]:
+    def split(self) -> list[mx.array]:
         return mx.split(self._y, [sum(self._widths[:count]) for count in range(1, len(self._widths))], axis=-1)
 
     def added_to(self, other: mx.array) -> mx.array:
@@ -97,9 +90,9 @@ def test_sums_in_parts_are_added_up_with_what_they_are_added_to(splits: int, mon
     def multiply(x: mx.array, linear: nn.Linear, _: None, *, is_whole: bool) -> tuple[mx.array, None]:
         return mx.stack([linear(x)] if is_whole or splits == 1 else [linear(x) / splits] * splits), None
 
-    monkeypatch.setattr("parallm.model.lora.merged.fits", lambda *_: True)
-    monkeypatch.setattr("parallm.model.lora.merged.small_batch_gemm", multiply)
-    monkeypatch.setattr("parallm.model.lora.merged.GroupOutput", PlainProducts)
+    monkeypatch.setattr("parallm.model.lora.linear.fits", lambda *_: True)
+    monkeypatch.setattr("parallm.model.lora.linear.small_batch_gemm", multiply)
+    monkeypatch.setattr("parallm.model.lora.linear.GroupOutput", PlainProducts)
 
     for found, expected in zip(layers(x), wanted, strict=True):
         assert mx.allclose(found, expected, atol=1e-5).item()
@@ -129,7 +122,7 @@ def test_rows_get_the_outputs_that_each_gets_with_its_adapter_alone(bias: bool, 
 
 
 class GatedLayers(nn.Module):
-    """Two sites of one input, and a gate between them."""
+    """Two targets of one input, and a gate between them."""
 
     def __init__(self, lora_context: LoraContext) -> None:
         super().__init__()
@@ -156,7 +149,7 @@ def test_halves_of_one_product_are_gated_where_they_are(shape: tuple[int, int]) 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_gated_sites_are_trained_as_one_product(dtype: mx.Dtype) -> None:
+def test_gated_targets_are_trained_as_one_product(dtype: mx.Dtype) -> None:
     layers, lora_context = GatedLayers(LoraContext()), LoraContext()
     layers.set_dtype(dtype)
     for layer in (layers.gate, layers.up):

@@ -10,20 +10,20 @@ import pytest
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.files import read_adapter, read_arrays, write_arrays, write_exactly, write_mlx, write_peft
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.module_names import KNOWN, modules_of
-from parallm.model.lora.single import initial_arrays
 from parallm.model.shared_model import SharedModel
 
 LAYERS = json.loads((Path(__file__).parent / "peft_layers.json").read_text())
-"""Model types with transformers' class, the sites of a first layer of each kind, and the modules of the class with the
+"""Model types with transformers' class, targets of a first layer of each kind, and the class's modules with the
 same weights, compared number by number on random models of transformers 5.23. Modules are left out where they are
-called as the sites are."""
+called as the targets are."""
 
 
 def types() -> Iterator[tuple[str, list[str], list[str]]]:
     for group in LAYERS:
         for model_type in group["classes"]:
-            yield model_type, group["sites"], group.get("modules", group["sites"])
+            yield model_type, group["targets"], group.get("modules", group["targets"])
 
 
 def adapter_of(model: SharedModel, rank: int = 2) -> Adapter:

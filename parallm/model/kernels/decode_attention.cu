@@ -1,15 +1,10 @@
-"""Source of the kernels in `decode_attention`.
+// One new token of each row attends to the keys and values in its slot, and writes its own there.
+// T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team, WINDOW
+// positions that are seen (0: all), SCALE a float32's bits. DIMS values of each head are rotated by a row's `angles`
+// (0: none), neighbours with each other if PAIRED. Queries, new keys and values come with strides: they may be parts
+// of one product. PARTS: several blocks share a row, and write `sums`, `largests` and `totals` in its place.
+#include "pack.cuh"
 
-T type, D head size, H key-value heads, G queries of each, TILE of which a block serves, LANES of a team, WINDOW
-positions that are seen (0: all), SCALE a float32's bits: the constants of both kernels over the pools. DIMS values of
-each head are rotated by a row's `angles` (0: none), neighbours with each other if PAIRED.
-
-Queries, new keys and values come with strides: they may be parts of one product.
-"""
-
-THREADS = 128  # of a block
-
-_BODY = """
   using P = Pack<T>;
   constexpr int PACKS = D / (LANES * P::size), SIZE = PACKS * P::size;  // of a lane
   constexpr int TEAMS = THREADS / LANES, TILES = G / TILE;
@@ -27,7 +22,12 @@ _BODY = """
   const bool has_newest = int(blockIdx.y) == length / part;
   const int64_t first_query = head * G + tile * TILE;
   if (begin >= end && !has_newest) {
-    WRITE_NOTHING
+#if PARTS
+    if (threadIdx.x < TILE) {
+      largests[(first_query + threadIdx.x) * gridDim.y + blockIdx.y] = LEAST;
+      totals[(first_query + threadIdx.x) * gridDim.y + blockIdx.y] = 0.0f;
+    }
+#endif
     return;
   }
   const int64_t row = head / H;
@@ -195,36 +195,14 @@ _BODY = """
       all += weight * team_total[t][g];
       found += weight * team_sums[t][g][d];
     }
-    WRITE_RESULT
-  }
-"""
-_WRITE_WHOLE = "attended[(first_query + g) * D + d] = T(found / all);"
-_WRITE_PART = """
+#if PARTS
     int64_t place = (first_query + g) * gridDim.y + blockIdx.y;
     sums[place * D + d] = found;
     if (d == 0) {
       largests[place] = most;
       totals[place] = all;
     }
-"""
-_WRITE_NOTHING = """
-    if (threadIdx.x < TILE) {
-      largests[(first_query + threadIdx.x) * gridDim.y + blockIdx.y] = LEAST;
-      totals[(first_query + threadIdx.x) * gridDim.y + blockIdx.y] = 0.0f;
-    }
-"""
-MERGE = """
-  const int num_parts = totals_shape[2];
-  const int64_t place = int64_t(blockIdx.x) * num_parts;
-  float most = -1e30f, all = 0.0f, found = 0.0f;
-  for (int p = 0; p < num_parts; p++) most = fmaxf(most, largests[place + p]);
-  for (int p = 0; p < num_parts; p++) {
-    if (totals[place + p] == 0.0f) continue;  // a part without tokens, whose sums are not written
-    float weight = exp2f(largests[place + p] - most);
-    all += weight * totals[place + p];
-    found += weight * sums[(place + p) * D + threadIdx.x];
+#else
+    attended[(first_query + g) * D + d] = T(found / all);
+#endif
   }
-  attended[int64_t(blockIdx.x) * D + threadIdx.x] = T(found / all);
-"""
-WHOLE = _BODY.replace("WRITE_NOTHING", "").replace("WRITE_RESULT", _WRITE_WHOLE)
-PART = _BODY.replace("WRITE_NOTHING", _WRITE_NOTHING).replace("WRITE_RESULT", _WRITE_PART)
