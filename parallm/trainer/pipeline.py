@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from parallm.model.adapters.names import of_alias
 from parallm.reports import OffPolicyReport
 from parallm.rollout.collector import Collector, RolloutBatch
-from parallm.trainer.staleness import is_stale, off_policy_report
+from parallm.rollout.staleness import is_stale, off_policy_report
 from parallm.types import LATEST, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Pipeline:
         """The batch without groups that are too old, which are sampled anew with the present version."""
         version = self._version()
         trained = collection.to_train(needs_all=self._needs_all)
-        stale = [group for group in trained if is_stale(group, version, self._limit)]
+        stale = [group for group in trained if is_stale(group.trajectories, version, self._limit)]
         if stale:
             logger.warning("step %d: %d groups are too old for version %d", step + 1, len(stale), version)
             anew = await self._collector.resample(stale, step, len(collection.sampled), self._model)

@@ -16,7 +16,9 @@ HEADER = "| what | measured | bar | figures | machine | commit |"
 
 
 def tables(root: Path) -> list[Path]:
-    return [file for file in (root / "MEASURED.md", *sorted((root / "parallm").rglob("MEASURED.md"))) if file.exists()]
+    """The documents with such tables."""
+    files = (*sorted(root.glob("*.md")), *sorted((root / "parallm").rglob("*.md")))
+    return [file for file in files if HEADER in file.read_text()]
 
 
 def rows(text: str) -> Iterator[tuple[str, list[str]]]:

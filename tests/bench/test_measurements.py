@@ -59,7 +59,7 @@ def test_both_sides_run_with_tiny_sizes() -> None:
 
 
 def test_parts_for_a_gpu_run_with_tiny_sizes() -> None:
-    wanted = ("engine.join", "engine.gpu.05b.b1", "engine.group")
+    wanted = ("engine.join", "engine.gpu.05b.b1.", "engine.group")
     figures = engine.measure_gpu_parts(Request(wanted=wanted, is_quick=True), {"0.5b": "tiny", "8b": "tiny"})
     assert figures["engine.group.prompt_tokens_ratio"] == 0.125
     assert all(value is not None and value > 0 for value in figures.values())

@@ -2,8 +2,8 @@
 
 Shares of right answers, exactly; differences between the shares of two models on the same problems, exactly for few and
 by samples for many; means of rewards by samples, with bounds that are known and with bounds that are not. Widths are
-over those of Wilson's interval for shares and Newcombe's for pairs. The control, the normal interval, must miss.
-Apart from them: one model solves what another does, and a few problems more, for which no interval of 1.3 times Newcombe's
+over those of Wilson's interval for shares and Newcombe's for pairs. The control, the normal interval, must miss. Apart
+from them: one model solves what another does, and a few problems more, for which no interval of 1.3 times Newcombe's
 width holds 93% of the time.
 """
 

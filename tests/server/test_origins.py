@@ -11,10 +11,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation.auth import read_keys
 from parallm.server.settings import ApiKey, ServerSettings
+from tests.server.conftest import make_app
 
 KEY = "admin-0123456789abcdef"
 API_KEYS = (ApiKey(name="admin", role="admin", sha256=hashlib.sha256(KEY.encode()).hexdigest()),)
@@ -40,15 +39,7 @@ def ask(engine: Any, tokenizer: Any) -> Ask:
 
 def application(engine: Any, tokenizer: Any, **settings: Any) -> FastAPI:
     found = ServerSettings(**settings)
-    return create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=tuple,
-        status=lambda: TrainingStatus(state="starting"),
-        settings=found,
-        base_name="nano",
-        keys=read_keys(found),
-    )
+    return make_app(engine, tokenizer, settings=found, keys=read_keys(found))
 
 
 async def send_all(app: FastAPI, requests: list[tuple[str, str, Mapping[str, str]]]) -> list[httpx.Response]:
@@ -149,8 +140,10 @@ def test_pages_of_ours_and_of_named_origins_may_ask(ask: Ask) -> None:
 def test_a_link_of_another_page_leads_to_the_document(ask: Ask) -> None:
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     frame = link | {"Sec-Fetch-Dest": "iframe"}
-    answers = ask([("GET", "/docs", link), ("GET", "/docs", frame), ("GET", "/v1/models", link)])
-    assert [answer.status_code for answer in answers] == [200, 403, 403]
+    answers = ask([("GET", path, link) for path in ("/docs", "/openapi.json", "/docs/try")])
+    assert [answer.status_code for answer in answers] == [307, 200, 200]
+    refused = ask([("GET", "/docs", frame), ("GET", "/v1/models", link)])
+    assert [answer.status_code for answer in refused] == [403, 403]
 
 
 @pytest.mark.parametrize("path", ["/flush_cache", "/health_generate"])

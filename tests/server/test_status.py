@@ -5,8 +5,7 @@ import httpx
 from fastapi.testclient import TestClient
 
 from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
-from parallm.server.settings import ServerSettings
+from tests.server.conftest import make_app
 
 Call = Callable[..., httpx.Response]
 
@@ -34,13 +33,10 @@ def test_several_policies_are_in_the_list_before_their_first_version_and_each_in
     engine: Any, tokenizer: Any
 ) -> None:
     poet, coder = TrainingStatus(state="starting"), TrainingStatus(state="updating", step=2, metrics={"loss": 0.5})
-    app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=tuple,
+    app = make_app(
+        engine,
+        tokenizer,
         status=lambda: TrainingStatus(state="starting", policies={"poet": poet, "coder": coder}),
-        settings=ServerSettings(),
-        base_name="nano",
         policies=("poet", "coder"),
     )
     with TestClient(app, base_url="http://localhost") as client:

@@ -9,9 +9,8 @@ from fastapi.testclient import TestClient
 
 from parallm.errors import CheckpointError, Unavailable, UnknownModel
 from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
-from parallm.server.settings import ServerSettings
 from parallm.types import GivenTrajectory, GivenUpdate, WeightSpan
+from tests.server.conftest import make_app
 
 
 @dataclass
@@ -78,15 +77,7 @@ def training() -> FakeTraining:
 @pytest.fixture
 def client(engine: Any, tokenizer: Any, training: FakeTraining) -> TestClient:
     return TestClient(
-        create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state=training.state, step=4),
-            settings=ServerSettings(),
-            base_name="nano",
-            training=training,
-        ),
+        make_app(engine, tokenizer, status=lambda: TrainingStatus(state=training.state, step=4), training=training),
         base_url="http://localhost",
     )
 
@@ -154,8 +145,8 @@ def test_an_answer_of_generate_comes_back_as_it_is_with_a_reward(
     client: TestClient, training: FakeTraining, engine: Any
 ) -> None:
     answer = client.post("/generate", json={"prompt": "hi", "policy_version": 99, "model": "policy"}).json()
-    told = client.post("/v1/training/update", json={"trajectories": [answer | {"reward": 0.5}]})
-    assert told.status_code == 200, told.text
+    trained = client.post("/v1/training/update", json={"trajectories": [answer | {"reward": 0.5}]})
+    assert trained.status_code == 200, trained.text
     (given,) = training.given
     assert (given.prompt_tokens, given.tokens) == (tuple(map(ord, "hi")), (*map(ord, "hi 0"), 0))
     assert given.logprobs == (-0.25,) * 5

@@ -14,7 +14,8 @@ from parallm.device.streams import DeviceStreams
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.single import LoraBinding, single_lora
+from parallm.model.lora.linear import LoraBinding
+from parallm.model.lora.single import single_lora
 from parallm.model.shared_model import SharedModel
 from parallm.types import ScoringRequest
 

@@ -22,7 +22,7 @@ NUM_QUESTIONS, CLIENTS, MAX_TOKENS = 64, 8, 160
 SECONDS_TO_FIRST_STEP, SECONDS_BETWEEN_LOOKS = 300.0, 0.2
 MODES: Mapping[str, Sequence[str]] = {
     "while_training": (),
-    "training_first": ("engine.serving_share=0.3", "learner.engine_share=0.3"),
+    "training_first": ("device.serving_share=0.3", "device.engine_share=0.3"),
 }
 """Overrides of a run."""
 

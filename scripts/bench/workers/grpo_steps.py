@@ -42,7 +42,7 @@ def main(*, model: str, vocabulary: int, warm_up: int, steps: int, **sizes: int)
 
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[1:] = arguments(model, vocabulary, sizes, warm_up + steps, folder)
-        if code := run_command("train", RunConfig, measured):
+        if code := run_command("train", measured):
             sys.exit(code)
         rows = metrics(Path(folder))
     firsts = range(0, len(rows) * completions, completions)

@@ -14,6 +14,7 @@ from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import BASE, GenerationRequest, SamplingParams
 
@@ -44,12 +45,14 @@ async def measure(bench: Workbench, requests: Sequence[GenerationRequest], round
 
 async def start_server(bench: Workbench, settings: ServerSettings) -> HttpServer:
     app = create_app(
-        engine=bench.engine,
-        tokenizer=bench.model.tokenizer,
-        catalog=bench.table.cards,
-        status=lambda: TrainingStatus(state="serving"),
-        settings=settings,
-        base_name="bench",
+        Service(
+            engine=bench.engine,
+            tokenizer=bench.model.tokenizer,
+            catalog=bench.table.cards,
+            status=lambda: TrainingStatus(state="serving"),
+            settings=settings,
+            base_name="bench",
+        )
     )
     server = HttpServer(app, bind(settings), settings)
     await server.start()

@@ -47,7 +47,7 @@ def test_arrays_of_an_adapter_cannot_be_replaced() -> None:
         adapter(1).arrays[f"{SITE}.lora_a"] = mx.zeros((6, 2))  # type: ignore[index]  # the point of the test
 
 
-def test_a_site_without_its_second_array_is_refused_by_name() -> None:
+def test_a_target_without_its_second_array_is_refused_by_name() -> None:
     with pytest.raises(AdapterError, match=r"q_proj lacks its lora_b"):
         make_adapter({f"{SITE}.lora_a": mx.zeros((6, 2))}, version=1, rank=2, alpha=4)
 
@@ -81,7 +81,7 @@ def test_a_trained_version_is_refused_by_its_checksums() -> None:
     assert next_version(start, arrays(), checksums(arrays(), start.max_scale), step=1).version == 2
 
 
-def test_the_largest_scale_is_that_of_any_site() -> None:
+def test_the_largest_scale_is_that_of_any_target() -> None:
     other = SITE.replace("q_proj", "k_proj")
     both = arrays() | {f"{other}.lora_a": mx.zeros((6, 1)), f"{other}.lora_b": mx.zeros((1, 4))}
     made = make_adapter(both, version=1, rank=2, alpha=4, ranks={other: 1}, alphas={other: 9.0})

@@ -15,10 +15,12 @@ from mlx_lm.utils import load_model
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.lora.dora import initial_magnitudes, lora_scaling
 from parallm.model.lora.gathered import stack_loras
-from parallm.model.lora.single import LoraBinding, LoraLinear, initial_arrays, single_lora
+from parallm.model.lora.linear import LoraBinding, LoraLinear
+from parallm.model.lora.single import single_lora
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 
@@ -64,7 +66,7 @@ def quantized_nano(tmp_path: Path) -> SharedModel:
     "form", [{"dora": True}, {"rslora": True}, {"dora": True, "rslora": True, "ranks": {"q_proj": 7}}], ids=str
 )
 @pytest.mark.parametrize("quantized", [False, True])
-def test_a_site_of_the_nano_model_computes_what_mlx_lm_computes(
+def test_a_target_of_the_nano_model_computes_what_mlx_lm_computes(
     form: dict[str, object], quantized: bool, variant: Variant, quantized_nano: SharedModel
 ) -> None:
     model = quantized_nano if quantized else load_shared_model(ModelSettings(path="nano"))
