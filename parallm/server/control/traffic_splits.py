@@ -1,6 +1,6 @@
 """Weighted splits of a name between versions, and counts of what each version has answered.
 
-`generation.py` routes each request, and the engine gateway counts it when it has ended. `routes_splits.py` changes splits;
+`generation.py` routes each request, and the engine gateway counts it at its end. `routes_splits.py` changes splits;
 it and `/metrics` show the counts. On the asyncio thread only.
 """
 
