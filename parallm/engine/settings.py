@@ -47,8 +47,6 @@ class EngineSettings:
     prefill_chunk: int | None = Field(default=None, ge=16)
     """Prompt tokens computed in one unit of device work, for which running answers wait; null: 512, with MLX's CUDA
     build 2048."""
-    serving_share: float = Field(default=0.7, ge=0, le=1)
-    """Share of rows and prefill tokens for serving traffic while rollouts want them too."""
     warmup: bool = False
     """Before anything is asked: generate for 1, 2, 4 and more rows up to `max_rows`, so that what is compiled or
     planned for each number of rows costs no client. With MLX's CUDA build the first steps take seconds;

@@ -29,27 +29,32 @@ KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listener:
-    """A bound address, to which clients can connect though nothing answers yet, and the keys."""
+    """A bound address, where clients wait for a server, and the keys of its application."""
 
-    bound: socket.socket | None
-    """None: nothing listens; the keys are for a server that starts later."""
     keys: tuple[StoredKey, ...]
+    bound: socket.socket | None = None
+    """None if there is no server, or a later one that binds a port itself."""
+    url: str | None = None
 
 
 @contextlib.contextmanager
-def listening(settings: ServerSettings) -> Iterator[Listener | None]:
-    """Bind the port and read the keys; None without a server. Raises ListenError, ConfigError."""
+def listening(settings: ServerSettings) -> Iterator[Listener]:
+    """Bind the port of an enabled server, so that a wrong address fails early. Raises ListenError, ConfigError."""
     if not settings.enabled:
-        yield None
+        yield Listener(keys=())
         return
     keys = read_keys(settings)
     with bind(settings) as bound:
-        yield Listener(bound=bound, keys=keys)
+        try:
+            yield Listener(keys=keys, bound=bound, url=_url(bound, settings))
+        finally:
+            if settings.uds:
+                Path(settings.uds).unlink(missing_ok=True)
 
 
 def local_only(settings: ServerSettings) -> Listener:
-    """Answer only this process, until a server starts. Raises ConfigError for keys that cannot be read."""
-    return Listener(bound=None, keys=read_keys(settings))
+    """Return a listener for this process alone, until it binds a port. Raises ConfigError for unreadable keys."""
+    return Listener(keys=read_keys(settings))
 
 
 class HttpServer:

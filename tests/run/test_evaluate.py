@@ -22,7 +22,7 @@ from parallm.model.adapters.reward_head import with_reward_head
 from parallm.model.shared_model import SharedModel
 from parallm.run.evaluate import run_evaluation
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY: dict[str, dict[str, Any]] = {
     "environment": {"name": "arithmetic", "num_train": 8, "num_test": 16},
     "rollout": {"max_tokens": 48},

@@ -11,7 +11,7 @@ import pytest
 from parallm.config.run_folder import check_writable, export_folder, link_latest, remove_unused, run_folder
 from parallm.errors import RunFolderError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RUNS = Path("checkpoints")
 
 

@@ -17,6 +17,8 @@ from mlx_lm.generate import generate_step
 from pydantic import TypeAdapter
 
 from parallm.config.schema import ExportConfig
+from parallm.device.blas import load_blas
+from parallm.device.settings import BlasSettings
 from parallm.device.streams import DeviceStreams
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
@@ -35,7 +37,8 @@ from parallm.run.export import run_export
 from parallm.trainer.saving import write_adapter
 from parallm.types import GenerationRequest, SamplingParams, TokenEvent
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
+BLAS = load_blas(BlasSettings())
 NUM_TOKENS = 24
 Export = Callable[..., Path]
 
@@ -61,7 +64,7 @@ def export(nano: SharedModel, adapter: Adapter, tmp_path: Path) -> Export:
         write_mlx(adapter, tmp_path / "trained", num_layers=nano.num_layers)
         values = {"model": {"adapter": str(tmp_path / "trained")}, "output": str(tmp_path / "out"), **keys}
         config = TypeAdapter(ExportConfig).validate_python(values)
-        assert run_export(config, tmp_path / "run") == 0
+        assert run_export(config, tmp_path / "run", BLAS) == 0
         return tmp_path / "out"
 
     return run
@@ -133,9 +136,9 @@ def test_peft_is_refused_before_anything_is_written_where_names_are_unknown(
     values["output"] = str(tmp_path / "out")  # type: ignore[assignment]  # one of all keys
     export = TypeAdapter(ExportConfig).validate_python
     with pytest.raises(AdapterError, match=r"of falcon_h1 is not written in PEFT's format.*formats=\[mlx,fused\]"):
-        run_export(export(values), tmp_path / "run")
+        run_export(export(values), tmp_path / "run", BLAS)
     assert not (tmp_path / "out").exists()
-    assert run_export(export(values | {"formats": ["mlx"]}), tmp_path / "run") == 0
+    assert run_export(export(values | {"formats": ["mlx"]}), tmp_path / "run", BLAS) == 0
     assert read_adapter(tmp_path / "out" / "adapter").digest == made.digest
 
 
@@ -247,7 +250,7 @@ def test_a_reward_model_is_exported_in_pefts_format_alone(nano: SharedModel, ada
     write_peft(trained, tmp_path / "trained", nano.name, nano.sha256, model_type="llama")
     values = {"model": {"adapter": str(tmp_path / "trained")}, "output": str(tmp_path / "out")}
     with pytest.raises(AdapterError, match=r"is a reward model: .* export it with formats=\[peft\] alone"):
-        run_export(TypeAdapter(ExportConfig).validate_python(values), tmp_path / "run")
+        run_export(TypeAdapter(ExportConfig).validate_python(values), tmp_path / "run", BLAS)
     assert not (tmp_path / "out").exists()
-    run_export(TypeAdapter(ExportConfig).validate_python({**values, "formats": ["peft"]}), tmp_path / "run")
+    run_export(TypeAdapter(ExportConfig).validate_python({**values, "formats": ["peft"]}), tmp_path / "run", BLAS)
     assert read_reward_model(tmp_path / "out" / "adapter_peft", nano).digest == trained.digest

@@ -10,7 +10,7 @@ import pytest
 
 from parallm.config.compose import names_environment
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,12 @@ def test_the_command_line_and_recipes_ask(overrides: list[str], recipe: dict[str
 PROBE = """
 import sys
 from parallm.run.command import run_command
-from parallm.config.schema import RunConfig
 
 def run(config, folder, blas):
     print(config.trainer.evaluate_on, config.environment.name)
     return 0
 
-sys.exit(run_command("train", RunConfig, run))
+sys.exit(run_command("train", run))
 """
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from parallm.config.help import USED_MOST, Key, help_page, keys_of, meaning_of, overview
-from parallm.config.schema import COMMANDS, shipped
+from parallm.config.help import USED_MOST, Key, fields_of, help_page, keys_of, meaning_of, overview
+from parallm.config.schema import COMMANDS, PACKAGE_FOLDER
 from parallm.errors import ConfigError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SECONDS = 1.5
 """Of processor time, which other processes do not change."""
 FRAGMENT = ("Of ", "That ", "Where ", "By ", "With ", "Whose ", "Who ")
@@ -47,7 +47,7 @@ def test_every_key_has_a_meaning_that_can_be_read_by_itself(command: str) -> Non
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_group_has_a_meaning(command: str) -> None:
-    groups = [path.name for path in shipped("conf").iterdir() if path.name in vars(COMMANDS[command])]
+    groups = [name for name in fields_of(COMMANDS[command]) if (PACKAGE_FOLDER / name).is_dir()]
     assert [group for group in groups if not meaning_of(COMMANDS[command], group)] == []
 
 

@@ -15,7 +15,7 @@ from parallm.config.schema import RunConfig, register_defaults, shipped, to_conf
 from parallm.environment.settings import MixedSettings
 from parallm.errors import ConfigError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 RECIPES = read_recipes(shipped("recipes"))
 
 # The real command, with a run that only says what it was given.
@@ -26,7 +26,6 @@ import os
 import signal
 import sys
 from parallm.run.command import run_command
-from parallm.config.schema import RunConfig
 from parallm.errors import ModelError
 from parallm.interrupts import until_signal
 
@@ -45,7 +44,7 @@ def run(config, folder, blas):
     print(config.name, config.seed, config.learner.learning_rate, config.model.path, folder)
     return config.seed
 
-sys.exit(run_command("train", RunConfig, run))
+sys.exit(run_command("train", run))
 """
 
 
