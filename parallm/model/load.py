@@ -102,7 +102,6 @@ def share_model(
         joined=(),
         groups=(),
         is_batch_invariant=can_batch(base, model_type),
-        trusts_code=settings.trust_remote_code,
     )
     try:
         return _with_joined(_checked_split(model, model_type))

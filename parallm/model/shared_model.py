@@ -54,8 +54,6 @@ class SharedModel:
     """Targets whose outputs are computed at once, with MLX's CUDA build; see `MergedLinear`."""
     is_batch_invariant: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""
-    trusts_code: bool = False
-    """Whether code that came with the model, or with a draft model beside it, may run."""
 
     @property
     def trunk(self) -> nn.Module:

@@ -140,7 +140,7 @@ class EchoEngine:
     num_aborted: int = 0
     cancelled: set[str] = field(default_factory=set)
     """Ids of endless requests that end with what they have."""
-    is_held: bool = False
+    is_paused: bool = False
     num_resets: int = 0
 
     def stats(self) -> Load:
@@ -181,11 +181,11 @@ class EchoEngine:
         self.cancelled |= set(request_ids)
         return len(request_ids)
 
-    async def hold(self) -> None:
-        self.is_held = True
+    async def pause(self) -> None:
+        self.is_paused = True
 
-    async def release(self) -> None:
-        self.is_held = False
+    async def resume(self) -> None:
+        self.is_paused = False
 
     async def reset_caches(self) -> None:
         self.num_resets += 1

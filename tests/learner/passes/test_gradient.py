@@ -309,8 +309,8 @@ def test_the_gradient_does_not_depend_on_the_number_of_lanes(
     model = load_tiny("qwen3")
     adapter = make_start(model)
     one, two = copy.copy(streams), copy.copy(streams)
-    one.streams = streams.streams[:1]
-    two.streams = [streams.streams[0], streams.streams[-1]]
+    one.handles = streams.handles[:1]
+    two.handles = [streams.handles[0], streams.handles[-1]]
     assert_close(chunked(model, one, adapter, groups, budget=64), chunked(model, two, adapter, groups, budget=64))
 
 
