@@ -48,11 +48,6 @@ class MicroBatch:
     entropy_threshold: float | None = None
     """Tokens of lower entropy are not trained on."""
 
-    @property
-    def num_computed(self) -> int:
-        """Tokens of the forward pass, padding included."""
-        return len(self.inputs_M)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
