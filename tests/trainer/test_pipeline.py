@@ -152,7 +152,7 @@ def test_requests_of_a_step_are_those_of_a_run_that_samples_in_turns() -> None:
             seen.extend(asked)
             return await model.generate_all(asked)
 
-        collector._stage._generate_all = generate_all
+        collector._runner._generate_all = generate_all
         for step in range(4):
             await pipeline.take(step)
         return {(one.request_id, one.sampling.seed, one.prompt_tokens) for one in seen}
@@ -206,7 +206,7 @@ def test_what_collecting_a_step_raises_comes_when_the_step_is_due() -> None:
                 raise EngineStopped("gone")
             return await generate_all(requests)
 
-        collector._stage._generate_all = fail_in_step_1
+        collector._runner._generate_all = fail_in_step_1
         await pipeline.take(0)
         await commit()
         with pytest.raises(EngineStopped, match="gone"):
