@@ -34,8 +34,8 @@ class AsyncClient:
         `http` is an HTTP client of your own, with its timeout, certificates and proxies; `api_key` is sent beside its
         headers. Raises ValueError for arguments that contradict it.
         """
-        self._to = connection(base_url, api_key=api_key, timeout=timeout, verify=verify, http=http)
-        self._http = http or httpx.AsyncClient(**self._to.options)
+        self._connection = connection(base_url, api_key=api_key, timeout=timeout, verify=verify, http=http)
+        self._http = http or httpx.AsyncClient(**self._connection.options)
 
     async def __aenter__(self: Self) -> Self:
         return self
@@ -155,5 +155,7 @@ class AsyncClient:
         return await self._send(calls.cancel(request_id))
 
     async def _send(self, call: Call[Result]) -> Result:
-        url = self._to.base_url + call.path
-        return call.result(await self._http.request(call.method, url, headers=self._to.headers, **call.options()))
+        url = self._connection.base_url + call.path
+        return call.result(
+            await self._http.request(call.method, url, headers=self._connection.headers, **call.options())
+        )

@@ -1,4 +1,4 @@
-"""A completion as `/generate` answers it, and the way back to `/v1/training/update`."""
+"""Every request of the clients as a value: method, path, body, and how to read its answer. No HTTP happens here."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +12,31 @@ import httpx
 from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport, VersionReport
 from parallm.types import POLICY, AdapterCard, FinishReason, GivenUpdate, WeightSpan
 
+Result = TypeVar("Result")
+Record = TypeVar("Record")
+Prompt = str | Sequence[int]
+"""A text or token ids."""
+Reward = float | Mapping[str, float]
+"""One number, or parts by name."""
+
+
+class ApiError(Exception):
+    """A request that the server has refused, with HTTP's `status`, and `code` and `param` if the server names them."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ApiError, (self.status, str(self), self.code, self.param)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
+    """A completion of `/generate`, and the way back to `/v1/training/update`."""
+
     request_id: str
     policy_version: int | None
     """The version that the request named; without one, the version that sampled the last token."""
@@ -52,27 +74,6 @@ class Generated:
         }
 
 
-Result = TypeVar("Result")
-Record = TypeVar("Record")
-Prompt = str | Sequence[int]
-"""A text or token ids."""
-Reward = float | Mapping[str, float]
-"""One number, or parts by name."""
-
-
-class ApiError(Exception):
-    """A request that the server has refused: HTTP's `status`, and `code` and `param` where the server names them."""
-
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ApiError, (self.status, str(self), self.code, self.param)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(Generic[Result]):
     """One request, and how to read its answer."""
@@ -80,31 +81,31 @@ class Call(Generic[Result]):
     method: Literal["GET", "POST", "PUT", "DELETE"]
     path: str
     read: Callable[[Any], Result]
-    """Of the answer's JSON."""
+    """Reads the JSON of the answer."""
     fields: Mapping[str, Any] | None = None
-    """Sent as JSON."""
+    """Fields of a JSON body."""
     content: bytes | None = None
     query: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
-        """For httpx's `request`."""
+        """Return arguments for httpx's `request`."""
         body = {} if self.fields is None else {"json": dict(self.fields)}
         return body | ({"params": dict(self.query)} if self.query else {}) | {"content": self.content}
 
     def result(self, response: httpx.Response) -> Result:
-        """Raises ApiError for anything but success."""
+        """Read the answer. Raises ApiError for anything but success."""
         if response.is_success:
             return self.read(response.json())
         try:
             error = response.json()["error"]
             raise ApiError(response.status_code, error["message"], error.get("code"), error.get("param"))
         except (ValueError, KeyError, TypeError):
-            # something between here and the server has answered
+            # a proxy has answered
             raise ApiError(response.status_code, response.text[:500] or response.reason_phrase) from None
 
 
 def adapters() -> Call[tuple[AdapterCard, ...]]:
-    return Call(method="GET", path="/v1/adapters", read=lambda told: tuple(map(_card, told["data"])))
+    return Call(method="GET", path="/v1/adapters", read=lambda answer: tuple(map(_card, answer["data"])))
 
 
 def generate(
@@ -151,7 +152,7 @@ def promote(version: int, name: str = POLICY) -> Call[None]:
 
 def roll_back(name: str = POLICY) -> Call[int]:
     return Call(
-        method="POST", path="/v1/adapters/rollback", read=lambda told: int(told["version"]), fields={"name": name}
+        method="POST", path="/v1/adapters/rollback", read=lambda answer: int(answer["version"]), fields={"name": name}
     )
 
 
@@ -170,7 +171,7 @@ def training_status() -> Call[TrainingStatus]:
 
 
 def steer_training(what: Literal["pause", "resume", "update"], policy: str | None) -> Call[TrainingStatus]:
-    return Call(method="POST", path=f"/v1/training/{what}", read=_status, fields=_of(policy))
+    return Call(method="POST", path=f"/v1/training/{what}", read=_status, fields=_policy_field(policy))
 
 
 def train_on(
@@ -179,7 +180,7 @@ def train_on(
     update_inference: bool | None,
     checkpoint_name: str | None,
 ) -> Call[GivenUpdate]:
-    fields = _of(policy) | {"trajectories": [dict(trajectory) for trajectory in trajectories]}
+    fields = _policy_field(policy) | {"trajectories": [dict(trajectory) for trajectory in trajectories]}
     more = {"update_inference": update_inference, "checkpoint_name": checkpoint_name}
     fields |= {name: value for name, value in more.items() if value is not None}
     return Call(
@@ -192,26 +193,31 @@ def train_on(
 
 def checkpoint(policy: str | None) -> Call[dict[str, str]]:
     return Call(
-        method="POST", path="/v1/training/checkpoint", read=lambda told: dict(told["folders"]), fields=_of(policy)
+        method="POST",
+        path="/v1/training/checkpoint",
+        read=lambda answer: dict(answer["folders"]),
+        fields=_policy_field(policy),
     )
 
 
 def reward(trajectory_id: str, value: Reward) -> Call[float]:
     path = f"/v1/trajectories/{quote(trajectory_id, safe='')}/reward"
-    told = dict(value) if isinstance(value, Mapping) else value
-    return Call(method="POST", path=path, read=lambda answer: float(answer["reward"]), fields={"reward": told})
+    sent = dict(value) if isinstance(value, Mapping) else value
+    return Call(method="POST", path=path, read=lambda answer: float(answer["reward"]), fields={"reward": sent})
 
 
 def trajectories() -> Call[dict[str, TrajectoryReport]]:
     return Call(
         method="GET",
         path="/v1/trajectories",
-        read=lambda told: {name: _record(TrajectoryReport, one) for name, one in told["data"].items()},
+        read=lambda answer: {name: _record(TrajectoryReport, report) for name, report in answer["data"].items()},
     )
 
 
 def splits() -> Call[dict[str, SplitReport]]:
-    return Call(method="GET", path="/v1/splits", read=lambda told: {one["name"]: _split(one) for one in told["data"]})
+    return Call(
+        method="GET", path="/v1/splits", read=lambda answer: {split["name"]: _split(split) for split in answer["data"]}
+    )
 
 
 def set_split(name: str, weights: Mapping[str, float]) -> Call[SplitReport]:
@@ -246,7 +252,7 @@ def set_shares(serving_share: float | None, engine_share: float | None) -> Call[
 
 def cancel(request_id: str) -> Call[int]:
     path = f"/v1/requests/{quote(request_id, safe='')}/cancel"
-    return Call(method="POST", path=path, read=lambda told: int(told["aborted"]))
+    return Call(method="POST", path=path, read=lambda answer: int(answer["aborted"]))
 
 
 def _asked(
@@ -264,8 +270,8 @@ def _generated(asked: Mapping[str, Any], values: Mapping[str, Any]) -> Generated
         for span in values["weight_versions"]
     ]
     temperature = asked.get("temperature")
-    known = {"weight_versions": tuple(spans), "temperature": 1.0 if temperature is None else float(temperature)}
-    return _record(Generated, {**values, **values["metadata"], **tuples, **known})
+    more = {"weight_versions": tuple(spans), "temperature": 1.0 if temperature is None else float(temperature)}
+    return _record(Generated, {**values, **values["metadata"], **tuples, **more})
 
 
 def _scores(fields: Mapping[str, Any], model: str | None) -> Call[list[float]]:
@@ -278,7 +284,7 @@ def _scores(fields: Mapping[str, Any], model: str | None) -> Call[list[float]]:
     )
 
 
-def _of(policy: str | None) -> dict[str, Any]:
+def _policy_field(policy: str | None) -> dict[str, Any]:
     return {} if policy is None else {"policy": policy}
 
 
@@ -291,17 +297,17 @@ def _card(values: Mapping[str, Any]) -> AdapterCard:
 
 
 def _split(values: Mapping[str, Any]) -> SplitReport:
-    versions = {name: _record(VersionReport, one) for name, one in values["versions"].items()}
+    versions = {name: _record(VersionReport, version) for name, version in values["versions"].items()}
     return _record(SplitReport, {**values, "versions": versions})
 
 
 def _status(values: Mapping[str, Any]) -> TrainingStatus:
-    policies = {name: _status(one) for name, one in values["policies"].items()}
+    policies = {name: _status(policy) for name, policy in values["policies"].items()}
     checkpoints = tuple(values.get("available_checkpoints", ()))
     return _record(TrainingStatus, {**values, "policies": policies, "available_checkpoints": checkpoints})
 
 
 def _record(kind: type[Record], values: Mapping[str, Any]) -> Record:
-    """What a newer server tells beyond our fields is left out."""
+    """Leave out the fields that only a newer server has."""
     names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]  # all of them are dataclasses
     return kind(**{name: value for name, value in values.items() if name in names})

@@ -34,8 +34,8 @@ class Client:
         `http` is an HTTP client of your own, with its timeout, certificates and proxies; `api_key` is sent beside its
         headers. Raises ValueError for arguments that contradict it.
         """
-        self._to = connection(base_url, api_key=api_key, timeout=timeout, verify=verify, http=http)
-        self._http = http or httpx.Client(**self._to.options)
+        self._connection = connection(base_url, api_key=api_key, timeout=timeout, verify=verify, http=http)
+        self._http = http or httpx.Client(**self._connection.options)
 
     def __enter__(self: Self) -> Self:
         return self
@@ -76,7 +76,7 @@ class Client:
         return self._send(calls.generate_all(prompts, policy_version, step_id, fields))
 
     def adapters(self) -> tuple[AdapterCard, ...]:
-        """Every version in memory."""
+        """Return every version in memory."""
         return self._send(calls.adapters())
 
     def load_adapter(self, path: str, *, name: str = POLICY) -> AdapterCard:
@@ -103,7 +103,7 @@ class Client:
         self._send(calls.promote(version, name))
 
     def roll_back(self, name: str = POLICY) -> int:
-        """Let the bare name mean the version below; which one that is."""
+        """Let the bare name mean the version below. Returns that version."""
         return self._send(calls.roll_back(name))
 
     def set_alias(self, alias: str, version: int, name: str = POLICY) -> None:
@@ -142,19 +142,19 @@ class Client:
         return self._send(calls.steer_training("update", policy))
 
     def checkpoint(self, policy: str | None = None) -> dict[str, str]:
-        """Save after the present step; the folder of each policy's checkpoint, on the server's disk."""
+        """Save after the present step. Returns the folder of each policy's checkpoint, on the server's disk."""
         return self._send(calls.checkpoint(policy))
 
     def reward(self, trajectory_id: str, value: Reward) -> float:
-        """Set the reward of a completion that was asked for with `collect_trajectory`; the sum of its parts."""
+        """Set the reward of a completion with a `trajectory_id`. Returns the sum of its parts."""
         return self._send(calls.reward(trajectory_id, value))
 
     def trajectories(self) -> dict[str, TrajectoryReport]:
-        """What became of these completions, by policy."""
+        """Return what became of these completions, by policy."""
         return self._send(calls.trajectories())
 
     def splits(self) -> dict[str, SplitReport]:
-        """Each name that clients have asked for: its shares, if it is split, and what its versions have answered."""
+        """Return each name that clients have asked for: its shares, if it is split, and counts of its versions."""
         return self._send(calls.splits())
 
     def set_split(self, name: str, weights: Mapping[str, float]) -> SplitReport:
@@ -183,9 +183,9 @@ class Client:
         return self._send(calls.set_shares(serving_share, engine_share))
 
     def cancel(self, request_id: str) -> int:
-        """End the requests of this id, which answer with what they have; how many there were."""
+        """End the requests of this id, which answer with what they have. Returns their number."""
         return self._send(calls.cancel(request_id))
 
     def _send(self, call: Call[Result]) -> Result:
-        url = self._to.base_url + call.path
-        return call.result(self._http.request(call.method, url, headers=self._to.headers, **call.options()))
+        url = self._connection.base_url + call.path
+        return call.result(self._http.request(call.method, url, headers=self._connection.headers, **call.options()))

@@ -9,7 +9,7 @@ DEFAULT_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connection:
-    """`headers` go with every request, `options` into a new client of httpx."""
+    """Headers of every request, and options of a new httpx client."""
 
     base_url: str
     headers: dict[str, str]
@@ -21,8 +21,7 @@ def connection(
 ) -> Connection:
     """Check the arguments of a client. `http` is None or an HTTP client of the caller.
 
-    Raises ValueError for a key that no header holds, and for arguments that contradict `http` or that only a new client
-    could follow.
+    Raises ValueError for a key that no header holds, and for arguments that contradict `http` or need a new client.
     """
     headers = {} if api_key is None else {"Authorization": f"Bearer {_checked(api_key)}"}
     if http is None:
@@ -49,7 +48,7 @@ def connection(
 
 
 def _checked(api_key: str) -> str:
-    """Refused here, since the error of the HTTP client would show the key."""
+    """Refuse a wrong key here, since the error of the HTTP client would show it."""
     if not api_key.strip():
         raise ValueError("api_key is empty; leave it out for a server without keys")
     if api_key != api_key.strip():

@@ -1,4 +1,4 @@
-"""Builds the wheel parallm-client: the client, and the types that it shares with the server, as one package."""
+"""Builds the wheel parallm-client: the client and the types that it shares with the server, as one package."""
 
 import re
 from pathlib import Path
@@ -8,12 +8,12 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = "parallm_client"
-SHARED = ("conversation", "reports", "types", "updates")
+SHARED = ("conversation", "reports", "types")
 """Modules of `parallm` that the client imports."""
 
 
 class ClientBuild(BuildHookInterface):  # type: ignore[type-arg]  # its parameter is private to hatchling
-    """Gathers the modules under another name, so that the wheel and parallm can be installed beside each other."""
+    """Gathers the modules under the name parallm_client, so that the wheel can be installed beside parallm."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         self._gathered = TemporaryDirectory(prefix="parallm-client-")
@@ -30,6 +30,6 @@ class ClientBuild(BuildHookInterface):  # type: ignore[type-arg]  # its paramete
 
 
 def renamed(text: str) -> str:
-    """Let a module import the others from the package that they are in now."""
+    """Return the text of a module with its imports from the new package."""
     text = re.sub(r"\bparallm\.client\b", PACKAGE, text)
     return re.sub(rf"\bparallm\.({'|'.join(SHARED)})\b", rf"{PACKAGE}.\1", text)

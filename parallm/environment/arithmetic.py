@@ -1,4 +1,4 @@
-"""Short word problems of one to three steps, made from a seed; the answer ends with a line `#### N`."""
+"""Short word problems of one to three steps, made from a seed. An answer ends with a line `#### N`."""
 
 import hashlib
 import random
@@ -10,7 +10,7 @@ from parallm.environment.settings import ArithmeticSettings
 from parallm.types import Message, Problem, Split
 
 MAX_NUMBER = 99
-"""No number of a problem, and no result on the way to its answer, is larger."""
+"""Largest number of a problem, results on the way to its answer included."""
 NAMES = ("Tom", "Ann", "Ben", "Eva", "Max", "Mia", "Sam", "Zoe")
 ITEMS = ("apples", "books", "cards", "cups", "eggs", "pens", "shells", "stamps")
 TOGETHER = " How many {item} do they have together?"
@@ -19,7 +19,7 @@ FINAL_LINE = re.compile(r"^#### (-?\d+)[ \t]*$", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A story with gaps and the plan that solves it: steps such as `b*c`, whose results are called x, y, z in turn."""
+    """A story with gaps and the plan that solves it: steps such as `b*c`, whose results are named x, y, z in turn."""
 
     level: int
     plan: tuple[str, ...]
@@ -54,7 +54,7 @@ KINDS: Mapping[str, Kind] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemDraft:
-    """One problem before it is told as a story's text."""
+    """One problem before it gets an id."""
 
     kind: str
     numbers: Mapping[str, int]
@@ -62,18 +62,18 @@ class ProblemDraft:
 
     @property
     def split(self) -> Split:
-        """Decided by kind and numbers alone, so the same sum never stands on both sides under other names."""
+        """The split that follows from kind and numbers alone, so no sum is in both splits under different names."""
         digest = hashlib.sha256(repr((self.kind, sorted(self.numbers.items()))).encode()).digest()
         return "test" if digest[0] % 8 == 0 else "train"
 
 
 def work_out(plan: Sequence[str], numbers: Mapping[str, int]) -> tuple[list[str], list[int]]:
     """Return the written lines and the results of the steps of `plan`."""
-    known, lines, results = dict(numbers), [], []
+    values, lines, results = dict(numbers), [], []
     for name, step in zip("xyz", plan, strict=False):
-        first, second = known[step[0]], known[step[2]]
+        first, second = values[step[0]], values[step[2]]
         result = {"+": first + second, "-": first - second, "*": first * second}[step[1]]
-        known[name] = result
+        values[name] = result
         lines.append(f"{first} {step[1]} {second} = {result}")
         results.append(result)
     return lines, results
@@ -95,7 +95,7 @@ def drafts(generator: random.Random, kinds: Sequence[str]) -> Iterator[ProblemDr
 
 
 class Arithmetic:
-    """Different problems of the levels that `settings` names; train and held-out ones never share their numbers."""
+    """Different problems of the levels that `settings` names; training and held-out problems never share numbers."""
 
     weights: Mapping[str, float] = {"correct": 0.9, "format": 0.1}
 
@@ -103,21 +103,21 @@ class Arithmetic:
         self._settings = settings
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """Make the problems of `split`; the same settings give the same problems."""
+        """Return the problems of `split`; the same settings give the same problems."""
         kinds = [name for name, kind in KINDS.items() if kind.level in self._settings.levels]
         number = self._settings.num_train if split == "train" else self._settings.num_test
-        found: dict[str, Problem] = {}
+        problems: dict[str, Problem] = {}
         for draft in drafts(random.Random(f"{split} {self._settings.seed}"), kinds):
-            if draft.split == split and draft.question not in found:
-                found[draft.question] = Problem(
-                    problem_id=f"arithmetic-{split}-{len(found)}",
+            if draft.split == split and draft.question not in problems:
+                problems[draft.question] = Problem(
+                    problem_id=f"arithmetic-{split}-{len(problems)}",
                     messages=(Message(role="user", content=draft.question),),
                     answer=str(work_out(KINDS[draft.kind].plan, draft.numbers)[1][-1]),
                     level=KINDS[draft.kind].level,
                 )
-            if len(found) == number:
+            if len(problems) == number:
                 break
-        return tuple(found.values())
+        return tuple(problems.values())
 
     def score(self, problem: Problem, text: str) -> Mapping[str, float]:
         """`correct`: the last line `#### N` holds the answer. `format`: there is one such line, at the very end."""

@@ -1,4 +1,4 @@
-"""Word problems with a calculator: behind each sum that the model writes, its result is written for it."""
+"""Word problems with a calculator: the result of each sum that the model writes is appended for it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ SUM = re.compile(
     r"(?:^|[^-+*.\d ]) ?(?P<first>-?\d{1,9})(?P<space> ?)(?P<sign>[-+*])(?P=space)(?P<second>\d{1,9}) ?= ?\Z",
     re.MULTILINE,
 )
-"""Two whole numbers and no third one before them, at the end of the text."""
+"""A sum of two whole numbers, without a third one before them, at the end of the text."""
 
 
 class Calculator:
     """The problems and rewards of `Arithmetic`. A call is the beginning of a line such as `12 * 3 =`.
 
-    The model stops at each equals sign. Where a sum stands before it, the result follows; the model goes on behind it.
-    Part `calls`, which is not rewarded, counts the sums.
+    The model stops at each equals sign. If a sum stands before it, the result is appended, and the model goes on.
+    The part `calls`, which is not rewarded, counts the sums.
     """
 
     stop = ("=",)
@@ -31,7 +31,7 @@ class Calculator:
         return self._arithmetic.problems(split)
 
     def reply(self, problem: Problem, turns: Sequence[Message]) -> Sequence[Message] | None:
-        """The result of the sum at the end of the text; nothing where there is none; None where no `=` ends it."""
+        """Return the result of the sum at the end of the text, empty without a sum; None unless `=` ends the text."""
         text = "".join(turn.content for turn in turns)
         if not text.rstrip(" ").endswith("="):
             return None
@@ -44,10 +44,10 @@ class Calculator:
 
 
 def result_after(text: str) -> str:
-    """What a calculator writes behind `text`, with a space before it where the sum has spaces and none stands there."""
-    found = SUM.search(text)
-    if found is None:
+    """Return what a calculator appends to `text`, after a space if the sum has spaces and `text` ends in none."""
+    match = SUM.search(text)
+    if match is None:
         return ""
-    first, second = int(found["first"]), int(found["second"])
-    result = {"+": first + second, "-": first - second, "*": first * second}[found["sign"]]
-    return f"{'' if text.endswith(' ') else found['space']}{result}"
+    first, second = int(match["first"]), int(match["second"])
+    result = {"+": first + second, "-": first - second, "*": first * second}[match["sign"]]
+    return f"{'' if text.endswith(' ') else match['space']}{result}"

@@ -1,4 +1,4 @@
-"""From `package.module:Class` to an environment of one's own. Knows no other."""
+"""Environments of the user's own, from `package.module:Class`. Called by `build_environment`."""
 
 import importlib
 import inspect
@@ -13,29 +13,29 @@ MEMBERS = ("problems", "score", "weights")
 
 
 def make_custom(settings: CustomSettings) -> Any:
-    """Import `module:Class` and call it with the options. Raises ConfigError, saying which of the steps failed."""
+    """Import `module:Class` and call it with the options. Raises ConfigError that names the step that failed."""
     target = settings.target
     module_name, colon, class_name = target.partition(":")
     if not (module_name and colon and class_name):
         raise ConfigError(f"environment.target={target!r} must have the form package.module:Class")
     module = import_module(module_name, f"environment.target={target!r}")
-    maker = getattr(module, class_name, None)
-    if not callable(maker):
+    factory = getattr(module, class_name, None)
+    if not callable(factory):
         classes = sorted(name for name, value in vars(module).items() if inspect.isclass(value))
         raise ConfigError(f"environment.target={target!r}: {module_name} has no class {class_name}, it has {classes}")
-    made = call_with_options(maker, settings.options, target)
-    missing = [member for member in MEMBERS if not hasattr(made, member)]
+    environment = call_with_options(factory, settings.options, target)
+    missing = [member for member in MEMBERS if not hasattr(environment, member)]
     if missing:
         raise ConfigError(
             f"environment.target={target!r} lacks {', '.join(missing)}; parallm/environment/README.md shows an example"
         )
-    return made
+    return environment
 
 
 def import_module(name: str, setting: str) -> ModuleType:
-    """Import `name`; an import that fails inside the module is told apart from a module that is not there.
+    """Import `name`. Raises ConfigError that tells a module that is not there from an import that fails inside it.
 
-    `setting` begins the message of the ConfigError, as in `environment.target='mine:Maze'`.
+    `setting` begins the message, as in `environment.target='mine:Maze'`.
     """
     try:
         return importlib.import_module(name)
@@ -50,13 +50,13 @@ def import_module(name: str, setting: str) -> ModuleType:
         raise ConfigError(f"{setting} cannot be imported: {error}") from error
 
 
-def call_with_options(maker: Callable[..., Any], options: Mapping[str, Any], target: str) -> Any:
-    """Call `maker(**options)`; raises ConfigError naming the signature if the options do not fit it."""
-    signature = inspect.signature(maker)
+def call_with_options(factory: Callable[..., Any], options: Mapping[str, Any], target: str) -> Any:
+    """Call `factory(**options)`. Raises ConfigError that names the signature if the options do not fit it."""
+    signature = inspect.signature(factory)
     try:
         signature.bind(**options)
     except TypeError as error:
         raise ConfigError(
             f"environment.options={dict(options)} do not fit {target}{signature}: {error}; change environment.options"
         ) from error
-    return maker(**options)
+    return factory(**options)

@@ -18,7 +18,7 @@ LOCAL_HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetRow:
-    """One row of a dataset and where it came from, for messages."""
+    """One row of a dataset and its origin, for error messages."""
 
     source: str
     values: Any
@@ -27,8 +27,8 @@ class DatasetRow:
 class Gsm8k:
     """Reward parts: `correct` (the number read from the text equals the answer) and `format` (ends with `#### N`).
 
-    One jsonl file is the train split; asking for its test split is an error, because problems that are silently
-    held back, or tested on after training on them, would both mislead.
+    One jsonl file is the train split and has no test split: to hold problems back silently, or to test on problems of
+    the training, would mislead.
     """
 
     def __init__(self, settings: Gsm8kSettings) -> None:
@@ -37,7 +37,7 @@ class Gsm8k:
         self.weights: Mapping[str, float] = {"correct": 1.0, "format": settings.format_weight}
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """Read on first use. `limit` shortens the train split only. Raises ProblemError naming the file and line."""
+        """Read `split` on first use. `limit` shortens the train split only. Raises ProblemError with file and line."""
         if split not in self._problems:
             limit = self._settings.limit if split == "train" else None
             rows = list(rows_of(self._settings.path, split))[:limit]
@@ -55,7 +55,7 @@ class Gsm8k:
 
 
 def to_problem(row: DatasetRow, problem_id: str) -> Problem:
-    """Raises ProblemError if the row lacks a question or a final `#### N`."""
+    """Convert a row. Raises ProblemError if it lacks a question or a final `#### N`."""
     values = row.values
     if not isinstance(values, Mapping):
         raise ProblemError(f'{row.source}: expected an object {{"question": ..., "answer": ...}}, found {values!r:.60}')
@@ -71,7 +71,7 @@ def to_problem(row: DatasetRow, problem_id: str) -> Problem:
 
 
 def rows_of(path: str, split: Split) -> Iterator[DatasetRow]:
-    """Yield the rows of `split`: local files if `path` exists or looks like a path, else the hub's dataset `path`."""
+    """Yield the rows of `split`: from local files if `path` exists or looks like a path, else from the hub."""
     local = Path(path).expanduser()
     if local.is_dir():
         file = local / f"{split}.jsonl"
@@ -91,7 +91,7 @@ def rows_of(path: str, split: Split) -> Iterator[DatasetRow]:
 
 
 def read_jsonl(file: Path) -> Iterator[DatasetRow]:
-    """Yield one row per line, empty lines left out. Raises ProblemError naming file and line."""
+    """Yield one row per line, without empty lines. Raises ProblemError with file and line."""
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
@@ -104,7 +104,7 @@ def read_jsonl(file: Path) -> Iterator[DatasetRow]:
 
 
 def read_hub(name: str, split: Split) -> Iterator[DatasetRow]:
-    """Yield the rows of a hub dataset, from its local cache where it has been downloaded before."""
+    """Yield the rows of a hub dataset, from its local cache if it was downloaded before."""
     import datasets  # noqa: PLC0415 - takes seconds to import, and local files do not need it
 
     try:

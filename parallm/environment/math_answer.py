@@ -1,4 +1,4 @@
-"""Find the final number of an answer text and compare numbers exactly. Knows no words, units, fractions or formulas."""
+"""The final number of an answer text, as an exact decimal. Words, units, fractions and formulas are not understood."""
 
 import re
 from decimal import Decimal
@@ -10,7 +10,7 @@ NUMBER_IN_TEXT = re.compile(r"(?:(?<![0-9A-Za-z)\]])-)?\$?(?:[0-9]+(?:,[0-9]+)*(
 
 
 def parse_number(text: str) -> Decimal | None:
-    """Return the value if `text` is one number and nothing else; commas, `$` and a final period do not count."""
+    """Return the value if `text` is one number and nothing else; commas, `$` and a final period are ignored."""
     match = NUMBER.fullmatch(text.strip())
     # Decimal, because int() refuses more than 4,300 digits and a sampled text may hold more
     return None if match is None else Decimal(match["sign"] + match["digits"].replace(",", ""))
@@ -24,8 +24,8 @@ def marked_number(text: str) -> Decimal | None:
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number anywhere in `text`."""
-    found = NUMBER_IN_TEXT.findall(text)
-    return parse_number(found[-1]) if found else None
+    numbers = NUMBER_IN_TEXT.findall(text)
+    return parse_number(numbers[-1]) if numbers else None
 
 
 def has_final_form(text: str) -> bool:
@@ -38,5 +38,5 @@ def has_final_form(text: str) -> bool:
 
 
 def rest_of_line(text: str, start: int) -> str:
-    """Return what stands between `start` and the end of its line."""
+    """Return the text from `start` to the end of its line."""
     return text[start:].partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Problems -> requests -> scored groups of trajectories: one step's worth at a time."""
+"""Problems -> requests -> scored groups of trajectories, for one training step at a time. Used by the trainers."""
 
 import time
 from collections import Counter
@@ -23,40 +23,40 @@ from parallm.types import FaultyEpisode, GenerationRequest, Problem, SamplingPar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """What one step has sampled. Completions that could not be scored are not in the groups."""
+    """The groups that one step has sampled. Completions that could not be scored are not in them."""
 
     first: tuple[TrajectoryGroup, ...]
-    """Groups of the first draw, with signal or without: rewards of these are an unbiased picture of the policy."""
+    """Groups of the first draw, with signal or without: their rewards are an unbiased picture of the policy."""
     sampled: tuple[TrajectoryGroup, ...]
     """All groups, replacements included."""
     seconds: float
     problems_skipped: int = 0
-    """Draws that the curriculum left out."""
+    """Draws that the curriculum passed over."""
 
     @property
     def with_signal(self) -> tuple[TrajectoryGroup, ...]:
         return tuple(group for group in self.sampled if group.has_signal)
 
     def to_train(self, *, needs_all: bool) -> tuple[TrajectoryGroup, ...]:
-        """The groups with signal, or with `needs_all` every group of which something was scored."""
+        """The groups with signal, or with `needs_all` every group with a scored completion."""
         return tuple(group for group in self.sampled if group.trajectories) if needs_all else self.with_signal
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of completions, those of replies and of faulty ones included."""
-        scored = sum(len(one.tokens) for group in self.sampled for one in group.trajectories)
-        return scored + sum(len(one.tokens) for group in self.sampled for one in group.faulty)
+        """Tokens of all episodes, those of replies and of faulty ones included."""
+        scored = sum(len(trajectory.tokens) for group in self.sampled for trajectory in group.trajectories)
+        return scored + sum(len(fault.tokens) for group in self.sampled for fault in group.faulty)
 
     @property
     def faults(self) -> Mapping[str, int]:
-        """How often each kind of fault has happened."""
-        return dict(sorted(Counter(one.kind for group in self.sampled for one in group.faulty).items()))
+        """Number of faults by kind."""
+        return dict(sorted(Counter(fault.kind for group in self.sampled for fault in group.faulty).items()))
 
 
 class Collector:
-    """Samples with the newest policy and scores. Runs on the asyncio thread; several steps may be under way at a time.
+    """Samples and scores a step's groups. Used on the asyncio thread; several steps may be under way at a time.
 
-    Every random choice follows from the seed, the step and the place in the step, so a resumed run samples the same.
+    Every random choice follows from the seed, the step and the index in the step, so a resumed run samples the same.
     """
 
     def __init__(
@@ -86,23 +86,23 @@ class Collector:
         self._fault_log = FaultLog()
 
     async def collect(self, step: int, model: str) -> RolloutBatch:
-        """Sample `problems_per_step` groups; where too few of them have signal, replace the others.
+        """Sample `problems_per_step` groups; if too few of them have signal, replace the others.
 
         Groups without signal (all rewards equal) teach nothing: https://arxiv.org/abs/2503.14476, dynamic sampling.
-        Where nothing at all could be scored, others would not be either. Raises what generating raises; an
-        environment's faults are counted and logged.
+        A draw in which nothing could be scored is not replaced. Raises what generating raises; an environment's faults
+        are counted and logged.
         """
         began = time.perf_counter()
-        wanted = self._settings.problems_per_step
-        problems, skipped = self._draw(wanted, step)
+        num_problems = self._settings.problems_per_step
+        problems, skipped = self._draw(num_problems, step)
         first = await self._sample(problems, step, 0, model)
         groups = list(first)
         for _ in range(self._settings.refill_rounds):
             num_with_signal = sum(group.has_signal for group in groups)
             is_scored = any(group.trajectories for group in groups)
-            if num_with_signal >= wanted * self._settings.refill_below or not is_scored:
+            if num_with_signal >= num_problems * self._settings.refill_below or not is_scored:
                 break
-            problems, more = self._draw(wanted - num_with_signal, step)
+            problems, more = self._draw(num_problems - num_with_signal, step)
             skipped += more
             groups += await self._sample(problems, step, len(groups), model)
         return RolloutBatch(
@@ -113,35 +113,33 @@ class Collector:
         )
 
     async def resample(
-        self, groups: Sequence[TrajectoryGroup], step: int, first_place: int, model: str
+        self, groups: Sequence[TrajectoryGroup], step: int, start: int, model: str
     ) -> list[TrajectoryGroup]:
-        """Sample the problems of `groups` once more, with seeds of the places from `first_place` on."""
-        return await self._sample([group.problem for group in groups], step, first_place, model)
+        """Sample the problems of `groups` once more, with the seeds of the indices from `start` on."""
+        return await self._sample([group.problem for group in groups], step, start, model)
 
     def _draw(self, count: int, step: int) -> tuple[list[Problem], int]:
-        """Problems for `step`, and how many others the curriculum has passed over for them."""
+        """Draw problems for `step`; return them and how many others the curriculum passed over."""
         before = self.curriculum.num_skipped
         problems = self.curriculum.take(count)
         self.problem_cursor.claim(step)
         return problems, self.curriculum.num_skipped - before
 
-    async def _sample(
-        self, problems: Sequence[Problem], step: int, first_place: int, model: str
-    ) -> list[TrajectoryGroup]:
-        requests = [self._request(problem, step, first_place + place, model) for place, problem in enumerate(problems)]
-        rows = await self._runner.run_episodes(problems, requests)
-        groups = [self._group(*pair) for pair in zip(problems, rows, strict=True)]
-        self._fault_log.log(f"step {step + 1}", [(group.problem, one) for group in groups for one in group.faulty])
+    async def _sample(self, problems: Sequence[Problem], step: int, start: int, model: str) -> list[TrajectoryGroup]:
+        requests = [self._request(problem, step, index, model) for index, problem in enumerate(problems, start)]
+        episodes = await self._runner.run_episodes(problems, requests)
+        groups = [self._group(*pair) for pair in zip(problems, episodes, strict=True)]
+        self._fault_log.log(f"step {step + 1}", [(group.problem, fault) for group in groups for fault in group.faulty])
         return groups
 
-    def _request(self, problem: Problem, step: int, place: int, model: str) -> GenerationRequest:
+    def _request(self, problem: Problem, step: int, index: int, model: str) -> GenerationRequest:
         sampling = SamplingParams(
             max_tokens=self._settings.max_tokens,
             temperature=self._settings.temperature,
-            seed=mix(mix(self._seed, step), place),
+            seed=mix(mix(self._seed, step), index),
         )
         return GenerationRequest(
-            request_id=f"step-{step}-{place}-{model}",
+            request_id=f"step-{step}-{index}-{model}",
             prompt_tokens=encode_problem(self._tokenizer, problem),
             sampling=sampling,
             n=self._settings.group_size,
@@ -150,14 +148,15 @@ class Collector:
             switches_in_flight=self._settings.switch_in_flight,
         )
 
-    def _group(self, problem: Problem, row: Sequence[ScoredEpisode]) -> TrajectoryGroup:
-        faults = [fault_of(scored) for scored in row]
-        pairs = zip(row, faults, strict=True)
+    def _group(self, problem: Problem, episodes: Sequence[ScoredEpisode]) -> TrajectoryGroup:
+        faults = [fault_of(scored) for scored in episodes]
         return TrajectoryGroup(
             problem=problem,
-            trajectories=tuple(self._trajectory(scored) for scored, fault in pairs if fault is None),
+            trajectories=tuple(
+                self._trajectory(scored) for scored, fault in zip(episodes, faults, strict=True) if fault is None
+            ),
             faulty=tuple(fault for fault in faults if fault is not None),
-            solve_rate=solve_rate(row),
+            solve_rate=solve_rate(episodes),
         )
 
     def _trajectory(self, scored: ScoredEpisode) -> Trajectory:
@@ -166,23 +165,26 @@ class Collector:
 
 
 def fault_of(scored: ScoredEpisode) -> FaultyEpisode | None:
-    """Why an episode cannot be trained on: its score's fault, or that nothing was sampled."""
+    """Return why an episode cannot be trained on: its score's fault, or that nothing was sampled."""
     if scored.score.fault is None and not scored.episode.tokens:
         return FaultyEpisode(kind=NO_TOKENS, detail="the engine has sampled nothing", text="", tokens=())
     return scored.score.fault
 
 
-def solve_rate(row: Sequence[ScoredEpisode]) -> float | None:
-    right = [scored.score.is_correct for scored in row if scored.score.fault is None]
-    return fmean(right) if right else None
+def solve_rate(episodes: Sequence[ScoredEpisode]) -> float | None:
+    """Return the share of right answers among the scored episodes; None without any."""
+    correct = [scored.score.is_correct for scored in episodes if scored.score.fault is None]
+    return fmean(correct) if correct else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
+    """The groups that one step takes from clients or from the environments of an Atropos run."""
+
     groups: tuple[TrajectoryGroup, ...]
     with_signal: tuple[TrajectoryGroup, ...]
-    """Those to train on."""
+    """The groups to train on."""
     num_stale: int
-    """What has become too old for a step since the last one was taken: trajectories of clients, groups of Atropos."""
+    """Number of trajectories of clients, or groups of Atropos, that have become too old since the last step."""
     figures: Mapping[str, float] = field(default_factory=dict)
-    """More for the step's row of metrics.jsonl, under their flat names."""
+    """Further figures of the step's row in metrics.jsonl, under flat names."""

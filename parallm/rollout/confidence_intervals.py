@@ -1,6 +1,6 @@
-"""What a sample of problems says about all problems: means with 95% intervals that hold for few problems, too.
+"""Means over held-out problems with 95% intervals that hold for few problems as well. Pure.
 
-Axes: R samples, N values of a sample.
+Used by evaluations and by comparisons of models. Axes: R samples, N values of a sample.
 """
 
 import math
@@ -17,32 +17,32 @@ Floats = npt.NDArray[np.float64]
 Z_95 = 1.959964
 NUM_HALVINGS = 32
 DOUBTED = 0.75
-"""Problems: the most for which differences are never more than 1.3 times as wide as Newcombe's."""
+"""Problems that `paired_interval` adds: the largest number that widens no interval beyond 1.3 times Newcombe's."""
 
 
 def mean_estimate(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> Estimate:
-    """Mean of one value per problem, each from `low` to `high`; `support` says what happens where one is not."""
+    """Return the mean of one value per problem, each from `low` to `high`; see `support` for values outside."""
     lows_R, highs_R = mean_intervals(np.array([values], np.float64), low, high)
     return Estimate(fmean(values), float(lows_R[0]), float(highs_R[0]))
 
 
 def share_estimate(num_right: int, num: int) -> Estimate:
-    """Share of right ones; its interval is that of Clopper and Pearson (1934) up to half a percent of its width.
+    """Return a share with the interval of Clopper and Pearson (1934), up to half a percent of its width.
 
-    Wilson's is narrower and holds less: 84% of the time for 17 problems of which the model solves 1%.
+    Wilson's is narrower and holds less often: 84% of the time for 17 problems of which the model solves 1%.
     """
     return Estimate(num_right / num, *_share_interval(num_right, num))
 
 
 def share_difference(right: Sequence[bool], others: Sequence[bool]) -> Estimate:
-    """By how much more problems one model solves than another, both asked the same problems."""
+    """Return the difference of two models' shares of right answers to the same problems."""
     pairs = list(zip(right, others, strict=True))
     table = [pairs.count(pair) for pair in ((True, True), (True, False), (False, True), (False, False))]
     return Estimate((table[1] - table[2]) / len(pairs), *paired_interval(*table))
 
 
 def pass_at(k: int, num_samples: int, num_correct: Sequence[int]) -> Estimate:
-    """The chance that at least one of `k` samples is right, `num_correct` of each problem's `num_samples` being so.
+    """Return the chance that one of `k` samples is right, from the number of right ones among each problem's samples.
 
     The unbiased estimator 1 - C(n - c, k) / C(n, k) of https://arxiv.org/abs/2107.03374, averaged over the problems.
     """
@@ -51,16 +51,16 @@ def pass_at(k: int, num_samples: int, num_correct: Sequence[int]) -> Estimate:
 
 
 def support(values: Sequence[float], low: float = 0.0, high: float = 1.0) -> tuple[float, float]:
-    """The range that `values` are taken from: `low` to `high`, unless one of them lies outside.
+    """Return the range that `values` come from: `low` to `high`, unless a value lies outside.
 
-    Then the bound on that side is unknown, and is taken to lie beyond the values by the mean gap between N values.
+    The bound on that side is unknown then; it is assumed to lie beyond the values by the mean gap between N values.
     """
     lows_R, highs_R = _supports(np.array([values], np.float64), low, high)
     return float(lows_R[0]), float(highs_R[0])
 
 
 def mean_intervals(values_RN: Floats, low: float = 0.0, high: float = 1.0) -> tuple[Floats, Floats]:
-    """Bounds (R,) of the means that the samples `values_RN` come from.
+    """Return bounds (R,) of the means of the distributions that the samples `values_RN` come from.
 
     Gaffke's bounds (2005; https://arxiv.org/abs/1905.06208): the 2.5% and 97.5% quantiles of the mean of the values
     and the bound of their range, weighted at random by a flat Dirichlet distribution. Their coverage is conjectured
@@ -71,7 +71,7 @@ def mean_intervals(values_RN: Floats, low: float = 0.0, high: float = 1.0) -> tu
 
 
 def paired_interval(both: int, only_first: int, only_second: int, neither: int) -> tuple[float, float]:
-    """Bounds of the difference between the shares of right answers of two models, from how often each was right.
+    """Return bounds of the difference between two models' shares of right answers, from how often each was right.
 
     Newcombe's square-and-add interval for paired shares (1998, method 10), made of `share_estimate`'s intervals, and
     with DOUBTED more of each kind of problem that only one model solves in place of his correction of a positive
@@ -96,7 +96,7 @@ def _share_interval(num_right: int, num: int) -> tuple[float, float]:
 
 
 def _correlation(both: int, only_first: float, only_second: float, neither: int) -> float:
-    """Of two models' right answers; 0 where one of them is always or never right."""
+    """Return the correlation of two models' right answers; 0 if one of them is always or never right."""
     product = (both + only_first) * (only_second + neither) * (both + only_second) * (only_first + neither)
     return (both * neither - only_first * only_second) / math.sqrt(product) if product else 0.0
 
@@ -115,7 +115,7 @@ def _supports(values_RN: Floats, low: float, high: float) -> tuple[Floats, Float
 
 
 def _upper_bounds(values_RN: Floats, highs_R: Floats) -> Floats:
-    """97.5% quantiles (R,) of the randomly weighted mean of each row's values and its bound in `highs_R`.
+    """Return 97.5% quantiles (R,) of the randomly weighted mean of each sample's values and its bound in `highs_R`.
 
     A weighted mean is above m as often as a sum of exponentials times (value - m) is above 0. For that chance there is
     a saddlepoint approximation, Barndorff-Nielsen's r* (1986), which is compared with the normal quantile. Each tilt
@@ -137,7 +137,7 @@ def _upper_bounds(values_RN: Floats, highs_R: Floats) -> Floats:
 
 
 def _r_star(distances_RN: Floats, left_RN: Floats, tilts_R: Floats, means_R: Floats) -> Floats:
-    """How many standard deviations 0 lies above a sum of exponentials times `distances_RN`; NaN if that is none."""
+    """Return how many standard deviations 0 lies above a sum of exponentials times `distances_RN`; NaN if undefined."""
     num = distances_RN.shape[1]
     roots_R = np.sqrt(2 * (np.log(left_RN).sum(axis=1) - num * np.log(1 - tilts_R * means_R)))
     slopes_R = tilts_R * np.sqrt(((distances_RN / left_RN) ** 2).sum(axis=1))

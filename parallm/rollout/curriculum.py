@@ -1,4 +1,7 @@
-"""Fewer draws for problems that the policy nearly always or nearly never solves: their groups teach little."""
+"""Fewer draws of problems that the policy nearly always or nearly never solves. Used by `Collector`.
+
+Such problems' groups have mostly equal rewards, which teach nothing.
+"""
 
 import logging
 from collections import deque
@@ -17,7 +20,7 @@ logger = logging.getLogger(__name__)
 class Curriculum:
     """Keeps solve rates and draws problems by them.
 
-    What it draws follows from the seed, the ledger's places and the rates. `state` is all there is to save.
+    A draw follows from the seed, the cursor's index and the rates. `state` is all there is to save.
     """
 
     def __init__(self, problem_cursor: ProblemCursor, settings: CurriculumSettings, seed: int) -> None:
@@ -25,33 +28,33 @@ class Curriculum:
         self._settings = settings
         self._seed = seed
         self._rates: dict[str, deque[float]] = {}
-        self.num_skipped = 0  # problems that were drawn and passed over, since the start of this process
+        self.num_skipped = 0  # problems passed over since the start of this process
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems, from the ledger; what is passed over for them is drawn from it too."""
+        """Draw the next `count` problems from the cursor, together with those that are passed over."""
         if self._settings.by == "off":
             return self._problem_cursor.take(count)
         return [self._next() for _ in range(count)]
 
     def learn(self, groups: Sequence[TrajectoryGroup]) -> None:
-        """Take over the solve rates of a finished step: of steps that begin anew, nothing may be left."""
+        """Add the solve rates of a finished step. An interrupted step must leave none, since it runs again."""
         for group in groups:
             if self._settings.by != "off" and group.solve_rate is not None:
                 window = self._settings.window
                 self._rates.setdefault(self._key(group.problem), deque(maxlen=window)).append(group.solve_rate)
 
     def rate(self, problem: Problem) -> float | None:
-        """The solve rate that decides about `problem`; None while nothing is known."""
+        """The solve rate that decides about `problem`; None before its first group."""
         rates = self._rates.get(self._key(problem))
         return fmean(rates) if rates else None
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON."""
+        """The state for a checkpoint, as JSON."""
         rates = {key: list(rates) for key, rates in self._rates.items()}
         return {"curriculum": {"by": self._settings.by, "rates": rates}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on as `state` says, where it says anything; rates of a curriculum by something else are of no use."""
+        """Restore `state`. Rates of a curriculum by something else are dropped."""
         saved = state.get("curriculum", {"by": self._settings.by, "rates": {}})
         if saved["by"] != self._settings.by:
             logger.warning("rollout.curriculum.by was %s and is %s: it starts anew", saved["by"], self._settings.by)

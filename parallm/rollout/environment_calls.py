@@ -1,4 +1,7 @@
-"""Calls into an environment, which is anybody's program: off the event loop, and within a time limit."""
+"""Calls into the code of an environment, which may do anything: off the event loop, and within a time limit.
+
+Used by `RolloutRunner` and `ScoringWorker`. A call returns a `CallResult` and never raises.
+"""
 
 import asyncio
 import ctypes
@@ -12,72 +15,72 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_LINES = 40
-"""Lines of a traceback that are kept: the last ones, where the error is."""
+"""Lines that are kept of a traceback: the last ones, where the error is."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFault:
-    """What an environment's method did instead of answering; `kind` is a name to count it under."""
+    """Why a method of an environment returned no valid value; faults are counted by `kind`, such as `timed_out`."""
 
     kind: str
     detail: str
     traceback: str = ""
-    """The environment's own part of the traceback, if it raised."""
+    """The environment's part of the traceback, if it raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """What a call has returned, or its fault."""
+    """The value that a call has returned, or its fault."""
 
     value: Any = None
     fault: EnvironmentFault | None = None
 
 
 class CallTimeout(BaseException):
-    """Raised inside a method that takes too long; no `except Exception` of its own holds it up."""
+    """Raised inside a method that takes too long; a BaseException, which no `except Exception` catches."""
 
 
 class EnvironmentCalls:
-    """Makes one call after the other in a thread, so that HTTP is answered meanwhile; awaitables run side by side.
+    """Makes one call after the other in a thread, so that HTTP is answered meanwhile; awaitables run concurrently.
 
-    A thread cannot be killed. One that is over its time gets an exception at its next Python instruction; one that
-    waits outside of Python is left behind.
+    A thread cannot be killed. One that exceeds its time gets an exception at its next Python instruction; one that
+    waits outside of Python is abandoned.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def call_all(self, functions: Sequence[Callable[[], object]]) -> list[CallResult]:
-        """What each of `functions` returns, awaited where it is awaitable; `raised` and `timed_out` are faults."""
-        outcomes: list[CallResult] = []
-        async with self._turn:
-            while len(outcomes) < len(functions):
-                outcomes += await self._in_one_thread(functions[len(outcomes) :])
-        return list(await asyncio.gather(*map(self._awaited, outcomes)))
+        """Return what each of `functions` returns, awaited where it is awaitable; faults are `raised`, `timed_out`."""
+        results: list[CallResult] = []
+        async with self._lock:
+            while len(results) < len(functions):
+                results += await self._in_one_thread(functions[len(results) :])
+        return list(await asyncio.gather(*map(self._awaited, results)))
 
     async def _in_one_thread(self, functions: Sequence[Callable[[], object]]) -> list[CallResult]:
-        """Outcomes of all `functions`, or of those up to the first one that takes too long."""
+        """Call all `functions`, or those up to the first one that takes too long."""
         work = _Work(functions, asyncio.get_running_loop())
-        # a daemon: one that hangs must not hold up the end of the process
+        # a daemon: a call that hangs must not hold up the end of the process
         thread = threading.Thread(target=work.run, name="environment", daemon=True)
         thread.start()
         try:
             while not work.ended.done():
-                place, began = work.under_way
+                index, began = work.current_call
                 seconds_left = began + self._seconds - time.monotonic()
                 if seconds_left <= 0:
-                    return [*work.outcomes[:place], self._late()]
+                    return [*work.results[:index], self._late()]
                 await asyncio.wait({work.ended}, timeout=seconds_left)
-            return work.outcomes
+            return work.results
         finally:
             if not work.ended.done():
                 interrupt(thread)
 
-    async def _awaited(self, outcome: CallResult) -> CallResult:
-        if not inspect.isawaitable(outcome.value):
-            return outcome
-        task = asyncio.ensure_future(await_result(outcome.value))
+    async def _awaited(self, result: CallResult) -> CallResult:
+        if not inspect.isawaitable(result.value):
+            return result
+        task = asyncio.ensure_future(await_result(result.value))
         try:
             # not asyncio.wait_for, whose TimeoutError looks like one that the environment raises
             done, _ = await asyncio.wait({task}, timeout=self._seconds)
@@ -91,20 +94,20 @@ class EnvironmentCalls:
 
 
 class _Work:
-    """Functions that one thread calls. The event loop reads `under_way` and `outcomes` meanwhile."""
+    """Functions that one thread calls. The event loop reads `current_call` and `results` meanwhile."""
 
     def __init__(self, functions: Sequence[Callable[[], object]], loop: asyncio.AbstractEventLoop) -> None:
         self._functions = functions
         self._loop = loop
         self.ended: asyncio.Future[None] = loop.create_future()
-        self.outcomes: list[CallResult] = []
-        self.under_way = (0, time.monotonic())  # which function, and since when
+        self.results: list[CallResult] = []
+        self.current_call = (0, time.monotonic())  # index and begin
 
     def run(self) -> None:
-        with suppress(CallTimeout, RuntimeError):  # nobody waits any more: the time is up, or the loop has closed
-            for place, function in enumerate(self._functions):
-                self.under_way = (place, time.monotonic())
-                self.outcomes.append(attempt(function))
+        with suppress(CallTimeout, RuntimeError):  # the results are no longer awaited, or the loop has closed
+            for index, function in enumerate(self._functions):
+                self.current_call = (index, time.monotonic())
+                self.results.append(attempt(function))
             self._loop.call_soon_threadsafe(self._end)
 
     def _end(self) -> None:
@@ -139,7 +142,7 @@ def _raised(error: BaseException) -> EnvironmentFault:
 def _shown(error: BaseException) -> str:
     try:
         return repr(error)
-    except Exception:  # noqa: BLE001  its class is the environment's, too
+    except Exception:  # noqa: BLE001  the class is the environment's as well
         return f"{type(error).__name__}, whose repr raises"
 
 

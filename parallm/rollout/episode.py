@@ -1,4 +1,4 @@
-"""What the model and the environment have said to one problem so far, token by token."""
+"""One episode token by token, and the trajectory that the learner trains on. Written by `RolloutRunner`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,25 +10,25 @@ from parallm.types import Completion, FinishReason, GenerationRequest, Message, 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """One completion, or several with replies between them. Grows by `take` and `append_reply`, and never changes else.
+    """One completion, or several with replies between them.
 
-    `tokens` is everything after the prompt. Sampled tokens are trained on; those of replies are not.
+    `tokens` is everything after the prompt and only grows. Sampled tokens are trained on; those of replies are not.
     """
 
     problem: Problem
     request: GenerationRequest
-    """The first one; its `max_tokens` is the limit of all tokens together."""
+    """The first request; its `max_tokens` is the limit of all tokens together."""
     index: int
-    """Which of the request's `n`."""
+    """Index among the request's `n` completions."""
     session: EnvironmentSession | None = None
-    """Of an environment whose episodes have a state."""
+    """None where the environment's episodes have no state."""
     tokens: list[int] = field(default_factory=list)
     is_sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[WeightSpan] = field(default_factory=list)
     turns: list[Message] = field(default_factory=list)
     num_newest: int = 0
-    """Tokens of the newest turn of the model."""
+    """Number of tokens of the model's newest turn."""
     text: str = ""
     finish_reason: FinishReason = "stop"
     is_over: bool = False
@@ -38,8 +38,8 @@ class Episode:
     def num_left(self) -> int:
         return self.request.sampling.max_tokens - len(self.tokens)
 
-    def take(self, completion: Completion, said: str, turn: Message | None = None) -> None:
-        """Append what the model sampled, whose text is `said`, and `turn` where it means more than its text."""
+    def append_completion(self, completion: Completion, text: str, turn: Message | None = None) -> None:
+        """Append a completion with its text, as the message `turn` where that is not the plain text."""
         start = len(self.tokens)
         self.tokens += completion.tokens
         self.is_sampled += [True] * len(completion.tokens)
@@ -49,13 +49,13 @@ class Episode:
                 WeightSpan(version=span.version, start=start + span.start, end=start + span.end)
             )
         self.num_newest = len(completion.tokens)
-        self.turns.append(turn or Message(role="assistant", content=said))
-        self.text += said
+        self.turns.append(turn or Message(role="assistant", content=text))
+        self.text += text
         self.finish_reason = completion.finish_reason
         self.is_over = completion.finish_reason != "stop"
 
     def append_reply(self, reply: Sequence[Message], tokens: Sequence[int]) -> None:
-        """Append what the environment said. Without room for one more sampled token the episode ends before it."""
+        """Append the environment's reply. Without room for one more sampled token the episode ends before it."""
         if len(tokens) >= self.num_left:
             self.finish_reason, self.is_over = "length", True
             return
@@ -68,7 +68,7 @@ class Episode:
 def trajectory_of(
     episode: Episode, *, reward: float, parts: Mapping[str, float], loss_mask: tuple[bool, ...]
 ) -> Trajectory:
-    """The very tokens and log-probs of the episode; `loss_mask` says which of them are trained on."""
+    """Return the very tokens and log-probs of the episode; `loss_mask` says which of them are trained on."""
     return Trajectory(
         problem_id=episode.problem.problem_id,
         prompt_tokens=episode.request.prompt_tokens,

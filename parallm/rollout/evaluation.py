@@ -1,4 +1,7 @@
-"""What a version does on held-out problems: greedy accuracy, rewards, and pass@k of samples."""
+"""Evaluation on held-out problems: greedy accuracy, rewards, and pass@k of samples.
+
+Used by the trainers and by `python -m parallm.evaluate`.
+"""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +19,11 @@ from parallm.rollout.tool_calls import encode_problem
 from parallm.seeds import mix
 from parallm.types import Completion, GenerationRequest, Problem, SamplingParams
 
-EVALUATION = -1  # where a training step mixes its number into the seed
+EVALUATION = -1  # takes the place of a training step's number in the seed
 Progress = Callable[[int, int], None]
-"""Called with the number of what is finished and of all."""
+"""Called with the number of finished completions and of all."""
 GenerateCounted = Callable[[Sequence[GenerationRequest], Callable[[int], None]], Awaitable[list[list[Completion]]]]
-"""`AsyncEngine.generate_all`, or anything like it."""
+"""The face of `AsyncEngine.generate_all`, with a listener to progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +31,10 @@ class Samples:
     """How to sample for pass@k. Every evaluation draws with the same random numbers, so versions compare well."""
 
     count: int
-    """Of each problem."""
+    """Samples of each problem."""
     temperature: float
     ks: Sequence[int]
-    """None above `count`."""
+    """Each at most `count`."""
     seed: int
 
 
@@ -41,19 +44,18 @@ class EvaluationOutcomes:
 
     greedy: Sequence[EvaluatedCompletion]
     samples: Sequence[Sequence[EvaluatedCompletion]]
-    """Of each problem; empty where nothing was sampled."""
+    """Samples of each problem; empty if pass@k is off."""
 
     @property
     def completions(self) -> list[EvaluatedCompletion]:
-        return [*self.greedy, *(one for row in self.samples for one in row)]
+        return [*self.greedy, *(sample for samples in self.samples for sample in samples)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
-    """Answers each problem once at temperature 0, and samples it where asked to.
+    """Answers each problem once at temperature 0, and several times at the samples' temperature.
 
-    A completion counts as right if its part `correct` is 1. One that cannot be scored counts as wrong, its reward and
-    parts as 0.
+    A completion that cannot be scored counts as wrong, its reward and parts as 0.
     """
 
     generate_all: GenerateCounted
@@ -63,12 +65,12 @@ class Evaluator:
     max_tokens: int
     samples: Samples | None = None
     rollout: EpisodeSettings = EpisodeSettings()
-    """For the number of turns and the time limit of a score."""
+    """Number of turns and time limit of a score."""
     reward_model: RewardModel | None = None
     fault_log: FaultLog = field(default_factory=FaultLog)
 
     async def evaluate(self, step: int, version: int, model: str, progress: Progress) -> Evaluation:
-        """What `model` does on the problems, with the greedy completions.
+        """Evaluate `model`; return the report with the greedy completions.
 
         Raises EnvironmentFailed if not one completion could be scored.
         """
@@ -76,27 +78,28 @@ class Evaluator:
         return Evaluation(report=self.report(outcomes, step, version), completions=outcomes.greedy)
 
     async def outcomes(self, model: str, progress: Progress) -> EvaluationOutcomes:
-        """Every problem with its scores, for comparing models problem by problem."""
+        """Return the scores problem by problem, for a comparison of models."""
         greedy = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
-        requests = [self._request(place, model, greedy) for place in range(len(self.problems))]
+        num_problems = len(self.problems)
+        requests = [self._request(index, model, greedy) for index in range(num_problems)]
         if self.samples is not None:
-            requests += [self._sampled(place, model, self.samples) for place in range(len(self.problems))]
-        rows = await self._scored(requests, progress)
+            requests += [self._sample_request(index, model, self.samples) for index in range(num_problems)]
+        groups = await self._scored(requests, progress)
         return EvaluationOutcomes(
-            greedy=[completion_of(row[0], sample=None) for row in rows[: len(self.problems)]],
+            greedy=[completion_of(group[0], sample=None) for group in groups[:num_problems]],
             samples=[
-                [completion_of(one, sample=place) for place, one in enumerate(row)]
-                for row in rows[len(self.problems) :]
+                [completion_of(scored, sample=index) for index, scored in enumerate(group)]
+                for group in groups[num_problems:]
             ],
         )
 
     def report(self, outcomes: EvaluationOutcomes, step: int, version: int) -> EvaluationReport:
-        """The outcomes in a few numbers, each with its 95% interval."""
+        """Return the means of the outcomes, each with its 95% interval."""
         greedy, samples = outcomes.greedy, self.samples
-        names = sorted({name for one in greedy for name in one.parts})
-        parts = {name: [one.parts.get(name, 0.0) for one in greedy] for name in names}
-        accuracy = share_estimate(sum(one.is_correct for one in greedy), len(greedy))
-        num_correct = [sum(one.is_correct for one in row) for row in outcomes.samples]
+        names = sorted({name for completion in greedy for name in completion.parts})
+        parts = {name: [completion.parts.get(name, 0.0) for completion in greedy] for name in names}
+        accuracy = share_estimate(sum(completion.is_correct for completion in greedy), len(greedy))
+        num_correct = [sum(sample.is_correct for sample in group) for group in outcomes.samples]
         return EvaluationReport(
             step=step,
             version=version,
@@ -104,7 +107,7 @@ class Evaluator:
             accuracy=accuracy.mean,
             low=accuracy.low,
             high=accuracy.high,
-            reward=mean_estimate([one.reward for one in greedy], *self._reward_range(parts)),
+            reward=mean_estimate([completion.reward for completion in greedy], *self._reward_range(parts)),
             reward_parts={name: mean_estimate(values) for name, values in parts.items()},
             pass_at={k: pass_at(k, samples.count, num_correct) for k in samples.ks} if samples else {},
             num_samples=samples.count if samples else 0,
@@ -112,20 +115,20 @@ class Evaluator:
         )
 
     def _reward_range(self, parts: Mapping[str, Sequence[float]]) -> tuple[float, float]:
-        """The least and the most that any problem's environment pays for its parts."""
+        """Return the smallest and the largest reward that any problem's environment gives for its parts."""
         supports = {name: support(values) for name, values in parts.items()}
-        added = {} if self.reward_model is None else {REWARD_MODEL: self.reward_model.weight}
+        extra = {} if self.reward_model is None else {REWARD_MODEL: self.reward_model.weight}
         ranges = []
         for problem in self.problems:
-            weights = {**environment_of(self.environment, problem).weights, **added}
+            weights = {**environment_of(self.environment, problem).weights, **extra}
             ends = [sorted(weight * end for end in supports.get(name, (0.0, 1.0))) for name, weight in weights.items()]
-            ranges.append((sum(least for least, _ in ends), sum(most for _, most in ends)))
-        return min(least for least, _ in ranges), max(most for _, most in ranges)
+            ranges.append((sum(low for low, _ in ends), sum(high for _, high in ends)))
+        return min(low for low, _ in ranges), max(high for _, high in ranges)
 
     async def _scored(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[list[ScoredEpisode]]:
-        """The episodes of each request, whose problems come round as often as needed."""
-        problems = [self.problems[place % len(self.problems)] for place in range(len(requests))]
-        stage = RolloutRunner(
+        """Return the episodes of each request; requests go through the problems in order, once or twice."""
+        problems = [self.problems[index % len(self.problems)] for index in range(len(requests))]
+        runner = RolloutRunner(
             partial(self._generated, progress),
             self.tokenizer,
             self.environment,
@@ -133,27 +136,27 @@ class Evaluator:
             score_seconds=self.rollout.score_seconds,
             reward_model=self.reward_model,
         )
-        rows = await stage.run_episodes(problems, requests)
-        scores = [(problem, one.score) for problem, row in zip(problems, rows, strict=True) for one in row]
-        faults = [(problem, score.fault) for problem, score in scores if score.fault]
+        groups = await runner.run_episodes(problems, requests)
+        pairs = [(problem, scored) for problem, group in zip(problems, groups, strict=True) for scored in group]
+        faults = [(problem, scored.score.fault) for problem, scored in pairs if scored.score.fault]
         self.fault_log.log("evaluation", faults)
-        raise_if_none_scored("evaluation", [fault for _, fault in faults], len(scores) - len(faults))
-        return rows
+        raise_if_none_scored("evaluation", [fault for _, fault in faults], len(pairs) - len(faults))
+        return groups
 
     async def _generated(self, progress: Progress, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         total = sum(request.n for request in requests)
         return await self.generate_all(requests, lambda done: progress(done, total))
 
-    def _sampled(self, place: int, model: str, samples: Samples) -> GenerationRequest:
-        seed = mix(mix(samples.seed, EVALUATION), place)
+    def _sample_request(self, index: int, model: str, samples: Samples) -> GenerationRequest:
+        seed = mix(mix(samples.seed, EVALUATION), index)
         sampling = SamplingParams(max_tokens=self.max_tokens, temperature=samples.temperature, seed=seed)
-        return self._request(place, model, sampling, count=samples.count)
+        return self._request(index, model, sampling, count=samples.count)
 
-    def _request(self, place: int, model: str, sampling: SamplingParams, count: int = 1) -> GenerationRequest:
+    def _request(self, index: int, model: str, sampling: SamplingParams, count: int = 1) -> GenerationRequest:
         kind = "sampled" if count > 1 or sampling.temperature else "greedy"
         return GenerationRequest(
-            request_id=f"evaluation-{model}-{kind}-{place}",
-            prompt_tokens=encode_problem(self.tokenizer, self.problems[place]),
+            request_id=f"evaluation-{model}-{kind}-{index}",
+            prompt_tokens=encode_problem(self.tokenizer, self.problems[index]),
             sampling=sampling,
             n=count,
             model=model,

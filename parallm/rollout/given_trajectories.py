@@ -1,20 +1,18 @@
-"""Groups of one update from trajectories that a client sends. Pure."""
+"""Groups of one update from trajectories that a client sends. Pure; used by `GivenUpdates`."""
 
 from collections.abc import Iterable, Sequence
 
 from parallm.errors import InvalidRequest
 from parallm.learner.settings import Advantage
 from parallm.rollout.live.records import prompt_id
+from parallm.rollout.scoring import SCALAR_REWARD
 from parallm.types import GivenTrajectory, Problem, Trajectory, TrajectoryGroup, WeightSpan
-
-SCALAR_REWARD = "reward"
-"""The name of a reward that is one number."""
 
 
 def check_trajectories(given: Sequence[GivenTrajectory], *, version: int, limit: int, num_token_ids: int) -> None:
-    """Raise InvalidRequest, naming the first at fault, for what a learner at `version` cannot train on.
+    """Raise InvalidRequest for the first trajectory that a learner at `version` cannot train on.
 
-    `limit` is the most versions that a trained token may be older.
+    `limit` is the largest age of a trained token in versions.
     """
     for index, trajectory in enumerate(given):
         name = f"trajectories.{index}"
@@ -35,10 +33,10 @@ def groups_of(
 ) -> tuple[TrajectoryGroup, ...]:
     """Return the groups, in the order of their first trajectories. `version` sampled those without log-probs."""
     groups: dict[str, list[Trajectory]] = {}
-    for trajectory, own in zip(given, logprobs, strict=True):
+    for trajectory, token_logprobs in zip(given, logprobs, strict=True):
         group = trajectory.group
         problem = prompt_id(trajectory.prompt_tokens) if group is None else f"given/{group}"
-        groups.setdefault(problem, []).append(_trajectory(trajectory, problem, own, version))
+        groups.setdefault(problem, []).append(_trajectory(trajectory, problem, token_logprobs, version))
     return tuple(
         TrajectoryGroup(problem=Problem(problem_id=name, messages=(), answer=""), trajectories=tuple(trajectories))
         for name, trajectories in groups.items()
@@ -46,20 +44,20 @@ def groups_of(
 
 
 def with_signal(groups: Iterable[TrajectoryGroup], advantage: Advantage) -> tuple[TrajectoryGroup, ...]:
-    """Return the groups that have a signal for this advantage. Raises InvalidRequest where there are none."""
-    sent = tuple(groups)
-    rewards = {reward for group in sent for reward in group.rewards}
+    """Return the groups that have a signal for this advantage. Raises InvalidRequest if there are none."""
+    groups = tuple(groups)
+    rewards = {reward for group in groups for reward in group.rewards}
     match advantage:
-        case "reinforce_pp":  # compares all with all
-            trained = sent if len(rewards) > 1 else ()
+        case "reinforce_pp":  # compares all trajectories with each other
+            trained = groups if len(rewards) > 1 else ()
         case "reward":
-            trained = tuple(group for group in sent if any(group.rewards))
+            trained = tuple(group for group in groups if any(group.rewards))
         case _:
-            trained = tuple(group for group in sent if group.has_signal)
+            trained = tuple(group for group in groups if group.has_signal)
     if not trained:
         raise InvalidRequest(
             f"there is nothing to learn: learner.advantage={advantage} compares the trajectories of a group, and in "
-            f"each of {len(sent)} groups all rewards are equal; send groups of two or more with different rewards",
+            f"each of {len(groups)} groups all rewards are equal; send groups of two or more with different rewards",
             "trajectories",
         )
     return trained

@@ -1,4 +1,4 @@
-"""The served model as a judge of completions: questions of an environment go to the engine like any other traffic."""
+"""The served model as a judge of completions, for environments that ask it. Made by the wiring of a run."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -9,7 +9,7 @@ from parallm.types import BASE, GenerationRequest, Message, SamplingParams
 
 
 class Judge:
-    """The `Ask` that environments are connected to. Greedy, so the same question gets the same answer."""
+    """The `Ask` of environments. It samples greedily, so the same question gets the same answer."""
 
     def __init__(self, generate_all: GenerateAll, tokenizer: ChatTokenizer) -> None:
         self._generate_all = generate_all

@@ -1,4 +1,7 @@
-"""Problems in a shuffled order that follows from the seed alone: epoch after epoch, each problem once per epoch."""
+"""Training problems in a shuffled order, and the account of which step has drawn which. Used by `Collector`.
+
+The order follows from the seed alone: epoch after epoch, each problem once per epoch.
+"""
 
 import hashlib
 import random
@@ -17,17 +20,17 @@ BLOCK = 1000
 
 
 class Stream(Protocol):
-    """Endless supply of training problems. `cursor` is all there is to save."""
+    """An endless supply of training problems. `cursor` is all there is to save."""
 
     cursor: int
-    """Problems given so far; written by `take` and by whoever resumes a run."""
+    """Number of problems drawn so far; written by `take` and to resume a run."""
 
     @property
     def digest(self) -> str:
-        """Digest of the problems and of their order but for the seed: a cursor means the same in equal streams."""
+        """Digest of the problems and of their order except for the seed: equal digests give a cursor equal meaning."""
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems."""
+        """Draw the next `count` problems."""
 
 
 class ProblemStream:
@@ -37,7 +40,7 @@ class ProblemStream:
         self._problems = problems
         self._seed = seed
         self.cursor = 0
-        self._epoch = -1  # of `_order`
+        self._epoch = -1  # the epoch of `_order`
         self._order: list[int] = []
 
     @property
@@ -45,21 +48,21 @@ class ProblemStream:
         return _sha256(map(repr, self._problems))
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems."""
+        """Draw the next `count` problems."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> Problem:
-        epoch, place = divmod(self.cursor, len(self._problems))
+        epoch, index = divmod(self.cursor, len(self._problems))
         if epoch != self._epoch:
             self._order = list(range(len(self._problems)))
             random.Random(mix(self._seed, epoch)).shuffle(self._order)
             self._epoch = epoch
         self.cursor += 1
-        return self._problems[self._order[place]]
+        return self._problems[self._order[index]]
 
 
 class MixedStream:
-    """Draws from several streams by name, following a plan of names over and over.
+    """Draws from several streams by name, in the order of a plan of names that repeats.
 
     An environment with few problems starts its next epoch while others are still in their first.
     """
@@ -74,35 +77,35 @@ class MixedStream:
 
     @cursor.setter
     def cursor(self, value: int) -> None:
-        blocks, place = divmod(value, len(self._plan))
+        num_blocks, offset = divmod(value, len(self._plan))
         for name, stream in self._streams.items():
-            stream.cursor = blocks * self._plan.count(name) + self._plan[:place].count(name)
+            stream.cursor = num_blocks * self._plan.count(name) + self._plan[:offset].count(name)
 
     @property
     def digest(self) -> str:
         return _sha256([*self._plan, *(stream.digest for stream in self._streams.values())])
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems."""
+        """Draw the next `count` problems."""
         begin = self.cursor
-        names = [self._plan[place % len(self._plan)] for place in range(begin, begin + count)]
+        names = [self._plan[index % len(self._plan)] for index in range(begin, begin + count)]
         return [problem for name in names for problem in self._streams[name].take(1)]
 
 
 def even_plan(shares: Mapping[str, float], length: int) -> list[str]:
-    """Names in proportion to their shares, so that any stretch of the plan has nearly the same proportions."""
+    """Return names in proportion to their shares, where every slice of the plan has nearly the same proportions."""
     total = sum(shares.values())
-    given = dict.fromkeys(shares, 0)
+    counts = dict.fromkeys(shares, 0)
     plan = []
-    for place in range(1, length + 1):
-        name = max(shares, key=lambda name: place * shares[name] / total - given[name])
-        given[name] += 1
+    for number in range(1, length + 1):
+        name = max(shares, key=lambda name: number * shares[name] / total - counts[name])
+        counts[name] += 1
         plan.append(name)
     return plan
 
 
 def make_stream(environment: AnyEnvironment, problems: Sequence[Problem], seed: int) -> Stream:
-    """A stream of `problems`, the train split of `environment`; of several environments, each in its own order.
+    """Return a stream of `problems`, the train split of `environment`; each part of a mixture keeps its own order.
 
     Raises ProblemError for an environment without problems, and ConfigError for one that would never be drawn.
     """
@@ -110,13 +113,13 @@ def make_stream(environment: AnyEnvironment, problems: Sequence[Problem], seed: 
         return ProblemStream(problems, seed)
     plan = even_plan(environment.shares, BLOCK)
     streams: dict[str, Stream] = {}
-    for place, name in enumerate(environment.shares):
-        own = [one for one in problems if one.environment == name]
-        if not own:
+    for index, name in enumerate(environment.shares):
+        own_problems = [problem for problem in problems if problem.environment == name]
+        if not own_problems:
             raise ProblemError(f"environment.parts.{name}: the train split has no problems")
         if name not in plan:
             raise ConfigError(f"environment.parts.{name}.weight is less than one draw in {BLOCK}; raise it")
-        streams[name] = ProblemStream(own, mix(seed, place))
+        streams[name] = ProblemStream(own_problems, mix(seed, index))
     return MixedStream(streams, plan)
 
 
@@ -129,13 +132,15 @@ def _sha256(texts: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProblemSplits:
+    """The problems of a run, read before its model is loaded."""
+
     train: Sequence[Problem]
     test: Sequence[Problem]
-    """Held out; empty where nothing is evaluated."""
+    """Held-out problems; empty if nothing is evaluated."""
 
 
 def load_problems(environment: AnyEnvironment, num_test: int) -> ProblemSplits:
-    """All training problems and the first `num_test` held-out ones; with 0 the test split is not asked for.
+    """Return all training problems and the first `num_test` held-out ones; with 0 the test split is not read.
 
     Raises ProblemError if there is nothing to train on, and what reading raises.
     """
@@ -146,55 +151,59 @@ def load_problems(environment: AnyEnvironment, num_test: int) -> ProblemSplits:
 
 
 class ProblemCursor:
-    """A stream of problems with its account. Draws are places in the stream: a place always means the same problem."""
+    """The position of a run in its stream, as an account of which step has drawn which problems.
+
+    An interrupted step draws the same problems again. Steps that are collected at the same time draw in turns, so the
+    stream's own cursor does not tell what a finished step has used. An index always means the same problem.
+    """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._cursor = stream.cursor  # the first place that was never drawn
-        self._again: deque[int] = deque()  # places that were drawn in vain and come first
+        self._cursor = stream.cursor  # the first index that was never drawn
+        self._again: deque[int] = deque()  # indices that were drawn in vain and come first
         self._unclaimed: list[int] = []
         self._drawn: dict[int, list[int]] = {}
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems. `claim` them for a step before anything else draws."""
+        """Draw the next `count` problems. `claim` them for a step before the next draw."""
         return [self._next() for _ in range(count)]
 
     @property
     def last_index(self) -> int:
-        """Of what was drawn last and not claimed yet."""
+        """Index of the newest problem that is not claimed yet."""
         return self._unclaimed[-1]
 
     def claim(self, step: int) -> None:
-        """Book what was drawn since the last claim on `step`."""
+        """Book everything that was drawn since the last claim on `step`."""
         self._drawn.setdefault(step, []).extend(self._unclaimed)
         self._unclaimed = []
 
     def commit(self, step: int) -> None:
-        """Forget what `step` has drawn: it was trained on, or taught nothing."""
+        """Drop the draws of `step`: it was trained on, or taught nothing."""
         self._drawn.pop(step, None)
 
     def requeue(self, steps: Iterable[int]) -> None:
-        """Let what these steps have drawn be the next to draw, in the order of the steps."""
-        places = [place for step in sorted(steps) for place in self._drawn.pop(step, [])]
-        self._again.extendleft(reversed(places))
+        """Make the draws of these steps the next ones, in the order of the steps."""
+        indices = [index for step in sorted(steps) for index in self._drawn.pop(step, [])]
+        self._again.extendleft(reversed(indices))
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint, as JSON: steps that are not settled begin anew after `restore`."""
-        open_steps = [place for step in sorted(self._drawn) for place in self._drawn[step]]
-        return {"cursor": self._cursor, "again": [*open_steps, *self._unclaimed, *self._again]}
+        """The state for a checkpoint, as JSON: steps that are not committed begin anew after `restore`."""
+        open_draws = [index for step in sorted(self._drawn) for index in self._drawn[step]]
+        return {"cursor": self._cursor, "again": [*open_draws, *self._unclaimed, *self._again]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on as `state` says; one without `again` has no open steps."""
+        """Restore `state`; one without `again` has no open steps."""
         self._cursor = int(state["cursor"])
         self._again = deque(state.get("again", ()))
         self._unclaimed, self._drawn = [], {}
 
     def _next(self) -> Problem:
         if self._again:
-            place = self._again.popleft()
+            index = self._again.popleft()
         else:
-            place = self._cursor
+            index = self._cursor
             self._cursor += 1
-        self._unclaimed.append(place)
-        self._stream.cursor = place
+        self._unclaimed.append(index)
+        self._stream.cursor = index
         return self._stream.take(1)[0]

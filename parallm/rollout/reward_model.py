@@ -1,4 +1,4 @@
-"""A reward model's score as one more reward part of every episode, whatever the environment."""
+"""A reward model's score as one more reward part of every episode. Used by `RolloutRunner`."""
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,44 +10,44 @@ from parallm.rollout.scoring import MAX_REWARD, REWARD_MODEL, Score
 from parallm.types import FaultyEpisode, ScoringRequest
 
 Rate = Callable[[Sequence[ScoringRequest]], Awaitable[list[float]]]
-"""Scores of all completions, in the order of the prompts and of each prompt's completions."""
+"""Returns the scores of all completions, in the order of the prompts and of each prompt's completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModel:
-    """Adds the part `rollout/reward_model`. It reads the very tokens that were sampled, replies between turns included.
+    """Adds the part `rollout/reward_model`, from the very tokens that were sampled and the replies between turns.
 
-    Runs on the asyncio thread.
+    Used on the asyncio thread.
     """
 
     rate: Rate
     weight: float
     tokenizer: ChatTokenizer
 
-    async def rated(self, rows: Sequence[Sequence[Episode]], scores: Sequence[Sequence[Score]]) -> list[list[Score]]:
-        """The scores of episodes, of one problem in a row, with the part in each that has no fault.
+    async def rated(self, groups: Sequence[Sequence[Episode]], scores: Sequence[Sequence[Score]]) -> list[list[Score]]:
+        """Return the scores of groups of episodes, with the part in each score that has no fault.
 
         Raises what `rate` raises.
         """
-        pairs = [list(zip(row, own, strict=True)) for row, own in zip(rows, scores, strict=True)]
-        fitting = [[episode for episode, score in row if _fits(episode, score)] for row in pairs]
-        values = iter(await self.rate([self._prompted(row) for row in fitting if row]))
+        pairs = [list(zip(group, own, strict=True)) for group, own in zip(groups, scores, strict=True)]
+        ratable = [[episode for episode, score in group if _is_ratable(episode, score)] for group in pairs]
+        values = iter(await self.rate([self._request(group) for group in ratable if group]))
         return [
             [
-                self._with_part(episode, score, next(values)) if _fits(episode, score) else score
-                for episode, score in row
+                self._with_part(episode, score, next(values)) if _is_ratable(episode, score) else score
+                for episode, score in group
             ]
-            for row in pairs
+            for group in pairs
         ]
 
-    def _prompted(self, row: Sequence[Episode]) -> ScoringRequest:
+    def _request(self, group: Sequence[Episode]) -> ScoringRequest:
         return ScoringRequest(
-            prompt_tokens=row[0].request.prompt_tokens,
-            completions=tuple(self._ended(episode) for episode in row),
+            prompt_tokens=group[0].request.prompt_tokens,
+            completions=tuple(self._ended(episode) for episode in group),
         )
 
     def _ended(self, episode: Episode) -> tuple[int, ...]:
-        """What is scored. A completion that was cut off is read as if it ended there: the score is that of an end."""
+        """Return the episode's tokens with an end: a completion that was cut off is scored as if it ended there."""
         if episode.tokens[-1] in self.tokenizer.eos_token_ids:
             return tuple(episode.tokens)
         return (*episode.tokens, self.tokenizer.encode_answer(episode.problem.messages, "")[-1])
@@ -62,5 +62,5 @@ class RewardModel:
         return Score(parts={}, reward=math.nan, fault=fault)
 
 
-def _fits(episode: Episode, score: Score) -> bool:
+def _is_ratable(episode: Episode, score: Score) -> bool:
     return score.fault is None and bool(episode.tokens)

@@ -1,4 +1,7 @@
-"""Problems -> scored episodes: generation, the environment's replies between turns, and its scores at the end."""
+"""Problems -> scored episodes: generation, the environment's replies between turns, and its scores at the end.
+
+Used by `Collector` and `Evaluator`. A later turn's prompt is the very token ids of the earlier ones.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -25,7 +28,7 @@ from parallm.types import Completion, GenerationRequest, Message, Problem
 logger = logging.getLogger(__name__)
 
 GenerateAll = Callable[[Sequence[GenerationRequest]], Awaitable[list[list[Completion]]]]
-"""`AsyncEngine.generate_all`, or anything like it."""
+"""The face of `AsyncEngine.generate_all`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +38,9 @@ class ScoredEpisode:
 
 
 class RolloutRunner:
-    """Plays and scores all episodes of some problems, turn by turn, each turn of all of them at one moment.
+    """Runs and scores the episodes of problems turn by turn: a turn of all of them goes to the engine at one moment.
 
-    Runs on the asyncio thread.
+    Used on the asyncio thread.
     """
 
     def __init__(
@@ -60,18 +63,14 @@ class RolloutRunner:
     async def run_episodes(
         self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]
     ) -> list[list[ScoredEpisode]]:
-        """For each problem the episodes of its request, by index. Raises what generating raises.
-
-        A later turn's request goes on from the very tokens of the earlier ones.
-        """
+        """Return the episodes of each problem's request, by index. Raises what generating raises."""
         first = [self._for_turn(*pair, turn=0) for pair in zip(problems, requests, strict=True)]
         results = await generate_for(problems, first, self._generate_all)
-        rows = [self._begin(*triple) for triple in zip(problems, requests, results, strict=True)]
-        await self._go_on([episode for row in rows for episode in row])
-        return await self._score(rows)
+        groups = [self._begin(*triple) for triple in zip(problems, requests, results, strict=True)]
+        await self._run_later_turns([episode for group in groups for episode in group])
+        return await self._score(groups)
 
-    async def _go_on(self, episodes: list[Episode]) -> None:
-        """All turns after the first one."""
+    async def _run_later_turns(self, episodes: list[Episode]) -> None:
         for turn in range(1, self._max_turns):
             episodes = [episode for episode in episodes if not episode.is_over]
             await self._reply(episodes)
@@ -82,30 +81,30 @@ class RolloutRunner:
             requests = [self._next_request(episode, turn) for episode in episodes]
             results = await generate_for(problems, requests, self._generate_all)
             for episode, (completion,) in zip(episodes, results, strict=True):
-                self._take(episode, completion)
+                self._append(episode, completion)
 
-    async def _score(self, rows: list[list[Episode]]) -> list[list[ScoredEpisode]]:
-        whole = [episode for row in rows for episode in row if episode.fault is None]
-        close_sessions(episode for row in rows for episode in row if episode.fault is not None)
-        outcomes = iter(await self._calls.call_all([score_call(self._environment, episode) for episode in whole]))
+    async def _score(self, groups: list[list[Episode]]) -> list[list[ScoredEpisode]]:
+        valid = [episode for group in groups for episode in group if episode.fault is None]
+        close_sessions(episode for group in groups for episode in group if episode.fault is not None)
+        results = iter(await self._calls.call_all([score_call(self._environment, episode) for episode in valid]))
         scores = [
             [
-                to_score(self._environment, episode, next(outcomes) if episode.fault is None else CallResult())
-                for episode in row
+                to_score(self._environment, episode, next(results) if episode.fault is None else CallResult())
+                for episode in group
             ]
-            for row in rows
+            for group in groups
         ]
         close_sessions(
             episode
-            for row, own in zip(rows, scores, strict=True)
-            for episode, score in zip(row, own, strict=True)
+            for group, group_scores in zip(groups, scores, strict=True)
+            for episode, score in zip(group, group_scores, strict=True)
             if score.fault is not None and episode.fault is None
         )
         if self._reward_model is not None:
-            scores = await self._reward_model.rated(rows, scores)
+            scores = await self._reward_model.rated(groups, scores)
         return [
-            [ScoredEpisode(episode=episode, score=score) for episode, score in zip(row, own, strict=True)]
-            for row, own in zip(rows, scores, strict=True)
+            [ScoredEpisode(episode=episode, score=score) for episode, score in zip(group, group_scores, strict=True)]
+            for group, group_scores in zip(groups, scores, strict=True)
         ]
 
     def _begin(self, problem: Problem, request: GenerationRequest, completions: Sequence[Completion]) -> list[Episode]:
@@ -115,32 +114,32 @@ class RolloutRunner:
         episodes = []
         for completion, session in zip(completions, sessions, strict=True):
             episode = Episode(problem=problem, request=request, index=completion.index, session=session)
-            self._take(episode, completion)
+            self._append(episode, completion)
             if fault is not None:
                 episode.fault, episode.is_over = fault, True
             episodes.append(episode)
         return episodes
 
-    def _take(self, episode: Episode, completion: Completion) -> None:
+    def _append(self, episode: Episode, completion: Completion) -> None:
         if not self._has_turns(episode.problem):
-            episode.take(completion, completion.text)
+            episode.append_completion(completion, completion.text)
             episode.is_over = True
         else:
             # a completion's own text ends before a stop string, which the environment must see
-            said = self._tokenizer.decode(completion.tokens)
+            text = self._tokenizer.decode(completion.tokens)
             prompt = (*episode.request.prompt_tokens, *episode.tokens)
-            episode.take(completion, said, parse_response(self._tokenizer, episode.problem, prompt, said))
+            episode.append_completion(completion, text, parse_response(self._tokenizer, episode.problem, prompt, text))
             episode.text = self._tokenizer.decode(episode.tokens)
 
     async def _reply(self, episodes: list[Episode]) -> None:
-        """Append what the environment says to each of `episodes`, or end it."""
-        outcomes = await self._calls.call_all([self._reply_call(episode) for episode in episodes])
-        for episode, outcome in zip(episodes, outcomes, strict=True):
-            fault = outcome.fault or fault_of_reply(outcome.value)
-            if fault is not None or outcome.value is None:
+        """Append the environment's reply to each of `episodes`, or end the episode."""
+        results = await self._calls.call_all([self._reply_call(episode) for episode in episodes])
+        for episode, result in zip(episodes, results, strict=True):
+            fault = result.fault or fault_of_reply(result.value)
+            if fault is not None or result.value is None:
                 episode.fault, episode.is_over = fault, True
             else:
-                self._append_reply(episode, outcome.value)
+                self._append_reply(episode, result.value)
 
     def _reply_call(self, episode: Episode) -> Callable[[], object]:
         if episode.session is not None:
@@ -173,9 +172,9 @@ class RolloutRunner:
         return self._for_turn(episode.problem, request, turn)
 
     def _for_turn(self, problem: Problem, request: GenerationRequest, turn: int) -> GenerationRequest:
-        """`request` with what the environment stops at, and whether the engine should expect another turn.
+        """Return `request` with the environment's stop strings and with whether another turn may follow.
 
-        Nobody answers the last turn, so nothing is left to stop for, and nothing goes on from it.
+        The last turn gets no reply, so nothing stops it and nothing continues it.
         """
         if not self._has_turns(problem) or turn == self._max_turns - 1:
             return replace(request, is_continued=False)
@@ -189,24 +188,24 @@ class RolloutRunner:
 
 
 def close_sessions(episodes: Iterable[Episode]) -> None:
-    """End what an environment still does for episodes that will not be scored."""
+    """Close the sessions of episodes that will not be scored."""
     for episode in episodes:
         if episode.session is not None and (fault := attempt(episode.session.close).fault) is not None:
             logger.warning("problem %s: closing an episode has failed: %s", episode.problem.problem_id, fault.detail)
 
 
 def fault_of_open(value: object, count: int) -> EnvironmentFault | None:
-    """Anything but a counterpart for each of `count` episodes is `malformed`."""
+    """Return the fault `malformed` for anything but a session for each of `count` episodes."""
     if isinstance(value, Sequence) and len(value) == count:
         return None
-    return EnvironmentFault("malformed", f"open returned {value!r:.80}, not {count} counterparts")
+    return EnvironmentFault("malformed", f"open returned {value!r:.80}, not {count} sessions")
 
 
 def fault_of_reply(value: object) -> EnvironmentFault | None:
-    """Anything but None, one assistant message, or messages of other roles is `malformed`."""
+    """Return the fault `malformed` for anything but None, one assistant message, or messages of other roles."""
     messages = list(value) if isinstance(value, Sequence) else []
     fits = messages and all(isinstance(message, Message) for message in messages)
-    if value is None or (fits and (len(messages) == 1 or all(one.role != ASSISTANT for one in messages))):
+    if value is None or (fits and (len(messages) == 1 or all(message.role != ASSISTANT for message in messages))):
         return None
     return EnvironmentFault(
         "malformed", f"reply returned {value!r:.80}, not None, one assistant message, or messages of other roles"
@@ -216,7 +215,7 @@ def fault_of_reply(value: object) -> EnvironmentFault | None:
 async def generate_for(
     problems: Sequence[Problem], requests: Sequence[GenerationRequest], generate_all: GenerateAll
 ) -> list[list[Completion]]:
-    """`generate_all` of one request per problem. Raises ContextTooLong with the name of the longest problem."""
+    """Generate one request per problem. Raises ContextTooLong that names the problem with the longest prompt."""
     try:
         return await generate_all(requests)
     except ContextTooLong as error:

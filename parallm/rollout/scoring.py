@@ -1,4 +1,7 @@
-"""Episodes -> reward parts. Whatever an environment does instead of scoring costs one episode, and is counted."""
+"""Episodes -> reward parts. Whatever an environment does instead of scoring costs one episode and is counted.
+
+Used by `RolloutRunner`; `FaultLog` names the faults in the log of a run.
+"""
 
 import logging
 import math
@@ -17,21 +20,23 @@ logger = logging.getLogger(__name__)
 
 CORRECT = "correct"
 REWARD_MODEL = "rollout/reward_model"
-"""The part of a reward model, which says nothing about right and wrong."""
+"""The reward model's part, which says nothing about right and wrong."""
+SCALAR_REWARD = "reward"
+"""Name of the part of a reward that is one number."""
 MAX_REWARD = 1e9
-"""Of a reward or a part of one, either way. Advantages are float32, and so is the sum of the squares of a gradient,
-which is in proportion to them: beyond it one completion could make that of a whole step infinite."""
+"""Largest absolute value of a reward or a part. Advantages are float32, and so is the sum of the squares of a gradient,
+which grows with them: a larger reward could make that of a whole step infinite."""
 NO_TOKENS = "no_tokens"
-"""The kind of fault of a completion that the engine has sampled nothing for."""
+"""Kind of fault of a completion without any token."""
 MAX_TRACEBACKS = 20
-"""Tracebacks of a run in its log: an environment may make up its code as it goes."""
-NUM_SHOWN = 3
-MAX_LETTERS = 2000
+"""Tracebacks in the log of a run: an environment that generates code could raise at ever new places."""
+MAX_SHOWN = 3
+MAX_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Of one episode. With a fault there are no parts, and the reward is NaN."""
+    """The reward of one episode. With a fault there are no parts, and the reward is NaN."""
 
     parts: Mapping[str, float]
     reward: float
@@ -39,49 +44,49 @@ class Score:
 
     @property
     def is_correct(self) -> bool:
-        """The part `correct` is 1; where an environment has none, all its parts are, and there are some."""
+        """Whether the part `correct` is 1; without such a part, whether there are parts and all of them are 1."""
         if self.fault is not None:
             return False
         if CORRECT in self.parts:
             return self.parts[CORRECT] == 1
-        own = [part for name, part in self.parts.items() if name != REWARD_MODEL]
-        return bool(own) and all(part == 1 for part in own)
+        parts = [part for name, part in self.parts.items() if name != REWARD_MODEL]
+        return bool(parts) and all(part == 1 for part in parts)
 
 
 def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], object]:
-    """The call that scores `episode`: with its turns where there may be several, else with its text."""
-    own = environment_of(environment, episode.problem)
+    """Return the call that scores `episode`: with its turns where there may be several, else with its text."""
+    environment = environment_of(environment, episode.problem)
     if episode.session is not None:
         return partial(episode.session.score, tuple(episode.turns), is_cut_off=episode.finish_reason == "length")
-    assert not isinstance(own, StatefulEnvironment), "the stage opens these"
-    if isinstance(own, MultiTurnEnvironment):
-        return partial(own.score, episode.problem, tuple(episode.turns))
-    return partial(own.score, episode.problem, episode.text)
+    assert not isinstance(environment, StatefulEnvironment), "the runner opens its sessions"
+    if isinstance(environment, MultiTurnEnvironment):
+        return partial(environment.score, episode.problem, tuple(episode.turns))
+    return partial(environment.score, episode.problem, episode.text)
 
 
-def to_score(environment: AnyEnvironment, episode: Episode, outcome: CallResult) -> Score:
-    """Parts and reward of what `score_call` has returned, or the fault that leaves the episode without them."""
-    own = environment_of(environment, episode.problem)
+def to_score(environment: AnyEnvironment, episode: Episode, result: CallResult) -> Score:
+    """Return the score in what `score_call` has returned, or one with the fault that leaves the episode without."""
+    weights = environment_of(environment, episode.problem).weights
     parts: dict[str, float] = {}
-    fault = episode.fault or outcome.fault or read_parts(outcome.value, parts)
-    reward = sum(own.weights.get(name, 0.0) * value for name, value in parts.items())
+    fault = episode.fault or result.fault or read_parts(result.value, parts)
+    reward = sum(weights.get(name, 0.0) * value for name, value in parts.items())
     if fault is None and not abs(reward) <= MAX_REWARD:
         kind = "too_large" if math.isfinite(reward) else "not_finite"
         fault = EnvironmentFault(kind, f"the parts {parts} add up to {reward}; the limit is {MAX_REWARD:g} either way")
     if fault is None:
         return Score(parts=parts, reward=reward)
-    named = FaultyEpisode(
+    faulty = FaultyEpisode(
         kind=f"{'reply' if episode.fault else 'score'}_{fault.kind}",
         detail=fault.detail,
         text=episode.text,
         tokens=tuple(episode.tokens),
         traceback=fault.traceback,
     )
-    return Score(parts={}, reward=math.nan, fault=named)
+    return Score(parts={}, reward=math.nan, fault=faulty)
 
 
 def read_parts(value: object, parts: dict[str, float]) -> EnvironmentFault | None:
-    """Put the parts that `score` has returned into `parts`, as floats; the fault where one is no finite number."""
+    """Put the parts that `score` has returned into `parts`, as floats; return a fault if one is no finite number."""
     if not isinstance(value, Mapping):
         return EnvironmentFault("malformed", f"score returned {value!r:.80}, not a mapping of names to numbers")
     for name, part in value.items():
@@ -102,39 +107,39 @@ def read_parts(value: object, parts: dict[str, float]) -> EnvironmentFault | Non
 
 
 class FaultLog:
-    """Names the faults of a run in its log, and each traceback once."""
+    """Names the faults of a run in its log, each traceback once."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
+        self._logged: set[str] = set()  # locations
 
     def log(self, when: str, faults: Iterable[tuple[Problem, FaultyEpisode]]) -> None:
-        """The first faults of each kind with their texts; `when` is such as `step 3`."""
+        """Log the first faults of each kind with their texts; `when` is, say, `step 3`."""
         kinds: dict[str, list[tuple[Problem, FaultyEpisode]]] = {}
         for problem, fault in faults:
             kinds.setdefault(fault.kind, []).append((problem, fault))
-        for kind, found in kinds.items():
-            for problem, fault in found[:NUM_SHOWN]:
-                text = fault.text if len(fault.text) <= MAX_LETTERS else fault.text[:MAX_LETTERS] + " ..."
+        for kind, pairs in kinds.items():
+            for problem, fault in pairs[:MAX_SHOWN]:
+                text = fault.text if len(fault.text) <= MAX_CHARACTERS else fault.text[:MAX_CHARACTERS] + " ..."
                 logger.warning("%s, %s: %s; problem %s, text %r", when, kind, fault.detail, problem.problem_id, text)
-            if len(found) > NUM_SHOWN:
-                logger.warning("%s, %s: %d more completions", when, kind, len(found) - NUM_SHOWN)
-            for _, fault in found:
+            if len(pairs) > MAX_SHOWN:
+                logger.warning("%s, %s: %d more completions", when, kind, len(pairs) - MAX_SHOWN)
+            for _, fault in pairs:
                 self._log_traceback(when, kind, fault)
 
     def _log_traceback(self, when: str, kind: str, fault: FaultyEpisode) -> None:
-        place = error_location(fault)
-        if place and place not in self._known and len(self._known) < MAX_TRACEBACKS:
-            self._known.add(place)
+        location = error_location(fault)
+        if location and location not in self._logged and len(self._logged) < MAX_TRACEBACKS:
+            self._logged.add(location)
             logger.warning("%s, %s, where it was raised first:\n%s", when, kind, fault.traceback)
 
 
 def error_location(fault: FaultyEpisode) -> str:
-    """The frames of a traceback without its message, which may differ from completion to completion."""
+    """Return the frames of a traceback without its message, which may differ from completion to completion."""
     return "\n".join(line for line in fault.traceback.splitlines() if line.startswith("  "))
 
 
 def raise_if_none_scored(when: str, faults: Sequence[FaultyEpisode], num_scored: int) -> None:
-    """Raise EnvironmentFailed, with the first traceback, if an environment has failed at every single completion."""
+    """Raise EnvironmentFailed, with the first traceback, if the environment has failed at every single completion."""
     faults = [fault for fault in faults if fault.kind != NO_TOKENS]
     if num_scored or not faults:
         return

@@ -1,10 +1,9 @@
-"""Settings of rollouts: how many completions of how many problems make one step, and what they are paid for."""
+"""Settings of rollouts: the source of training data, the size of a step, and rewards beside the environment's."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from parallm.rollout.atropos_settings import AtroposSettings
 from parallm.settings import settings
 
 
@@ -39,14 +38,14 @@ class RewardModelSettings:
 
 @settings
 class LiveSettings:
-    """Of `rollout.source=live`."""
+    """How `rollout.source=live` groups and scores what clients send."""
 
     group_by: Literal["prompt", "request", "none"] = "prompt"
     """Completions that are compared with each other: those of the same prompt, those of one request's `n`, or all of a
     step, which needs learner.advantage=reinforce_pp."""
     wait_seconds: float = Field(default=60.0, gt=0)
-    """How long a reward waits for others. Then a group of fewer than `group_size` counts, two at least, and a step
-    begins with fewer groups than `problems_per_step`, one at least."""
+    """Longest time that a reward waits for others. After it a group of fewer than `group_size` counts, two at least,
+    and a step begins with fewer groups than `problems_per_step`, one at least."""
     max_trajectories: int = Field(default=4096, ge=1)
     """Trajectories in the buffer; the oldest go first, and those with a reward last."""
     max_age_seconds: float = Field(default=3600.0, gt=0)
@@ -57,6 +56,70 @@ class LiveSettings:
     """Weights of reward parts by name; a part that is not named weighs 1."""
     scoring_functions: dict[str, str] = Field(default_factory=dict)
     """Names that clients may ask for beside those of environments, each with `package.module:function`."""
+
+
+@settings
+class EnvironmentProcess:
+    """One environment of Atropos: an unmodified script."""
+
+    script: str
+    """File of the script; a relative one lies below `folder`. `{recipes}` is the folder of the recipes that come with
+    ParaLLM."""
+    arguments: tuple[str, ...] = ("serve", "--config", "{config}")
+    """`{config}` is a file with all that an environment of this run has to know, `{api}` the URL of run-api, `{server}`
+    that of this process, and `{tokenizer}` the model's folder."""
+    folder: str = "."
+    """Folder in which the script runs; environments look for data and for modules of their own there."""
+    env: dict[str, Any] = Field(default_factory=dict)
+    """Keys of its own configuration, over those that follow from this run; `{config}` holds them as `env:`."""
+    openai: dict[str, Any] = Field(default_factory=dict)
+    """Keys of its configuration for asking this process for completions, over those that follow from this run."""
+    variables: dict[str, str] = Field(default_factory=dict)
+    """Environment variables, over those of this process."""
+
+
+@settings
+class StartSettings:
+    """Processes of an Atropos run that this one starts, watches and ends."""
+
+    api: bool = False
+    """Whether run-api is started, on the port of `rollout.atropos.url`; else one that runs is joined."""
+    python: str | None = None
+    """An interpreter that has atroposlib; null: the one that runs this."""
+    environments: dict[str, EnvironmentProcess] = Field(default_factory=dict)
+    """Environments to start, by name; each writes a log of its name. Others may join."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts of one process that ends within a minute each time; then it is given up."""
+    why_seconds: float = Field(default=30.0, gt=0)
+    """Seconds without a batch after which the log says why."""
+
+
+@settings
+class AtroposSettings:
+    """How `rollout.source=atropos` takes part in an Atropos run.
+
+    A batch is `rollout.problems_per_step` x `rollout.group_size` sequences.
+    """
+
+    url: str = Field(default="http://127.0.0.1:8001", pattern=r"^https?://")
+    """Address of `run-api`, which brings environments and trainer together."""
+    max_token_len: int = Field(default=2048, ge=2)
+    """Longest sequence that is trained on, prompt included; environments drop those that reach it."""
+    unmatched: Literal["drop", "recompute"] = "drop"
+    """Fate of a group with trained tokens that were not sampled here, or too long ago: it is dropped, or its log-probs
+    are taken to be those of the policy at the time of the step."""
+    reset: bool = False
+    """Whether an API that holds the sizes of another trainer may be emptied, with all that environments have posted."""
+    poll_seconds: float = Field(default=0.2, gt=0)
+    """Seconds between two questions for a batch."""
+    timeout_seconds: float = Field(default=60.0, gt=0)
+    """Longest time of one question for a batch."""
+    ledger_tokens: int = Field(default=8_000_000, ge=1)
+    """Tokens of prompts and completions that are remembered, 8 bytes each; the oldest completions go first."""
+    ledger_seconds: float = Field(default=7200.0, gt=0)
+    """Older completions are forgotten."""
+    start: StartSettings = StartSettings()
+    """Processes that this run starts itself."""
 
 
 @settings
@@ -103,7 +166,7 @@ class RolloutSettings(EpisodeSettings):
     overlong_weight: float = Field(default=1.0, ge=0)
     """Loss of reward at `max_tokens`; see `overlong_buffer`."""
     length_weight: float = Field(default=0.0, ge=0)
-    """What a right answer of `max_tokens` tokens pays for its length; shorter ones pay in proportion."""
+    """Loss of reward of a right answer of `max_tokens` tokens; shorter ones lose in proportion."""
     mask_truncated: bool = False
     """Whether completions that end at `max_tokens` are left out of the gradient."""
     curriculum: CurriculumSettings = CurriculumSettings()

@@ -1,4 +1,4 @@
-"""Problems whose model may call functions: how they are put to it, and which calls its text means."""
+"""Function calling in rollouts: the functions of a problem in its prompt, and the calls in the model's text."""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from parallm.conversation import ToolCall
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.types import Message, Problem
 
-NUM_TOKENS_OF_A_MARK = 8
+NUM_MARK_TOKENS = 8
 
 
 def encode_problem(tokenizer: ChatTokenizer, problem: Problem) -> tuple[int, ...]:
-    """The prompt's tokens. Raises InvalidRequest where the chat template refuses the messages or knows no functions."""
+    """Return the prompt's tokens. Raises InvalidRequest if the chat template refuses the messages or has no tools."""
     if not problem.tools:
         return tokenizer.encode_chat(problem.messages)
     turns = [{"role": message.role, "content": message.content} for message in problem.messages]
@@ -19,14 +19,14 @@ def encode_problem(tokenizer: ChatTokenizer, problem: Problem) -> tuple[int, ...
 
 
 def parse_response(tokenizer: ChatTokenizer, problem: Problem, prompt: Sequence[int], text: str) -> Message | None:
-    """The turn that `text` behind `prompt` means; None where the problem has no functions.
+    """Return the turn that `text` after `prompt` means; None if the problem has no functions.
 
-    Reasoning is left out. What stands between the marks of a call and is none stays a part of the content.
+    Reasoning is left out. Text between the marks of a call that is no call stays in the content.
     """
     if not problem.tools:
         return None
     output, tools = tokenizer.output, json.loads(problem.tools)
-    in_reasoning = output.ends_with_reasoning_mark(tokenizer.decode(prompt[-NUM_TOKENS_OF_A_MARK:], special=True))
+    in_reasoning = output.ends_with_reasoning_mark(tokenizer.decode(prompt[-NUM_MARK_TOKENS:], special=True))
     reader = output.reader(begins_in_reasoning=in_reasoning, has_tools=True)
     content, call = "", ""
     calls: list[ToolCall] = []
@@ -35,8 +35,8 @@ def parse_response(tokenizer: ChatTokenizer, problem: Problem, prompt: Sequence[
             call += piece
             continue
         if call:
-            found = output.parse_calls(call, tools)
-            content += "" if found else call.join(output.tool_marks or ("", ""))
-            calls, call = [*calls, *found], ""
+            parsed = output.parse_calls(call, tools)
+            content += "" if parsed else call.join(output.tool_marks or ("", ""))
+            calls, call = [*calls, *parsed], ""
         content += piece if section == "text" else ""
     return Message(role="assistant", content=content.strip(), calls=tuple(calls))

@@ -9,7 +9,7 @@ from parallm.checkpoint.state import RunFacts
 from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys
 from parallm.config.schema import RunConfig
 from parallm.errors import CheckpointError, ConfigError
-from parallm.integrations.atropos.rescoring import Rescorer
+from parallm.integrations.atropos.intake import Rescorer
 from parallm.integrations.atropos.scored_group import Limits
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.learner.learner import Learner

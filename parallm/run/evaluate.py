@@ -13,7 +13,7 @@ from parallm.checkpoint.adapter_paths import find_adapters
 from parallm.config.run_folder import check_writable
 from parallm.config.schema import EvaluateConfig
 from parallm.device.blas import BlasReport
-from parallm.environment.environment import AnyEnvironment, build_environment, connect
+from parallm.environment.environment import AnyEnvironment, connect
 from parallm.errors import CheckpointError, ConfigError, ProblemError
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.comparison import Compared, comparison_report, print_comparison
@@ -31,6 +31,7 @@ from parallm.reports import TrainingStatus
 from parallm.rollout.confidence_intervals import share_difference
 from parallm.rollout.evaluation import EvaluationOutcomes, Evaluator
 from parallm.rollout.judge import Judge
+from parallm.run.environments import build_environment
 from parallm.run.runtime import Runtime, RuntimeSettings, open_runtime
 from parallm.server.operation.http_server import HttpServer
 from parallm.trainer.evaluators import evaluation_samples

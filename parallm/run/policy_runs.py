@@ -20,7 +20,7 @@ from parallm.config.run_kinds import keys_without_effect
 from parallm.config.schema import RunConfig, policy_configs
 from parallm.errors import ConfigError, InvalidRequest, ParallmError, TrainingStopped, Unavailable, UnknownModel
 from parallm.integrations.atropos.api import Registration
-from parallm.integrations.atropos.ports import with_free_port
+from parallm.integrations.atropos.launcher import with_free_port
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.learner.loss.presets import resolve_objective
 from parallm.metrics.display import Display, LoggedDisplay, NoDisplay

@@ -46,11 +46,11 @@ from parallm.rollout.settings import RewardModelSettings
 from parallm.run.operator_state import open_table, restore
 from parallm.run.sampling_defaults import sampling_defaults, set_values
 from parallm.server.app import create_app
-from parallm.server.control.witnesses import Witness
+from parallm.server.interfaces import SampleStore, Training, Trajectories
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_log import writing_request_log
 from parallm.server.operation.tracing import exporting_traces
-from parallm.server.service import Training, Trajectories
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.trainer.reward_training import find_reward_model, open_reward_model
 from parallm.types import BASE, POLICY
@@ -123,14 +123,14 @@ async def open_runtime(
     trained: tuple[str, ...] = (),
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
-    witnesses: Mapping[str, Witness] | None = None,
+    sample_stores: Mapping[str, SampleStore] | None = None,
     reward_models: Callable[[], Mapping[str, RewardModel]] = dict,
 ) -> None:
     """Build what `work` needs, run it, and take everything down again. `work` starts the server once what it serves is
     what it says; clients that come before wait.
 
     `trained` are the policies whose versions `work` makes, `training` is what clients may do to it, `trajectories`
-    take what clients want to be learned from, by policy, `witnesses` remember what a policy has answered, and
+    take what clients want to be learned from, by policy, `sample_stores` remember what a policy has answered, and
     `reward_models` are the reward models of rollouts, by policy.
     """
     device = DeviceThread(
@@ -151,7 +151,7 @@ async def open_runtime(
         resources.callback(runtime.kept.close)
         if listens is not None:
             max_tokens = int(defaults.pop("max_new_tokens", settings.server.default_max_tokens))
-            app = create_app(
+            service = Service(
                 engine=runtime.engine,
                 tokenizer=runtime.model.tokenizer,
                 catalog=runtime.adapters.cards,
@@ -165,11 +165,12 @@ async def open_runtime(
                 device=DeviceReport(device.governor, monitor),
                 adapters=runtime.store,
                 training=training,
-                trajectories=trajectories,
-                witnesses=witnesses,
+                trajectories=trajectories or {},
+                sample_stores=sample_stores or {},
                 swaps=runtime.adapters.num_swaps,
                 reward_models=lambda: _rates(runtime.reward_model, reward_models()),
             )
+            app = create_app(service)
             runtime = dataclasses.replace(runtime, app=app)
             if listens.bound is not None:
                 server = HttpServer(app, listens.bound, settings.server)

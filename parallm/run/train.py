@@ -172,7 +172,7 @@ async def train(
             trained=settings.policies,
             training=control,
             trajectories=live,
-            witnesses=ledgers,
+            sample_stores=ledgers,
             reward_models=lambda: {run.name: run.reward_model for run in runs if run.reward_model is not None},
         )
     finally:

@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from parallm.config.run_kinds import plays_environment
 from parallm.config.schema import RunConfig
-from parallm.environment.environment import AnyEnvironment, build_environment
+from parallm.environment.environment import AnyEnvironment
 from parallm.learner.datasets import Dataset, read_demonstrations
 from parallm.learner.reward_model.pairs import Pairs, read_pairs
 from parallm.rollout.problems import ProblemSplits, load_problems
+from parallm.run.environments import build_environment
 from parallm.trainer.reward_training import find_reward_model
 from parallm.types import Problem
 

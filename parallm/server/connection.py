@@ -1,11 +1,11 @@
-"""One exchange over HTTP: a bounded body in, an answer out, and noticing that the client has gone."""
+"""One exchange over HTTP: bounded bodies and forms in, an answer out, and work that ends when the client leaves."""
 
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.datastructures import UploadFile
@@ -17,9 +17,9 @@ from starlette.types import Receive
 from parallm.errors import InvalidRequest
 from parallm.server.failures import BodyTooLarge, BodyTooSlow, DeadlineExceeded, Draining, Failure
 from parallm.server.operation.request_context import RequestContext, current_request
-from parallm.server.request_limits import SECONDS_ON_LOOP, SECONDS_PER_BYTE
+from parallm.server.request_limits import SECONDS_ON_LOOP, SECONDS_PER_BYTE, BodyBudget, WorkerPool
 from parallm.server.schemas import Wire, parse_body
-from parallm.server.service import Service
+from parallm.server.settings import ServerSettings
 
 BODY_SECONDS = 20.0
 MIN_BYTES_PER_SECOND = 4096
@@ -29,6 +29,17 @@ Result = TypeVar("Result")
 Body = TypeVar("Body", bound=Wire)
 
 
+class BodyLimits(Protocol):
+    """The part of `Service` that limits bodies."""
+
+    @property
+    def settings(self) -> ServerSettings: ...
+    @property
+    def bodies(self) -> BodyBudget: ...
+    @property
+    def workers(self) -> WorkerPool: ...
+
+
 async def read_body(
     http: Request,
     max_bytes: int,
@@ -36,9 +47,9 @@ async def read_body(
     *,
     grow: Callable[[int], None] = lambda _: None,
 ) -> bytes:
-    """The whole body. Raises BodyTooLarge as soon as it is known to be larger than `max_bytes`, as `setting` says.
+    """Return the whole body. Raises BodyTooLarge above `max_bytes`, the value of `setting`, and BodyTooSlow.
 
-    Raises BodyTooSlow. `grow` gets the number of bytes that are there.
+    `grow` gets the number of bytes so far.
     """
     body = bytearray()
     async for chunk in bounded_chunks(http, max_bytes, setting):
@@ -61,7 +72,7 @@ async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGe
 
 
 async def timely_chunks(http: Request) -> AsyncGenerator[bytes, None]:
-    """The body as it comes. Raises BodyTooSlow for less than `MIN_BYTES_PER_SECOND` after the first `BODY_SECONDS`."""
+    """Yield the body as it comes. Raises BodyTooSlow below `MIN_BYTES_PER_SECOND` after `BODY_SECONDS`."""
     stream, num_bytes = aiter(http.stream()), 0
     ends = asyncio.get_running_loop().time() + BODY_SECONDS
     while True:
@@ -78,20 +89,20 @@ async def timely_chunks(http: Request) -> AsyncGenerator[bytes, None]:
         yield chunk
 
 
-async def received(service: Service, http: Request, read: Callable[[bytes], Result]) -> Result:
-    """What `read` makes of the body: on a thread if it is long, as long as the client waits.
+async def received(service: BodyLimits, http: Request, read: Callable[[bytes], Result]) -> Result:
+    """Return what `read` makes of the body; it runs on a thread if the body is long, while the client waits.
 
     Raises BodyTooLarge, BodyTooSlow, EngineFull, and what `read` raises.
     """
-    with service.bodies.reading() as grow:
+    with service.bodies.reserve() as grow:
         body = await read_body(http, service.settings.max_body_bytes, grow=grow)
         if len(body) * SECONDS_PER_BYTE <= SECONDS_ON_LOOP:
             return read(body)
         return await while_connected(http.receive, service.workers.run(partial(read, body)))
 
 
-async def body_of(service: Service, http: Request, schema: type[Body]) -> Body:
-    """The body as `schema`; no body is an empty object. Raises as `received`, and InvalidRequest."""
+async def body_of(service: BodyLimits, http: Request, schema: type[Body]) -> Body:
+    """Return the body as `schema`; no body is an empty object. Raises as `received`, and InvalidRequest."""
     return await received(service, http, lambda body: parse_body(body or b"{}", schema))
 
 
@@ -99,22 +110,22 @@ def json_response(wire: BaseModel, status: int = 200) -> Response:
     return Response(wire.model_dump_json(exclude_unset=True), status, media_type="application/json")
 
 
-def error_response(told: Failure, answer: BaseModel | None = None) -> Response:
-    """`answer` in place of OpenAI's form, for those who know another."""
-    response = json_response(answer or told.answer, told.status)
-    response.headers.update(told.headers)
+def error_response(error: Failure, answer: BaseModel | None = None) -> Response:
+    """Return the response of a failed request, with `answer` in place of OpenAI's form if given."""
+    response = json_response(answer or error.answer, error.status)
+    response.headers.update(error.headers)
     return response
 
 
 def announced_bytes(headers: Mapping[str, str]) -> float:
-    """Of the body that follows the headers; infinite where only its end will tell."""
+    """Return the length of the body that follows the headers; infinite if only its end will show it."""
     if "transfer-encoding" in headers:
         return math.inf
     return int(headers.get("content-length", "0"))
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled if the client goes or the request's time is over before it is there.
+    """Return the result of `work`, which is cancelled if the client leaves or the request's time is over before.
 
     The body must have been read before. Raises ClientDisconnect, DeadlineExceeded, Draining.
     """

@@ -1,55 +1,60 @@
-"""The engine with a hand on it: all traffic of HTTP can be paused, cancelled by id and counted here."""
+"""The engine as the routes use it: limits, pauses, cancels, paces, measures and traces all requests of HTTP.
+
+Routes call `generate` and `stream`, those of control call `pause`, `resume` and `cancel`. Used on the event loop only.
+A request passes one to one to the engine; all listeners get each request that has ended well.
+"""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
-from parallm.errors import EngineFull, InvalidRequest
-from parallm.server.interfaces import EngineClient, EngineLoad
+from parallm.errors import ContextTooLong, EngineFull, InvalidRequest
+from parallm.server.catalog import answered_by
+from parallm.server.interfaces import EngineClient
 from parallm.server.operation.request_context import current_request
-from parallm.server.streaming import close
-from parallm.types import Completion, GenerationRequest, TokenEvent
+from parallm.server.operation.request_metrics import RequestMetrics
+from parallm.server.operation.tracing import FinishedRequest, Traces
+from parallm.server.settings import ServerSettings
+from parallm.types import AdapterCard, Completion, GenerationRequest, TokenEvent
 
 MAX_HELD = 4096
 """Requests that may wait for the end of a pause."""
+MANY_STREAMS = 16
+"""More streams than these are coalesced."""
 
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of requests that run: they end with what they have, go on to their ends, or freeze as they are."""
+"""Modes of a pause: running requests end with their tokens so far, go on to their ends, or freeze."""
+CompletionListener: TypeAlias = Callable[[GenerationRequest, Sequence[Completion]], None]
 
 
 class EngineGateway:
-    """Passes requests on to `engine` one to one; `count` is told of all that end well.
-
-    While it is paused new requests wait here. Used on the asyncio thread only.
-    """
-
     def __init__(
-        self, engine: EngineClient, count: Callable[[GenerationRequest, list[Completion]], None] = lambda *_: None
+        self,
+        engine: EngineClient,
+        *,
+        settings: ServerSettings,
+        metrics: RequestMetrics,
+        catalog: Callable[[], tuple[AdapterCard, ...]] = tuple,
+        traces: Traces | None = None,
+        listeners: Sequence[CompletionListener] = (),
     ) -> None:
         self._engine = engine
-        self._count = count
+        self._settings = settings
+        self._metrics = metrics
+        self._catalog = catalog
+        self._traces = traces
+        self._listeners = listeners
+        self._coalescer = StreamCoalescer(settings.coalesce_ms)
         self._open = asyncio.Event()
         self._open.set()
         self._empty = asyncio.Event()
         self._empty.set()
         self._running: dict[str, str | None] = {}  # request id -> name of its key
-        self._waiting: dict[str, _Waiting] = {}
-
-    @property
-    def max_context(self) -> int:
-        return self._engine.max_context
-
-    @property
-    def is_alive(self) -> bool:
-        return self._engine.is_alive
-
-    def stats(self) -> EngineLoad:
-        return self._engine.stats()
-
-    async def ping(self) -> None:
-        await self._engine.ping()
+        self._held: dict[str, _HeldRequest] = {}
 
     @property
     def is_paused(self) -> bool:
@@ -57,8 +62,8 @@ class EngineGateway:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for `resume` and that the engine does not know yet."""
-        return len(self._waiting)
+        """Requests that wait for `resume`; the engine does not know them yet."""
+        return len(self._held)
 
     @property
     def num_in_flight(self) -> int:
@@ -66,88 +71,102 @@ class EngineGateway:
         return len(self._running)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """All `n` completions. Cancelling the caller aborts the request."""
-        if not await self._let_in(request):
-            return [_aborted(request, index) for index in range(request.n)]
-        with self._passing(request):
-            completions = await self._engine.generate(request)
-        self._count(request, completions)
-        return completions
+        """Return all `n` completions. Cancelling the caller aborts the request.
+
+        Raises as the engine, and ContextTooLong for more prompt tokens than `server.max_prompt_tokens`.
+        """
+        with self._timed(request) as timer:
+            if await self._admit(request):
+                with self._in_flight(request):
+                    completions = await self._engine.generate(request)
+                self._notify(request, completions)
+            else:
+                completions = [_aborted(request, index) for index in range(request.n)]
+            for completion in completions:
+                timer.count_tokens(len(completion.tokens))
+                timer.end_completion(completion)
+            return completions
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
-        """Events of all `n` completions, interleaved. Closing it aborts the request."""
-        if not await self._let_in(request):
-            for index in range(request.n):
-                yield _ended(_aborted(request, index))
-            return
-        completions: list[Completion] = []
-        with self._passing(request):
-            events: AsyncIterator[TokenEvent] = self._engine.stream(request)
-            try:
-                async for event in events:
-                    if event.completion is not None:
-                        completions.append(event.completion)
+        """Yield events of all `n` completions, interleaved. Closing it aborts the request. Raises as `generate`."""
+        with self._timed(request) as timer, self._coalescer.stream():
+            if not await self._admit(request):
+                for index in range(request.n):
+                    event = _ended(_aborted(request, index))
+                    timer.count_event(event)
                     yield event
-            finally:
-                await close(events)
-        self._count(request, completions)
+                return
+            completions: list[Completion] = []
+            num_events = 0
+            with self._in_flight(request):
+                async with aclosing(self._engine.stream(request)) as events:
+                    async for event in events:
+                        if event.completion is not None:
+                            completions.append(event.completion)
+                        timer.count_event(event)
+                        yield event
+                        num_events += 1
+                        if num_events >= timer.num_unfinished > 0:  # each unfinished completion has had an event
+                            num_events = 0
+                            await self._coalescer.wait()
+            self._notify(request, completions)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Let nothing new in; returns when what `mode` says of running requests is done, or at `resume`."""
+        """Admit no new requests; return once running ones have done what `mode` says, or at `resume`."""
         self._open.clear()
         if mode == "keep":
             await self._engine.hold()
             return
         if mode == "abort":
             await self._engine.cancel(tuple(self._running))
-        await self._engine.release()  # frozen ones could not come to their ends
+        await self._engine.release()  # frozen requests could not come to their ends
         await _first_of(self._empty, self._open)
 
     async def resume(self) -> None:
         await self._engine.release()
         self._open.set()
-        for waiting in self._waiting.values():
-            waiting.end(is_let_in=True)
+        for held in self._held.values():
+            held.end(is_admitted=True)
 
     async def cancel(self, request_id: str, *, api_key: str | None = None) -> int:
         """End the requests of that id, which answer with their tokens so far. Returns their number.
 
         `api_key` is the name of a key: end only the requests that were sent with it.
         """
-        waiting = [request for name, request in self._waiting.items() if names_request(name, request_id)]
-        waiting = [request for request in waiting if api_key in (None, request.api_key)]
-        for request in waiting:
-            request.end(is_let_in=False)
+        held = [request for name, request in self._held.items() if names_request(name, request_id)]
+        held = [request for request in held if api_key in (None, request.api_key)]
+        for request in held:
+            request.end(is_admitted=False)
         running = [name for name, key in self._running.items() if api_key in (None, key)]
         running = [name for name in running if names_request(name, request_id)]
         await self._engine.cancel(running)
-        return len(waiting) + len(running)
+        return len(held) + len(running)
 
     async def cancel_all(self) -> int:
-        names = {answer_id(name) for name in (*self._waiting, *self._running)}
+        names = {answer_id(name) for name in (*self._held, *self._running)}
         return sum([await self.cancel(name) for name in names])
 
     async def reset_caches(self) -> None:
         await self._engine.reset_caches()
 
-    async def _let_in(self, request: GenerationRequest) -> bool:
-        """Wait while paused. False: it was cancelled here."""
+    async def _admit(self, request: GenerationRequest) -> bool:
+        """Wait for the end of a pause. False: the request was cancelled meanwhile."""
         name = request.request_id
-        if name in self._running or name in self._waiting:
+        if name in self._running or name in self._held:
             raise InvalidRequest(f"request id {answer_id(name)!r} is in use", "request_id")
         if self._open.is_set():
             return True
-        if len(self._waiting) >= MAX_HELD:
+        if len(self._held) >= MAX_HELD:
             raise EngineFull(f"the server is paused and {MAX_HELD} requests wait already; try again after /resume")
-        waiting = self._waiting[name] = _Waiting(asyncio.get_running_loop().create_future(), _key_of_request())
+        held = self._held[name] = _HeldRequest(asyncio.get_running_loop().create_future(), _api_key())
         try:
-            return await waiting.is_let_in
+            return await held.is_admitted
         finally:
-            del self._waiting[name]
+            del self._held[name]
 
     @contextmanager
-    def _passing(self, request: GenerationRequest) -> Iterator[None]:
-        self._running[request.request_id] = _key_of_request()
+    def _in_flight(self, request: GenerationRequest) -> Iterator[None]:
+        self._running[request.request_id] = _api_key()
         self._empty.clear()
         try:
             yield
@@ -156,43 +175,183 @@ class EngineGateway:
             if not self._running:
                 self._empty.set()
 
+    @contextmanager
+    def _timed(self, request: GenerationRequest) -> "Iterator[RequestTimer]":
+        """Check the prompt's length, then measure and trace the request however it ends. Raises ContextTooLong."""
+        limit, num_tokens = self._settings.max_prompt_tokens, len(request.prompt_tokens)
+        if limit is not None and num_tokens > limit:
+            raise ContextTooLong(
+                f"the prompt has {num_tokens} tokens, the limit is {limit}; shorten it or raise "
+                "server.max_prompt_tokens",
+                "prompt",
+            )
+        timer = RequestTimer(request, self._metrics)
+        try:
+            yield timer
+        finally:
+            error = sys.exception()
+            timer.end()
+            if self._traces is not None:
+                self._traces.record(timer.summary(self._catalog(), _name(error)))
+
+    def _notify(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
+        for listener in self._listeners:
+            listener(request, completions)
+
+
+class StreamCoalescer:
+    """Makes many open streams send less often: all at the same moment, with more text each time.
+
+    The engine joins the events that a stream misses while it waits into one.
+    """
+
+    def __init__(self, coalesce_ms: float) -> None:
+        self._seconds = coalesce_ms / 1000
+        self._num_streams = 0
+        self._tick: asyncio.Event | None = None
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    async def wait(self) -> None:
+        """Wait for the next tick, which all streams share; return at once while there are few."""
+        if not self._seconds or self._num_streams <= MANY_STREAMS:
+            return
+        if self._tick is None:
+            self._tick = asyncio.Event()
+            asyncio.get_running_loop().call_later(self._seconds, self._end_tick)
+        await self._tick.wait()
+
+    def _end_tick(self) -> None:
+        assert self._tick is not None, "each tick ends once"
+        self._tick.set()
+        self._tick = None
+
+
+class RequestTimer:
+    """Measures one request: times to its tokens, their number, how its completions end."""
+
+    def __init__(self, request: GenerationRequest, metrics: RequestMetrics) -> None:
+        self._request = request
+        self._metrics = metrics
+        self._began = time.perf_counter()
+        self._first: dict[int, float] = {}
+        self._last: dict[int, float] = {}
+        self.num_unfinished = request.n
+        self._completions: list[Completion] = []
+        self._num_tokens = 0
+        self._context = current_request.get()
+        metrics.n.observe(request.n)
+        metrics.max_tokens.observe(request.sampling.max_tokens)
+        metrics.prompt_lengths.observe(len(request.prompt_tokens))
+        if self._context is not None:
+            self._context.model = request.model
+            self._context.num_prompt_tokens += len(request.prompt_tokens)
+
+    def count_event(self, event: TokenEvent) -> None:
+        """Count an event of a stream, and the times between its tokens."""
+        index = event.index
+        if event.tokens:
+            now = time.perf_counter()
+            last = self._last.get(index)
+            if last is not None:
+                self._metrics.inter_token.observe((now - last) / len(event.tokens))
+            else:
+                if not self._first:
+                    self._metrics.first_token.observe(now - self._began)
+                self._first[index] = now
+            self._last[index] = now
+            self.count_tokens(len(event.tokens))
+        if event.completion is not None:
+            num_tokens = len(event.completion.tokens)
+            if num_tokens > 1 and index in self._first:
+                self._metrics.per_token.observe((self._last[index] - self._first[index]) / (num_tokens - 1))
+            self.end_completion(event.completion)
+
+    def count_tokens(self, number: int) -> None:
+        self._num_tokens += number
+        self._metrics.generation_tokens.inc(number)
+        if self._context is not None:
+            self._context.num_completion_tokens += number
+
+    def end_completion(self, completion: Completion) -> None:
+        self.num_unfinished -= 1
+        self._completions.append(completion)
+        self._metrics.finished[completion.finish_reason].inc()
+        self._metrics.lengths.observe(len(completion.tokens))
+
+    def end(self) -> None:
+        """Count unfinished completions as aborted: by the client, a limit or an error, as the HTTP status says."""
+        self._metrics.request.observe(time.perf_counter() - self._began)
+        if self.num_unfinished < self._request.n or self._first:
+            self._metrics.prompt_tokens.inc(len(self._request.prompt_tokens))
+        if self.num_unfinished:
+            self._metrics.finished["abort"].inc(self.num_unfinished)
+
+    def summary(self, cards: Sequence[AdapterCard], error: str | None) -> FinishedRequest:
+        """Return the whole request, for its span."""
+        completions = self._completions
+        return FinishedRequest(
+            request=self._request,
+            context=self._context,
+            began=self._began,
+            first_token=min(self._first.values(), default=None),
+            ended=time.perf_counter(),
+            finish_reasons=[completion.finish_reason for completion in completions],
+            num_tokens=self._num_tokens,
+            num_cached_tokens=max((completion.num_cached_prompt_tokens for completion in completions), default=0),
+            model=answered_by(self._request.model, completions[0], cards) if completions else None,
+            error=error,
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class _HeldRequest:
     """A request that waits for `resume`."""
 
-    is_let_in: asyncio.Future[bool]
+    is_admitted: asyncio.Future[bool]
     """False: it was cancelled."""
     api_key: str | None
 
-    def end(self, *, is_let_in: bool) -> None:
-        if not self.is_let_in.done():
-            self.is_let_in.set_result(is_let_in)
+    def end(self, *, is_admitted: bool) -> None:
+        if not self.is_admitted.done():
+            self.is_admitted.set_result(is_admitted)
 
 
-def _key_of_request() -> str | None:
+def answer_id(request_id: str) -> str:
+    """Return the id of the whole answer, of which `request_id` is one prompt."""
+    return request_id.partition("#")[0]
+
+
+def names_request(request_id: str, name: str) -> bool:
+    """Return whether `name` means this request: it is the id of its answer, or the `request_id` that a client sent."""
+    answer = answer_id(request_id)
+    return name in (answer, answer.removeprefix("cmpl-"), answer.removeprefix("chatcmpl-"))
+
+
+def _api_key() -> str | None:
     context = current_request.get()
     return None if context is None else context.api_key
 
 
 async def _first_of(*events: asyncio.Event) -> None:
-    waiting = [asyncio.create_task(event.wait()) for event in events]
+    tasks = [asyncio.create_task(event.wait()) for event in events]
     try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for one in waiting:
-            one.cancel()
+        for task in tasks:
+            task.cancel()
 
 
-def answer_id(request_id: str) -> str:
-    """The id of the whole answer, of which `request_id` is one prompt."""
-    return request_id.partition("#")[0]
-
-
-def names_request(request_id: str, name: str) -> bool:
-    """Whether a client means this request by `name`: the id of its answer, or the `request_id` that it has sent."""
-    answer = answer_id(request_id)
-    return name in (answer, answer.removeprefix("cmpl-"), answer.removeprefix("chatcmpl-"))
+def _name(error: BaseException | None) -> str | None:
+    if isinstance(error, GeneratorExit | asyncio.CancelledError):
+        return "cancelled"
+    return None if error is None else type(error).__name__
 
 
 def _aborted(request: GenerationRequest, index: int) -> Completion:

@@ -21,8 +21,6 @@ from parallm.errors import (
 )
 from parallm.server.schemas import ErrorAnswer, ErrorDetail
 
-RETRY_AFTER_SECONDS = 1
-
 
 class BodyTooLarge(InvalidRequest):
     """The request body is larger than `server.max_body_bytes`."""
@@ -33,7 +31,7 @@ class BodyTooSlow(ParallmError):
 
 
 class WrongKey(ParallmError):
-    """No API key, or one that this server does not know."""
+    """The request has no API key, or one that this server does not know."""
 
 
 class NotAllowed(ParallmError):
@@ -49,7 +47,7 @@ class ForeignHost(NotAllowed):
 
 
 class UnknownRequest(ParallmError):
-    """No request of that id is under way, or none that this key may see."""
+    """No request of that id is running, or none that this key may see."""
 
 
 class Draining(ParallmError):
@@ -61,86 +59,67 @@ class Draining(ParallmError):
 
 
 class DeadlineExceeded(ParallmError):
-    """The answer was not there in the time that the client or the server gave it."""
+    """The answer was not complete in the time that the client or the server allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """What a client is told: the status counts only before the first byte of a response."""
+    """The answer to a request that failed; the status counts only before the first byte of a response."""
 
     status: int
     answer: ErrorAnswer
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Form of the answer to the errors of one class."""
+
+    status: int
+    code: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+_INTERNAL = _Kind(500, "internal_error", "server_error")
+_KINDS: Mapping[type[Exception], _Kind] = {
+    InvalidRequest: _Kind(400, "invalid_value"),
+    ContextTooLong: _Kind(400, "context_length_exceeded"),
+    AdapterError: _Kind(400, "invalid_adapter"),
+    WrongKey: _Kind(401, "invalid_api_key", "authentication_error", headers={"WWW-Authenticate": "Bearer"}),
+    NotAllowed: _Kind(403, "not_allowed", "permission_error"),
+    UnknownModel: _Kind(404, "model_not_found", param="model"),
+    UnknownTrajectory: _Kind(404, "trajectory_not_found", param="id"),
+    UnknownRequest: _Kind(404, "request_not_found", param="request_id"),
+    AdapterMissing: _Kind(404, "adapter_not_found"),
+    BodyTooSlow: _Kind(408, "request_timeout", headers={"Connection": "close"}),
+    FolderInUse: _Kind(409, "folder_in_use"),
+    Unavailable: _Kind(409, "unavailable"),
+    BodyTooLarge: _Kind(413, "request_too_large"),
+    NotFinite: _Kind(422, "not_finite", param="model"),  # not 5xx: clients would send it again, and get the same
+    EngineFull: _Kind(429, "engine_full", "rate_limit_error", headers={"Retry-After": "1"}),
+    CheckpointError: _Kind(500, "checkpoint_failed", "server_error"),
+    EngineStopped: _Kind(503, "engine_stopped", "server_error"),
+    Draining: _Kind(503, "draining", "server_error", headers={"Connection": "close"}),
+    # OpenAI's clients repeat what failed with 5xx, and would wait as long again for nothing
+    DeadlineExceeded: _Kind(504, "deadline_exceeded", "server_error", headers={"x-should-retry": "false"}),
+    NotStored: _Kind(507, "not_stored", "server_error"),
+}
+"""Forms by class of the error; the nearest base class counts."""
+
+
 def failure_of(error: Exception) -> Failure:
-    """Everything that is not our own error is an internal one and says nothing of its cause."""
-    match error:
-        case BodyTooLarge():
-            return failure(413, str(error), code="request_too_large")
-        case ContextTooLong():
-            return failure(400, error.for_clients, param=error.parameter, code="context_length_exceeded")
-        case InvalidRequest():
-            return failure(400, str(error), param=error.parameter, code="invalid_value")
-        case BodyTooSlow():
-            return failure(408, str(error), code="request_timeout", headers={"Connection": "close"})
-        case UnknownModel():
-            return failure(404, str(error), param="model", code="model_not_found")
-        case UnknownTrajectory():
-            return failure(404, str(error), param="id", code="trajectory_not_found")
-        case UnknownRequest():
-            return failure(404, str(error), param="request_id", code="request_not_found")
-        case EngineFull():
-            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
-            return failure(429, str(error), kind="rate_limit_error", code="engine_full", headers=headers)
-        case NotFinite():
-            # not 5xx: clients would send it again, and get the same
-            return failure(422, str(error), param="model", code="not_finite")
-        case EngineStopped():
-            return failure(503, str(error), kind="server_error", code="engine_stopped")
-        case _:
-            return _failure_of_access(error) or _failure_of_control(error) or _internal()
-
-
-def _failure_of_access(error: Exception) -> Failure | None:
-    match error:
-        case WrongKey():
-            headers = {"WWW-Authenticate": "Bearer"}
-            return failure(401, str(error), kind="authentication_error", code="invalid_api_key", headers=headers)
-        case NotAllowed():
-            return failure(403, str(error), kind="permission_error", code="not_allowed")
-        case Draining():
-            headers = {"Retry-After": str(error.seconds), "Connection": "close"}
-            return failure(503, str(error), kind="server_error", code="draining", headers=headers)
-        case DeadlineExceeded():
-            # OpenAI's clients repeat what failed with 5xx, and would wait as long again for nothing
-            headers = {"x-should-retry": "false"}
-            return failure(504, str(error), kind="server_error", code="deadline_exceeded", headers=headers)
-        case _:
-            return None
-
-
-def _failure_of_control(error: Exception) -> Failure | None:
-    match error:
-        case FolderInUse():
-            return failure(409, str(error), code="folder_in_use")
-        case Unavailable():
-            return failure(409, str(error), code="unavailable")
-        case NotStored():
-            return failure(507, str(error), kind="server_error", code="not_stored")
-        case CheckpointError():
-            return failure(500, str(error), kind="server_error", code="checkpoint_failed")
-        case AdapterMissing():
-            return failure(404, str(error), code="adapter_not_found")
-        case AdapterError():
-            return failure(400, str(error), code="invalid_adapter")
-        case _:
-            return None
-
-
-def _internal() -> Failure:
-    message = "the server failed to answer; its log has the cause"
-    return failure(500, message, kind="server_error", code="internal_error")
+    """Return the answer to a request that raised `error`. Other classes get a text without their cause."""
+    kind = next((_KINDS[base] for base in type(error).__mro__ if base in _KINDS), _INTERNAL)
+    message, param, headers = str(error), kind.param, kind.headers
+    if kind is _INTERNAL:
+        message = "the server failed to answer; its log has the cause"
+    elif isinstance(error, InvalidRequest):
+        message, param = error.for_clients if isinstance(error, ContextTooLong) else message, error.parameter
+    elif isinstance(error, Draining):
+        headers = {"Retry-After": str(error.seconds), **headers}
+    return failure(kind.status, message, kind=kind.type, param=param, code=kind.code, headers=headers)
 
 
 def failure(

@@ -1,13 +1,29 @@
-"""Interfaces of the engine that the server uses."""
+"""Protocols of the rest of the program: what the server needs of the engine, tokenizer, adapters, training and device.
 
-from collections.abc import AsyncIterator, Collection, Mapping
-from typing import Protocol
+`run/` passes the objects that satisfy them. The server imports neither MLX nor the trainer; tests pass small stand-ins.
+"""
 
-from parallm.types import Completion, GenerationRequest, TokenEvent, TrafficClass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from parallm.conversation import ChatPrompt, GrammarSource, PromptEnd, Section, ToolCall
+from parallm.reports import TrajectoryReport
+from parallm.types import (
+    AdapterCard,
+    Completion,
+    GenerationRequest,
+    GivenTrajectory,
+    GivenUpdate,
+    Grammar,
+    Message,
+    ScoringRequest,
+    TokenEvent,
+    TrafficClass,
+)
 
 
 class EngineLoad(Protocol):
-    """Completions that run and requests that wait."""
+    """Counts of running completions, waiting requests, tokens and memory."""
 
     @property
     def num_running(self) -> int: ...
@@ -35,8 +51,8 @@ class EngineLoad(Protocol):
     def accepted_draft_tokens_total(self) -> int: ...
 
 
-class Engine(Protocol):
-    """The face of `engine.async_engine.AsyncEngine` that the server uses."""
+class EngineClient(Protocol):
+    """Interface of `engine.async_engine.AsyncEngine`. Routes generate through `EngineGateway` only."""
 
     @property
     def max_context(self) -> int: ...
@@ -44,29 +60,25 @@ class Engine(Protocol):
     def is_alive(self) -> bool: ...
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
-        """All `n` completions. Cancelling the caller aborts the request."""
+        """Return all `n` completions. Cancelling the caller aborts the request."""
         ...
 
-    def stream(self, request: GenerationRequest) -> AsyncIterator[TokenEvent]:
-        """Events of all `n` completions, interleaved. Closing it aborts the request."""
+    def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Yield events of all `n` completions, interleaved. Closing it aborts the request."""
         ...
 
     def stats(self) -> EngineLoad: ...
 
     async def ping(self) -> None:
-        """Returns when the device thread has come by. Raises EngineStopped."""
+        """Return when the device thread has come by. Raises EngineStopped."""
         ...
 
-
-class EngineClient(Engine, Protocol):
-    """Interface that `EngineGateway` uses beyond that."""
-
     async def cancel(self, request_ids: Collection[str]) -> int:
-        """End requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""
+        """End requests: they answer with their tokens so far, and `abort` as the reason. Returns how many ran."""
         ...
 
     async def hold(self) -> None:
-        """Freeze serving traffic where it is, until `release`."""
+        """Freeze serving traffic until `release`."""
         ...
 
     async def release(self) -> None: ...
@@ -74,3 +86,214 @@ class EngineClient(Engine, Protocol):
     async def reset_caches(self) -> None:
         """Forget what only saves work."""
         ...
+
+
+class OutputReader(Protocol):
+    """Splits the text of one answer into sections, without the marks between them."""
+
+    def read(self, text: str) -> list[tuple[Section, str]]: ...
+    def finish(self) -> list[tuple[Section, str]]: ...
+
+
+class OutputFormat(Protocol):
+    """Interface of `model.chat.output.OutputFormat`: how a model marks reasoning and tool calls in its text."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All texts that begin or end a section."""
+        ...
+
+    @property
+    def tool_marks(self) -> tuple[str, str] | None:
+        """Marks before and after a tool call; None if the model's notation is unknown."""
+        ...
+
+    def reader(self, *, begins_in_reasoning: bool, has_tools: bool) -> OutputReader: ...
+    def parse_calls(self, text: str, tools: Sequence[Mapping[str, object]]) -> list[ToolCall]: ...
+
+
+class TokenTexts(Protocol):
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, special tokens shown."""
+        ...
+
+
+class Tokenizer(TokenTexts, Protocol):
+    """Interface of `model.chat.tokenizer.ChatTokenizer`."""
+
+    @property
+    def output(self) -> OutputFormat: ...
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """Variables of the chat template that a client may set."""
+        ...
+
+    @property
+    def end_token(self) -> int:
+        """Token that ends a plain text."""
+        ...
+
+    @property
+    def max_token_length(self) -> int:
+        """Characters of the longest token."""
+        ...
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]: ...
+    def encode_more(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of text that follows other text."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens of plain messages and of the beginning of an answer. Raises InvalidRequest."""
+        ...
+
+    def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
+        """Return the tokens of the answer after that beginning, its end token included. Raises InvalidRequest."""
+        ...
+
+    def encode_prompt(
+        self,
+        turns: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] = (),
+        variables: Mapping[str, object] | None = None,
+        end: PromptEnd = "answer",
+    ) -> ChatPrompt: ...
+    def compile_grammar(self, source: GrammarSource, *, reasoning: bool | None = None) -> Grammar:
+        """Compile within about a second. Raises InvalidRequest.
+
+        `reasoning`: the text begins inside reasoning (True), may begin with it (False), or has none (None).
+        """
+        ...
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str: ...
+
+
+class Adapters(Protocol):
+    """Interface of `checkpoint.adapter_store.AdapterStore`.
+
+    All changes raise AdapterError, UnknownModel, and NotStored or FolderInUse where they could not outlive the process.
+    """
+
+    async def load(self, name: str, path: str) -> AdapterCard:
+        """Load a folder as the next version of `name` and serve it. Raises AdapterMissing, too."""
+        ...
+
+    async def upload(self, name: str, archive: bytes) -> AdapterCard: ...
+
+    async def update(self, name: str, weights: bytes) -> AdapterCard:
+        """Publish the served version with these tensors in place of its own as the next version."""
+        ...
+
+    async def unload(self, name: str, version: int | None = None) -> None: ...
+    async def promote(self, name: str, version: int) -> None: ...
+    async def roll_back(self, name: str) -> int: ...
+    async def set_alias(self, alias: str, name: str, version: int) -> None: ...
+    async def remove_alias(self, alias: str, name: str) -> None: ...
+    async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
+        """Keep the models of these splits in memory, and nothing for the sake of splits before."""
+        ...
+
+    @property
+    def splits(self) -> Mapping[str, Mapping[str, float]]:
+        """Splits of an earlier process."""
+        ...
+
+
+Rate: TypeAlias = Callable[[Sequence[ScoringRequest]], Awaitable[list[float]]]
+"""Returns the scores of all completions, in the order of the prompts and of each prompt's completions."""
+RewardModels: TypeAlias = Mapping[str, Rate]
+
+
+class Device(Protocol):
+    """Interface of `device.usage.DeviceReport`."""
+
+    def seconds(self) -> Mapping[str, float]:
+        """Return the seconds since the start by kind of work."""
+        ...
+
+    def memory(self) -> Mapping[str, int]:
+        """Return the bytes of arrays: `active`, `peak`, `cache`."""
+        ...
+
+    def usage(self) -> Mapping[str, float]:
+        """Return the shares of the last second in which `process`, `machine` and `accelerator` were busy, if known."""
+        ...
+
+    def shares(self) -> Mapping[str, float]:
+        """Return `serving_share` and `engine_share`."""
+        ...
+
+    def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:
+        """Change the shares; None leaves a share as it is."""
+        ...
+
+
+class Training(Protocol):
+    """Interface of `run.policy_runs.TrainingControl`, for one policy or all. Raises UnknownModel, Unavailable."""
+
+    def pause(self, policy: str | None) -> None:
+        """Begin no further step after the present one."""
+        ...
+
+    def resume(self, policy: str | None) -> None: ...
+
+    async def step(self, policy: str | None, checkpoint_name: str | None = None) -> Mapping[str, str]:
+        """Wait for a new step where training is paused, which it stays, or else for the present step.
+
+        Then save under `checkpoint_name`, if given. Returns the folders by policy. Raises InvalidRequest,
+        CheckpointError.
+        """
+        ...
+
+    async def train_on(
+        self, policy: str | None, given: Sequence[GivenTrajectory], *, serve: bool | None, checkpoint_name: str | None
+    ) -> GivenUpdate:
+        """Make one update on `given` after the present step. Raises InvalidRequest, CheckpointError."""
+        ...
+
+    async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
+        """Save after the present step. Returns the folders by policy. Raises CheckpointError."""
+        ...
+
+
+class Trajectories(Protocol):
+    """Interface of `rollout.live.traffic.LiveSource`, for one policy that learns from clients."""
+
+    def check(self, request: GenerationRequest, scoring_function: str | None, metadata: Mapping[str, Any]) -> None:
+        """Raise InvalidRequest for what could not be trained on, and Unavailable when training has ended."""
+        ...
+
+    def record(
+        self,
+        trajectory_id: str,
+        request: GenerationRequest,
+        completion: Completion,
+        scoring_function: str | None,
+        metadata: Mapping[str, Any],
+    ) -> bool:
+        """Take a completion of a checked request. Return False if nothing can be learned from it."""
+        ...
+
+    def knows(self, trajectory_id: str) -> bool:
+        """Return whether a trajectory has this id, or had it not long ago."""
+        ...
+
+    def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:
+        """Return the sum of the reward's parts. Raises UnknownTrajectory, Unavailable, InvalidRequest."""
+        ...
+
+    async def written(self) -> None:
+        """Wait until all completions and rewards so far are on disk. Raises NotStored."""
+        ...
+
+    def report(self) -> TrajectoryReport: ...
+    def listen(self, on_reward: Callable[[str, float], None]) -> None:
+        """Call `on_reward` with the id and the sum of each reward from now on, those of scoring functions included."""
+        ...
+
+
+class SampleStore(Protocol):
+    """Interface of `integrations.atropos.sample_store.SampleStore`: remembers what one policy has answered."""
+
+    def record(self, request: GenerationRequest, completions: Sequence[Completion]) -> None: ...

@@ -1,4 +1,8 @@
-"""The OpenAPI document: routes from FastAPI, types and examples from documents.py, errors and keys from the roles."""
+"""The OpenAPI document of `/openapi.json`.
+
+Routes come from FastAPI, wire types and examples from `route_documents.py`, errors and keys from the roles in
+`operation/auth.py`. `create_app` makes it once.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +14,7 @@ from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
 from parallm.server.operation.auth import ROLES, Role
-from parallm.server.reference.document import FORM, Document
-from parallm.server.reference.documents import DOCUMENTS
+from parallm.server.route_documents import DOCUMENTS, FORM, RouteDocument
 from parallm.server.schemas import ErrorAnswer
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
@@ -40,7 +43,7 @@ ERRORS: Mapping[int, str] = {
     408: "The body came too slowly.",
     409: "This process does not do that, or not any more: it trains nothing, takes no such weights, or another process "
     "keeps what operators set. "
-    "In vLLM's dialect of `/generate`: somebody has aborted the request.",
+    "In vLLM's dialect of `/generate`: the request was aborted.",
     413: "The body is larger than `server.max_body_bytes`.",
     429: "The queue is full, or too many large bodies come at once; `Retry-After` says when to try again.",
     503: "The engine has stopped, or the server is about to end.",
@@ -50,36 +53,36 @@ ERRORS: Mapping[int, str] = {
 
 
 def openapi_document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
-    """The document, made anew. Each route must have rows in `ROLES` and `DOCUMENTS`."""
-    found = get_openapi(title=app.title, version=__version__, description=DESCRIPTION, routes=app.routes)
+    """Make the document anew. Each route must have rows in `ROLES` and `DOCUMENTS`."""
+    openapi = get_openapi(title=app.title, version=__version__, description=DESCRIPTION, routes=app.routes)
     schemas = _schemas()
-    for path, operations in found["paths"].items():
+    for path, operations in openapi["paths"].items():
         for method, operation in operations.items():
             row = f"{method.upper()} {path}"
             _describe(operation, DOCUMENTS[row], ROLES[row], has_keys=has_keys)
-    components = found.setdefault("components", {})
+    components = openapi.setdefault("components", {})
     components["schemas"] = schemas
     if has_keys:
         components["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
         }
-    return found
+    return openapi
 
 
 def _schemas() -> dict[str, Any]:
     bodies = {body for document in DOCUMENTS.values() for body in document.bodies}
     answers = {answer for document in DOCUMENTS.values() for answer in document.answers} | {ErrorAnswer}
-    wanted = sorted(bodies | answers, key=lambda model: model.__name__)
-    _, found = models_json_schema([(model, "validation") for model in wanted], ref_template=REF)
-    schemas: dict[str, Any] = found["$defs"]
+    models = sorted(bodies | answers, key=lambda model: model.__name__)
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
+    schemas: dict[str, Any] = definitions["$defs"]
     for body in bodies:
         _allow_null(schemas[body.__name__])
     return schemas
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """parse.py takes null for a field that is absent, unless the field is required."""
+    """Allow null for each optional field, as `checked` in `schemas.py` does."""
     for name, field in schema["properties"].items():
         if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
             kept = {key: field[key] for key in ("title", "default", "description") if key in field}
@@ -87,11 +90,10 @@ def _allow_null(schema: dict[str, Any]) -> None:
             schema["properties"][name] = {"anyOf": [kind, {"type": "null"}], **kept}
 
 
-def _describe(operation: dict[str, Any], document: Document, role: Role, *, has_keys: bool) -> None:
+def _describe(operation: dict[str, Any], document: RouteDocument, role: Role, *, has_keys: bool) -> None:
     operation["tags"] = [role]
-    if document.query:
-        shown = [parameter.shown() for parameter in document.query]
-        operation["parameters"] = [*operation.get("parameters", ()), *shown]
+    if document.parameters:
+        operation["parameters"] = [*operation.get("parameters", ()), *document.parameters]
     if document.bodies:
         content = {"schema": _any_of(document.bodies), **_examples(document)}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
@@ -105,15 +107,15 @@ def _describe(operation: dict[str, Any], document: Document, role: Role, *, has_
         operation["security"] = [{"bearer": []}, {"x-api-key": []}]
 
 
-def _examples(document: Document) -> dict[str, Any]:
-    """OpenAPI has one field for one example and another for several."""
-    if not document.others:
+def _examples(document: RouteDocument) -> dict[str, Any]:
+    """Use the field for one example or the one for several."""
+    if not document.more_examples:
         return {"example": document.example}
-    named = {"usual": document.example, **document.others}
+    named = {"usual": document.example, **document.more_examples}
     return {"examples": {name: {"value": value} for name, value in named.items()}}
 
 
-def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, Any]:
+def _responses(document: RouteDocument, role: Role, *, has_keys: bool) -> dict[str, Any]:
     statuses = {403, 503, *document.errors}
     if role != "public":
         statuses |= {401} if has_keys else set()
@@ -128,10 +130,11 @@ def _responses(document: Document, role: Role, *, has_keys: bool) -> dict[str, A
     return {"200": {"description": "The answer.", "content": _answer_content(document)}, **errors}
 
 
-def _answer_content(document: Document) -> dict[str, Any]:
+def _answer_content(document: RouteDocument) -> dict[str, Any]:
     if document.media_type != JSON:
-        return {document.media_type: {"schema": {"type": "string"}, "example": document.answer["text"]}}
-    content: dict[str, Any] = {JSON: {"schema": _any_of(document.answers), "example": document.answer}}
+        return {document.media_type: {"schema": {"type": "string"}}}
+    example = {} if document.answer_example is None else {"example": document.answer_example}
+    content: dict[str, Any] = {JSON: {"schema": _any_of(document.answers), **example}}
     if any("stream" in body.model_fields for body in document.bodies):
         events = {"type": "string", "description": f"With `stream`: {document.events}."}
         content["text/event-stream"] = {"schema": events}

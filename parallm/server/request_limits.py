@@ -1,33 +1,81 @@
-"""Threads for work that would block the event loop: large bodies, long texts, grammars, large answers.
+"""Limits of what requests may cost together: memory of bodies, time on the event loop, length of texts.
 
-The event loop serves every stream, so nothing on it may take longer than `SECONDS_ON_LOOP`. An estimate decides, as a
-hop to a thread and back would cost a usual request more than its own work.
+The event loop serves every stream, so nothing on it may take longer than `SECONDS_ON_LOOP`. An estimate decides what
+runs on a thread, since the hop costs a usual request more than its own work. A text that cannot fit into the context is
+refused before it is encoded whole: a tokenizer needs seconds and a gigabyte for 4 MB.
 """
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from parallm.errors import EngineFull
+from parallm.errors import ContextTooLong, EngineFull
+from parallm.server.interfaces import Tokenizer
 from parallm.server.operation.request_context import current_request
+
+MAX_UNCOUNTED_BYTES = 65_536
+"""Bodies up to this size are never refused because of others."""
+MAX_BODIES = 64
+"""Bodies of the largest size that may be read at once."""
 
 SECONDS_ON_LOOP = 0.01
 SECONDS_PER_BYTE = 1.5e-6
-"""To read a body: its JSON, the checks of its fields, the chat template, the tokens of its texts."""
+"""Time to read a byte of a body: its JSON, the checks of its fields, the chat template, the tokens of its texts."""
 SECONDS_PER_LOGPROB = 5e-6
-"""To write a token of an answer, or one of the likely ones beside it."""
+"""Time to write a token of an answer, or one of its alternatives."""
 THREADS = 2  # a client uses one at a time, so that another client finds one
+
+MAX_CONTEXT_KEY = "engine.max_context"
+MAX_USUAL_CHARACTERS = 8
+"""A usual token has fewer characters. A text with more for each token of the context is encoded in pieces first."""
+PIECE = 4096
+PIECES_FACTOR = 2
+"""Pieces may have a few tokens more than the whole text, so a text is refused from twice the context on."""
 
 Result = TypeVar("Result")
 
 
+class BodyBudget:
+    """Limits the memory of large bodies, from their first byte until they are read. Used on the event loop."""
+
+    def __init__(self, max_body_bytes: int) -> None:
+        self._max_bytes = MAX_BODIES * max_body_bytes
+        self.num_bytes = 0
+
+    @contextmanager
+    def reserve(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that one body calls with its size so far. It raises EngineFull beyond the limit."""
+        reserved = 0
+
+        def grow(num_bytes: int) -> None:
+            nonlocal reserved
+            more = num_bytes - reserved
+            if num_bytes <= MAX_UNCOUNTED_BYTES:
+                return
+            if self.num_bytes + more > self._max_bytes:
+                raise EngineFull(
+                    f"request bodies of {self.num_bytes} bytes are being read, the limit is {self._max_bytes}; "
+                    "send this one again later"
+                )
+            self.num_bytes += more
+            reserved = num_bytes
+
+        try:
+            yield grow
+        finally:
+            self.num_bytes -= reserved
+
+
 class WorkerPool:
-    """Used on the event loop. A function that has begun runs to its end, whatever becomes of its caller."""
+    """Threads for large bodies, long texts, grammars and large answers. Used on the event loop.
+
+    A function that has begun runs to its end, even after its caller is cancelled.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="request")
@@ -35,11 +83,11 @@ class WorkerPool:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def run_if_long(self, function: Callable[[], Result], *, seconds: float) -> Result:
-        """`function()`, on a thread if the event loop cannot wait for it. Raises what it raises."""
+        """Return `function()`, from a thread if the event loop cannot wait for it. Raises what it raises."""
         return function() if seconds <= SECONDS_ON_LOOP else await self.run(function)
 
     async def run(self, function: Callable[[], Result], *, max_seconds: float | None = None) -> Result:
-        """`function()` on a thread, after the earlier calls of the same client. Raises what it raises.
+        """Return `function()` from a thread, after the earlier calls of the same client. Raises what it raises.
 
         Raises TimeoutError if it takes more than `max_seconds` from its beginning.
         """
@@ -63,43 +111,51 @@ class WorkerPool:
             loop.call_soon_threadsafe(release)
 
 
+def check_text(text: str, name: str, tokenizer: Tokenizer, max_context: int) -> None:
+    """Raise ContextTooLong for a text that has more tokens than the context, at no cost for one of usual length."""
+    check_texts([text], name, tokenizer, max_context)
+
+
+def check_texts(texts: Sequence[str], name: str, tokenizer: Tokenizer, max_context: int) -> None:
+    """Do what `check_text` does for texts that become one prompt."""
+    num_characters = sum(map(len, texts))
+    if num_characters <= MAX_USUAL_CHARACTERS * max_context:
+        return
+    limit = tokenizer.max_token_length * max_context
+    if num_characters > limit:
+        raise ContextTooLong(
+            f"{name} has {num_characters} characters and this model's maximum context length is {max_context} tokens, "
+            f"which have at most {limit}; shorten it",
+            name,
+            setting=MAX_CONTEXT_KEY,
+        )
+    _check_pieces(texts, name, tokenizer.encode_more, max_context)
+
+
+def check_items(items: object, what: str, name: str, max_context: int) -> None:
+    """Raise ContextTooLong for a list of more token ids, or more messages, than the context has tokens."""
+    if isinstance(items, list) and (number := len(items)) > max_context:
+        raise ContextTooLong(
+            f"{name} has {number} {what} and this model's maximum context length is {max_context} tokens; shorten it",
+            name,
+            setting=MAX_CONTEXT_KEY,
+        )
+
+
+def _check_pieces(texts: Sequence[str], name: str, encode: Callable[[str], Sequence[int]], max_context: int) -> None:
+    num_tokens = 0
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            num_tokens += len(encode(text[start : start + PIECE]))
+            if num_tokens > PIECES_FACTOR * max_context:
+                raise ContextTooLong(
+                    f"{name} has more than {num_tokens} tokens and this model's maximum context length is "
+                    f"{max_context}; shorten it",
+                    name,
+                    setting=MAX_CONTEXT_KEY,
+                )
+
+
 def _client() -> str:
     context = current_request.get()
     return "" if context is None else context.client
-
-
-SMALL = 65_536
-"""Bytes of a body that count for nothing: usual requests are never refused for those of others."""
-BODIES = 64
-"""Of the largest kind at once."""
-
-
-class BodyBudget:
-    """Used on the event loop."""
-
-    def __init__(self, max_body_bytes: int) -> None:
-        self._max_bytes = BODIES * max_body_bytes
-        self.num_bytes = 0
-
-    @contextmanager
-    def reading(self) -> Iterator[Callable[[int], None]]:
-        """Around one body, which tells how many bytes of it are there. That raises EngineFull beyond the limit."""
-        taken = 0
-
-        def grow(num_bytes: int) -> None:
-            nonlocal taken
-            more = num_bytes - taken
-            if num_bytes <= SMALL:
-                return
-            if self.num_bytes + more > self._max_bytes:
-                raise EngineFull(
-                    f"request bodies of {self.num_bytes} bytes are being read, the limit is {self._max_bytes}; "
-                    "send this one again later"
-                )
-            self.num_bytes += more
-            taken = num_bytes
-
-        try:
-            yield grow
-        finally:
-            self.num_bytes -= taken

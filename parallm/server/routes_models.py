@@ -1,75 +1,86 @@
-"""What this process serves and trains."""
+"""`/v1/models`: every name that `model` may be."""
 
-import dataclasses
+from typing import Literal
 
 from fastapi import APIRouter
-from pydantic_core import to_json
 from starlette.responses import Response
 
-from parallm.reports import TrainingStatus
-from parallm.server.catalog import card_of, checkpoint_names, model_entry, model_list, served_policy
+from parallm.errors import UnknownModel
+from parallm.model.adapters.names import versioned
+from parallm.server.catalog import card_of
 from parallm.server.connection import json_response
+from parallm.server.schemas import Wire
 from parallm.server.service import Service
-
-OVER = ("serving", "finished", "failed")
-"""States without further steps."""
+from parallm.types import BASE, AdapterCard
 
 
-def status_routes(service: Service) -> APIRouter:
+class ModelEntry(Wire):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    policy_version: int
+
+
+class ModelList(Wire):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+def model_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/models")
     @router.get("/models")
     async def models() -> Response:
         """Every name that `model` may be: the base, adapters, their versions and aliases."""
-        return json_response(model_list(service))
+        return json_response(_model_list(service))
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """One of these names, or another that `model` may be."""
-        return json_response(model_entry(name, service))
-
-    @router.get("/v1/training/status")
-    @router.get("/debug/training")
-    async def training_status() -> Response:
-        """What the trainer does now, and the numbers of its last step."""
-        return status_answer(service)
+        return json_response(_model_entry(name, service))
 
     return router
 
 
-def status_answer(service: Service, **more: object) -> Response:
-    """Return the status, and `more` fields of a route."""
-    return _json(_plain(told_status(service)) | more)
+def _model_list(service: Service) -> ModelList:
+    """List the policies, the base, other adapters (the version that is served), aliases, and every version.
+
+    Policies come first because many clients take the first model of the list.
+    """
+    cards = service.catalog()
+    names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
+    names -= set(service.policies)
+    versions = [versioned(card.name, card.version) for card in cards]
+    order = (*service.policies, BASE, *sorted(names), *versions)
+    return ModelList(object="list", data=[_entry(name, card_of(name, cards), service) for name in order])
 
 
-def told_status(service: Service) -> TrainingStatus:
-    """Return the trainer's status with the fields that the catalog and the device know."""
-    status = service.status()
-    if not status.policies:
-        return _with_page(service, status, served_policy(service))
-    policies = {name: _with_page(service, own, name) for name, own in status.policies.items()}
-    return dataclasses.replace(_with_page(service, status, served_policy(service)), policies=policies)
+def _model_entry(name: str, service: Service) -> ModelEntry:
+    """Return the entry of a name of the list, or of another way to say it. Raises UnknownModel."""
+    entries = {entry.id: entry for entry in _model_list(service).data}
+    if name in entries:
+        return entries[name]
+    card = card_of(name, service.catalog())
+    if card is None:
+        raise UnknownModel(f"no model {name[:200]!r}; there are {sorted(entries)}")
+    return _entry(name, card, service)
 
 
-def _with_page(service: Service, status: TrainingStatus, policy: str) -> TrainingStatus:
-    card, traffic = card_of(policy, service.catalog()), service.trajectories.get(policy)
-    return dataclasses.replace(
-        status,
-        training_enabled=status.state not in OVER,
-        current_lora=None if card is None else f"checkpoint-{card.version}",
-        available_checkpoints=tuple(checkpoint_names(service, policy)),
-        trajectories_collected=status.trajectories_collected if traffic is None else traffic.report().num_collected,
-        shares={} if service.device is None else dict(service.device.shares()),
+def _entry(name: str, card: AdapterCard | None, service: Service) -> ModelEntry:
+    """Return the entry of a name; one without a card is the base, or a policy before its first version."""
+    parent = BASE if card is None or not card.parent else versioned(card.name, card.parent)
+    return ModelEntry(
+        id=name,
+        object="model",
+        created=service.started,
+        owned_by="parallm",
+        root=service.base_name,
+        parent=None if name == BASE else parent,
+        max_model_len=service.engine.max_context,
+        policy_version=0 if card is None else card.version,
     )
-
-
-def _plain(status: TrainingStatus) -> dict[str, object]:
-    fields = {field.name: getattr(status, field.name) for field in dataclasses.fields(status)}
-    policies = {name: _plain(one) for name, one in status.policies.items()}
-    return fields | {"metrics": dict(status.metrics), "policies": policies}
-
-
-def _json(value: dict[str, object]) -> Response:
-    # a loss can be NaN, which JSON does not have; NumPy scalars become what their text says
-    return Response(to_json(value, inf_nan_mode="null", fallback=str), media_type="application/json")

@@ -9,7 +9,7 @@ from parallm.settings import settings
 
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.:-]{0,127}$")]
 KeyRole = Literal["inference", "training", "admin"]
-"""What a key is good for; each includes those before it. `roles.py` says which route needs which."""
+"""Rights of a key; each role includes those before it. `operation/auth.py` has the role of each route."""
 
 
 def _refuse_number(value: object) -> object:
@@ -74,9 +74,10 @@ class ServerSettings:
     ssl_keyfile: str | None = None
     """Key of the certificate, without a password, if it is not in the same file."""
     ssl_ca_certs: str | None = None
-    """Clients must show a certificate that one of these has signed."""
+    """Certificates, one of which must have signed that of each client."""
     api_keys: tuple[ApiKey, ...] = ()
-    """None: every route is open, and the server listens on this machine only unless `control_routes` is false."""
+    """Keys of clients; without any, every route is open, and the server listens on this machine only unless
+    `control_routes` is false."""
     control_routes: bool = True
     """False refuses every route of the roles training and admin."""
     allowed_hosts: tuple[Annotated[str, AfterValidator(_check_host)], ...] = ()
@@ -88,16 +89,16 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()
     """Origins such as `https://example.org` whose pages may read answers in a browser; `*` is every one."""
     drain_seconds: float = Field(default=20.0, ge=0)
-    """How long answers may go on after the signal to end; new requests get 503 meanwhile."""
+    """Seconds that answers may go on after the signal to end; new requests get 503 meanwhile."""
     max_connections: int | None = Field(default=None, ge=1)
     """Open at once. Beyond it those whose clients stand still are closed; null: 1,000, or half of the open files."""
     request_seconds: float | None = Field(default=None, gt=0)
     """Seconds after which an answer must be complete; null: no limit but what a client asks for with
     `x-request-timeout`."""
     stall_seconds: float = Field(default=60.0, gt=0)
-    """A stream whose client takes nothing for so long is given up."""
+    """Seconds after which a stream is given up whose client takes nothing."""
     coalesce_ms: float = Field(default=50.0, ge=0, le=1000)
-    """While more than 16 streams are open, each sends what it has so often; 0: each token at once."""
+    """Milliseconds between two events of a stream while more than 16 are open; 0: each token at once."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one prompt; null: what the context allows."""
     request_log: str | None = None
@@ -105,13 +106,13 @@ class ServerSettings:
     otlp_endpoint: str | None = None
     """Address for OpenTelemetry spans, such as `http://localhost:4318/v1/traces`; needs `parallm[otel]`. null: none."""
     max_n: int = Field(default=64, ge=1)
-    """Largest `n` of a request, the completions of one prompt."""
+    """Maximum `n` of a request, the completions of one prompt."""
     max_completions: int = Field(default=256, ge=1)
     """Prompts times `n` of one HTTP request."""
     max_top_logprobs: int = Field(default=20, ge=0)
-    """Most alternatives per token of which a client may ask the log-probs."""
+    """Maximum number of alternatives per token in log-probs."""
     max_stop: int = Field(default=16, ge=1)
-    """Most stop strings of a request."""
+    """Maximum number of stop strings of a request."""
     generation_config: str = "parallm"
     """Source of sampling defaults for `/v1/completions`, `/v1/chat/completions` and `/v1/responses`: `parallm` (as in
     OpenAI's API), `auto` (the model's generation_config.json), or a folder with that file. Rollouts and requests with
@@ -120,9 +121,8 @@ class ServerSettings:
     """Sampling defaults that win over those of `server.generation_config`."""
     default_max_tokens: int = Field(default=512, ge=1)
     """`max_tokens` of requests that name none; less where the context ends before."""
-    """For requests that name no `max_tokens`; less where the context ends before."""
     parse_special: bool = True
-    """Whether texts of control tokens in raw prompts become the tokens. In the contents of chats they never do."""
+    """Make tokens of the texts of control tokens in raw prompts; in the contents of chats they stay text."""
     max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     """Larger request bodies are refused before they are read as JSON."""
     max_grammar_bytes: int = Field(default=64 * 1024, ge=1)
@@ -140,7 +140,7 @@ class ServerSettings:
     """Adapters to serve from the start, by name: a folder of an adapter, a checkpoint or a run, of which the best
     version counts, or RUN@VERSION."""
     state: str = "auto"
-    """What clients with the role admin set (adapters, aliases, splits, what names mean) is kept for the next process:
+    """Place to keep what clients with the role admin set (adapters, aliases, splits, what names mean):
     `auto` in the run folder while training, else in checkpoints/NAME; a folder; or `off`."""
     max_adapters: int = Field(default=64, ge=1)
     """Names of adapters in memory that clients may fill."""

@@ -1,9 +1,9 @@
-"""Server-sent events: one `data:` line for each chunk, and a response that ends when the client goes."""
+"""Server-sent events: one `data:` line for each chunk, a response that ends with its client, streams as one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import suppress
-from typing import TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
+from typing import TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
@@ -21,12 +21,12 @@ def encode_events(chunks: Iterable[BaseModel]) -> bytes:
 
 
 def failed(error: Exception) -> bytes:
-    """The last event of a stream that cannot go on."""
+    """Return the last event of a stream that cannot go on."""
     return encode_events([failure_of(error).answer])
 
 
 class EventStream(Response):
-    """Sends what `events` yields, until that ends, the client goes or stops reading, or the request's time is over.
+    """Sends `events` until they end, the client leaves or stops reading, or the request's time is over.
 
     Then it closes `events` and `source`, which `events` reads: a generator that never started closes nothing itself.
     """
@@ -56,7 +56,7 @@ class EventStream(Response):
             with suppress(ClientDisconnect):
                 await self._send(send, self._failed(error), is_last=True)
         except ClientDisconnect:
-            pass  # nobody is left to tell
+            pass  # no client is left to answer
         finally:
             await self._events.aclose()
             await self._source.aclose()
@@ -67,7 +67,7 @@ class EventStream(Response):
         await self._send(send, b"", is_last=True)
 
     async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
-        """Waits while the client's buffers are full. Raises ClientDisconnect if it takes nothing for too long."""
+        """Wait while the client's buffers are full. Raises ClientDisconnect if it takes nothing for too long."""
         try:
             async with asyncio.timeout(self._stall_seconds):
                 await send({"type": "http.response.body", "body": body, "more_body": not is_last})
@@ -76,23 +76,19 @@ class EventStream(Response):
 
 
 Item = TypeVar("Item")
-Inbox: TypeAlias = asyncio.Queue[tuple[int, Item] | int]
 
 
-async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple[int, Item], None]:
-    """Items of all streams as they come, each with the number of its stream.
+async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
+    """Yield the items of all streams as they come, each with the number of its stream.
 
-    The first error of any stream is raised here. Closing this closes them all.
+    The first error of any stream is raised here. Closing this closes all streams.
     """
-    if len(streams) == 1:
-        # without a queue in between, so that a stream is asked only when its reader wants more
-        try:
-            async for item in streams[0]:
+    if len(streams) == 1:  # no queue, so that the stream is asked only when its reader wants more
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
                 yield 0, item
-        finally:
-            await close(streams[0])
         return
-    queue: Inbox[Item] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Item] | int] = asyncio.Queue()
     tasks = [asyncio.create_task(_pump(number, stream, queue)) for number, stream in enumerate(streams)]
     try:
         num_open = len(tasks)
@@ -109,17 +105,13 @@ async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncGenerator[tuple
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(number: int, stream: AsyncIterator[Item], queue: Inbox[Item]) -> None:
-    """Consumes one stream into `queue`; its number alone says that it has ended, well or not, and is closed."""
+async def _pump(
+    number: int, stream: AsyncGenerator[Item, None], queue: "asyncio.Queue[tuple[int, Item] | int]"
+) -> None:
+    """Move the items of one stream into `queue`, and at its end, well or not, its number."""
     try:
-        async for item in stream:
-            queue.put_nowait((number, item))
+        async with aclosing(stream):
+            async for item in stream:
+                queue.put_nowait((number, item))
     finally:
-        await close(stream)
         queue.put_nowait(number)
-
-
-async def close(stream: AsyncIterator[object]) -> None:
-    """Run a generator's clean-up now and not when it is collected."""
-    if isinstance(stream, AsyncGenerator):
-        await stream.aclose()

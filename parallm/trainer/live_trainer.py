@@ -9,11 +9,11 @@ from parallm.metrics.step import StepMetrics
 from parallm.rollout.collector import RolloutBatch, StepBatch
 from parallm.rollout.live.source import LiveSource
 from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.staleness import off_policy_report
 from parallm.trainer.context import TrainerContext
 from parallm.trainer.guard import Verdict
 from parallm.trainer.loop import Loop
 from parallm.trainer.settings import TrainerSettings
-from parallm.trainer.staleness import off_policy_report
 from parallm.trainer.step_metrics import step_metrics
 from parallm.types import TrajectoryGroup
 

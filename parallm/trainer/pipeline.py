@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from parallm.model.adapters.names import of_alias
 from parallm.reports import OffPolicyReport
 from parallm.rollout.collector import Collector, RolloutBatch
-from parallm.trainer.staleness import is_stale, off_policy_report
+from parallm.rollout.staleness import is_stale, off_policy_report
 from parallm.types import LATEST, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Pipeline:
         """The groups of a step; those that are too old are sampled again with the newest version."""
         version = self._version()
         trained = rollout_batch.to_train(needs_all=self._needs_all)
-        stale = [group for group in trained if is_stale(group, version, self._limit)]
+        stale = [group for group in trained if is_stale(group.trajectories, version, self._limit)]
         if stale:
             logger.warning("step %d: %d groups are too old for version %d", step + 1, len(stale), version)
             resampled = await self._collector.resample(stale, step, len(rollout_batch.sampled), self._model)

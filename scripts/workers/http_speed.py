@@ -15,6 +15,7 @@ from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import BASE, SamplingParams
 
@@ -39,12 +40,14 @@ async def measure(job: Job) -> dict[str, list[float]]:
 
 async def start_server(bench: Workbench, settings: ServerSettings) -> HttpServer:
     app = create_app(
-        engine=bench.engine,
-        tokenizer=bench.model.tokenizer,
-        catalog=bench.table.cards,
-        status=lambda: TrainingStatus(state="serving"),
-        settings=settings,
-        base_name=bench.job.model,
+        Service(
+            engine=bench.engine,
+            tokenizer=bench.model.tokenizer,
+            catalog=bench.table.cards,
+            status=lambda: TrainingStatus(state="serving"),
+            settings=settings,
+            base_name=bench.job.model,
+        )
     )
     server = HttpServer(app, bind(settings), settings)
     await server.start()

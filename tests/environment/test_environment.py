@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 
 from parallm.environment.arithmetic import Arithmetic
-from parallm.environment.environment import MultiTurnEnvironment, build_environment, connect
+from parallm.environment.environment import MultiTurnEnvironment, connect
 from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.settings import ArithmeticSettings, CustomSettings, Gsm8kSettings
 from parallm.errors import ConfigError
+from parallm.run.environments import build_environment
 from parallm.types import Message
 
-README = Path(__file__).parents[2] / "parallm" / "environment" / "README.md"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "recipes" / "environments"
 
 
 @pytest.fixture
@@ -37,10 +39,12 @@ def test_settings_choose_the_environment(tmp_path: Path) -> None:
 
 @pytest.fixture
 def example(folder: Path) -> Callable[..., Any]:
-    """The environment of an example in the README, made by its class name: `example("Reverse", num_test=3)`."""
+    """The environment of an example of the README or of the recipes, by its class name: `example("Polite")`."""
 
     def make(name: str, **options: Any) -> Any:
-        codes = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+        guide = (ROOT / "parallm" / "environment" / "README.md").read_text(encoding="utf-8")
+        codes = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
+        codes += [file.read_text(encoding="utf-8") for file in EXAMPLES.glob("*.py")]
         (code,) = (code for code in codes if f"class {name}:" in code)
         assert code.count("\n") < 40
         module = f"own_{name.lower()}"

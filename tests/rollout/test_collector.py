@@ -105,6 +105,6 @@ def test_a_prompt_longer_than_the_context_names_its_problem(make_collector: Call
         raise ContextTooLong("the prompt has 3 tokens and max_tokens is 9; together the limit is 8", "max_tokens")
 
     collector = make_collector("1", "2", "3", problems_per_step=3)
-    collector._stage._generate_all = refuse
+    collector._runner._generate_all = refuse
     with pytest.raises(ContextTooLong, match=r"problem p2: the prompt has 3 tokens .* limit is 8"):
         collect(collector)

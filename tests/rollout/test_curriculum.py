@@ -39,7 +39,7 @@ def test_problems_that_are_too_easy_or_too_hard_are_drawn_less_often(by: Literal
     assert counts[1] == pytest.approx(400, abs=40)  # 1 of 1 + 0.25 + 0.25
     assert counts[0] == pytest.approx(100, abs=30)
     assert counts[2] == pytest.approx(100, abs=30)
-    assert curriculum.num_skipped == curriculum._ledger.state()["cursor"] - 600
+    assert curriculum.num_skipped == curriculum._problem_cursor.state()["cursor"] - 600
 
 
 def test_before_anything_is_known_and_inside_the_limits_every_problem_is_drawn() -> None:
@@ -84,14 +84,14 @@ def test_a_restored_curriculum_draws_what_the_first_one_would_have_drawn() -> No
     first, second, other = curriculum_by("problem"), curriculum_by("problem"), curriculum_by("problem", seed=1)
     learn(first, (0.0, 0.5, 1.0))
     first.take(17)
-    first._ledger.claim(0)
-    first._ledger.commit(0)
-    state = json.loads(json.dumps(first.state() | first._ledger.state()))
+    first._problem_cursor.claim(0)
+    first._problem_cursor.commit(0)
+    state = json.loads(json.dumps(first.state() | first._problem_cursor.state()))
     expected = first.take(50)
     first.learn([group_of(PROBLEMS[0], 1.0)])  # the state is a copy
     for one in (second, other):
         one.restore(state)
-        one._ledger.restore(state)
+        one._problem_cursor.restore(state)
     assert second.take(50) == expected != other.take(50)
 
 
@@ -107,8 +107,8 @@ def test_rates_of_another_kind_are_left_out(caplog: pytest.LogCaptureFixture) ->
 def test_problems_that_were_given_back_are_judged_again() -> None:
     curriculum = curriculum_by("level", keep=0.01)
     drawn = curriculum.take(6)
-    curriculum._ledger.claim(3)
-    curriculum._ledger.requeue([3])
+    curriculum._problem_cursor.claim(3)
+    curriculum._problem_cursor.requeue([3])
     learn(curriculum, (0.0, 0.5, 0.5))
     assert curriculum.take(4)[:3] == [problem for problem in drawn if problem.level > 0][:3]
 

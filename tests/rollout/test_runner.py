@@ -259,7 +259,7 @@ class Unopened(Counting):
     ("answer", "kind", "detail"),
     [
         (lambda: 1 / 0, "reply_raised", "ZeroDivisionError('division by zero')"),
-        (lambda: None, "reply_malformed", "open returned None, not 2 counterparts"),
+        (lambda: None, "reply_malformed", "open returned None, not 2 sessions"),
         (lambda: [CountingEpisode(is_broken=False)], "reply_malformed", "open returned [<"),
     ],
     ids=["raises", "none", "too few"],

@@ -28,7 +28,7 @@ def collect(collector: Collector, engine: Any) -> RolloutBatch:
         reason: FinishReason = "length" if length == 9 else "stop"
         return replace(one, tokens=(7,) * length, logprobs=(-0.5,) * length, finish_reason=reason)
 
-    collector._stage._generate_all = generate_all
+    collector._runner._generate_all = generate_all
     return asyncio.run(collector.collect(0, "policy"))
 
 

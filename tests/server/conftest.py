@@ -19,6 +19,7 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import (
     AdapterCard,
@@ -298,16 +299,23 @@ def hermes() -> ChatTokenizer:
 
 def application(engine: EchoEngine, tokenizer: Any) -> FastAPI:
     return create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=lambda: (card(3), card(2, "best")),
-        status=lambda: TrainingStatus(
-            state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")}
-        ),
-        settings=ServerSettings(
-            max_n=8, max_completions=16, max_stop=4, max_top_logprobs=5, max_body_bytes=20_000, max_grammar_bytes=8_000
-        ),
-        base_name="nano",
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=lambda: (card(3), card(2, "best")),
+            status=lambda: TrainingStatus(
+                state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")}
+            ),
+            settings=ServerSettings(
+                max_n=8,
+                max_completions=16,
+                max_stop=4,
+                max_top_logprobs=5,
+                max_body_bytes=20_000,
+                max_grammar_bytes=8_000,
+            ),
+            base_name="nano",
+        )
     )
 
 

@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 
 from parallm.errors import AdapterError, AdapterMissing, FolderInUse, NotStored, UnknownModel
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard
 
@@ -85,13 +86,15 @@ def adapters() -> FakeAdapters:
 def client(engine: Any, tokenizer: Any, adapters: FakeAdapters) -> TestClient:
     return TestClient(
         create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=lambda: (POET,),
-            status=lambda: pytest.fail("nobody asks"),
-            settings=ServerSettings(max_adapter_bytes=2048),
-            base_name="nano",
-            adapters=adapters,
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=lambda: (POET,),
+                status=lambda: pytest.fail("nobody asks"),
+                settings=ServerSettings(max_adapter_bytes=2048),
+                base_name="nano",
+                adapters=adapters,
+            )
         ),
         base_url="http://localhost",
     )

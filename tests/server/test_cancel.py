@@ -11,6 +11,7 @@ import pytest
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.auth import StoredKey
+from parallm.server.service import Service
 from parallm.server.settings import KeyRole, ServerSettings
 
 NAMES: dict[str, KeyRole] = {"reader": "inference", "other": "inference", "trainer": "training", "boss": "admin"}
@@ -32,13 +33,15 @@ def on_one_loop(engine: Any, tokenizer: Any) -> Callable[..., None]:
     ) -> None:
         digests = {name: hashlib.sha256(key_of(name)["x-api-key"].encode()).digest() for name in names}
         app = create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="serving"),
-            settings=settings,
-            base_name="nano",
-            keys=tuple(StoredKey(name=name, role=role, digest=digests[name]) for name, role in names.items()),
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=tuple,
+                status=lambda: TrainingStatus(state="serving"),
+                settings=settings,
+                base_name="nano",
+                keys=tuple(StoredKey(name=name, role=role, digest=digests[name]) for name, role in names.items()),
+            )
         )
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=10) as client:

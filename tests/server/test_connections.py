@@ -66,7 +66,7 @@ async def answer_of(port: int, sent: bytes) -> bytes:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SECONDS", {"head": 0.1, "rest": 0.1})
+    monkeypatch.setattr(connections, "MAX_SECONDS", {"head": 0.1, "leftover": 0.1})
     monkeypatch.setattr(connections, "SECONDS_BETWEEN_SWEEPS", 0.02)
     monkeypatch.setattr(exchange, "BODY_SECONDS", 0.1)
 
@@ -220,8 +220,8 @@ def test_without_a_file_left_the_server_waits_and_says_so_once(
             return (await client.get(f"http://127.0.0.1:{port}/health")).status_code
 
     assert asyncio.run(run()) == 200
-    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.message for record in told] == ["no connection can be accepted: [Errno 24] Too many open files"]
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.message for record in warnings] == ["no connection can be accepted: [Errno 24] Too many open files"]
     assert min(after - before for before, after in pairwise(tries[:21])) > 0.009
 
 

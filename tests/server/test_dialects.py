@@ -85,9 +85,9 @@ def test_the_prompts_log_probs_are_in_the_forms_of_sglang_and_of_token_in_token_
         "logprob_start_len": 3,
         "sampling_params": {"max_new_tokens": 1},
     }
-    told = call("POST", "/generate", json=body).json()["meta_info"]["input_token_logprobs"]
-    assert [(token, text) for _, token, text in told] == [(108, None), (111, None)]
-    assert all(logprob < 0 for logprob, _, _ in told)
+    logprobs = call("POST", "/generate", json=body).json()["meta_info"]["input_token_logprobs"]
+    assert [(token, text) for _, token, text in logprobs] == [(108, None), (111, None)]
+    assert all(logprob < 0 for logprob, _, _ in logprobs)
     whole = call("POST", "/generate", json=body | {"logprob_start_len": 0}).json()["meta_info"]["input_token_logprobs"]
     assert whole[0] == [None, 104, None]
     likeliest = call("POST", "/generate", json=body | {"top_logprobs_num": 1}).json()["meta_info"]

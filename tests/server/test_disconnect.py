@@ -23,6 +23,7 @@ from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import TrafficClass
 
@@ -61,12 +62,14 @@ async def steps_around_leaving(device: DeviceThread, path: str, stream: bool) ->
     core.steps = []
     engine.attach(core)
     app = create_app(
-        engine=engine,
-        tokenizer=model.tokenizer,
-        catalog=tuple,
-        status=lambda: TrainingStatus(state="serving"),
-        settings=ServerSettings(),
-        base_name="tiny",
+        Service(
+            engine=engine,
+            tokenizer=model.tokenizer,
+            catalog=tuple,
+            status=lambda: TrainingStatus(state="serving"),
+            settings=ServerSettings(),
+            base_name="tiny",
+        )
     )
     server = HttpServer(app, bind(ServerSettings(port=0)), ServerSettings(drain_seconds=0))
     await server.start()

@@ -1,4 +1,5 @@
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -8,13 +9,19 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.errors import EngineFull, InvalidRequest
-from parallm.server.engine_gateway import EngineGateway, names_request
+from parallm.server.engine_gateway import MANY_STREAMS, EngineGateway, StreamCoalescer, names_request
+from parallm.server.operation.request_metrics import RequestMetrics
+from parallm.server.settings import ServerSettings
 from parallm.types import GenerationRequest, SamplingParams
 
 Call = Callable[..., httpx.Response]
 REQUEST = GenerationRequest(
     request_id="cmpl-r1#0", prompt_tokens=(104, 105), sampling=SamplingParams(max_tokens=2), model="policy", n=2
 )
+
+
+def gateway_of(engine: Any) -> EngineGateway:
+    return EngineGateway(engine, settings=ServerSettings(), metrics=RequestMetrics("nano"))
 
 
 async def soon(is_true: Callable[[], bool]) -> None:
@@ -25,36 +32,36 @@ async def soon(is_true: Callable[[], bool]) -> None:
 
 def test_while_paused_requests_wait_and_then_go_on(engine: Any) -> None:
     async def main() -> None:
-        steered = EngineGateway(engine)
-        await steered.pause("keep")
+        gateway = gateway_of(engine)
+        await gateway.pause("keep")
         assert engine.is_held
-        work = asyncio.create_task(steered.generate(REQUEST))
-        await soon(lambda: steered.num_held == 1)
+        work = asyncio.create_task(gateway.generate(REQUEST))
+        await soon(lambda: gateway.num_held == 1)
         assert engine.requests == []
-        await steered.resume()
+        await gateway.resume()
         assert [completion.text for completion in await work] == ["hi", "hi"]
-        assert (engine.is_held, steered.num_held, steered.num_in_flight) == (False, 0, 0)
+        assert (engine.is_held, gateway.num_held, gateway.num_in_flight) == (False, 0, 0)
 
     asyncio.run(main())
 
 
 def test_a_request_that_waits_can_be_cancelled_and_its_id_used_again(engine: Any) -> None:
     async def main() -> None:
-        steered = EngineGateway(engine)
-        await steered.pause("keep")
-        works = [asyncio.create_task(steered.generate(REQUEST)), asyncio.create_task(listed(steered))]
-        await soon(lambda: steered.num_held == 2)
+        gateway = gateway_of(engine)
+        await gateway.pause("keep")
+        works = [asyncio.create_task(gateway.generate(REQUEST)), asyncio.create_task(listed(gateway))]
+        await soon(lambda: gateway.num_held == 2)
         with pytest.raises(InvalidRequest, match="'cmpl-r1' is in use"):
-            await steered.generate(REQUEST)
-        assert await steered.cancel("r1") == 1
+            await gateway.generate(REQUEST)
+        assert await gateway.cancel("r1") == 1
         assert [(one.tokens, one.finish_reason) for one in await works[0]] == [((), "abort")] * 2
-        assert await steered.cancel_all() == 1
+        assert await gateway.cancel_all() == 1
         assert [event.completion.finish_reason for event in await works[1]] == ["abort", "abort"]
-        await steered.resume()
-        assert len(await steered.generate(REQUEST)) == 2
+        await gateway.resume()
+        assert len(await gateway.generate(REQUEST)) == 2
 
-    async def listed(steered: EngineGateway) -> list[Any]:
-        return [event async for event in steered.stream(replace(REQUEST, request_id="r2"))]
+    async def listed(gateway: EngineGateway) -> list[Any]:
+        return [event async for event in gateway.stream(replace(REQUEST, request_id="r2"))]
 
     asyncio.run(main())
 
@@ -63,15 +70,15 @@ def test_a_pause_holds_a_bounded_number_of_requests(engine: Any, monkeypatch: py
     monkeypatch.setattr("parallm.server.engine_gateway.MAX_HELD", 1)
 
     async def main() -> None:
-        steered = EngineGateway(engine)
-        await steered.pause("keep")
-        work = asyncio.create_task(steered.generate(REQUEST))
-        await soon(lambda: steered.num_held == 1)
+        gateway = gateway_of(engine)
+        await gateway.pause("keep")
+        work = asyncio.create_task(gateway.generate(REQUEST))
+        await soon(lambda: gateway.num_held == 1)
         with pytest.raises(EngineFull, match="1 requests wait already"):
-            await steered.generate(replace(REQUEST, request_id="r2"))
+            await gateway.generate(replace(REQUEST, request_id="r2"))
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
-        assert steered.num_held == 0
+        assert gateway.num_held == 0
 
     asyncio.run(main())
 
@@ -80,11 +87,11 @@ def test_pausing_with_abort_ends_what_runs_with_what_it_has(engine: Any) -> None
     engine.is_endless = True
 
     async def main() -> None:
-        steered = EngineGateway(engine)
-        work = asyncio.create_task(steered.generate(replace(REQUEST, n=1)))
+        gateway = gateway_of(engine)
+        work = asyncio.create_task(gateway.generate(replace(REQUEST, n=1)))
         await soon(lambda: bool(engine.requests))
-        await steered.pause("abort")
-        assert steered.num_in_flight == 0
+        await gateway.pause("abort")
+        assert gateway.num_in_flight == 0
         assert [(one.tokens, one.finish_reason) for one in await work] == [((104, 105), "abort")]
 
     asyncio.run(main())
@@ -94,13 +101,13 @@ def test_pausing_with_wait_returns_when_nothing_runs(engine: Any) -> None:
     engine.is_endless = True
 
     async def main() -> None:
-        steered = EngineGateway(engine)
-        work = asyncio.create_task(steered.generate(replace(REQUEST, n=1)))
+        gateway = gateway_of(engine)
+        work = asyncio.create_task(gateway.generate(replace(REQUEST, n=1)))
         await soon(lambda: bool(engine.requests))
-        pausing = asyncio.create_task(steered.pause("wait"))
+        pausing = asyncio.create_task(gateway.pause("wait"))
         await asyncio.sleep(0.02)
         assert not pausing.done()
-        await steered.cancel("r1")
+        await gateway.cancel("r1")
         await asyncio.wait_for(pausing, 5)
         assert (await work)[0].finish_reason == "abort"
 
@@ -111,15 +118,15 @@ def test_a_pause_that_waits_ends_when_somebody_resumes(engine: Any) -> None:
     engine.is_endless = True
 
     async def main() -> None:
-        steered = EngineGateway(engine)
-        work = asyncio.create_task(steered.generate(replace(REQUEST, n=1)))
+        gateway = gateway_of(engine)
+        work = asyncio.create_task(gateway.generate(replace(REQUEST, n=1)))
         await soon(lambda: bool(engine.requests))
-        pausing = asyncio.create_task(steered.pause("wait"))
-        await soon(lambda: steered.is_paused)
-        await steered.resume()
+        pausing = asyncio.create_task(gateway.pause("wait"))
+        await soon(lambda: gateway.is_paused)
+        await gateway.resume()
         await asyncio.wait_for(pausing, 5)
         assert not work.done()
-        await steered.cancel("r1")
+        await gateway.cancel("r1")
         await work
 
     asyncio.run(main())
@@ -260,3 +267,27 @@ def test_warming_up_generates_for_growing_numbers_of_rows_that_share_nothing(cal
     ]
     assert len({one.cache_salt for one in engine.requests}) == 4
     assert call("POST", "/v1/warmup", json={"rows": 0}).status_code == 400
+
+
+async def waits(num_streams: int, coalesce_ms: float) -> list[float]:
+    """Return the seconds that each stream has waited."""
+    coalescer = StreamCoalescer(coalesce_ms)
+
+    async def stream() -> float:
+        with coalescer.stream():
+            await asyncio.sleep(0)
+            began = time.perf_counter()
+            await coalescer.wait()
+            return time.perf_counter() - began
+
+    return await asyncio.gather(*(stream() for _ in range(num_streams)))
+
+
+def test_many_streams_wait_for_the_same_tick() -> None:
+    seconds = asyncio.run(waits(MANY_STREAMS + 1, 60))
+    assert 0.05 < min(seconds) <= max(seconds) < 0.5
+
+
+def test_few_streams_do_not_wait_nor_do_many_with_an_interval_of_zero() -> None:
+    assert max(asyncio.run(waits(MANY_STREAMS, 1000))) < 0.5
+    assert max(asyncio.run(waits(MANY_STREAMS + 1, 0))) < 0.5

@@ -105,7 +105,7 @@ def test_wrong_paths_and_methods_have_the_same_shape(call: Call, method: str, pa
 def test_a_path_or_a_field_that_is_nearly_right_is_told_so(call: Call, complete: Call) -> None:
     message = call("POST", "/v1/completion", json={}).json()["error"]["message"]
     assert message == "POST /v1/completion: no such route; did you mean /v1/completions?"
-    assert call("GET", "/x").json()["error"]["message"].endswith("GET /docs shows what there is")
+    assert call("GET", "/x").json()["error"]["message"].endswith("GET /openapi.json shows what there is")
     assert call("GET", "/v1/completions").json()["error"]["message"].endswith("this route takes POST")
     assert complete(max_token=4).json()["error"]["message"] == "unknown field 'max_token'; did you mean 'max_tokens'?"
 

@@ -15,6 +15,7 @@ from parallm.server.app import create_app
 from parallm.server.operation import routes_operation
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.server.streaming import EventStream
 
@@ -28,12 +29,14 @@ Chat = Callable[..., httpx.Response]
 def app_with(engine: Any, tokenizer: Any) -> Callable[..., FastAPI]:
     """An application with these settings."""
     return lambda **settings: create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=tuple,
-        status=lambda: TrainingStatus(state="serving"),
-        settings=ServerSettings(**settings),
-        base_name="nano",
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=tuple,
+            status=lambda: TrainingStatus(state="serving"),
+            settings=ServerSettings(**settings),
+            base_name="nano",
+        )
     )
 
 

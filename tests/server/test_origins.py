@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.auth import read_keys
+from parallm.server.service import Service
 from parallm.server.settings import ApiKey, ServerSettings
 
 KEY = "admin-0123456789abcdef"
@@ -41,13 +42,15 @@ def ask(engine: Any, tokenizer: Any) -> Ask:
 def application(engine: Any, tokenizer: Any, **settings: Any) -> FastAPI:
     found = ServerSettings(**settings)
     return create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=tuple,
-        status=lambda: TrainingStatus(state="starting"),
-        settings=found,
-        base_name="nano",
-        keys=read_keys(found),
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=tuple,
+            status=lambda: TrainingStatus(state="starting"),
+            settings=found,
+            base_name="nano",
+            keys=read_keys(found),
+        )
     )
 
 
@@ -149,8 +152,10 @@ def test_pages_of_ours_and_of_named_origins_may_ask(ask: Ask) -> None:
 def test_a_link_of_another_page_leads_to_the_document(ask: Ask) -> None:
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
     frame = link | {"Sec-Fetch-Dest": "iframe"}
-    answers = ask([("GET", "/docs", link), ("GET", "/docs", frame), ("GET", "/v1/models", link)])
-    assert [answer.status_code for answer in answers] == [200, 403, 403]
+    answers = ask([("GET", path, link) for path in ("/docs", "/openapi.json", "/docs/try")])
+    assert [answer.status_code for answer in answers] == [307, 200, 200]
+    refused = ask([("GET", "/docs", frame), ("GET", "/v1/models", link)])
+    assert [answer.status_code for answer in refused] == [403, 403]
 
 
 @pytest.mark.parametrize("path", ["/flush_cache", "/health_generate"])

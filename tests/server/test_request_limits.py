@@ -13,7 +13,15 @@ from parallm.errors import EngineFull
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.request_context import RequestContext, current_request
-from parallm.server.request_limits import BODIES, SECONDS_ON_LOOP, SMALL, THREADS, BodyBudget, WorkerPool
+from parallm.server.request_limits import (
+    MAX_BODIES,
+    MAX_UNCOUNTED_BYTES,
+    SECONDS_ON_LOOP,
+    THREADS,
+    BodyBudget,
+    WorkerPool,
+)
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 
 Work = Callable[[], Any]
@@ -117,29 +125,31 @@ def test_what_is_short_stays_and_errors_come_back() -> None:
 
 def test_large_bodies_have_a_limit_together_and_small_ones_none() -> None:
     budget = BodyBudget(100_000)
-    with budget.reading() as first, budget.reading() as second, budget.reading() as small:
-        first(BODIES * 100_000 - 90_000)
+    with budget.reserve() as first, budget.reserve() as second, budget.reserve() as small:
+        first(MAX_BODIES * 100_000 - 90_000)
         second(70_000)
         second(90_000)
         with pytest.raises(EngineFull, match=r"bodies of 6400000 bytes are being read, the limit is 6400000; send"):
             second(90_001)
-        small(SMALL)
-        assert budget.num_bytes == BODIES * 100_000
+        small(MAX_UNCOUNTED_BYTES)
+        assert budget.num_bytes == MAX_BODIES * 100_000
     assert budget.num_bytes == 0
 
 
-@pytest.mark.parametrize(("length", "status"), [(SMALL // 2, 400), (SMALL + 1, 429)])
+@pytest.mark.parametrize(("length", "status"), [(MAX_UNCOUNTED_BYTES // 2, 400), (MAX_UNCOUNTED_BYTES + 1, 429)])
 def test_a_body_counts_while_it_comes_in(
     engine: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, length: int, status: int
 ) -> None:
-    monkeypatch.setattr("parallm.server.request_limits.BODIES", 0)
+    monkeypatch.setattr("parallm.server.request_limits.MAX_BODIES", 0)
     app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=tuple,
-        status=lambda: TrainingStatus(state="serving"),
-        settings=ServerSettings(),
-        base_name="nano",
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=tuple,
+            status=lambda: TrainingStatus(state="serving"),
+            settings=ServerSettings(),
+            base_name="nano",
+        )
     )
     client = TestClient(app, base_url="http://localhost")
     answer = client.post("/v1/completions", json={"model": "base", "prompt": "a" * length})

@@ -15,6 +15,7 @@ from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.auth import StoredKey
 from parallm.server.operation.request_log import request_log, writing_request_log
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 
 BODY = {"model": "policy", "prompt": "hello", "max_tokens": 3}
@@ -46,13 +47,15 @@ def test_the_line_of_a_refused_request_names_its_key(engine: Any, tokenizer: Any
     key = "reader-0123456789abcdef"
     stored = StoredKey(name="reader", role="inference", digest=hashlib.sha256(key.encode()).digest())
     app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=tuple,
-        status=lambda: TrainingStatus(state="serving"),
-        settings=ServerSettings(),
-        base_name="nano",
-        keys=(stored,),
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=tuple,
+            status=lambda: TrainingStatus(state="serving"),
+            settings=ServerSettings(),
+            base_name="nano",
+            keys=(stored,),
+        )
     )
     with writing_request_log(str(tmp_path / "log")), TestClient(app, base_url="http://localhost") as client:
         for path, presented in (("/pause", key), ("/resume", "another"), ("/pause?mode=keep", None)):

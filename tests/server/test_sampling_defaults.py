@@ -8,8 +8,9 @@ import pytest
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
-from parallm.server.openai.routes_generation import with_defaults
-from parallm.server.schemas import CompletionBody
+from parallm.server.openai.completion_schemas import CompletionBody
+from parallm.server.openai.translate import with_defaults
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import SamplingParams
 from tests.server.conftest import EchoEngine, card, send_to
@@ -25,13 +26,15 @@ Call = Callable[..., httpx.Response]
 @pytest.fixture
 def call(engine: EchoEngine, tokenizer: Any) -> Call:
     app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=lambda: (card(3),),
-        status=lambda: TrainingStatus(state="serving", step=0, total_steps=0, version=3, metrics={}),
-        settings=ServerSettings(),
-        base_name="nano",
-        sampling_defaults=DEFAULTS,
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=lambda: (card(3),),
+            status=lambda: TrainingStatus(state="serving", step=0, total_steps=0, version=3, metrics={}),
+            settings=ServerSettings(),
+            base_name="nano",
+            sampling_defaults=DEFAULTS,
+        )
     )
     return lambda method, path, **options: send_to(app, method, path, **options)
 

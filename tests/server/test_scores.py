@@ -8,6 +8,7 @@ from fastapi.testclient import TestClient
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import ScoringRequest
 
@@ -23,13 +24,15 @@ async def length(items: Sequence[ScoringRequest]) -> list[float]:
 def score(engine: Any, tokenizer: Any) -> Callable[..., Any]:
     def send(names: Sequence[str] = ("reward",), **body: Any) -> Any:
         app = create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="serving"),
-            settings=ServerSettings(max_completions=3),
-            base_name="nano",
-            reward_models=lambda: dict.fromkeys(names, length),
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=tuple,
+                status=lambda: TrainingStatus(state="serving"),
+                settings=ServerSettings(max_completions=3),
+                base_name="nano",
+                reward_models=lambda: dict.fromkeys(names, length),
+            )
         )
         return TestClient(app, base_url="http://localhost").post("/v1/rewards/score", json=body)
 

@@ -32,7 +32,8 @@ from parallm.server.app import create_app
 from parallm.server.operation.auth import RANK, ROLES, read_keys
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
-from parallm.server.reference.documents import DOCUMENTS
+from parallm.server.route_documents import DOCUMENTS
+from parallm.server.service import Service
 from parallm.server.settings import ApiKey, ServerSettings
 
 KEYS = {role: f"{role}-0123456789abcdef" for role in ("inference", "training", "admin")}
@@ -69,14 +70,16 @@ def make(engine: Any, tokenizer: Any) -> Make:
     def build(adapters: AdapterStore | None = None, **settings: Any) -> FastAPI:
         found = ServerSettings(**{"max_body_bytes": 20_000, "max_adapter_bytes": 100_000} | settings)
         return create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="starting"),
-            settings=found,
-            base_name="nano",
-            keys=read_keys(found),
-            adapters=adapters,
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=tuple,
+                status=lambda: TrainingStatus(state="starting"),
+                settings=found,
+                base_name="nano",
+                keys=read_keys(found),
+                adapters=adapters,
+            )
         )
 
     return build

@@ -1,4 +1,4 @@
-"""What the server tells of the device, and the shares that it changes."""
+"""Metrics of the device, and its shares."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +8,7 @@ from fastapi.testclient import TestClient
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 
 
@@ -34,13 +35,15 @@ class FakeDevice:
 def client_of(engine: Any, tokenizer: Any, device: FakeDevice | None) -> TestClient:
     return TestClient(
         create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="updating", checkpoint_saves=4),
-            settings=ServerSettings(),
-            base_name="nano",
-            device=device,
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=tuple,
+                status=lambda: TrainingStatus(state="updating", checkpoint_saves=4),
+                settings=ServerSettings(),
+                base_name="nano",
+                device=device,
+            )
         ),
         base_url="http://localhost",
     )

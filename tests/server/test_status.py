@@ -6,6 +6,7 @@ from fastapi.testclient import TestClient
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 
 Call = Callable[..., httpx.Response]
@@ -35,13 +36,15 @@ def test_several_policies_are_in_the_list_before_their_first_version_and_each_in
 ) -> None:
     poet, coder = TrainingStatus(state="starting"), TrainingStatus(state="updating", step=2, metrics={"loss": 0.5})
     app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=tuple,
-        status=lambda: TrainingStatus(state="starting", policies={"poet": poet, "coder": coder}),
-        settings=ServerSettings(),
-        base_name="nano",
-        policies=("poet", "coder"),
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=tuple,
+            status=lambda: TrainingStatus(state="starting", policies={"poet": poet, "coder": coder}),
+            settings=ServerSettings(),
+            base_name="nano",
+            policies=("poet", "coder"),
+        )
     )
     with TestClient(app, base_url="http://localhost") as client:
         assert [entry["id"] for entry in client.get("/v1/models").json()["data"]] == ["poet", "coder", "base"]

@@ -11,8 +11,8 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.errors import ContextTooLong, InvalidRequest
+from parallm.server.request_limits import PIECE, check_text
 from parallm.server.schemas import read_object
-from parallm.server.text_bounds import PIECE, check_text
 
 Call = Callable[..., httpx.Response]
 LONG = "a" * 15_000

@@ -10,6 +10,7 @@ from parallm.errors import ConfigError
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.operation.tracing import SpanExporter, Traces, exporting_traces
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
@@ -20,13 +21,15 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 def test_a_request_becomes_a_span_of_the_callers_trace(engine: Any, tokenizer: Any) -> None:
     exporter = memory.InMemorySpanExporter()
     app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=tuple,
-        status=lambda: TrainingStatus(state="serving"),
-        settings=ServerSettings(),
-        base_name="nano",
-        traces=Traces(export.SimpleSpanProcessor(exporter)),
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=tuple,
+            status=lambda: TrainingStatus(state="serving"),
+            settings=ServerSettings(),
+            base_name="nano",
+            traces=Traces(export.SimpleSpanProcessor(exporter)),
+        )
     )
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
     with TestClient(app, base_url="http://localhost") as client:

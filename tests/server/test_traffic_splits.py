@@ -11,6 +11,7 @@ from parallm.errors import UnknownModel
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
 from parallm.server.control.traffic_splits import TrafficSplits
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, GenerationRequest, SamplingParams
 
@@ -156,12 +157,14 @@ def test_another_version_answers_where_one_is_unloaded_between_its_choice_and_th
 
     monkeypatch.setattr(engine, "_check", unload)
     app = create_app(
-        engine=engine,
-        tokenizer=tokenizer,
-        catalog=lambda: tuple(cards),
-        status=lambda: TrainingStatus(state="serving"),
-        settings=ServerSettings(),
-        base_name="nano",
+        Service(
+            engine=engine,
+            tokenizer=tokenizer,
+            catalog=lambda: tuple(cards),
+            status=lambda: TrainingStatus(state="serving"),
+            settings=ServerSettings(),
+            base_name="nano",
+        )
     )
     with TestClient(app, base_url="http://localhost") as client:
         client.put("/v1/splits/policy", json={"weights": {"policy@2": 1, "policy@3": 1e-9}})

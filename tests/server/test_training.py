@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 from parallm.errors import CheckpointError, Unavailable, UnknownModel
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import GivenTrajectory, GivenUpdate, WeightSpan
 
@@ -79,13 +80,15 @@ def training() -> FakeTraining:
 def client(engine: Any, tokenizer: Any, training: FakeTraining) -> TestClient:
     return TestClient(
         create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state=training.state, step=4),
-            settings=ServerSettings(),
-            base_name="nano",
-            training=training,
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=tuple,
+                status=lambda: TrainingStatus(state=training.state, step=4),
+                settings=ServerSettings(),
+                base_name="nano",
+                training=training,
+            )
         ),
         base_url="http://localhost",
     )
@@ -154,8 +157,8 @@ def test_an_answer_of_generate_comes_back_as_it_is_with_a_reward(
     client: TestClient, training: FakeTraining, engine: Any
 ) -> None:
     answer = client.post("/generate", json={"prompt": "hi", "policy_version": 99, "model": "policy"}).json()
-    told = client.post("/v1/training/update", json={"trajectories": [answer | {"reward": 0.5}]})
-    assert told.status_code == 200, told.text
+    trained = client.post("/v1/training/update", json={"trajectories": [answer | {"reward": 0.5}]})
+    assert trained.status_code == 200, trained.text
     (given,) = training.given
     assert (given.prompt_tokens, given.tokens) == (tuple(map(ord, "hi")), (*map(ord, "hi 0"), 0))
     assert given.logprobs == (-0.25,) * 5

@@ -14,6 +14,7 @@ from parallm.rollout.live.journal import Journal
 from parallm.rollout.live.source import LiveSource
 from parallm.rollout.settings import LiveSettings, RolloutSettings
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, TrajectoryGroup, WeightSpan
 from tests.rollout.live.conftest import completion_of, request_of
@@ -39,13 +40,15 @@ def policy_card(version: int) -> AdapterCard:
 def make_client(engine: Any, tokenizer: Any, **trajectories: LiveSource) -> TestClient:
     return TestClient(
         create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=lambda: (policy_card(2), policy_card(3)),
-            status=lambda: TrainingStatus(state="collecting"),
-            settings=ServerSettings(),
-            base_name="nano",
-            trajectories=trajectories,
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=lambda: (policy_card(2), policy_card(3)),
+                status=lambda: TrainingStatus(state="collecting"),
+                settings=ServerSettings(),
+                base_name="nano",
+                trajectories=trajectories,
+            )
         ),
         base_url="http://localhost",
     )
@@ -119,14 +122,14 @@ def test_metadata_of_many_prompts_are_checked_once(
 def test_a_stream_names_the_trajectory_when_it_can_be_rewarded(client: TestClient, ask: Post) -> None:
     lines = [line.removeprefix("data: ") for line in ask(client, stream=True, n=2).text.split("\n\n")]
     events = [json.loads(line) for line in lines if line.startswith("{")]
-    told = [
+    final = [
         (choice["index"], choice["trajectory_id"])
         for event in events
         for choice in event["choices"]
         if choice.get("trajectory_id")
     ]
-    assert sorted(told) == [(0, f"{events[0]['id']}-0"), (1, f"{events[0]['id']}-1")]
-    assert reward(client, told[0][1], 1).status_code == 200
+    assert sorted(final) == [(0, f"{events[0]['id']}-0"), (1, f"{events[0]['id']}-1")]
+    assert reward(client, final[0][1], 1).status_code == 200
 
 
 def test_the_request_of_the_first_users_is_collected_and_scored(client: TestClient, traffic: LiveSource) -> None:
@@ -148,7 +151,7 @@ def test_the_request_of_the_first_users_is_collected_and_scored(client: TestClie
             assert answer.status_code == 200, answer.text
             (choice,) = answer.json()["choices"]
             assert answer.json()["model"] == "policy@3"
-            assert reward(client, choice["trajectory_id"], 1).status_code == 200  # nobody has said what is right
+            assert reward(client, choice["trajectory_id"], 1).status_code == 200  # no label says what is right
             scored = client.post(path, json=sent | {"metadata": metadata | {"answer": "7"}})
             assert scored.status_code == 200
         while traffic.report().num_waiting:
@@ -314,10 +317,10 @@ def test_the_dialects_of_generate_have_no_place_for_it(client: TestClient, traff
 def test_statistics_tell_what_became_of_all(client: TestClient) -> None:
     ids = [choice["trajectory_id"] for choice in complete(client, n=3).json()["choices"]]
     reward(client, ids[0], 1)
-    told = client.get("/v1/trajectories").json()["data"]["policy"]
-    assert told.pop("oldest_seconds") < 60
+    report = client.get("/v1/trajectories").json()["data"]["policy"]
+    assert report.pop("oldest_seconds") < 60
     counts = {"num_waiting": 2, "num_rewarded": 1, "num_reserved": 0, "num_collected": 3, "num_trained": 0}
-    assert told == {**counts, "dropped": {}}
+    assert report == {**counts, "dropped": {}}
 
 
 def test_a_process_that_does_not_learn_from_clients_says_so(engine: Any, tokenizer: Any) -> None:

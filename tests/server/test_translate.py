@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -5,8 +6,9 @@ import pytest
 from parallm.errors import ContextTooLong, InvalidRequest
 from parallm.server.catalog import resolved, resolved_to
 from parallm.server.openai.chat_schemas import ChatBody
+from parallm.server.openai.completion_schemas import CompletionBody
 from parallm.server.openai.translate import chat_request, completion_requests
-from parallm.server.schemas import CompletionBody
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, SamplingParams
 
@@ -38,7 +40,7 @@ def test_every_sampling_parameter_reaches_the_engine(tokenizer: Any) -> None:
             "prompt_logprobs": 1,
         }
     )
-    (request,) = completion_requests(body, "cmpl-1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+    (request,) = completion_requests(body, "cmpl-1", service_of(tokenizer, SETTINGS, 100))
     assert (request.model, request.n, request.prompt_tokens, request.traffic) == ("best", 4, (97, 98), "serving")
     assert request.sampling == SamplingParams(
         max_tokens=7,
@@ -68,7 +70,7 @@ def test_echoed_log_probs_are_asked_of_the_engine_as_far_as_either_field_wants_t
         ({"logprobs": 3, "prompt_logprobs": 0}, 0),
     ):
         body = CompletionBody.model_validate({"model": "policy", "prompt": "ab", "max_tokens": 1} | fields)
-        (request,) = completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+        (request,) = completion_requests(body, "1", service_of(tokenizer, SETTINGS, 100))
         assert request.sampling.prompt_logprobs == asked
         assert request.needs_whole_prompt == (asked is not None)
 
@@ -78,26 +80,26 @@ def test_without_max_tokens_the_default_or_the_rest_of_the_context_is_taken(
     tokenizer: Any, max_context: int, max_tokens: int
 ) -> None:
     body = CompletionBody.model_validate({"model": "policy", "prompt": "ab"})
-    (request,) = completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=max_context)
+    (request,) = completion_requests(body, "1", service_of(tokenizer, SETTINGS, max_context))
     assert request.sampling.max_tokens == max_tokens
 
 
 def test_a_prompt_that_fills_the_context_is_named_and_not_its_max_tokens(tokenizer: Any) -> None:
     body = CompletionBody.model_validate({"model": "policy", "prompt": "ab"})
     with pytest.raises(ContextTooLong, match="prompt has 2 tokens and this model's maximum context length is 2"):
-        completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=2)
+        completion_requests(body, "1", service_of(tokenizer, SETTINGS, 2))
 
 
 def test_minus_one_for_top_k_is_off(tokenizer: Any) -> None:
     body = ChatBody.model_validate({"model": "policy", "messages": [{"role": "user", "content": "a"}], "top_k": -1})
-    request, _ = chat_request(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+    request, _ = chat_request(body, "1", service_of(tokenizer, SETTINGS, 100))
     assert request.sampling.top_k == 0
 
 
 def test_a_limit_is_named_with_its_value_and_the_way_out(tokenizer: Any) -> None:
     body = CompletionBody.model_validate({"model": "policy", "prompt": "ab", "n": 65})
     with pytest.raises(InvalidRequest, match=r"n is 65, the limit is 64; raise server.max_n"):
-        completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+        completion_requests(body, "1", service_of(tokenizer, SETTINGS, 100))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,14 @@ def test_a_limit_is_named_with_its_value_and_the_way_out(tokenizer: Any) -> None
 def test_limits_name_the_setting_that_raises_them(tokenizer: Any, fields: dict[str, Any], setting: str) -> None:
     body = CompletionBody.model_validate({"model": "policy", "prompt": "ab"} | fields)
     with pytest.raises(InvalidRequest, match=setting):
-        completion_requests(body, "1", tokenizer=tokenizer, settings=SETTINGS, max_context=100)
+        completion_requests(body, "1", service_of(tokenizer, SETTINGS, 100))
+
+
+def service_of(tokenizer: Any, settings: ServerSettings, max_context: int) -> Service:
+    service: Any = SimpleNamespace(
+        tokenizer=tokenizer, settings=settings, engine=SimpleNamespace(max_context=max_context)
+    )
+    return service
 
 
 def card(name: str, version: int, *aliases: str) -> AdapterCard:
@@ -171,6 +180,6 @@ def test_control_tokens_in_raw_prompts_are_tokens_unless_it_is_asked_not_to(
     fields = {"model": "policy", "prompt": f"{hermes.token_text(3)}hi"}
     body = CompletionBody.model_validate(fields | ({} if asked is None else {"parse_special": asked}))
     settings = ServerSettings(parse_special=server_parses)
-    (request,) = completion_requests(body, "r", tokenizer=hermes, settings=settings, max_context=2000)
+    (request,) = completion_requests(body, "r", service_of(hermes, settings, 2000))
     assert (3 in request.prompt_tokens) == (server_parses if asked is None else asked)
     assert hermes.decode(request.prompt_tokens, special=True) == fields["prompt"]

@@ -13,9 +13,10 @@ from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.calculator import Calculator
-from parallm.environment.environment import Ask, build_environment
+from parallm.environment.environment import Ask
 from parallm.environment.settings import ArithmeticSettings, CalculatorSettings, MixedPart, MixedSettings
 from parallm.learner.learner import Learner
+from parallm.run.environments import build_environment
 from parallm.types import Message, Problem, Split, TrajectoryGroup
 
 Train = Callable[..., int]

@@ -1,6 +1,6 @@
-"""The trajectory API of atroposlib 0.4.0 (`run-api`), as a trainer asks it. One question a call, nothing is repeated.
+"""The trajectory API of atroposlib 0.4.0 (`run-api`), as a trainer asks it. Called by `TrainerClient` and `Launcher`.
 
-Each call has a connection of its own: after an error of its own the API closes the one that it came by.
+Each call is one question on a connection of its own, since the API closes a connection after an error of its own.
 """
 
 import asyncio
@@ -11,20 +11,18 @@ from typing import Any
 
 import httpx
 
-from parallm.rollout.atropos_settings import AtroposSettings
+from parallm.rollout.settings import AtroposSettings
 
-UNKNOWN_ENVIRONMENT = 500
-"""Status with which the API tells so."""
 UNKNOWN_SIZE = -1
-"""What the API answers for sizes that it does not know."""
+"""The API's answer for sizes that it does not know."""
 
 
 class ApiUnreachable(Exception):
-    """No answer."""
+    """The API did not answer."""
 
 
 class ApiFailed(Exception):
-    """An answer that is none; `status` is that of HTTP."""
+    """The API answered with an error, or with something else than was asked for; `status` is that of HTTP."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -37,7 +35,7 @@ class NotRegistered(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What a trainer registers, and `/info` tells: a batch in sequences, the longest sequence in tokens."""
+    """A batch in sequences and the longest sequence in tokens, as a trainer registers them and `/info` shows them."""
 
     batch_size: int
     max_token_len: int
@@ -66,11 +64,11 @@ class ApiStatus:
     step: int
     """Batches formed, served or not."""
     num_queued: int
-    """Groups that no batch was formed of yet."""
+    """Groups in no batch yet."""
 
 
 class TrajectoryApi:
-    """Every method raises ApiUnreachable or ApiFailed."""
+    """Calls of the API. Every method raises ApiUnreachable or ApiFailed."""
 
     def __init__(self, settings: AtroposSettings, transport: httpx.AsyncBaseTransport | None = None) -> None:
         self.url = settings.url.rstrip("/")
@@ -83,53 +81,44 @@ class TrajectoryApi:
         )
 
     async def register(self, registration: Registration) -> None:
-        """Counts only while the API holds nothing: `info` tells whether it did."""
+        """Register; it counts only while the API holds nothing, and `info` shows whether it did."""
         await self._ask("POST", "/register", asdict(registration))
 
     async def info(self) -> Sizes:
-        found = await self._ask("GET", "/info")
+        answer = await self._ask("GET", "/info")
         return Sizes(
-            batch_size=_number(found, "batch_size", "/info"), max_token_len=_number(found, "max_token_len", "/info")
+            batch_size=_number(answer, "batch_size", "/info"), max_token_len=_number(answer, "max_token_len", "/info")
         )
 
     async def status(self) -> ApiStatus:
-        found = await self._ask("GET", "/status")
+        answer = await self._ask("GET", "/status")
         return ApiStatus(
-            step=_number(found, "current_step", "/status"), num_queued=_number(found, "queue_size", "/status")
+            step=_number(answer, "current_step", "/status"), num_queued=_number(answer, "queue_size", "/status")
         )
 
     async def batch(self) -> Sequence[Any] | None:
-        """The groups of the next batch, which the API then forgets; None if it cannot form one.
+        """Return the groups of the next batch, which the API then forgets; None if it cannot form one.
 
-        The first question lets environments in. Raises NotRegistered, too.
+        The first question lets environments in. Raises NotRegistered as well.
         """
-        found = await self._ask("GET", "/batch")
-        if found.get("status") == "error":
-            raise NotRegistered(str(found.get("message")))
-        groups = found.get("batch")
+        answer = await self._ask("GET", "/batch")
+        if answer.get("status") == "error":
+            raise NotRegistered(str(answer.get("message")))
+        groups = answer.get("batch")
         if groups is not None and not isinstance(groups, list):
             raise ApiFailed("/batch has answered without a list of groups", 200)
         return groups
 
     async def reset(self) -> None:
-        """Let the API forget everything: queue, batches, environments, trainer."""
+        """Make the API forget everything: queue, batches, environments, trainer."""
         await self._ask("GET", "/reset_data")
 
     async def disconnect(self, env_id: int) -> None:
-        """Let an environment that is dead count no more."""
+        """Remove an environment that is dead."""
         await self._ask("POST", "/disconnect-env", {"env_id": env_id})
 
-    async def status_env(self, env_id: int) -> Mapping[str, Any] | None:
-        """What an environment is told of itself; None if the API knows none of that id."""
-        try:
-            return await self._ask("GET", "/status-env", {"env_id": env_id})
-        except ApiFailed as error:
-            if error.status == UNKNOWN_ENVIRONMENT:
-                return None
-            raise
-
     async def latest_size(self) -> int | None:
-        """Sequences of the group that came last; None if none has."""
+        """Sequences of the newest group; None without one."""
         tokens = (await self._ask("GET", "/latest_example")).get("tokens")
         return len(tokens) if isinstance(tokens, list) and tokens else None
 
@@ -147,14 +136,14 @@ class TrajectoryApi:
             return {}
         try:
             # a batch may have megabytes
-            found = await asyncio.to_thread(json.loads, response.content)
+            answer = await asyncio.to_thread(json.loads, response.content)
         except (ValueError, RecursionError) as error:
             raise ApiFailed(f"{self.url}{path} has answered no JSON", response.status_code) from error
-        return found if isinstance(found, dict) else {}
+        return answer if isinstance(answer, dict) else {}
 
 
-def _number(found: Mapping[str, Any], name: str, path: str) -> int:
-    value = found.get(name)
+def _number(answer: Mapping[str, Any], name: str, path: str) -> int:
+    value = answer.get(name)
     if not isinstance(value, int):
         raise ApiFailed(f"{path} has answered without {name}: is this the API of Atropos?", 200)
     return value

@@ -1,8 +1,15 @@
-"""The command line of an environment, and the file from which it learns what this run is like."""
+"""Starts run-api and environments where a run says so, watches them, and ends them with the run.
+
+Called by the wiring of a run. Environments begin when the trainer is registered, and end and begin anew with each new
+registration: run-api knows only those that have come after it.
+"""
 
 import asyncio
+import dataclasses
 import json
 import logging
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -16,25 +23,30 @@ from urllib.parse import urlsplit
 
 from parallm.errors import ConfigError
 from parallm.integrations.atropos.api import ApiFailed, ApiUnreachable, Sizes, TrajectoryApi
-from parallm.integrations.atropos.diagnosis import EnvironmentFacts
-from parallm.integrations.atropos.log_reading import EnvironmentLog
-from parallm.integrations.atropos.ports import LOOPBACK
+from parallm.integrations.atropos.diagnosis import EnvironmentState, causes_of
 from parallm.integrations.atropos.source import AtroposFacts
 from parallm.integrations.atropos.supervisor import ChildProcess, SupervisedProcess, log_tail, variables_for
-from parallm.integrations.atropos.watch import Watch
-from parallm.rollout.atropos_settings import EnvironmentProcess, StartSettings
+from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
 
-HOST = Path(__file__).with_name("hosted.py")
+ENVIRONMENT_HOST = Path(__file__).with_name("environment_host.py")
+LOOPBACK = "127.0.0.1"
+REGISTERED = re.compile(rb"Initialized env with id (\d+)")
+"""Line of an environment's log with the id under which run-api knows it."""
+SECONDS_BETWEEN_TURNS = 0.25
+SECONDS_TO_ANSWER = 60.0
+"""Longest start of run-api, which imports some packages first."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchContext:
-    """What all environments of a run are told."""
+    """Addresses, names and sizes that all environments of a run have to know."""
 
     api: str
     """URL of run-api."""
     server: str
-    """Ours."""
+    """URL of this process."""
     recipes: str
     """The folder of the recipes that come with ParaLLM."""
     tokenizer: str
@@ -47,10 +59,10 @@ class LaunchContext:
 
 
 def own_config(context: LaunchContext, process: EnvironmentProcess) -> dict[str, Any]:
-    """As atroposlib's `serve --config` reads it.
+    """The configuration of an environment, as atroposlib's `serve --config` reads it.
 
-    There are two entries for our one server: with a single one, environments whose own default is no list drop its
-    URL and ask localhost:9004 to 9007.
+    The one server has two entries: given a single one, environments whose own default is no list drop its URL and ask
+    localhost:9004 to 9007.
     """
     env = {
         "group_size": context.group_size,
@@ -81,9 +93,12 @@ def own_config(context: LaunchContext, process: EnvironmentProcess) -> dict[str,
 def command_of(
     name: str, process: EnvironmentProcess, context: LaunchContext, *, python: str, folder: Path
 ) -> list[str]:
-    """Writes the file into `folder`. Raises ConfigError for a script that is not there."""
-    place = Path(process.folder).expanduser().resolve()
-    script = place / Path(process.script.replace("{recipes}", context.recipes)).expanduser()
+    """Return the command line of an environment, after its configuration is written into `folder`.
+
+    Raises ConfigError for a script that is not there.
+    """
+    working_folder = Path(process.folder).expanduser().resolve()
+    script = working_folder / Path(process.script.replace("{recipes}", context.recipes)).expanduser()
     if not script.is_file():
         raise ConfigError(
             f"rollout.atropos.start.environments.{name}: {script} is no file; the environments of Atropos are in its "
@@ -91,32 +106,18 @@ def command_of(
         )
     config = folder / f"{name}.json"
     config.write_text(json.dumps(own_config(context, process), indent=1))
-    words = {
-        "{config}": str(config),
-        "{api}": context.api,
-        "{server}": context.server,
-        "{tokenizer}": context.tokenizer,
-    }
-    return [python, str(HOST), str(script), *(_filled(one, words) for one in process.arguments)]
-
-
-def _filled(text: str, words: dict[str, str]) -> str:
-    for word, value in words.items():
-        text = text.replace(word, value)
-    return text
-
-
-SECONDS_BETWEEN_TURNS = 0.25
-SECONDS_TO_ANSWER = 60.0
-"""For run-api, which imports some packages first."""
-SECONDS_BETWEEN_LOOKS = 2.0
-"""At what run-api tells of its environments."""
-
-logger = logging.getLogger(__name__)
+    urls = {"{api}": context.api, "{server}": context.server}
+    values = {"{config}": str(config), **urls, "{tokenizer}": context.tokenizer}
+    arguments = []
+    for argument in process.arguments:
+        for placeholder, value in values.items():
+            argument = argument.replace(placeholder, value)
+        arguments.append(argument)
+    return [python, str(ENVIRONMENT_HOST), str(script), *arguments]
 
 
 class Launcher:
-    """For the asyncio thread.
+    """Owns the processes of one Atropos run. Used on the asyncio thread.
 
     Loop contract (`run`): consumes the facts of the trainer's side / waits for nothing / produces processes and, in
     `explain`, reasons / ends when it is cancelled; `close` ends what it has started.
@@ -138,20 +139,20 @@ class Launcher:
         self._folder = folder / "atropos"
         self._api, self._facts, self._clock = api, facts, clock
         self._registered_at: float | None = None
-        self._looked = 0.0
-        self._watch = Watch(api, settings.why_seconds)
+        self._waiting_since: float | None = None
+        self._explained: dict[str, str] = {}  # texts of the causes that were logged in this wait, by name
+        self._log_offsets: dict[str, int] = {}  # begin of what `_env_id` has not read
         self._python = str(Path(settings.python).expanduser().absolute()) if settings.python else sys.executable
         if settings.api or settings.environments:
             self._folder.mkdir(parents=True, exist_ok=True)
             check_interpreter(self._python)
         self._run_api = self._supervised("run-api", self._start_api) if settings.api else None
-        self._logs: dict[str, EnvironmentLog] = {}
         self._environments = tuple(
-            self._supervised(name, self._environment(name, one)) for name, one in settings.environments.items()
+            self._supervised(name, self._environment(name, process)) for name, process in settings.environments.items()
         )
 
     async def start(self) -> None:
-        """Start run-api, if it is this run's to start, and wait until it answers. Raises ConfigError if it does not."""
+        """Start run-api, if the settings say so, and wait until it answers. Raises ConfigError if it does not."""
         if self._run_api is None:
             return
         self._run_api.supervise(self._clock())
@@ -161,7 +162,7 @@ class Launcher:
                 await self._api.info()
                 return
             await asyncio.sleep(SECONDS_BETWEEN_TURNS)
-        log = self._folder / "run-api.log"
+        log = self._log("run-api")
         raise ConfigError(f"rollout.atropos.start.api: run-api does not answer; {log} ends with: {log_tail(log)}")
 
     async def run(self) -> None:
@@ -170,88 +171,127 @@ class Launcher:
             await asyncio.sleep(SECONDS_BETWEEN_TURNS)
 
     async def close(self) -> None:
-        """End all processes: environments first, which would complain."""
+        """End all processes: environments first, which would fail without run-api."""
         await self._end_environments()
         if self._run_api is not None:
             await self._run_api.end()
-        await self._watch.close()
 
     def explain(self, facts: AtroposFacts) -> str | None:
-        """Why no batch comes, if none has come for too long."""
-        return self._watch.explain(facts, [self._facts_of(one) for one in self._environments], self._clock())
+        """Return why no batch comes, once a step has waited for too long. Logs each cause once in a wait."""
+        if facts.waiting_since is None:
+            return None
+        seconds = self._clock() - facts.waiting_since
+        if seconds < self._settings.why_seconds:
+            return None
+        if facts.waiting_since != self._waiting_since:
+            self._waiting_since = facts.waiting_since
+            self._explained.clear()
+        causes = causes_of(facts, [self._state_of(process) for process in self._environments])
+        for cause in causes:
+            if cause.name not in self._explained:
+                logger.warning("no batch for %.0f s: %s", seconds, cause.text)
+                self._explained[cause.name] = cause.text
+        return "no batch: " + "; ".join(self._explained[cause.name] for cause in causes)
 
     async def _turn(self) -> None:
         now, facts = self._clock(), self._facts()
         if self._run_api is not None and self._run_api.supervise(now):
-            # before it comes back: what they would post to an API without a trainer keeps it from registering one
+            # before it starts again: a post to an API without a trainer keeps it from registering one
             await self._end_environments()
         if facts.api.registered_at != self._registered_at:
-            await self._end_environments()  # a new registration knows none of them
+            await self._end_environments()  # the new registration knows none of them
             self._registered_at = facts.api.registered_at
-        is_open = facts.api.state in ("waiting", "serving")
-        for one in self._environments:
-            self._logs[one.name].read()
-            if is_open and one.supervise(now):
-                await self._disconnect(one)
-        if await self._watch.has_begun_anew(facts):
-            for log in self._logs.values():
-                log.forget_counts()
-        if now - self._looked >= SECONDS_BETWEEN_LOOKS:
-            self._looked = now
-            await self._watch.look(facts, now)
+        if facts.api.state in ("waiting", "serving"):
+            for process in self._environments:
+                if process.supervise(now):
+                    await self._disconnect(process.name)
 
-    async def _disconnect(self, one: SupervisedProcess) -> None:
-        """Let run-api no longer wait for groups of an environment that has ended."""
-        log = self._logs[one.name]
-        log.read()
-        env_id, log.env_id = log.env_id, None
+    async def _disconnect(self, name: str) -> None:
+        """Make run-api wait no longer for groups of an environment that has ended."""
+        env_id = self._env_id(name)
         if env_id is None:
             return
         try:
             await self._api.disconnect(env_id)
-            logger.info("%s, which had the id %d, is disconnected from run-api", one.name, env_id)
+            logger.info("%s, which had the id %d, is disconnected from run-api", name, env_id)
         except (ApiUnreachable, ApiFailed) as error:
-            logger.warning("%s could not be disconnected: %s", one.name, error)
+            logger.warning("%s could not be disconnected: %s", name, error)
 
     async def _end_environments(self) -> None:
-        await asyncio.gather(*(one.end() for one in self._environments))
-        for log in self._logs.values():
-            log.read()
-            log.env_id = None
+        await asyncio.gather(*(process.end() for process in self._environments))
+        for process in self._environments:
+            self._env_id(process.name)  # forgotten: run-api is to know it no more
+
+    def _env_id(self, name: str) -> int | None:
+        """Return the newest id that an environment's log has named since the last call."""
+        env_id = None
+        with suppress(OSError), self._log(name).open("rb") as log:
+            log.seek(self._log_offsets[name])
+            for line in log:
+                if match := REGISTERED.search(line):
+                    env_id = int(match[1])
+            self._log_offsets[name] = log.tell()
+        return env_id
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
 
     def _supervised(self, name: str, start: Callable[[], ChildProcess]) -> SupervisedProcess:
         return SupervisedProcess(name, start, max_restarts=self._settings.max_restarts)
 
     def _start_api(self) -> ChildProcess:
-        # as run-api does, without a line for each of the ten questions a second that every environment asks
-        words = ["-m", "uvicorn", "atroposlib.api:app", "--no-access-log", "--host", LOOPBACK]
-        command = [self._python, *words, "--port", str(urlsplit(self._context.api).port)]
+        # what run-api does, without a log line for each of the ten questions a second of every environment
+        arguments = ["-m", "uvicorn", "atroposlib.api:app", "--no-access-log", "--host", LOOPBACK]
+        command = [self._python, *arguments, "--port", str(urlsplit(self._context.api).port)]
         variables = variables_for(self._python, {})
-        return ChildProcess(command, folder=self._folder, variables=variables, log=self._folder / "run-api.log")
+        return ChildProcess(command, folder=self._folder, variables=variables, log=self._log("run-api"))
 
     def _environment(self, name: str, process: EnvironmentProcess) -> Callable[[], ChildProcess]:
-        log = self._folder / f"{name}.log"
-        self._logs[name] = EnvironmentLog(log)
+        log = self._log(name)
+        self._log_offsets[name] = log.stat().st_size if log.exists() else 0  # after what an earlier run has left
         command = command_of(name, process, self._context, python=self._python, folder=self._folder)
         variables = variables_for(self._python, process.variables)
         return partial(ChildProcess, command, folder=Path(process.folder).expanduser(), variables=variables, log=log)
 
-    def _facts_of(self, one: SupervisedProcess) -> EnvironmentFacts:
-        log = self._logs[one.name]
-        return EnvironmentFacts(
-            name=one.name,
-            log=str(self._folder / f"{one.name}.log"),
-            exit_code=one.exit_code,
-            has_given_up=one.has_given_up,
-            log_tail="" if one.is_running else log_tail(self._folder / f"{one.name}.log"),
-            env_id=log.env_id,
-            counts=dict(log.counts),
-            examples=dict(log.examples),
+    def _state_of(self, process: SupervisedProcess) -> EnvironmentState:
+        log = self._log(process.name)
+        return EnvironmentState(
+            name=process.name,
+            log=str(log),
+            exit_code=process.exit_code,
+            has_given_up=process.has_given_up,
+            log_tail="" if process.is_running else log_tail(log),
         )
 
 
+def with_free_port(settings: AtroposSettings) -> AtroposSettings:
+    """Return the settings with a free port in place of port 0, for a run-api that this run starts.
+
+    The API has no keys, so it listens on loopback alone. Raises ConfigError for a URL where this run cannot start it.
+    """
+    parts = urlsplit(settings.url)
+    if not settings.start.api:
+        return settings
+    if parts.scheme != "http" or parts.hostname not in (LOOPBACK, "localhost") or parts.port is None or parts.path:
+        raise ConfigError(
+            f"rollout.atropos.url={settings.url}: with rollout.atropos.start.api it is started on this machine, which "
+            f"no other machine may reach; name http://{LOOPBACK}:PORT, of which port 0 is any free one"
+        )
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as uvicorn does
+        try:
+            listener.bind((LOOPBACK, parts.port))
+        except OSError as error:
+            raise ConfigError(
+                f"rollout.atropos.url={settings.url}: the port is taken ({error.strerror}); join what runs there with "
+                "rollout.atropos.start.api=false, or name another port"
+            ) from error
+        port = int(listener.getsockname()[1])
+    return dataclasses.replace(settings, url=f"http://{LOOPBACK}:{port}")
+
+
 def check_interpreter(python: str) -> None:
-    """Raise ConfigError for one without atroposlib."""
+    """Raise ConfigError for an interpreter without atroposlib."""
     question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('atroposlib') is None)"
     try:
         done = subprocess.run([python, "-c", question], env=variables_for(python, {}), timeout=60, check=False)

@@ -1,7 +1,7 @@
-"""One group as an environment has posted it: read, and checked before anything is trained on it. Pure.
+"""One group as an environment has posted it, read and checked. Pure; called by `Intake`.
 
 Field names are those of atroposlib 0.4.0 (`ScoredData` in atroposlib/api/server.py). Null and empty lists mean absent.
-Axes: S sequences of the group, T tokens of a sequence, prompt included.
+Axis: T tokens of a sequence, prompt included.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 from parallm.rollout.scoring import MAX_REWARD
 
 MASKED = -100
-"""In `masks`, where a token is context; elsewhere stands the token itself."""
+"""Value in `masks` of a token that is context; a trained token stands there itself."""
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
 Reason = Literal[
@@ -50,9 +50,9 @@ class GroupRefused(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     max_tokens: int
-    """Of one sequence."""
+    """Longest sequence."""
     num_token_ids: int
-    """Of the model's vocabulary."""
+    """Size of the model's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +63,15 @@ class ScoredSequence:
     """bool."""
     score: float
     logprobs_T: np.ndarray | None
-    """float32: what the environment was told when it sampled; it counts at trained tokens only."""
+    """float32, the log-probs that the environment got when it sampled; they count at trained tokens only."""
     advantages_T: np.ndarray | None
     """float32, where the environment sends its own."""
     temperature: float | None
-    """What the environment says that it has sampled with, mostly nothing."""
+    """Temperature that the environment names; mostly none."""
     is_zeroed: bool
-    """Its score counts in its group; nothing is learned from its tokens."""
+    """Whether its score counts in its group, while nothing is learned from its tokens."""
     is_demonstration: bool
-    """Nobody has sampled it: it is to be imitated."""
-
-    @property
-    def num_trained(self) -> int:
-        return int(self.trained_T.sum())
+    """Whether it is to be imitated: no model has sampled it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +81,7 @@ class ScoredGroup:
 
 
 def read_group(value: object, limits: Limits) -> ScoredGroup:
-    """Raises GroupRefused."""
+    """Read what an environment has posted. Raises GroupRefused."""
     if not isinstance(value, Mapping):
         raise GroupRefused("malformed", f"a group should be an object, not {type(value).__name__}")
     if value.get("images"):
@@ -107,7 +103,7 @@ def read_group(value: object, limits: Limits) -> ScoredGroup:
         )
         for index in range(len(rows))
     )
-    if not any(one.num_trained for one in sequences):
+    if not any(sequence.trained_T.any() for sequence in sequences):
         raise GroupRefused("no_trained_token", "every token of the group is masked")
     env_id = value.get("env_id")
     return ScoredGroup(sequences=sequences, env_id=env_id if isinstance(env_id, int) else None)
@@ -115,17 +111,17 @@ def read_group(value: object, limits: Limits) -> ScoredGroup:
 
 def _sequence(
     index: int,
-    given: Mapping[str, Any],
+    required: Mapping[str, Any],
     optional: Mapping[str, Any],
     options: Sequence[Mapping[str, Any]],
     limits: Limits,
 ) -> ScoredSequence:
-    """`options`: the sequence's own, then what the sampling and the group say; the first that names a value counts."""
+    """`options` are those of the sequence, of the sampling and of the group; the first that names a value counts."""
     where = f"sequence {index}"
-    tokens_T = _integers(given["tokens"], f"tokens of {where}")
+    tokens_T = _integers(required["tokens"], f"tokens of {where}")
     if len(tokens_T) > limits.max_tokens:
         raise GroupRefused("too_long", f"{where} has {len(tokens_T)} tokens, the limit is {limits.max_tokens}")
-    masks_T = _integers(given["masks"], f"masks of {where}")
+    masks_T = _integers(required["masks"], f"masks of {where}")
     if len(masks_T) != len(tokens_T):
         raise GroupRefused("ragged", f"{where} has {len(tokens_T)} tokens and {len(masks_T)} masks")
     _check_tokens(tokens_T, masks_T, where, limits)
@@ -134,7 +130,7 @@ def _sequence(
     return ScoredSequence(
         tokens_T=tokens_T.astype(np.int32),
         trained_T=trained_T,
-        score=_score(given["scores"], where),
+        score=_score(required["scores"], where),
         logprobs_T=_logprobs(optional["inference_logprobs"], trained_T, where),
         advantages_T=_advantages(optional["advantages"], trained_T, f"advantages of {where}"),
         temperature=_temperature(options, where),
@@ -150,9 +146,9 @@ def _check_tokens(tokens_T: np.ndarray, masks_T: np.ndarray, where: str, limits:
         raise GroupRefused("unknown_token", f"{where} has token {token}; the model has {limits.num_token_ids}")
     wrong_T = (masks_T != MASKED) & (masks_T != tokens_T)
     if wrong_T.any():
-        place = int(np.flatnonzero(wrong_T)[0])
-        found, token = int(masks_T[place]), int(tokens_T[place])
-        raise GroupRefused("wrong_mask", f"{where}, place {place}: {found} is neither {MASKED} nor token {token}")
+        index = int(np.flatnonzero(wrong_T)[0])
+        mask, token = int(masks_T[index]), int(tokens_T[index])
+        raise GroupRefused("wrong_mask", f"{where}, place {index}: {mask} is neither {MASKED} nor token {token}")
     if len(masks_T) and masks_T[0] != MASKED:
         raise GroupRefused("wrong_mask", f"{where}: the first token is trained, but nothing predicts it")
 
@@ -169,9 +165,9 @@ def _score(value: object, where: str) -> float:
 def _logprobs(value: object, trained_T: np.ndarray, where: str) -> np.ndarray | None:
     logprobs_T = _floats(value, trained_T, f"inference_logprobs of {where}")
     if logprobs_T is not None and (logprobs_T[trained_T] > 0).any():
-        place = int(np.flatnonzero(trained_T & (logprobs_T > 0))[0])
+        index = int(np.flatnonzero(trained_T & (logprobs_T > 0))[0])
         raise GroupRefused(
-            "wrong_logprobs", f"{where}, place {place}: a trained token has {logprobs_T[place]:g}, no log-prob"
+            "wrong_logprobs", f"{where}, place {index}: a trained token has {logprobs_T[index]:g}, no log-prob"
         )
     return logprobs_T
 
@@ -184,7 +180,7 @@ def _advantages(value: object, trained_T: np.ndarray, what: str) -> np.ndarray |
 
 
 def _floats(value: object, trained_T: np.ndarray, what: str) -> np.ndarray | None:
-    """float32 (T,), finite at trained tokens; None where there is nothing."""
+    """float32 (T,), finite at trained tokens; None without values."""
     if value is None or value == []:
         return None
     values_T = _array(value, what)
@@ -209,7 +205,7 @@ def _integers(value: object, what: str) -> np.ndarray:
 def _array(value: object, what: str) -> np.ndarray:
     try:
         values_T = np.array(value) if isinstance(value, list) else None
-    except ValueError:  # lists of several lengths
+    except ValueError:  # nested lists of several lengths
         values_T = None
     if values_T is None or values_T.ndim != 1:
         raise GroupRefused("malformed", f"{what} should be a list of numbers")
@@ -217,12 +213,12 @@ def _array(value: object, what: str) -> np.ndarray:
 
 
 def _temperature(options: Sequence[Mapping[str, Any]], where: str) -> float | None:
-    found = next((one["temperature"] for one in options if one.get("temperature") is not None), None)
-    if found is None:
+    value = next((part["temperature"] for part in options if part.get("temperature") is not None), None)
+    if value is None:
         return None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= MAX_FLOAT32:
-        raise GroupRefused("malformed", f"the temperature of {where} is {found!r}")
-    return float(found)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_FLOAT32:
+        raise GroupRefused("malformed", f"the temperature of {where} is {value!r}")
+    return float(value)
 
 
 def _rows(value: Mapping[str, Any], name: str, count: int | None = None) -> list[Any]:
@@ -247,7 +243,7 @@ def _override(value: object) -> Mapping[str, Any]:
 
 
 def _object(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = value.get(name) or {}
-    if not isinstance(found, Mapping):
+    member = value.get(name) or {}
+    if not isinstance(member, Mapping):
         raise GroupRefused("malformed", f"{name} should be an object")
-    return found
+    return member

@@ -1,8 +1,12 @@
-"""What a run with Atropos environments looks like from here, for figures and for the question why no batch comes."""
+"""The environments of an Atropos run as a source of training data: batches of run-api -> the groups of a step.
+
+Read by `LiveTrainer`. A step's groups are those of one batch, and no batch is asked for before a step waits for one.
+"""
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,67 +14,44 @@ from pathlib import Path
 import httpx
 
 from parallm.integrations.atropos.api import Registration, Sizes, TrajectoryApi
-from parallm.integrations.atropos.intake import Intake, Quarantine
-from parallm.integrations.atropos.rescoring import Rescorer
+from parallm.integrations.atropos.intake import Decode, Intake, Quarantine, Rescorer
 from parallm.integrations.atropos.sample_store import SampleStore
 from parallm.integrations.atropos.scored_group import GroupRefused, Limits
 from parallm.integrations.atropos.trainer_client import ApiFacts, TrainerClient
-from parallm.integrations.atropos.trajectories import Decode
 from parallm.rollout.collector import StepBatch
 from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.staleness import is_stale
 from parallm.types import TrajectoryGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
-    """For groups to train on: from the last that a step took, or from a registration behind them, to the next.
-
-    Counts are those at its begin, taken there: who looks later would miss what came first.
-    """
-
-    number: int = 0
-    since: float | None = None
-    """When a step began to wait; None: none does yet."""
-    num_recorded: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
-    num_failed_batches: int = 0
-    num_queued: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AtroposFacts:
-    """A snapshot. Times are seconds of `time.monotonic`; counts are since the start of the process."""
-
-    url: str
-    sizes: Sizes
-    """What this run registers."""
-    api: ApiFacts
-    num_groups: int
-    """Received, as the next three."""
-    num_sequences: int
-    group_sizes: Mapping[int, int]
-    """Groups by their number of sequences."""
-    last_groups: Mapping[int, float]
-    """When each environment's last group came, by its id."""
-    refused: Mapping[str, int]
-    """Groups that were not trained on, by reason."""
-    ledger_completions: int
-    ledger_tokens: int
-    num_recorded: int
-    """Completions of the policy that were given to clients."""
-    last_recorded_at: float | None
-    wait: Wait = Wait()
-
 
 SECONDS_BETWEEN_MESSAGES = 5.0
 MAX_SECONDS_BETWEEN_TRIES = 5.0
-"""For an API that does not answer; the first tries come sooner."""
+"""The longest pause before an API that does not answer is asked again; the first pauses are shorter."""
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AtroposFacts:
+    """A snapshot, from which `diagnosis` says why no batch comes.
+
+    Counts are since a step last took groups, or since the newest registration.
+    """
+
+    url: str
+    sizes: Sizes
+    """The sizes that this run registers."""
+    api: ApiFacts
+    waiting_since: float | None = None
+    """Begin of the present wait for groups, by `time.monotonic`; None: no step waits."""
+    num_completions: int = 0
+    """Completions of the policy that clients have got."""
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """Groups that were not trained on, by reason."""
+    num_failed_batches: int = 0
+
+
 class AtroposSource:
-    """Of one policy, for the asyncio thread. Asks for a batch when a step waits for one, and never for more.
+    """The source of one policy. Used on the asyncio thread.
 
     Loop contract: consumes batches of the API / waits for a step to want one / produces the groups of one step / ends
     with `close`.
@@ -83,7 +64,7 @@ class AtroposSource:
         registration: Callable[[], Registration],
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`registration` is asked for whenever the API is told of this run; `transport` leads to another API."""
+        """`registration` makes the body of each registration at run-api; `transport` leads to another API."""
         self._settings = settings.atropos
         self._registration = registration
         self.sample_store = SampleStore(settings.atropos)
@@ -93,17 +74,18 @@ class AtroposSource:
         self._intake: Intake | None = None
         self._task: asyncio.Task[None] | None = None
         self._wanted = asyncio.Event()
-        self._groups: Sequence[TrajectoryGroup] = ()  # of one batch, until a step takes them
+        self._groups: Sequence[TrajectoryGroup] = ()  # one batch, until a step takes it
         self._version = 0
         self._num_stale = 0
-        self._last_groups: dict[int, float] = {}
-        self._wait = Wait()
         self._registered_at: float | None = None
+        self._waiting_since: float | None = None
+        self._num_recorded_before = self._num_failed_before = 0  # at the begin of the wait, as the next
+        self._refused_before: Counter[str] = Counter()
         self.explain: Callable[[AtroposFacts], str | None] = lambda facts: facts.api.problem or None
-        """Why there is no batch."""
+        """Says why there is no batch."""
         self.message = ""
-        """The last explanation, while a step waits."""
-        self._explained = time.monotonic()
+        """The newest explanation, while a step waits."""
+        self._explained_at = time.monotonic()
 
     def connect(self, limits: Limits, rescorer: Rescorer, decode: Decode, version: int) -> None:
         """Begin: register, let environments in and ask for the first batch. `version` is the learner's."""
@@ -115,11 +97,11 @@ class AtroposSource:
         self._task = asyncio.create_task(self._work(self._intake))
 
     def is_ready(self, version: int, limit: int) -> bool:
-        """Whether a step may begin; lets go what is more than `limit` versions older than `version`, or of another.
+        """Whether a step may begin; drops groups that are more than `limit` versions older than `version`.
 
         Raises what asking for batches has raised.
         """
-        assert self._task is not None, "build.py connects it first"
+        assert self._task is not None, "connect comes first"
         if self._task.done():
             self._task.result()
         self._version = version
@@ -129,42 +111,37 @@ class AtroposSource:
             return True
         self._groups = ()
         self._wanted.set()
-        if self._wait.since is None:
-            self._wait = replace(self._wait, since=time.monotonic())
-        self._look_at_clock()
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        if now - self._explained_at >= SECONDS_BETWEEN_MESSAGES:
+            self._explained_at = now
+            self.message = self.explain(self.facts()) or ""
         return False
 
     @property
     def waiting(self) -> Mapping[str, float]:
-        """What waits is with the API, which tells it itself."""
+        """Nothing waits here: run-api holds the queue and reports it itself."""
         return {}
 
     def take(self, step: int) -> StepBatch:
-        """The groups of one batch, after `is_ready`, whatever the step."""
+        """Return the groups of one batch, after `is_ready`."""
         groups, self._groups = tuple(self._groups), ()
         num_stale, self._num_stale = self._num_stale, 0
-        self._explained = time.monotonic()
-        self._begin_wait()
+        self._explained_at = time.monotonic()
+        self._reset_wait()
         with_signal = tuple(group for group in groups if group.has_signal)
         return StepBatch(groups=groups, with_signal=with_signal, num_stale=num_stale, figures=self._figures())
 
     def facts(self) -> AtroposFacts:
-        intake = self._intake
-        sizes = {} if intake is None else dict(sorted(intake.sizes.items()))
         return AtroposFacts(
             url=self._api.url,
             sizes=self._registration().sizes,
             api=replace(self.client.facts),
-            num_groups=0 if intake is None else intake.num_groups,
-            num_sequences=sum(size * count for size, count in sizes.items()),
-            group_sizes=sizes,
-            last_groups=dict(self._last_groups),
-            refused=self._refused(),
-            ledger_completions=self.sample_store.num_completions,
-            ledger_tokens=self.sample_store.num_tokens,
-            num_recorded=self.sample_store.num_recorded,
-            last_recorded_at=self.sample_store.last_recorded_at,
-            wait=self._wait,
+            waiting_since=self._waiting_since,
+            num_completions=self.sample_store.num_recorded - self._num_recorded_before,
+            refused=self._refused() - self._refused_before,
+            num_failed_batches=self.client.facts.num_failed_batches - self._num_failed_before,
         )
 
     def end(self) -> None:
@@ -173,7 +150,7 @@ class AtroposSource:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Give up a question under way and wait until the file of refused groups holds everything."""
+        """Cancel a question under way and wait until the file of refused groups holds everything."""
         self.end()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
@@ -187,83 +164,59 @@ class AtroposSource:
             batch = await self.client.next_batch()
             if self.client.facts.registered_at != self._registered_at:
                 self._registered_at = self.client.facts.registered_at
-                self._begin_wait()
+                self._reset_wait()
             if batch is None:
                 num_failed = num_failed + 1 if self.client.facts.problem else 0
                 await asyncio.sleep(self._delay(num_failed))
                 continue
             num_failed = 0
             groups = await intake.read(batch, self._version)
-            self._note(batch)
             if any(group.has_signal for group in groups):
                 self._wanted.clear()
                 self._groups = groups
             else:
                 self._count_idle(groups)
 
-    def _begin_wait(self) -> None:
-        api = self.client.facts
-        self._wait = Wait(
-            number=self._wait.number + 1,
-            num_recorded=self.sample_store.num_recorded,
-            refused=self._refused(),
-            num_failed_batches=api.num_failed_batches,
-            num_queued=api.status.num_queued if api.status else 0,
-        )
+    def _reset_wait(self) -> None:
+        self._waiting_since = None
+        self._num_recorded_before = self.sample_store.num_recorded
+        self._num_failed_before = self.client.facts.num_failed_batches
+        self._refused_before = self._refused()
 
-    def _refused(self) -> Mapping[str, int]:
-        return {str(reason): count for reason, count in self._quarantine.counts.items()}
+    def _refused(self) -> Counter[str]:
+        return Counter({str(reason): count for reason, count in self._quarantine.counts.items()})
 
     def _delay(self, num_failed: int) -> float:
-        """Doubles with each failure."""
+        """Seconds before the next question, doubled with each failure."""
         poll = self._settings.poll_seconds
         return poll if num_failed == 0 else max(poll, min(0.1 * 2**num_failed, MAX_SECONDS_BETWEEN_TRIES))
-
-    def _note(self, batch: Sequence[object]) -> None:
-        for value in batch:
-            env_id = value.get("env_id") if isinstance(value, dict) else None
-            if isinstance(env_id, int):
-                self._last_groups[env_id] = time.monotonic()
 
     def _count_idle(self, groups: Sequence[TrajectoryGroup]) -> None:
         for _ in groups:
             self._quarantine.put(GroupRefused("no_signal", "all of its scores are equal"), None)
 
     def _drop_stale(self, version: int, limit: int) -> None:
-        """One token that is too old condemns its group: the others would be compared with a part of it."""
-        fresh = [group for group in self._groups if not is_stale(group, version, limit)]
+        """Drop each group with a token that is too old: the rest of the group would be compared without its samples."""
+        fresh = [group for group in self._groups if not is_stale(group.trajectories, version, limit)]
         for _ in range(len(self._groups) - len(fresh)):
             self._quarantine.put(GroupRefused("stale", "older than trainer.max_off_policy_steps"), None)
         self._num_stale += len(self._groups) - len(fresh)
         self._groups = fresh
 
-    def _look_at_clock(self) -> None:
-        now = time.monotonic()
-        if now - self._explained >= SECONDS_BETWEEN_MESSAGES:
-            self._explained = now
-            self.message = self.explain(self.facts()) or ""
-
     def _figures(self) -> dict[str, float]:
-        facts, intake = self.facts(), self._intake
+        intake, api, refused = self._intake, self.client.facts, self._refused()
         assert intake is not None, "there are groups to take"
-        status = facts.api.status
         return {
-            "atropos/queue": 0 if status is None else status.num_queued,
-            "atropos/api_step": 0 if status is None else status.step,
-            "atropos/batches": facts.api.num_batches,
-            "atropos/groups": facts.num_groups,
-            "atropos/sequences": facts.num_sequences,
+            "atropos/queue": 0 if api.status is None else api.status.num_queued,
+            "atropos/api_step": 0 if api.status is None else api.status.step,
+            "atropos/batches": api.num_batches,
+            "atropos/groups": intake.num_groups,
+            "atropos/sequences": intake.num_sequences,
             "atropos/joined_fraction": intake.num_joined / max(1, intake.num_read),
             "atropos/recomputed": intake.num_recomputed,
-            "atropos/refused": sum(facts.refused.values()),
-            **{f"atropos/refused/{reason}": count for reason, count in facts.refused.items()},
-            "atropos/lost": facts.api.num_lost,
-            "atropos/failed_batches": facts.api.num_failed_batches,
-            "atropos/ledger_tokens": facts.ledger_tokens,
+            "atropos/refused": refused.total(),
+            **{f"atropos/refused/{reason}": count for reason, count in refused.items()},
+            "atropos/lost": api.num_lost,
+            "atropos/failed_batches": api.num_failed_batches,
+            "atropos/ledger_tokens": self.sample_store.num_tokens,
         }
-
-
-def is_stale(group: TrajectoryGroup, version: int, limit: int) -> bool:
-    """Whether a token is more than `limit` versions older than `version`, or of a version that was abandoned."""
-    spans = (span for one in group.trajectories for span in one.weight_versions)
-    return any(not 0 <= version - span.version <= limit for span in spans)

@@ -1,4 +1,8 @@
-"""A process that lives no longer than this one, with its output in a file."""
+"""Child processes of an Atropos run, which live no longer than this process. Started by `Launcher`.
+
+`ChildProcess` is one process with its output in a file; `SupervisedProcess` starts it when it is due, and again when it
+ends too early, up to a bound.
+"""
 
 import asyncio
 import logging
@@ -9,16 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-WATCHDOG = Path(__file__).with_name("keeper.py")
+WATCHDOG = Path(__file__).with_name("watchdog.py")
 SECONDS_TO_END = 10.0
-"""More than the keeper's own patience."""
+"""Longest end of the watchdog; more than its own patience with the command."""
+STEADY_SECONDS = 60.0
+"""Lifetime of a process after which its failures in a row count from 0."""
+MAX_PAUSE_SECONDS = 30.0
+
+logger = logging.getLogger(__name__)
 
 
 class ChildProcess:
-    """Runs from its making on. Ctrl-C in our terminal does not reach it; the end of our process, of any kind, does."""
+    """A command that runs until `end`. Ctrl-C in the terminal does not reach it; any end of this process does."""
 
     def __init__(self, command: Sequence[str], *, folder: Path, variables: Mapping[str, str], log: Path) -> None:
-        """Output is appended to `log`. Raises OSError where `folder` or `log` is not to be had."""
+        """Append its output to `log`. Raises OSError where `folder` is not there or `log` cannot be written."""
         with log.open("ab") as output:
             self._watchdog = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(WATCHDOG), *command],
@@ -32,33 +41,33 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None: it runs. As a shell tells it: 128 + N after signal N."""
+        """The exit code as in a shell: 128 + N after signal N; None while it runs."""
         code = self._watchdog.poll()
         if code is not None:
-            self._let_go()
+            self._close_pipe()
         return code
 
     async def end(self) -> None:
-        """Ask it to end, then make it, with all that it has started. Returns when it has."""
-        self._let_go()
+        """End it with all that it has started, first by SIGTERM; return when it has ended."""
+        self._close_pipe()
         try:
             await asyncio.to_thread(self._watchdog.wait, SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             self._watchdog.kill()
             await asyncio.to_thread(self._watchdog.wait)
 
-    def _let_go(self) -> None:
+    def _close_pipe(self) -> None:
         assert self._watchdog.stdin is not None
         self._watchdog.stdin.close()
 
 
 def variables_for(python: str, own: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of a program of `python`; another interpreter must not find our packages."""
-    ours = dict(os.environ)
+    inherited = dict(os.environ)
     if Path(python) != Path(sys.executable):
         for name in ("PYTHONPATH", "PYTHONHOME"):
-            ours.pop(name, None)
-    return ours | {"PYTHONUNBUFFERED": "1"} | dict(own)
+            inherited.pop(name, None)
+    return inherited | {"PYTHONUNBUFFERED": "1"} | dict(own)
 
 
 def log_tail(log: Path, number: int = 3) -> str:
@@ -70,15 +79,8 @@ def log_tail(log: Path, number: int = 3) -> str:
     return ""
 
 
-STEADY_SECONDS = 60.0
-"""Who has lived so long begins anew with its restarts."""
-MAX_PAUSE_SECONDS = 30.0
-
-logger = logging.getLogger(__name__)
-
-
 class SupervisedProcess:
-    """Nothing runs until `supervise` is called, which is to be called often."""
+    """A process that should run. Nothing happens but in `supervise`, which is called some times a second."""
 
     def __init__(self, name: str, start: Callable[[], ChildProcess], *, max_restarts: int) -> None:
         self.name = name
@@ -88,7 +90,7 @@ class SupervisedProcess:
         self._started = self._due = 0.0
         self._num_failures = 0  # in a row
         self.exit_code: int | None = None
-        """Of its last end by itself; None while it runs."""
+        """Exit code of its last end by itself; None while it runs."""
         self.has_given_up = False
 
     @property
@@ -96,7 +98,7 @@ class SupervisedProcess:
         return self._process is not None
 
     def supervise(self, now: float) -> bool:
-        """Start it if that is due. True: it has ended since the last call; `exit_code` says how."""
+        """Start it if that is due. Return whether it has ended since the last call; `exit_code` says how."""
         if self._process is None:
             if now >= self._due and not self.has_given_up and self.exit_code != 0:
                 self._process, self._started, self.exit_code = self._start(), now, None

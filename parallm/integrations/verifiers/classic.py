@@ -1,4 +1,7 @@
-"""Environments of verifiers 0.3 and before, which `load_environment` makes, played by their own `rollout`."""
+"""Environments of verifiers 0.3 and before, which `load_environment` makes. Imported by `load_verifiers` alone.
+
+Each episode is played by the environment's own `rollout`.
+"""
 
 import asyncio
 import json
@@ -10,19 +13,16 @@ from typing import Any
 
 import verifiers as vf
 from parallm.errors import ConfigError
-from parallm.integrations.verifiers.environment import BackgroundLoop
+from parallm.integrations.verifiers.environment import MODEL, TOTAL, BackgroundLoop, EpisodeFailed
 from parallm.integrations.verifiers.exchange import Answer, Drive, Exchange, NoMoreTurns, UnsupportedEpisode
-from parallm.integrations.verifiers.parts import TOTAL, EpisodeFailed
 from parallm.types import Message, Split
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Messages, Response, ResponseMessage, State, Tool, ToolCall
 from verifiers.utils.message_utils import normalize_messages
 
-MODEL = "policy"
-
 
 class ClassicSource:
-    """Any environment that plays turn by turn. Rewards of groups see all episodes of a problem."""
+    """An environment that plays turn by turn. Rewards of groups see all episodes of a problem."""
 
     is_endless = False
 
@@ -83,7 +83,7 @@ class Group:
         self._scoring: asyncio.Task[None] | None = None
 
     async def score(self, state: State) -> None:
-        """Wait for the others, and have all scored. Raises what the rubric raises."""
+        """Wait for the other episodes and score all of them. Raises what the rubric raises."""
         self._states.append(state)
         self.leave()
         await self._is_whole.wait()
@@ -92,7 +92,7 @@ class Group:
         await asyncio.shield(self._scoring)
 
     def leave(self) -> None:
-        """One episode less to wait for."""
+        """Count one episode as ended."""
         self._num_missing -= 1
         if self._num_missing == 0:
             self._is_whole.set()
@@ -124,9 +124,7 @@ class PolicyClient(vf.Client):
     ) -> Answer:
         """Raises OverlongPromptError where the episode has no turn left, which counts as cut off."""
         if tools_json(tools or []) != self._tools:
-            raise UnsupportedEpisode(
-                "the environment has changed its tools, which the prompt has told the model already"
-            )
+            raise UnsupportedEpisode("the environment has changed its tools, which stand in the prompt already")
         try:
             answer: Answer = await self.client.ask(prompt)
         except NoMoreTurns as error:
@@ -134,12 +132,12 @@ class PolicyClient(vf.Client):
         return answer
 
     async def raise_from_native_response(self, response: Answer) -> None:
-        """Nothing is wrong with any: an empty one is the model's own."""
+        """Accept every answer: an empty one is the model's own."""
 
     async def from_native_response(self, response: Answer) -> Response:
         calls = [
-            ToolCall(id=call.call_id or f"call_{place}", name=call.name, arguments=call.arguments)
-            for place, call in enumerate(response.calls)
+            ToolCall(id=call.call_id or f"call_{index}", name=call.name, arguments=call.arguments)
+            for index, call in enumerate(response.calls)
         ]
         message = ResponseMessage(
             content=response.text,
@@ -150,18 +148,18 @@ class PolicyClient(vf.Client):
         return Response(id="", created=0, model=MODEL, message=message)
 
     async def close(self) -> None:
-        """An exchange has nothing to close here."""
+        """Do nothing: the session closes the exchange."""
 
 
 def tools_json(tools: Sequence[Tool]) -> str:
-    """As OpenAI's API has them; empty without any."""
-    functions = [one.model_dump(include={"name", "description", "parameters"}) for one in tools]
-    return json.dumps([{"type": "function", "function": one} for one in functions]) if tools else ""
+    """Tools in the JSON of OpenAI's API; empty without tools."""
+    functions = [tool.model_dump(include={"name", "description", "parameters"}) for tool in tools]
+    return json.dumps([{"type": "function", "function": function} for function in functions]) if tools else ""
 
 
 def to_messages(messages: Messages) -> tuple[Message, ...]:
-    """Raises Unfit for what is not text."""
-    return tuple(Message(role=one.role, content=to_text(one.content)) for one in messages)
+    """Convert messages of the package. Raises UnsupportedEpisode for anything but text."""
+    return tuple(Message(role=message.role, content=to_text(message.content)) for message in messages)
 
 
 def to_text(content: object) -> str:
@@ -174,7 +172,7 @@ def to_text(content: object) -> str:
 
 
 def make_env(environment_id: str, options: Mapping[str, Any]) -> vf.Environment:
-    """Raises ConfigError for options and environments that do not fit."""
+    """Load an environment. Raises ConfigError for options and environments that do not fit."""
     where = f"environment.id={environment_id!r}"
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -182,7 +180,7 @@ def make_env(environment_id: str, options: Mapping[str, Any]) -> vf.Environment:
     except Exception as error:  # an environment may raise anything
         raise ConfigError(f"{where} cannot be made with environment.options={dict(options)}: {error!r}") from error
     finally:
-        for number, handler in handlers.items():  # the package takes them, and then no run ends as it should
+        for number, handler in handlers.items():  # the package replaces them, and a run would not end as it should
             signal.signal(number, handler)
     if not isinstance(env, vf.MultiTurnEnv | vf.EnvGroup):
         raise ConfigError(f"{where} is a {type(env).__name__}; only those that play turn by turn can be trained on")

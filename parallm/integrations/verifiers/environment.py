@@ -1,4 +1,8 @@
-"""An event loop in a thread of its own, for environments whose coroutines may block: HTTP is answered meanwhile."""
+"""Environments of the package `verifiers` as environments of ParaLLM, whatever their kind.
+
+An environment plays its own episodes in an event loop of its own; `VerifiersEnvironment` hands their questions to the
+rollout runner. `TasksetSource` and `ClassicSource` are the two kinds.
+"""
 
 import asyncio
 import atexit
@@ -11,33 +15,45 @@ from typing import Any, Protocol, TypeVar
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError, ProblemError
 from parallm.integrations.verifiers.exchange import Drive, Exchange
-from parallm.integrations.verifiers.parts import WEIGHTS, add_correct
 from parallm.types import Message, Problem, Split
 
 T = TypeVar("T")
 CLOSE_SECONDS = 10.0
+MODEL = "policy"
+"""The model's name, as environments know it."""
+TOTAL = "verifiers/reward"
+"""Reward part with the environment's own reward, by its own weights. The parts beside it are only logged."""
+WEIGHTS: Mapping[str, float] = {TOTAL: 1.0}
+CORRECT = "correct"
+
+
+class EpisodeFailed(Exception):
+    """The environment has ended an episode with an error instead of a reward."""
 
 
 class BackgroundLoop:
-    """Runs coroutines until the process ends. Usable from any thread and from any other event loop."""
+    """An event loop in a thread of its own, since coroutines of environments may block.
+
+    It runs until the process ends, and can be used from any thread and from any other event loop.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self.stack = AsyncExitStack()  # entered and closed on this loop: servers that live as long as the process
+        self.stack = AsyncExitStack()  # servers that live as long as the process, entered and closed on this loop
         # a daemon: an environment that hangs must not hold up the end of the process
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
         atexit.register(self._close)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`. Blocks the calling thread, which must not be this loop's own."""
+        """Return the result of `work`. Blocks the calling thread, which must not be this loop's own."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def get(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, awaited on the caller's loop; cancelled with it."""
+        """Return the result of `work`, awaited on the caller's loop and cancelled with it."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def soon(self, function: Callable[[], object]) -> None:
-        """Call `function` on this loop, some time."""
+        """Call `function` on this loop as soon as it can."""
         self._loop.call_soon_threadsafe(function)
 
     def _close(self) -> None:
@@ -46,31 +62,31 @@ class BackgroundLoop:
 
 
 class TaskSource(Protocol):
-    """An environment of the package, with its tasks."""
+    """An environment of the package with its tasks."""
 
     @property
     def is_endless(self) -> bool: ...
 
     @property
     def has_test_split(self) -> bool:
-        """Whether it holds tasks out by itself."""
+        """Whether the environment has held-out tasks of its own."""
 
     def tasks(self, split: Split, start: int, count: int | None) -> Sequence[Any]:
-        """Tasks from `start` on, `count` or all of them. May raise anything."""
+        """Return the tasks from `start` on, `count` or all of them. May raise anything."""
 
     def opening(self, task: Any) -> tuple[Message, ...]:
-        """The conversation that the task is written down with; empty where there is none."""
+        """Return the conversation that the task names as its begin; empty if it names none."""
 
     def tools(self, task: Any) -> str:
-        """Functions of the task, as `Problem.tools`."""
+        """Return the functions of the task, as `Problem.tools` holds them."""
 
     def drives(self, task: Any, count: int) -> Sequence[Drive]:
-        """What plays each episode of a group."""
+        """Return what plays each episode of a group."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifiersSession:
-    """An exchange as the rollout side meets it, from another event loop: a `EnvironmentSession`."""
+    """An `EnvironmentSession` whose exchange lives on the environment's event loop."""
 
     exchange: Exchange
     loop: BackgroundLoop
@@ -81,14 +97,14 @@ class VerifiersSession:
 
     async def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> Mapping[str, float]:
         parts = await self.loop.get(self.exchange.score(turns, is_cut_off=is_cut_off))
-        return add_correct(parts, self.correct_at)
+        return {CORRECT: float(parts[TOTAL] >= self.correct_at), **parts}  # a part `correct` of its own wins
 
     def close(self) -> None:
         self.loop.soon(self.exchange.close)
 
 
 class VerifiersEnvironment:
-    """A `StatefulEnvironment` whose counterparts run on an event loop of their own."""
+    """A `StatefulEnvironment` whose sessions run on an event loop of their own."""
 
     def __init__(
         self, settings: VerifiersSettings, make_source: Callable[[Mapping[str, Any], BackgroundLoop], TaskSource]
@@ -110,25 +126,22 @@ class VerifiersEnvironment:
         count = settings.num_train if split == "train" else settings.num_test
         if count is None and source.is_endless:
             raise ConfigError(f"environment.id={settings.id!r} has problems without end: set environment.num_train")
-        are_apart = settings.test_options is not None or source.has_test_split
-        start = settings.num_test if split == "train" and not are_apart else 0
+        has_test_data = settings.test_options is not None or source.has_test_split
+        start = settings.num_test if split == "train" and not has_test_data else 0
         try:
             tasks = source.tasks(split, start, count)
         except Exception as error:  # an environment may raise anything
             raise ProblemError(f"environment.id={settings.id!r} cannot load its problems: {error!r}") from error
         openings = self._loop.run(openings_of(source, tasks))
         return [
-            self._problem(source, f"{settings.id}/{split}/{start + place}", task, opening)
-            for place, (task, opening) in enumerate(zip(tasks, openings, strict=True))
+            self._problem(source, f"{settings.id}/{split}/{index}", task, opening)
+            for index, (task, opening) in enumerate(zip(tasks, openings, strict=True), start)
         ]
 
     def open(self, problem: Problem, count: int) -> Sequence[VerifiersSession]:
         source, task = self._tasks[problem.answer]
-        opening = self._openings[problem.answer]
-        correct_at = self._settings.correct_at
-        return [
-            VerifiersSession(Exchange(drive, opening), self._loop, correct_at) for drive in source.drives(task, count)
-        ]
+        exchanges = [Exchange(drive, self._openings[problem.answer]) for drive in source.drives(task, count)]
+        return [VerifiersSession(exchange, self._loop, self._settings.correct_at) for exchange in exchanges]
 
     def _problem(self, source: TaskSource, key: str, task: Any, opening: tuple[Message, ...]) -> Problem:
         self._tasks[key], self._openings[key] = (source, task), opening
@@ -136,13 +149,14 @@ class VerifiersEnvironment:
 
 
 async def openings_of(source: TaskSource, tasks: Sequence[Any]) -> list[tuple[Message, ...]]:
-    """What the model is asked first in each of `tasks`: what they say, where the first one's episode begins so.
+    """Return what the model is asked first in each of `tasks`.
 
-    Raises ProblemError where an episode cannot begin.
+    The tasks' own openings count if the first episode begins with its own; else every episode is begun once. Raises
+    ProblemError for an episode that cannot begin.
     """
-    written = [source.opening(task) for task in tasks]
-    if not tasks or (all(written) and written[0] == await played_opening(source, tasks[0])):
-        return written
+    openings = [source.opening(task) for task in tasks]
+    if not tasks or (all(openings) and openings[0] == await played_opening(source, tasks[0])):
+        return openings
     return [await played_opening(source, task) for task in tasks]
 
 

@@ -1,4 +1,7 @@
-"""An environment that calls the model itself, turned inside out: its questions become replies. Knows no verifiers."""
+"""Inversion of control for an environment that calls the model: its questions become the replies of a session.
+
+The environment's coroutine calls `ask`; `VerifiersSession` calls `reply` and `score`. Knows nothing of verifiers.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,16 +15,16 @@ ASSISTANT = "assistant"
 
 
 class NoMoreTurns(Exception):
-    """The environment asks on, but the episode has come to its last turn or token."""
+    """The environment asks again, but the episode has no turn or token left."""
 
 
 class UnsupportedEpisode(Exception):
-    """What the environment wants said cannot be put behind the tokens that are there."""
+    """The environment's messages cannot be appended to the tokens of the episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the model has said."""
+    """One turn of the model."""
 
     text: str
     is_cut_off: bool
@@ -29,24 +32,24 @@ class Answer:
 
 
 Drive: TypeAlias = "Callable[[Exchange], Awaitable[Mapping[str, float]]]"
-"""Plays an episode to its end, calls `ask` for each turn of the model, and returns the reward parts."""
+"""A coroutine function that plays an episode: calls `ask` for each turn of the model and returns the reward parts."""
 
 
 class Exchange:
-    """One episode: the environment's coroutine asks, the rollout side answers. Lives on the former's event loop."""
+    """One episode: the environment's coroutine asks, the rollout runner answers. Lives on the environment's loop."""
 
     def __init__(self, drive: Drive, opening: Sequence[Message] = ()) -> None:
         self._drive = drive
         self._opening = tuple(opening)
-        self._said: list[Message] = []
-        self._questions: asyncio.Queue[tuple[Message, ...] | None] = asyncio.Queue()  # None: no more will come
-        self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: nobody answers any more
+        self._conversation: list[Message] = []
+        self._questions: asyncio.Queue[tuple[Message, ...] | None] = asyncio.Queue()  # None: no further question
+        self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: no turn or token is left
         self._task: asyncio.Task[Mapping[str, float]] | None = None
         self._is_asking = False
         self._num_answered = 0
 
     async def ask(self, conversation: Sequence[Message]) -> Answer:
-        """What the model says to the whole conversation so far. Raises NoMoreTurns."""
+        """Return the model's answer to the whole conversation so far. Raises NoMoreTurns."""
         self._questions.put_nowait(tuple(conversation))
         answer = await self._answers.get()
         if answer is None:
@@ -54,11 +57,14 @@ class Exchange:
         return answer
 
     def end_questions(self) -> None:
-        """The environment will ask no more and only score, for which it may have to wait for other episodes."""
+        """Tell the other side that the environment asks no more and only scores, perhaps after other episodes."""
         self._questions.put_nowait(None)
 
     async def opening(self) -> tuple[Message, ...]:
-        """Begin, and return the first question. Raises what the environment raises, Unfit where it asks nothing."""
+        """Begin and return the first question.
+
+        Raises what the environment raises, and UnsupportedEpisode where it asks nothing.
+        """
         question = await self._begin()
         if question is None:
             await self.result()
@@ -66,19 +72,31 @@ class Exchange:
         return question
 
     async def reply(self, turns: Sequence[Message]) -> list[Message] | None:
-        """What the environment says to the newest turn, the last of `turns`; None where it has ended the episode.
+        """Return the environment's answer to the last of `turns`; None if it has ended the episode.
 
-        Raises Unfit.
+        Raises UnsupportedEpisode.
         """
         await self._begin_as_announced()
-        return await self._tell(Answer(text=turns[-1].content, calls=turns[-1].calls, is_cut_off=False))
+        answer = Answer(text=turns[-1].content, calls=turns[-1].calls, is_cut_off=False)
+        question = await self._hand_over(answer)
+        if question is None:
+            return None
+        self._conversation.append(Message(role=ASSISTANT, content=answer.text))
+        reply = list(question[len(self._conversation) :])
+        if not reply or not all(map(_agrees, self._conversation, question)):
+            raise UnsupportedEpisode(
+                f"the next question is {_short(question)} after {_short(self._conversation)}: an environment that "
+                "changes earlier messages cannot be trained on, since its model would not have seen its own tokens"
+            )
+        self._conversation += reply
+        return reply
 
     async def score(self, turns: Sequence[Message], *, is_cut_off: bool) -> Mapping[str, float]:
-        """Hand over a last turn that nobody has replied to, let the environment end, and return its reward parts."""
+        """Hand over a last turn that has no reply, let the environment end, and return its reward parts."""
         await self._begin_as_announced()
-        spoken = [turn for turn in turns if turn.role == ASSISTANT]
-        if self._is_asking and len(spoken) > self._num_answered:
-            await self._hand_over(Answer(text=spoken[-1].content, calls=spoken[-1].calls, is_cut_off=is_cut_off))
+        answers = [turn for turn in turns if turn.role == ASSISTANT]
+        if self._is_asking and len(answers) > self._num_answered:
+            await self._hand_over(Answer(text=answers[-1].content, calls=answers[-1].calls, is_cut_off=is_cut_off))
         while self._is_asking:
             await self._hand_over(None)
         return await self.result()
@@ -105,21 +123,7 @@ class Exchange:
             raise UnsupportedEpisode(
                 f"the episode begins with {_short(question)}, its problem with {_short(self._opening)}"
             )
-        self._said = list(question)
-
-    async def _tell(self, answer: Answer) -> list[Message] | None:
-        question = await self._hand_over(answer)
-        if question is None:
-            return None
-        self._said.append(Message(role=ASSISTANT, content=answer.text))
-        new = list(question[len(self._said) :])
-        if not new or not all(map(_agrees, self._said, question)):
-            raise UnsupportedEpisode(
-                f"the next question is {_short(question)} behind {_short(self._said)}: an environment that changes "
-                "what was said cannot be trained on, since its model would not have seen its own tokens"
-            )
-        self._said += new
-        return new
+        self._conversation = list(question)
 
     async def _hand_over(self, answer: Answer | None) -> tuple[Message, ...] | None:
         self._num_answered += 1
@@ -134,12 +138,12 @@ class Exchange:
     def _ended(self, task: "asyncio.Task[Mapping[str, float]]") -> None:
         self._questions.put_nowait(None)
         if not task.cancelled():
-            task.exception()  # read here, or asyncio complains of those that nobody waits for
+            task.exception()  # read here, or asyncio complains that it was never retrieved
 
 
-def _agrees(said: Message, repeated: Message) -> bool:
-    """Whether the environment repeats a message as it was; it may cut reasoning and the like out of the model's."""
-    return said.role == repeated.role and (said.role == ASSISTANT or said.content == repeated.content)
+def _agrees(message: Message, repeated: Message) -> bool:
+    """Whether the environment repeats a message unchanged; it may cut reasoning and the like out of the model's."""
+    return message.role == repeated.role and (message.role == ASSISTANT or message.content == repeated.content)
 
 
 def _short(messages: Sequence[Message]) -> str:

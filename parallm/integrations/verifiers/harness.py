@@ -1,7 +1,6 @@
-"""The program that plays a task in `verifiers`, without a process of its own: one question per segment.
+"""The harness that plays a task of verifiers without a process of its own: one question per segment.
 
-A harness in the package's words. Model calls go through its interception server, as every harness's do, so that its
-stops, limits, rewrites and traces hold.
+Its calls of the model go through the package's interception server, so stops, limits, rewrites and traces hold.
 """
 
 import aiohttp
@@ -32,8 +31,8 @@ class OneQuestion(vf.Harness[OneQuestionConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        """Ask once. A refusal, as by a stop or a limit, is an exit code that the package knows what to make of."""
-        body = {"model": ctx.model, "messages": [message_to_wire(one) for one in opening(self, data)]}
+        """Ask once. A refusal, as by a stop or a limit, becomes an exit code that the package understands."""
+        body = {"model": ctx.model, "messages": [message_to_wire(message) for message in opening(self, data)]}
         headers = {"Authorization": f"Bearer {secret}"}
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
@@ -44,7 +43,7 @@ class OneQuestion(vf.Harness[OneQuestionConfig]):
 
 
 def opening(harness: vf.Harness[OneQuestionConfig], data: vf.TaskData) -> vf.Messages:
-    """The conversation that a segment begins with."""
+    """Return the conversation that a segment begins with."""
     system, prompt = harness.resolve_prompt(data)
     messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
     return [*([vf.SystemMessage(content=system)] if system else []), *messages]

@@ -1,4 +1,7 @@
-"""From an id to an environment of the package `verifiers`, of either of its two kinds. Knows neither of them."""
+"""Loads an environment of the package `verifiers` by its id, of either of its two kinds.
+
+Called by `build_environment`. The module of a kind is imported when it is needed, since each fits other versions.
+"""
 
 import importlib
 import importlib.metadata
@@ -15,7 +18,7 @@ INSTALL = "pip install 'parallm[verifiers]'"
 
 
 def load_verifiers(settings: VerifiersSettings) -> VerifiersEnvironment:
-    """Raises ConfigError, saying what is missing."""
+    """Make the environment that `settings` names. Raises ConfigError for a package that is missing or does not fit."""
     version = installed_version()
     module = environment_module(settings.id)
     if not hasattr(module, "load_environment"):
@@ -36,7 +39,7 @@ def load_verifiers(settings: VerifiersSettings) -> VerifiersEnvironment:
 
 
 def installed_version() -> tuple[int, ...]:
-    """Major and minor. Raises ConfigError."""
+    """The package's major and minor version. Raises ConfigError without the package."""
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError as error:
@@ -45,7 +48,7 @@ def installed_version() -> tuple[int, ...]:
 
 
 def environment_module(environment_id: str) -> ModuleType:
-    """The module of an id such as `owner/some-name@1.0`, as the package finds it. Raises ConfigError."""
+    """Import the module of an id such as `owner/some-name@1.0`, as the package does. Raises ConfigError."""
     name = environment_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     try:
         return importlib.import_module(f"{SHIPPED}.{name}" if is_shipped(name) else name)
@@ -59,7 +62,7 @@ def environment_module(environment_id: str) -> ModuleType:
 
 
 def is_shipped(name: str) -> bool:
-    """Whether the package brings the taskset itself."""
+    """Whether the package brings the taskset."""
     try:
         return importlib.util.find_spec(f"{SHIPPED}.{name}") is not None
     except ModuleNotFoundError:

@@ -1,4 +1,7 @@
-"""The trajectories that wait for rewards, partners, a step or a checkpoint: bounded in number, and kept in a file."""
+"""Trajectories that wait for rewards, partners, a step or a checkpoint: bounded in number, and kept in a file.
+
+Used by `LiveSource`. Every change is applied to `BufferState` and appended to the file, from which a run resumes.
+"""
 
 import logging
 import time
@@ -6,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import assert_never
 
@@ -29,60 +32,75 @@ from parallm.rollout.live.records import (
 )
 from parallm.rollout.settings import LiveSettings
 
+LINES_PER_TRAJECTORY = 4
+"""The file is written anew when its lines exceed this number times `max_trajectories`."""
+MAX_FAILED = 3
+"""Faulty steps after which a trajectory that was in all of them leaves, even if no fault has named it."""
+MAX_ABANDONED = 20
+"""Ends of the process within a step after which a trajectory leaves: far more than chance brings, in case that the
+trajectory is their cause."""
+
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Departure:
+    """A trajectory that has left."""
+
     reason: str
     reward: float | None
-    """The one that it was trained on with."""
+    """The reward that it was trained on with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """A trajectory that `step` learns from and that no checkpoint is known to hold."""
 
-    one: RecordedTrajectory
+    record: RecordedTrajectory
     step: int
 
 
 class BufferState:
-    """Changed by `apply` only, so that the changes in a file make the same again. What does not fit is left out."""
+    """The trajectories of a buffer and what became of those that left. Knows neither bounds nor time nor files.
+
+    Only `apply` changes it, so the changes in a file make the same state again. A change that does not fit is ignored.
+    """
 
     def __init__(self, max_departed: int) -> None:
         self._max_departed = max_departed
         self.waiting: OrderedDict[str, RecordedTrajectory] = OrderedDict()
-        """In the order of arrival, with a reward or without."""
+        """Records in the order of arrival, with a reward or without."""
         self.reserved: dict[str, Reservation] = {}
         self.departed: OrderedDict[str, Departure] = OrderedDict()
         """The newest ids that have left."""
         self.num_collected = 0
         self.num_left: Counter[str] = Counter()
-        """By reason."""
+        """Trajectories that have left, by reason."""
 
     def knows(self, trajectory_id: str) -> bool:
         return any(trajectory_id in ids for ids in (self.waiting, self.reserved, self.departed))
 
     def apply(self, change: Change) -> None:
         match change:
-            case Added(one):
-                self.departed.pop(one.trajectory_id, None)
-                self.waiting[one.trajectory_id] = one
+            case Added(record):
+                self.departed.pop(record.trajectory_id, None)
+                self.waiting[record.trajectory_id] = record
                 self.num_collected += 1
             case Rewarded(trajectory_id, reward, parts, at):
                 if trajectory_id in self.waiting:
                     self.waiting[trajectory_id] = self.waiting[trajectory_id].with_reward(reward, parts, at)
             case Reserved(ids, step):
-                found = [self.waiting.pop(name) for name in ids if name in self.waiting]
-                self.reserved |= {one.trajectory_id: Reservation(one, step) for one in found}
+                records = [self.waiting.pop(name) for name in ids if name in self.waiting]
+                self.reserved |= {record.trajectory_id: Reservation(record, step) for record in records}
             case Requeued(ids, has_failed):
-                self._give_back(ids, has_failed=has_failed)
+                self._requeue(ids, has_failed=has_failed)
             case Removed(ids, reason):
-                self._let_go(ids, reason)
+                self._remove(ids, reason)
             case Branched(version, now):
-                for name, one in self.waiting.items():
-                    self.waiting[name] = one.relabelled(version, now)
+                for name, record in self.waiting.items():
+                    self.waiting[name] = record.relabelled(version, now)
                 for name, reservation in self.reserved.items():
-                    self.reserved[name] = replace(reservation, one=reservation.one.relabelled(version, now))
+                    self.reserved[name] = replace(reservation, record=reservation.record.relabelled(version, now))
             case Counted(num_collected, num_left, departed):
                 self.num_collected += num_collected
                 self.num_left.update(num_left)
@@ -91,62 +109,51 @@ class BufferState:
                 assert_never(change)
 
     def changes(self) -> Iterator[Change]:
-        """Those that make all of it from nothing."""
-        kept = [*self.waiting.values(), *(reservation.one for reservation in self.reserved.values())]
+        """Return the changes that make this state from nothing."""
+        records = [*self.waiting.values(), *(reservation.record for reservation in self.reserved.values())]
         departed = {name: (departure.reason, departure.reward) for name, departure in self.departed.items()}
-        # each of those that are kept will count as collected by itself
-        yield Counted(self.num_collected - len(kept), dict(self.num_left), departed)
-        yield from map(Added, kept)
+        # each of the records will count as collected when it is added
+        yield Counted(self.num_collected - len(records), dict(self.num_left), departed)
+        yield from map(Added, records)
         for step in sorted({reservation.step for reservation in self.reserved.values()}):
             yield Reserved(tuple(self.reserved_until(step, since=step)), step)
 
     def reserved_until(self, step: int, *, since: int = 0) -> list[str]:
-        """Those of the steps from `since` to `step`."""
+        """Return the ids that the steps from `since` to `step` have reserved."""
         return [name for name, reservation in self.reserved.items() if since <= reservation.step <= step]
 
-    def _give_back(self, ids: Iterable[str], *, has_failed: bool) -> None:
-        found = [self.reserved.pop(name).one for name in ids if name in self.reserved]
-        for one in found:
-            num_failed, num_abandoned = one.num_failed + has_failed, one.num_abandoned + (not has_failed)
-            again = replace(one, num_failed=num_failed, num_abandoned=num_abandoned)
-            self.waiting[one.trajectory_id] = again
+    def _requeue(self, ids: Iterable[str], *, has_failed: bool) -> None:
+        records = [self.reserved.pop(name).record for name in ids if name in self.reserved]
+        for record in records:
+            num_failed, num_abandoned = record.num_failed + has_failed, record.num_abandoned + (not has_failed)
+            self.waiting[record.trajectory_id] = replace(record, num_failed=num_failed, num_abandoned=num_abandoned)
         self.waiting = OrderedDict(sorted(self.waiting.items(), key=lambda item: item[1].created))
 
-    def _let_go(self, ids: Iterable[str], reason: str) -> None:
+    def _remove(self, ids: Iterable[str], reason: str) -> None:
         for name in ids:
             reservation = self.reserved.pop(name, None)
-            one = self.waiting.pop(name, None) if reservation is None else reservation.one
+            record = self.waiting.pop(name, None) if reservation is None else reservation.record
             before = self.departed.pop(name, None)
-            if one is not None:
+            if record is not None:
                 self.num_left[reason] += 1
             elif before is not None:
                 self.num_left[before.reason] -= 1
                 self.num_left[reason] += 1
-            reward = one.trajectory.reward if one is not None and reason == TRAINED else None
+            reward = record.trajectory.reward if record is not None and reason == TRAINED else None
             self.departed[name] = Departure(reason, reward)
         while len(self.departed) > self._max_departed:
             self.departed.popitem(last=False)
 
 
-logger = logging.getLogger(__name__)
-
-LINES_PER_TRAJECTORY = 4
-"""The file is written anew when it has as many lines as this times `max_trajectories`."""
-MAX_FAILED = 3
-"""Faulty steps after which a trajectory that was in all of them leaves, though none has named it."""
-MAX_ABANDONED = 20
-"""The same for ends of the process: far more than chance brings, in case that what they have in common is this one."""
-
-
 class TrajectoryBuffer:
-    """Trajectories wait, are reserved by a step, and leave when a checkpoint holds that step. For the asyncio thread.
+    """Trajectories wait, are reserved by a step, and leave when a checkpoint holds that step.
 
-    Ages count while a process of the run is there, by a clock that never jumps, so neither a change of the system's
-    clock nor the time between two processes makes anything older.
+    Used on the asyncio thread. Ages count while a process of the run lives, by a clock that never jumps, so neither a
+    change of the system's clock nor the time between two processes makes anything older.
     """
 
     def __init__(self, settings: LiveSettings, file: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Goes on with what `file` holds. `clock`: seconds that only grow."""
+        """Resume from `file`. `clock` returns seconds that only grow."""
         self._settings = settings
         self._state = BufferState(settings.max_trajectories)
         begins = self._read(file) or time.time()
@@ -157,7 +164,7 @@ class TrajectoryBuffer:
             self._write_anew()
 
     def __iter__(self) -> Iterator[RecordedTrajectory]:
-        """Those that wait."""
+        """Iterate over the records that wait."""
         return iter(tuple(self._state.waiting.values()))
 
     @property
@@ -166,31 +173,31 @@ class TrajectoryBuffer:
         return self._clock() + self._now_less_clock
 
     def is_waiting(self, trajectory_id: str) -> bool:
-        """Whether it is here and has no reward."""
-        one = self._state.waiting.get(trajectory_id)
-        return one is not None and one.rewarded is None
+        """Whether the trajectory is here and has no reward."""
+        record = self._state.waiting.get(trajectory_id)
+        return record is not None and record.rewarded is None
 
     def knows(self, trajectory_id: str) -> bool:
-        """Whether it is here, or among the newest that have left."""
+        """Whether the trajectory is here, or among the newest that have left."""
         return self._state.knows(trajectory_id)
 
-    def add(self, one: RecordedTrajectory) -> bool:
-        """Take one in, for which the oldest goes where there are too many, of those without a reward if there are some.
+    def add(self, record: RecordedTrajectory) -> bool:
+        """Add a record; return False if its id is known already.
 
-        False if its id is known already.
+        If there are too many, the oldest without a reward leaves, or the oldest of all if each has one.
         """
-        if self.knows(one.trajectory_id):
+        if self.knows(record.trajectory_id):
             self.refuse("id_in_use")
             return False
-        self._change(Added(one))
+        self._change(Added(record))
         surplus = len(self._state.waiting) - self._settings.max_trajectories
         self.remove(self._least_wanted(surplus) if surplus > 0 else (), "full")
         return True
 
     def reward(self, trajectory_id: str, reward: float, parts: Mapping[str, float]) -> None:
-        """Set a reward; one that is there already is replaced. The reward that a step has may come again.
+        """Set or replace a reward. One that a step has taken may come again unchanged.
 
-        Raises UnknownTrajectory, and Unavailable for another reward than the one that a step has.
+        Raises UnknownTrajectory, and Unavailable for another reward than the one that a step has taken.
         """
         self.expire()
         if trajectory_id in self._state.waiting:
@@ -199,7 +206,7 @@ class TrajectoryBuffer:
             self._check_repeated(trajectory_id, reward)
 
     def reserve(self, ids: Collection[str], step: int) -> None:
-        """`step` learns from these: they neither wait nor take rewards any more."""
+        """Reserve these for `step`: they neither wait nor take rewards any more."""
         self._change(Reserved(tuple(ids), step))
         surplus = len(self._state.reserved) - self._settings.max_trajectories
         if surplus > 0:
@@ -212,59 +219,57 @@ class TrajectoryBuffer:
             self.remove(list(islice(self._state.reserved, surplus)), TRAINED)
 
     def saved(self, step: int) -> None:
-        """A checkpoint holds what the steps until `step` have learned."""
+        """Remove what the steps up to `step` have learned from, which a checkpoint holds."""
         self.remove(self._state.reserved_until(step), TRAINED)
 
     def failed(self, step: int, culprits: Collection[str]) -> None:
-        """`step` has changed nothing because of a fault: culprits go, the others wait again, but not for ever."""
+        """Remove the culprits of a fault that left `step` without effect; the others wait again, up to a bound."""
         for name in self._state.reserved_until(step, since=step):
-            if name in culprits or self._state.reserved[name].one.num_failed + 1 >= MAX_FAILED:
+            if name in culprits or self._state.reserved[name].record.num_failed + 1 >= MAX_FAILED:
                 self.remove([name], "fault")
-        self._give_back(self._state.reserved_until(step, since=step), has_failed=True)
+        self._requeue(self._state.reserved_until(step, since=step), has_failed=True)
 
     def resume(self, step: int) -> int:
-        """The run goes on after `step`: what later ones had reserved waits again. How many these are."""
+        """Resume after `step`: what later steps had reserved waits again. Return the number of these."""
         self.saved(step)
         abandoned = self._state.reserved
-        often = [name for name, one in abandoned.items() if one.one.num_abandoned + 1 >= MAX_ABANDONED]
-        if often:
+        suspects = [name for name, entry in abandoned.items() if entry.record.num_abandoned + 1 >= MAX_ABANDONED]
+        if suspects:
             logger.warning(
-                "%d trajectories are dropped: %d processes have ended within a step on them", len(often), MAX_ABANDONED
+                "%d trajectories are dropped: %d processes have ended within a step on them",
+                len(suspects),
+                MAX_ABANDONED,
             )
-            self.remove(often, "fault")
-        num_back = len(abandoned)
-        self._give_back(list(abandoned), has_failed=False)
-        return num_back
+            self.remove(suspects, "fault")
+        num_abandoned = len(abandoned)
+        self._requeue(list(abandoned), has_failed=False)
+        return num_abandoned
 
     def branch(self, version: int, now: int) -> None:
-        """The learner has gone back to the weights of `version`, which it calls `now`."""
+        """Relabel everything after the learner has gone back to the weights of `version`, which it calls `now`."""
         if self._state.waiting or self._state.reserved:
             self._change(Branched(version, now))
 
     def remove(self, ids: Collection[str], reason: str) -> None:
-        """Let these go."""
+        """Remove these for `reason`."""
         if ids:
             self._change(Removed(tuple(ids), reason))
 
     def refuse(self, reason: str) -> None:
-        """Count a completion that cannot be trained on, whatever its reward."""
+        """Count a completion that was never added because of `reason`."""
         self._change(Counted(1, {reason: 1}, {}))
 
     def expire(self) -> None:
-        """Let those go that have waited too long."""
+        """Remove what has waited too long."""
         oldest = self.now - self._settings.max_age_seconds
-        late = []
-        for one in self._state.waiting.values():
-            if one.created > oldest:
-                break
-            late.append(one)
-        self.remove([one.trajectory_id for one in late if one.rewarded is None], "no_reward")
-        self.remove([one.trajectory_id for one in late if one.rewarded is not None], "unused")
+        late = list(takewhile(lambda record: record.created <= oldest, self._state.waiting.values()))
+        self.remove([record.trajectory_id for record in late if record.rewarded is None], "no_reward")
+        self.remove([record.trajectory_id for record in late if record.rewarded is not None], "unused")
 
     def report(self) -> TrajectoryReport:
         self.expire()
         waiting, num_left = self._state.waiting, self._state.num_left
-        num_rewarded = sum(one.rewarded is not None for one in waiting.values())
+        num_rewarded = sum(record.rewarded is not None for record in waiting.values())
         oldest = next(iter(waiting.values()), None)
         return TrajectoryReport(
             num_waiting=len(waiting) - num_rewarded,
@@ -277,9 +282,9 @@ class TrajectoryBuffer:
         )
 
     async def written(self) -> None:
-        """Wait until the end of the process would lose nothing of what was changed so far.
+        """Wait until every change so far would survive the end of the process.
 
-        Raises NotStored where the disk does not take it; it counts in this process all the same.
+        Raises NotStored if the disk refuses one; it counts in this process all the same.
         """
         try:
             await self._journal.written()
@@ -293,38 +298,38 @@ class TrajectoryBuffer:
         """Wait until the file holds everything."""
         self._journal.close()
 
-    def _least_wanted(self, number: int) -> list[str]:
-        """Those that wait, but for the newest one."""
+    def _least_wanted(self, count: int) -> list[str]:
+        """Return the oldest ids that wait, those without a reward first, but not the newest of all."""
         older = list(islice(self._state.waiting.values(), len(self._state.waiting) - 1))
-        older.sort(key=lambda one: one.rewarded is not None)  # keeps their order
-        return [one.trajectory_id for one in older[:number]]
+        older.sort(key=lambda record: record.rewarded is not None)  # stable, so the order of arrival stays
+        return [record.trajectory_id for record in older[:count]]
 
     def _change(self, change: Change) -> None:
         self._state.apply(change)
         self._journal.append(partial(to_line, change))
-        kept = len(self._state.waiting) + len(self._state.reserved)
-        if self._journal.num_lines > LINES_PER_TRAJECTORY * max(self._settings.max_trajectories, kept):
+        num_records = len(self._state.waiting) + len(self._state.reserved)
+        if self._journal.num_lines > LINES_PER_TRAJECTORY * max(self._settings.max_trajectories, num_records):
             self._write_anew()
 
-    def _give_back(self, ids: Collection[str], *, has_failed: bool) -> None:
+    def _requeue(self, ids: Collection[str], *, has_failed: bool) -> None:
         if ids:
             self._change(Requeued(tuple(ids), has_failed))
 
     def _check_repeated(self, trajectory_id: str, reward: float) -> None:
-        """Return if a step has this very reward: a client sends it again whose answer was lost on the way."""
+        """Return if a step has this very reward: a client repeats a request whose answer was lost."""
         reserved, departed = self._state.reserved.get(trajectory_id), self._state.departed.get(trajectory_id)
         name = repr(trajectory_id[:100])
         if reserved is not None:
-            if reserved.one.trajectory.reward != reward:
+            if reserved.record.trajectory.reward != reward:
                 raise Unavailable(f"trajectory {name} is being trained on with another reward; send rewards before")
         elif departed is not None and departed.reason == TRAINED:
             if departed.reward != reward:
                 raise Unavailable(f"trajectory {name} was trained on already; send rewards before that")
         else:
-            why = "it was never collected, or left long ago" if departed is None else self._why(departed.reason)
-            raise UnknownTrajectory(f"no trajectory {name} waits for a reward: {why}")
+            cause = "it was never collected, or left long ago" if departed is None else self._explain(departed.reason)
+            raise UnknownTrajectory(f"no trajectory {name} waits for a reward: {cause}")
 
-    def _why(self, reason: str) -> str:
+    def _explain(self, reason: str) -> str:
         match reason:
             case "no_reward" | "unused":
                 return f"it is older than {self._settings.max_age_seconds:g} s (rollout.live.max_age_seconds)"
@@ -339,7 +344,7 @@ class TrajectoryBuffer:
         self._journal.rewrite([partial(to_line, change) for change in self._state.changes()])
 
     def _read(self, file: Path) -> float:
-        """The newest time in the file; 0 without one."""
+        """Apply the changes in the file; return its newest time, 0 without any."""
         newest = 0.0
         for line in read_journal(file):
             try:
@@ -356,8 +361,8 @@ class TrajectoryBuffer:
 
 def _time_of(change: Change) -> float:
     match change:
-        case Added(one):
-            return max(one.created, one.rewarded or 0.0)
+        case Added(record):
+            return max(record.created, record.rewarded or 0.0)
         case Rewarded(at=at):
             return at
         case _:

@@ -1,4 +1,7 @@
-"""The buffer's file: one JSON object per line, written off the event loop, read when a run goes on."""
+"""A file of JSON lines, written off the event loop and read when a run resumes.
+
+Used by `TrajectoryBuffer`, and for the groups of Atropos that are refused.
+"""
 
 import asyncio
 import json
@@ -16,16 +19,16 @@ from parallm.checkpoint import files
 logger = logging.getLogger(__name__)
 
 Line = Callable[[], dict[str, Any]]
-"""Makes the object of a line, in the writing thread."""
+"""Makes the object of a line; called in the writing thread."""
 OWNER_ONLY = 0o600
 
 
 class Journal:
     """Lines reach the operating system in the order of the calls; `written` waits for that.
 
-    All lines that wait are written together, and synced to the disk together after `written` has returned: a process
-    that is killed loses nothing that `written` has returned for, a power failure the last moment of it. Lines that the
-    disk refuses are written with the next ones. Only the file's owner may read it.
+    Lines that wait are written together, and synced to the disk after `written` has returned: a killed process loses
+    nothing that `written` has returned for, a power failure only its last moment. Lines that the disk refuses are
+    written with the next ones. Only the file's owner may read it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -33,26 +36,26 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
         self._lock = threading.Lock()
         self._waiting: list[_Entry] = []  # guarded by the lock
-        self._refused: list[_Entry] = []  # of the writing thread, as the next three
+        self._refused: list[_Entry] = []  # owned by the writing thread, like the next three
         self._has_failed = False
         self._is_torn = _ends_within_a_line(file)
         self._lacks_lines = False  # the file lacks refused lines that only the waiting rewrite still has
         self._last: Future[None] | None = None
         self.num_lines = 0
-        """Asked for since the file was last written anew."""
+        """Lines since the file was last written anew."""
 
     def append(self, line: Line) -> None:
         self.num_lines += 1
         self._put(_Entry((line,), replaces=False))
 
     def rewrite(self, lines: Iterable[Line]) -> None:
-        """Let the file hold these lines alone, which say the same as those in it. A full disk keeps the old ones."""
+        """Replace the lines of the file by these, which mean the same. On a full disk the old ones stay."""
         entry = _Entry(tuple(lines), replaces=True)
         self.num_lines = len(entry.lines)
         self._put(entry)
 
     async def written(self) -> None:
-        """Wait until the operating system has everything that was asked for so far. Raises OSError."""
+        """Wait until the operating system has every line so far. Raises OSError."""
         if self._last is not None:
             await asyncio.shield(asyncio.wrap_future(self._last))
 
@@ -70,7 +73,7 @@ class Journal:
         with self._lock:
             entries, self._waiting = self._waiting, []
         if not entries:
-            return  # an earlier call has written them
+            return  # an earlier call has written the entries
         entries = [*self._refused, *entries]
         try:
             self._write(entries)
@@ -79,7 +82,7 @@ class Journal:
             return
         self._refused, self._has_failed = [], False
         for entry in entries:
-            entry.settle()
+            entry.resolve()
         try:
             files.sync(self._file)
             if any(entry.replaces for entry in entries):
@@ -88,11 +91,11 @@ class Journal:
             logger.warning("%s could not be synced to the disk: %s", self._file, error)
 
     def _write(self, entries: Sequence["_Entry"]) -> None:
-        place = _last_replacing(entries)
-        if place is not None:
+        index = _last_replacing(entries)
+        if index is not None:
             try:
-                self._replace(entries[place].text())
-                entries = entries[place + 1 :]
+                self._replace(entries[index].text())
+                entries = entries[index + 1 :]
             except OSError:
                 if self._lacks_lines:
                     raise
@@ -126,15 +129,15 @@ class Journal:
             )
         self._has_failed = True
         for entry in entries:
-            entry.settle(error)
-        place = _last_replacing(entries)
-        self._lacks_lines = self._lacks_lines or bool(place)
-        self._refused = list(entries[place or 0 :])
+            entry.resolve(error)
+        index = _last_replacing(entries)
+        self._lacks_lines = self._lacks_lines or bool(index)
+        self._refused = list(entries[index or 0 :])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
-    """Lines to append, or to put in place of all others."""
+    """Lines to append, or to replace all others with."""
 
     lines: tuple[Line, ...]
     replaces: bool
@@ -144,8 +147,8 @@ class _Entry:
         # ASCII: a text may hold half a surrogate pair
         return "".join(json.dumps(line()) + "\n" for line in self.lines)
 
-    def settle(self, error: OSError | None = None) -> None:
-        """Answer those who wait, the first time."""
+    def resolve(self, error: OSError | None = None) -> None:
+        """Wake whatever waits for the entry; only the first call counts."""
         if self.written.done():
             return
         if error is None:
@@ -155,7 +158,7 @@ class _Entry:
 
 
 def read_journal(file: Path) -> Iterator[dict[str, Any]]:
-    """The readable lines; a process that was killed may have left half of one."""
+    """Yield the readable lines; a killed process may have left half of one."""
     if not file.is_file():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
@@ -182,4 +185,4 @@ def _ends_within_a_line(file: Path) -> bool:
 
 
 def _last_replacing(entries: Sequence[_Entry]) -> int | None:
-    return next((place for place in reversed(range(len(entries))) if entries[place].replaces), None)
+    return next((index for index in reversed(range(len(entries))) if entries[index].replaces), None)

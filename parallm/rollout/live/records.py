@@ -1,4 +1,7 @@
-"""One completion that a client has asked to be learned from."""
+"""Completions that clients have asked to be learned from, and each change to them as a line of the buffer's file.
+
+Written and read by `TrajectoryBuffer`; `LiveSource` makes the records.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -10,27 +13,27 @@ from parallm.types import Completion, GenerationRequest, Trajectory, WeightSpan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """How a client wants its completions to be rewarded, beside rewards that it sends later."""
+    """How a client's completions are rewarded, unless it sends a reward itself."""
 
     scoring_function: str | None = None
-    """One of `rollout.live.scoring_functions`."""
+    """Name of a scoring function, such as `gsm8k`."""
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may be secret, so it must not get into logs
-    """For the scoring function, as JSON."""
+    """The client's metadata, as JSON, which the scoring function gets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedTrajectory:
     trajectory_id: str
     trajectory: Trajectory
-    """Its reward means nothing before `rewarded`."""
+    """Tokens and log-probs; the reward means nothing before `rewarded`."""
     request_id: str
     num_asked: int
     """The request's `n`."""
     created: float
-    """Seconds of the run, which count only while one of its processes is there; Unix seconds at its beginning."""
+    """Seconds of the run, which count only while one of its processes lives; at its beginning they are Unix seconds."""
     reward_request: RewardRequest
     rewarded: float | None = None
-    """When its first reward came, in the same seconds."""
+    """Time of the first reward, in the same seconds."""
     num_failed: int = 0
     """Steps that took it and changed nothing because of a fault."""
     num_abandoned: int = 0
@@ -41,11 +44,11 @@ class RecordedTrajectory:
         return replace(self, trajectory=trajectory, rewarded=now if self.rewarded is None else self.rewarded)
 
     def relabelled(self, version: int, now: int) -> "RecordedTrajectory":
-        """The same for a run that has gone back to the weights of `version`, which it calls `now`.
+        """Return the record for a run that has gone back to the weights of `version`, which it calls `now`.
 
-        Each span's version becomes as much less than `now` as its weights are updates away from those of `version`,
-        those of abandoned versions, too: with `version` and `now` 5, tokens of 4, 5, 6 and 7 become ones of 4, 5, 4
-        and 3. So `now` less a span's version is its age, and only tokens of the very weights are as young as `now`.
+        The distance of each span's version to `now` becomes its distance in updates to `version`: with `version` and
+        `now` 5, tokens of 4, 5, 6 and 7 become ones of 4, 5, 4 and 3. So `now` minus a span's version is its age, those
+        of abandoned versions included, and only tokens of the very weights have age 0.
         """
         spans = tuple(
             replace(span, version=now - abs(span.version - version)) for span in self.trajectory.weight_versions
@@ -56,7 +59,7 @@ class RecordedTrajectory:
 def record_completion(
     trajectory_id: str, request: GenerationRequest, completion: Completion, reward_request: RewardRequest, now: float
 ) -> RecordedTrajectory:
-    """The very tokens and log-probs of a completion."""
+    """Return a record of the very tokens and log-probs of a completion."""
     trajectory = Trajectory(
         problem_id=prompt_id(request.prompt_tokens),
         prompt_tokens=request.prompt_tokens,
@@ -81,34 +84,34 @@ def record_completion(
 
 
 def prompt_id(tokens: Sequence[int]) -> str:
-    """The same for the same tokens, and another one for others."""
+    """Return a problem's id that follows from the prompt's tokens."""
     text = ",".join(map(str, tokens))
     return f"live/{blake2b(text.encode(), digest_size=16).hexdigest()}"
 
 
-def to_values(one: RecordedTrajectory) -> dict[str, Any]:
-    """As JSON."""
+def to_values(record: RecordedTrajectory) -> dict[str, Any]:
+    """Return a record as JSON."""
     return {
-        "trajectory_id": one.trajectory_id,
-        "trajectory": trajectory_to_json(one.trajectory),
-        "request_id": one.request_id,
-        "num_asked": one.num_asked,
-        "created": one.created,
-        "rewarded": one.rewarded,
-        "num_failed": one.num_failed,
-        "num_abandoned": one.num_abandoned,
-        "scoring_function": one.reward_request.scoring_function,
-        "metadata": dict(one.reward_request.metadata),
+        "trajectory_id": record.trajectory_id,
+        "trajectory": trajectory_to_json(record.trajectory),
+        "request_id": record.request_id,
+        "num_asked": record.num_asked,
+        "created": record.created,
+        "rewarded": record.rewarded,
+        "num_failed": record.num_failed,
+        "num_abandoned": record.num_abandoned,
+        "scoring_function": record.reward_request.scoring_function,
+        "metadata": dict(record.reward_request.metadata),
     }
 
 
 def from_values(values: Mapping[str, Any]) -> RecordedTrajectory:
     """Undo `to_values`. Raises KeyError or TypeError on anything else."""
-    own = {name: values[name] for name in ("trajectory_id", "request_id", "num_asked", "created", "rewarded")}
-    own |= {name: values.get(name, 0) for name in ("num_failed", "num_abandoned")}
+    fields = {name: values[name] for name in ("trajectory_id", "request_id", "num_asked", "created", "rewarded")}
+    fields |= {name: values.get(name, 0) for name in ("num_failed", "num_abandoned")}
     reward_request = RewardRequest(scoring_function=values["scoring_function"], metadata=values["metadata"])
     return RecordedTrajectory(
-        trajectory=trajectory_from_json(values["trajectory"]), reward_request=reward_request, **own
+        trajectory=trajectory_from_json(values["trajectory"]), reward_request=reward_request, **fields
     )
 
 
@@ -131,12 +134,12 @@ def trajectory_from_json(values: dict[str, Any]) -> Trajectory:
 
 
 TRAINED = "trained"
-"""Why trajectories left that a checkpoint has learned from; all other reasons are drops."""
+"""Reason of trajectories that left because a checkpoint has learned from them; all other reasons are drops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    one: RecordedTrajectory
+    record: RecordedTrajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +152,7 @@ class Rewarded:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """A step learns from them; they are its own until a checkpoint holds it."""
+    """A step learns from these, which are its own until a checkpoint holds the step."""
 
     ids: tuple[str, ...]
     step: int
@@ -157,7 +160,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class Requeued:
-    """They wait again: nothing that is left has learned from them."""
+    """These wait again: no version that is left has learned from them."""
 
     ids: tuple[str, ...]
     has_failed: bool
@@ -172,7 +175,7 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Branched:
-    """The weights of `version` are those of `now` from here on; see `RecordedTrajectory.relabelled`."""
+    """The run has gone back to the weights of `version`, which it calls `now`; see `RecordedTrajectory.relabelled`."""
 
     version: int
     now: int
@@ -180,7 +183,7 @@ class Branched:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Everything that the file said before it was written anew."""
+    """Counts of everything that the file held before it was written anew."""
 
     num_collected: int
     num_left: Mapping[str, int]
@@ -193,8 +196,8 @@ Change: TypeAlias = Added | Rewarded | Reserved | Requeued | Removed | Branched 
 
 def to_line(change: Change) -> dict[str, Any]:
     match change:
-        case Added(one):
-            return {"added": to_values(one)}
+        case Added(record):
+            return {"added": to_values(record)}
         case Rewarded(trajectory_id, reward, parts, at):
             return {"rewarded": trajectory_id, "reward": reward, "parts": dict(parts), "at": at}
         case Reserved(ids, step):

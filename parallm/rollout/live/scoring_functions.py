@@ -1,4 +1,7 @@
-"""Functions of the user's that reward what clients have asked for by a name: `package.module:function`."""
+"""Functions that reward clients' completions: the user's own, and environments. Used by `ScoringDispatcher`.
+
+Clients name a function; the configuration names one of the user's as `package.module:function`.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,27 +26,34 @@ from parallm.environment.settings import ArithmeticSettings, CalculatorSettings,
 from parallm.errors import ConfigError, InvalidRequest
 from parallm.types import FinishReason, Message, Problem
 
+ANSWER = "answer"
+"""Key of a client's metadata that holds the reference answer."""
+MAX_SHOWN = 50
+Scorable: TypeAlias = Environment | MultiTurnEnvironment
+
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringInput:
-    """What a scoring function gets."""
+    """The argument of a scoring function."""
 
     prompt: str
-    """As the model read it, special tokens included."""
+    """The prompt as the model read it, special tokens included."""
     text: str
     finish_reason: FinishReason
     metadata: Mapping[str, Any] = field(repr=False)
-    """What the client has sent with its request."""
+    """The metadata of the client's request."""
 
 
 Rewards: TypeAlias = float | Mapping[str, float]
 """A number, or parts by name."""
 ScoringFunction: TypeAlias = Callable[[ScoringInput], Rewards | Awaitable[Rewards | None] | None]
-"""None leaves the reward to the client."""
+"""Returns a reward; None leaves it to the client."""
 
 
 def load_scoring_functions(targets: Mapping[str, str]) -> dict[str, ScoringFunction]:
-    """Import them all. Raises ConfigError for one that is not there."""
+    """Import the functions. Raises ConfigError for one that is not there."""
     return {
         name: _load(f"rollout.live.scoring_functions.{name}={target!r}", target) for name, target in targets.items()
     }
@@ -59,16 +69,8 @@ def _load(setting: str, target: str) -> ScoringFunction:
     return function
 
 
-logger = logging.getLogger(__name__)
-
-ANSWER = "answer"
-"""Key of a client's metadata that holds the reference answer."""
-MAX_SHOWN = 50
-Scorable: TypeAlias = Environment | MultiTurnEnvironment
-
-
 class EnvironmentScoring:
-    """A scoring function. Returns the environment's reward parts, each times its weight."""
+    """A scoring function that returns an environment's reward parts, each times its weight."""
 
     def __init__(self, name: str, environment: Scorable) -> None:
         self._name = name
@@ -79,13 +81,13 @@ class EnvironmentScoring:
         """Raise InvalidRequest for a reference answer that the environment cannot compare with."""
         self._answer(metadata)
 
-    def __call__(self, answered: ScoringInput) -> RewardParts | Awaitable[RewardParts] | None:
-        answer = self._answer(answered.metadata)
+    def __call__(self, scoring_input: ScoringInput) -> RewardParts | Awaitable[RewardParts] | None:
+        answer = self._answer(scoring_input.metadata)
         if answer is None:
             self._log_unknown()
             return None
-        question = Message(role="user", content=answered.prompt)
-        parts = self._score(Problem(problem_id="live", messages=(question,), answer=answer), answered.text)
+        question = Message(role="user", content=scoring_input.prompt)
+        parts = self._score(Problem(problem_id="live", messages=(question,), answer=answer), scoring_input.text)
         return self._awaited(parts) if isawaitable(parts) else self._weighted(parts)
 
     def _score(self, problem: Problem, text: str) -> RewardParts | Awaitable[RewardParts]:
@@ -102,17 +104,17 @@ class EnvironmentScoring:
         return {name: weights[name] * part for name, part in parts.items() if weights.get(name)}
 
     def _answer(self, metadata: Mapping[str, Any]) -> str | None:
-        given = metadata.get(ANSWER)
-        if given is None:
+        value = metadata.get(ANSWER)
+        if value is None:
             return None
-        is_number = isinstance(given, int | float) and not isinstance(given, bool)
-        answer: str | None = str(given) if is_number or isinstance(given, str) else None
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        answer: str | None = str(value) if is_number or isinstance(value, str) else None
         form = "a number or a text"
         if isinstance(self._environment, Arithmetic | Calculator | Gsm8k):
             form = "a number, or a text that ends with `#### NUMBER`"
             answer = None if answer is None else as_number(answer)
         if answer is None:
-            shown = str(given)[:MAX_SHOWN]
+            shown = str(value)[:MAX_SHOWN]
             raise InvalidRequest(f"metadata.{ANSWER} is {shown!r}; {self._name} compares with {form}", "metadata")
         return answer
 

@@ -1,4 +1,7 @@
-"""Calls of one scoring function, which is anybody's program: one that blocks or never ends delays no other."""
+"""Calls of one scoring function, whose code may do anything: one that blocks or never ends delays no other.
+
+Made by `ScoringDispatcher`.
+"""
 
 import asyncio
 import threading
@@ -20,37 +23,37 @@ from parallm.rollout.environment_calls import (
 from parallm.rollout.live.scoring_functions import ScoringFunction, ScoringInput
 
 MAX_THREADS = 4
-"""Calls at a time. One that does not come back keeps its place, so that no more threads than these are left behind."""
+"""Calls at a time. One that never returns keeps its slot, so no more threads than these are ever abandoned."""
 MAX_PENDING = 256
-"""Calls under way, waiting, or awaited; one more is refused."""
+"""Calls that wait, run or are awaited; one more is refused."""
 MAX_LOOPS = 2
-"""Event loops for awaitables, where the first one is blocked."""
+"""Event loops for awaitables; a further one replaces one that is blocked."""
 GRACE_SECONDS = 1.0
-"""In which an event loop that is not blocked answers."""
+"""Time in which an event loop that is not blocked answers."""
 
 
 class ScoringWorker:
-    """For the asyncio thread. Calls are made in threads, what they return is awaited in a thread of its own."""
+    """Calls the function in threads, and awaits what it returns in a thread of its own. Used on the asyncio thread."""
 
     def __init__(self, function: ScoringFunction, seconds: float) -> None:
-        """`seconds`: the longest time of a call, and of what it returns if that is awaitable."""
+        """`seconds` is the longest time of a call, and of the awaitable that it may return."""
         self._function = function
         self._seconds = seconds
-        self._places = asyncio.Semaphore(MAX_THREADS)
+        self._slots = asyncio.Semaphore(MAX_THREADS)
         self._num_pending = 0
         self._loops: list[_LoopThread] = []
 
-    async def call(self, answered: ScoringInput, *, is_patient: bool = False) -> CallResult:
-        """What the function says. Faults are `raised`, `timed_out` and `behind`: it is too slow for its calls.
+    async def call(self, scoring_input: ScoringInput, *, is_patient: bool = False) -> CallResult:
+        """Call the function. Faults are `raised`, `timed_out`, and `behind`: it is too slow for its calls.
 
-        `is_patient`: wait however many others do.
+        With `is_patient` the call waits for any number of others.
         """
         if self._num_pending >= MAX_PENDING and not is_patient:
             return _behind(f"{self._num_pending} calls wait already")
         self._num_pending += 1
         try:
-            outcome = await self._called(partial(self._function, answered))
-            return await self._awaited(outcome.value) if isawaitable(outcome.value) else outcome
+            result = await self._called(partial(self._function, scoring_input))
+            return await self._awaited(result.value) if isawaitable(result.value) else result
         finally:
             self._num_pending -= 1
 
@@ -59,13 +62,13 @@ class ScoringWorker:
             loop.stop()
 
     async def _called(self, function: Callable[[], object]) -> CallResult:
-        await self._places.acquire()
-        call = _Call(function, self._places.release)
+        await self._slots.acquire()
+        call = _Call(function, self._slots.release)
         thread = threading.Thread(target=call.run, name="scoring", daemon=True)
         try:
             thread.start()
         except RuntimeError as error:
-            self._places.release()
+            self._slots.release()
             return _behind(str(error))
         try:
             await asyncio.wait({call.ended}, timeout=self._seconds)
@@ -78,7 +81,7 @@ class ScoringWorker:
         loop = self._free_loop()
         if loop is None:
             if iscoroutine(awaitable):
-                awaitable.close()  # else Python complains that it was never awaited
+                awaitable.close()  # else Python warns that it was never awaited
             return _behind(f"{MAX_LOOPS} event loops are blocked")
         task = loop.run(awaitable)
         try:
@@ -106,7 +109,7 @@ def _behind(detail: str) -> CallResult:
 
 
 class _Call:
-    """A call in a thread; `on_end` is called on the event loop, however late that is."""
+    """A call in a thread; `on_end` is called on the event loop, however late."""
 
     def __init__(self, function: Callable[[], object], on_end: Callable[[], None]) -> None:
         self._function = function
@@ -114,19 +117,19 @@ class _Call:
         self._loop = asyncio.get_running_loop()
         self._has_begun = False
         self._has_ended = False
-        self._outcome = CallResult(fault=EnvironmentFault("timed_out", "interrupted"))
+        self._result = CallResult(fault=EnvironmentFault("timed_out", "interrupted"))
         self.ended: asyncio.Future[CallResult] = self._loop.create_future()
 
     def run(self) -> None:
-        is_told = False
-        while not is_told:
+        is_reported = False
+        while not is_reported:
             try:
                 if not self._has_begun:
                     self._has_begun = True
-                    self._outcome = attempt(self._function)
+                    self._result = attempt(self._function)
                 self._loop.call_soon_threadsafe(self._end)
-                is_told = True
-            except CallTimeout:  # it comes once, wherever the thread is
+                is_reported = True
+            except CallTimeout:  # it comes once, at any instruction of the thread
                 continue
             except RuntimeError:  # the event loop has ended
                 return
@@ -137,11 +140,11 @@ class _Call:
         self._has_ended = True
         self._on_end()
         if not self.ended.done():
-            self.ended.set_result(self._outcome)
+            self.ended.set_result(self._result)
 
 
 class _LoopThread:
-    """An event loop of its own. What blocks it holds up what else is awaited there, and nothing besides."""
+    """An event loop in a thread of its own. Code that blocks it delays only what else is awaited there."""
 
     def __init__(self) -> None:
         self.is_blocked = False
@@ -155,7 +158,7 @@ class _LoopThread:
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(await_result(awaitable), self._loop))
 
     async def free(self) -> None:
-        """After something was late: interrupt what blocks the loop, if something does."""
+        """Interrupt what blocks the loop, if anything does. Called after something was late."""
         if self._is_asked:
             return
         self._is_asked = True
@@ -182,6 +185,6 @@ class _LoopThread:
 
     def _run(self) -> None:
         while not self._has_stopped:
-            with suppress(CallTimeout):  # what it was meant for has just ended by itself
+            with suppress(CallTimeout):  # the call that it was meant for has just ended by itself
                 self._loop.run_forever()
         self._loop.close()

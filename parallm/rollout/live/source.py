@@ -1,4 +1,7 @@
-"""What clients have asked one policy to learn from: from completions and rewards to the groups of a step."""
+"""Completions that clients ask one policy to learn from, and their rewards -> the groups of a step.
+
+The server records completions and rewards; `ClientTrainer` takes the groups and reports what became of them.
+"""
 
 import asyncio
 import dataclasses
@@ -15,43 +18,28 @@ from parallm.rollout.environment_calls import EnvironmentFault
 from parallm.rollout.live.buffer import TrajectoryBuffer
 from parallm.rollout.live.grouping import Grouping, RecordedGroup, has_signal
 from parallm.rollout.live.records import RecordedTrajectory, RewardRequest, record_completion
-from parallm.rollout.live.scoring_dispatcher import SCALAR_REWARD, ScoringDispatcher
+from parallm.rollout.live.scoring_dispatcher import ScoringDispatcher
 from parallm.rollout.live.scoring_functions import EnvironmentScoring
-from parallm.rollout.scoring import MAX_REWARD
+from parallm.rollout.scoring import MAX_REWARD, SCALAR_REWARD
 from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.staleness import is_stale
 from parallm.types import Completion, GenerationRequest, SamplingParams, TrajectoryGroup
 
-MAX_NAMES = 64
-OTHER = "other"
-
-
-class PartNames:
-    """The first names stay; what comes under further ones counts as `other`. `known` stay in any case."""
-
-    def __init__(self, known: Iterable[str]) -> None:
-        self._names = set(known)
-
-    def bounded(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """The parts under names that have a column, summed where several have the same."""
-        found: dict[str, float] = {}
-        for name, part in parts.items():
-            if len(self._names) < MAX_NAMES:
-                self._names.add(name)
-            column = name if name in self._names else OTHER
-            found[column] = found.get(column, 0.0) + part
-        return found
-
-
 UNDONE = "undone"
-"""Why trajectories are dropped whose version was undone."""
-FREE = ("max_tokens", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos", "top_logprobs", "prompt_logprobs")
-"""Sampling parameters that leave tokens samples of the policy; all others must be off."""
+"""Reason of trajectories that are dropped because their version was undone."""
+MAX_NAMES = 64
+"""Names of reward parts, which clients choose and which become columns of metrics.jsonl and labels of `/metrics`."""
+OTHER = "other"
+HARMLESS = frozenset(
+    ("max_tokens", "temperature", "seed", "stop", "stop_token_ids", "ignore_eos", "top_logprobs", "prompt_logprobs")
+)
+"""Sampling parameters with which tokens stay samples of the policy; all others must be off."""
 FIELDS = {"grammar": "response_format"}
-"""What clients call a parameter, where it differs."""
+"""Clients' names of parameters, where they differ."""
 
 
 class LiveSource:
-    """Of one policy. For the asyncio thread; rewards count when they come, steps take what is ready."""
+    """The source of one policy. Used on the asyncio thread."""
 
     def __init__(
         self,
@@ -61,36 +49,36 @@ class LiveSource:
         *,
         min_reward: float = -MAX_REWARD,
     ) -> None:
-        """Goes on with what `file` holds. Raises ConfigError for a scoring function that is not there."""
+        """Resume from `file`. Raises ConfigError for a scoring function that is not there."""
         self._settings = settings
         self._min_reward = min_reward
-        self._scoring = ScoringDispatcher(
+        self._dispatcher = ScoringDispatcher(
             settings.live.scoring_functions, settings.score_seconds, on_parts=self._scored, on_fault=self._not_scored
         )
         self._buffer = TrajectoryBuffer(settings.live, file, clock)
         self._names = PartNames(settings.live.weights)
-        for one in self._buffer:
-            self._names.bounded(one.trajectory.reward_parts)
+        for record in self._buffer:
+            self._names.bounded(record.trajectory.reward_parts)
         self._grouping = Grouping(settings=settings)
         self._on_reward: Callable[[str, float], None] = lambda *_: None
-        self._batch: tuple[tuple[str, ...], ...] = ()  # the ids of the groups with signal that the last step took
-        self._learned: tuple[str, ...] = ()  # what the newest version was made of
+        self._batch: tuple[tuple[str, ...], ...] = ()  # ids in the groups with signal that the last step took
+        self._learned: tuple[str, ...] = ()  # ids that the newest version was made of
         self._num_stale = 0
         self._has_ended = False
 
     def connect(
         self, decode: Callable[[Sequence[int]], str], scores: Mapping[str, EnvironmentScoring] | None = None
     ) -> None:
-        """From now on scoring functions are called; `decode` makes prompts of tokens.
+        """Begin to call scoring functions; `decode` makes prompts of tokens.
 
         `scores` are those of the run's environment. Functions that the configuration names win.
         """
-        self._scoring.connect(decode, scores or {})
-        for one in self._buffer:
-            self._scoring.begin(one, is_patient=True)
+        self._dispatcher.connect(decode, scores or {})
+        for record in self._buffer:
+            self._dispatcher.begin(record, is_patient=True)
 
     def listen(self, on_reward: Callable[[str, float], None]) -> None:
-        """From now on `on_reward` gets the id and the sum of each reward, those of scoring functions, too."""
+        """Call `on_reward` with the id and the sum of each reward from now on, those of scoring functions included."""
         self._on_reward = on_reward
 
     def check(self, request: GenerationRequest, scoring_function: str | None, metadata: Mapping[str, Any]) -> None:
@@ -98,11 +86,11 @@ class LiveSource:
         if self._has_ended:
             raise Unavailable("training has ended, so nothing is collected any more; leave out collect_trajectory")
         if scoring_function is not None:
-            self._scoring.check(scoring_function, metadata)
-        num_bytes, most = len(json.dumps(metadata)), self._settings.live.max_metadata_bytes
-        if num_bytes > most:
+            self._dispatcher.check(scoring_function, metadata)
+        num_bytes, limit = len(json.dumps(metadata)), self._settings.live.max_metadata_bytes
+        if num_bytes > limit:
             raise InvalidRequest(
-                f"metadata has {num_bytes} bytes as JSON, the limit is {most}; raise rollout.live.max_metadata_bytes",
+                f"metadata has {num_bytes} bytes as JSON, the limit is {limit}; raise rollout.live.max_metadata_bytes",
                 "metadata",
             )
         check_sampling(request.sampling)
@@ -121,22 +109,22 @@ class LiveSource:
         scoring_function: str | None,
         metadata: Mapping[str, Any],
     ) -> bool:
-        """Take in a completion of a request that `check` let pass; False for one that nothing can be learned from."""
+        """Add a completion of a request that `check` let pass; return False for one without anything to learn."""
         if completion.finish_reason == "abort" or not completion.tokens:
             self._buffer.refuse("aborted" if completion.finish_reason == "abort" else "no_tokens")
             return False
         reward_request = RewardRequest(scoring_function=scoring_function, metadata=metadata)
-        one = record_completion(trajectory_id, request, completion, reward_request, self._buffer.now)
-        if not self._buffer.add(one):
+        record = record_completion(trajectory_id, request, completion, reward_request, self._buffer.now)
+        if not self._buffer.add(record):
             return False
-        self._scoring.begin(one)
+        self._dispatcher.begin(record)
         return True
 
     def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:
-        """Set a reward, parts by name or one number; returns the weighted sum. The last one counts.
+        """Set a reward, parts by name or one number, and return the weighted sum. The last reward counts.
 
-        Raises UnknownTrajectory, Unavailable for one that a step has with another reward, and InvalidRequest for parts
-        or a sum that cannot be trained on.
+        Raises UnknownTrajectory, Unavailable for a trajectory that a step has with another reward, and InvalidRequest
+        for parts or a sum that cannot be trained on.
         """
         parts = dict(reward) if isinstance(reward, Mapping) else {SCALAR_REWARD: reward}
         total = self._total(parts)
@@ -146,15 +134,15 @@ class LiveSource:
         return total
 
     async def written(self) -> None:
-        """Wait until the end of the process would lose none of the completions and rewards so far. Raises NotStored."""
+        """Wait until all completions and rewards so far would survive the end of the process. Raises NotStored."""
         await self._buffer.written()
 
     def report(self) -> TrajectoryReport:
         return self._buffer.report()
 
     def resume(self, step: int, *, version: int, now: int) -> str:
-        """The run goes on after `step` with the weights of `version`, which it calls `now`; what later steps took
-        waits again. Returns what waits in words, nothing if nothing does."""
+        """Resume after `step` with the weights of `version`, which the run calls `now`: what later steps took waits
+        again. Return what waits in words; empty if nothing waits."""
         num_abandoned = self._buffer.resume(step)
         self._buffer.branch(version, now)
         report = self.report()
@@ -164,43 +152,48 @@ class LiveSource:
         return text + (f", {num_abandoned} of steps after the checkpoint" if num_abandoned else "")
 
     def is_ready(self, version: int, limit: int) -> bool:
-        """Whether a step may begin; lets go what is more than `limit` versions older than `version`."""
+        """Whether a step may begin; drops trajectories that are more than `limit` versions older than `version`."""
         self._buffer.expire()
-        stale = [one.trajectory_id for one in self._buffer if is_stale(one, version, limit)]
+        stale = [record.trajectory_id for record in self._buffer if is_stale([record.trajectory], version, limit)]
         self._buffer.remove(stale, "stale")
         self._num_stale += len(stale)
         now = self._buffer.now
-        return self._grouping.is_enough(self._grouping.piles(self._buffer, now), now)
+        return self._grouping.is_enough(self._grouping.recorded_groups(self._buffer, now), now)
 
     def take(self, step: int) -> StepBatch:
-        """What `step` is about, after `is_ready`; it waits no more."""
-        piles = self._grouping.first(self._grouping.piles(self._buffer, self._buffer.now))
-        self._buffer.reserve([one.trajectory_id for pile in piles for one in pile], step)
+        """Return the groups of `step`, after `is_ready`, and reserve them."""
+        groups = self._grouping.take(self._grouping.recorded_groups(self._buffer, self._buffer.now))
+        self._buffer.reserve([record.trajectory_id for group in groups for record in group], step)
         num_stale, self._num_stale = self._num_stale, 0
-        good = list(filter(has_signal, piles))
-        self._batch = tuple(ids for pile in good for ids in self._grouping.ids(pile))
-        return StepBatch(groups=self._groups(piles), with_signal=self._groups(good), num_stale=num_stale)
+        with_signal = list(filter(has_signal, groups))
+        self._batch = tuple(ids for group in with_signal for ids in self._grouping.ids(group))
+        return StepBatch(
+            groups=self._trajectory_groups(groups),
+            with_signal=self._trajectory_groups(with_signal),
+            num_stale=num_stale,
+        )
 
     def saved(self, step: int) -> None:
-        """A checkpoint holds what the steps until `step` have learned: these are trained on for good."""
+        """Count as trained what the steps up to `step` have learned from, which a checkpoint holds."""
         self._buffer.saved(step)
 
     def failed(self, step: int, culprits: Collection[tuple[int, int]]) -> None:
-        """Because of a fault `step` has changed nothing: what it took waits again, but for the culprits.
+        """Let what `step` took wait again, after a fault because of which it changed nothing, except the culprits.
 
-        `culprits` by their group with signal and their place in it. Where all of them are suspected none is known.
+        `culprits` are indices of a group with signal and of a trajectory in it. If they are all of the step, none is
+        dropped, since the real one is unknown.
         """
-        named = {self._batch[group][place] for group, place in culprits}
-        self._buffer.failed(step, named if len(named) < sum(map(len, self._batch)) else ())
+        ids = {self._batch[group][index] for group, index in culprits}
+        self._buffer.failed(step, ids if len(ids) < sum(map(len, self._batch)) else ())
 
     def learned(self) -> None:
-        """The last step has made a version."""
+        """Note that the last step has made a version."""
         self._learned = tuple(name for ids in self._batch for name in ids)
 
     def undone(self, version: int, now: int) -> None:
-        """The newest version was undone: the learner has the weights of `version` again, which it calls `now`.
+        """Drop what the newest version had learned from, since it has led to faults.
 
-        What it had learned from is dropped, since it has led to faults.
+        The learner has the weights of `version` again, which it calls `now`.
         """
         self._buffer.remove(self._learned, UNDONE)
         self._learned = ()
@@ -208,51 +201,51 @@ class LiveSource:
 
     @property
     def message(self) -> str:
-        """Why a step waits is for clients to know."""
+        """Empty: a step waits for clients."""
         return ""
 
     @property
     def waiting(self) -> Mapping[str, float]:
-        """How many trajectories are in the buffer, under flat names."""
+        """Numbers of trajectories in the buffer, under flat names of the metrics."""
         report = self.report()
         return {"live/waiting": report.num_waiting, "live/rewarded": report.num_rewarded}
 
     def end(self) -> None:
-        """Nothing takes trajectories any more."""
+        """Refuse further trajectories: training has ended."""
         self._has_ended = True
 
     async def close(self) -> None:
-        """Give up scores under way and wait until the file holds everything."""
-        await self._scoring.close()
+        """Cancel scores under way and wait until the file holds everything."""
+        await self._dispatcher.close()
         await asyncio.to_thread(self._buffer.close)
 
-    def _groups(self, piles: Sequence[RecordedGroup]) -> tuple[TrajectoryGroup, ...]:
-        return tuple(group for pile in piles for group in self._grouping.groups(pile))
+    def _trajectory_groups(self, groups: Sequence[RecordedGroup]) -> tuple[TrajectoryGroup, ...]:
+        return tuple(part for group in groups for part in self._grouping.trajectory_groups(group))
 
     def _set_reward(self, trajectory_id: str, parts: Mapping[str, float], total: float) -> None:
         self._buffer.reward(trajectory_id, total, self._names.bounded(parts))
         self._on_reward(trajectory_id, total)
 
-    def _scored(self, one: RecordedTrajectory, parts: Mapping[str, float]) -> EnvironmentFault | None:
+    def _scored(self, record: RecordedTrajectory, parts: Mapping[str, float]) -> EnvironmentFault | None:
         total = self._total(parts)
         fault = self._fault_of(parts, total)
-        # else a client was faster, or it is gone
-        if fault is None and self._buffer.is_waiting(one.trajectory_id):
-            self._set_reward(one.trajectory_id, parts, total)
+        # else a client was faster, or the trajectory has left
+        if fault is None and self._buffer.is_waiting(record.trajectory_id):
+            self._set_reward(record.trajectory_id, parts, total)
         return fault
 
-    def _not_scored(self, one: RecordedTrajectory, kind: str) -> None:
-        if self._buffer.is_waiting(one.trajectory_id):
-            self._buffer.remove([one.trajectory_id], f"score_{kind}")
+    def _not_scored(self, record: RecordedTrajectory, kind: str) -> None:
+        if self._buffer.is_waiting(record.trajectory_id):
+            self._buffer.remove([record.trajectory_id], f"score_{kind}")
 
     def _total(self, parts: Mapping[str, float]) -> float:
         return sum(self._settings.live.weights.get(name, 1.0) * part for name, part in parts.items())
 
     def _fault_of(self, parts: Mapping[str, float], total: float) -> EnvironmentFault | None:
-        """Why these cannot be trained on."""
-        wrong = next((value for value in (*parts.values(), total) if not abs(value) <= MAX_REWARD), None)
-        if wrong is not None:
-            return EnvironmentFault("too_large", f"the reward holds {wrong:g}; the limit is {MAX_REWARD:g} either way")
+        """Return why these cannot be trained on."""
+        excess = next((value for value in (*parts.values(), total) if not abs(value) <= MAX_REWARD), None)
+        if excess is not None:
+            return EnvironmentFault("too_large", f"the reward holds {excess:g}; the limit is {MAX_REWARD:g} either way")
         if total < self._min_reward:
             return EnvironmentFault(
                 "negative", f"the reward is {total:g}; learner.advantage=max_rl needs rewards of 0 or more"
@@ -261,13 +254,13 @@ class LiveSource:
 
 
 def check_sampling(sampling: SamplingParams) -> None:
-    """Raise InvalidRequest where tokens are not sampled from the policy that is trained."""
+    """Raise InvalidRequest for tokens that are not sampled from the policy that is trained."""
     if sampling.temperature == 0:
         raise InvalidRequest(
             "collect_trajectory needs a temperature above 0: greedy tokens are no samples", "temperature"
         )
     for field in dataclasses.fields(SamplingParams):
-        if field.name not in FREE and getattr(sampling, field.name) != field.default:
+        if field.name not in HARMLESS and getattr(sampling, field.name) != field.default:
             name = FIELDS.get(field.name, field.name)
             raise InvalidRequest(
                 f"collect_trajectory trains the policy on its own samples, which these are not with {name}; "
@@ -276,6 +269,18 @@ def check_sampling(sampling: SamplingParams) -> None:
             )
 
 
-def is_stale(one: RecordedTrajectory, version: int, limit: int) -> bool:
-    """Whether a token is more than `limit` versions older than `version`, or of a version that was abandoned."""
-    return any(not 0 <= version - span.version <= limit for span in one.trajectory.weight_versions)
+class PartNames:
+    """Bounds the names of reward parts: the first ones stay, and parts under further names count as `other`."""
+
+    def __init__(self, configured: Iterable[str]) -> None:
+        self._names = set(configured)
+
+    def bounded(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Return the parts under names that have a column, summed where several share one."""
+        columns: dict[str, float] = {}
+        for name, part in parts.items():
+            if len(self._names) < MAX_NAMES:
+                self._names.add(name)
+            column = name if name in self._names else OTHER
+            columns[column] = columns.get(column, 0.0) + part
+        return columns

@@ -1,7 +1,11 @@
-"""Wire types of the routes about adapters."""
+"""Adapters that come and go while the process runs, and which of their versions is served: wire types and routes.
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+The routes call `checkpoint.adapter_store.AdapterStore`, which keeps its changes over a restart. The same routes under
+the names of other servers are in `routes_adapter_aliases.py`.
+"""
+
+import dataclasses
+from typing import Annotated, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -11,57 +15,20 @@ from starlette.responses import Response
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.model.adapters.names import is_number, versioned
 from parallm.server.connection import body_of, json_response, read_body
+from parallm.server.interfaces import Adapters
 from parallm.server.schemas import MAX_INT, Wire
-from parallm.server.service import Adapters, Service
+from parallm.server.service import Service
 from parallm.types import POLICY, AdapterCard
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
 Path = Annotated[str, Field(min_length=1, max_length=4096)]
 Version = Annotated[int, Field(ge=0, le=MAX_INT)]
 
-FIELD_ALIASES: Mapping[str, str] = {
-    "adapter_name": "name",
-    "adapter_path": "path",
-    "lora_name": "name",
-    "lora_path": "path",
-}
-"""What others call our fields."""
-FOREIGN_FIELDS: Mapping[str, tuple[object, ...]] = {
-    "load_inplace": (True, False),
-    "lora_id": (),
-    "lora_int_id": (),
-    "pinned": (False,),
-}
-"""Fields of vLLM and SGLang. A loaded name is always replaced in place; requests that run keep their version."""
-
 
 class LoadBody(Wire):
     name: Name
     path: Path
-    """Below `server.adapters_root`: of an adapter, a checkpoint or a run, `RUN@VERSION` too."""
-
-
-class LoadPolicyBody(Wire):
-    """A body without a name: the served policy moves to this adapter."""
-
-    path: Path
-
-
-class UploadFields(Wire):
-    """Fields of a form beside its file."""
-
-    name: Name | None = None
-    """Name of the adapter; without one the policy moves to the adapter."""
-
-
-class PolicyMoved(Wire):
-    status: Literal["success"]
-    policy_version: int
-    message: str
-
-
-class UnloadBody(Wire):
-    name: Name
+    """Folder below `server.adapters_root`: an adapter, a checkpoint or a run, also `RUN@VERSION`."""
 
 
 class PromoteBody(Wire):
@@ -77,16 +44,6 @@ class AliasBody(Wire):
     alias: Name
     name: Name = POLICY
     version: Version
-
-
-class SwitchBody(Wire):
-    """Either a version to promote or a folder to load."""
-
-    name: Name | None = None
-    """Name of the adapter; without one the policy."""
-    version: Version | Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """A number, or `checkpoint-12`, `best-performance`, `latest` or an alias."""
-    path: Path | None = None
 
 
 class AdapterEntry(Wire):
@@ -111,7 +68,7 @@ class AdapterList(Wire):
 
 
 class NameMeans(Wire):
-    """What the bare name means from now on; version 0 is the base."""
+    """The version that the bare name means now; version 0 is the base."""
 
     name: str
     version: int
@@ -121,52 +78,13 @@ class Done(Wire):
     status: Literal["ok"]
 
 
-class LoadedAdapters(Wire):
-    """SGLang's answer, and prime-rl's `status`."""
-
-    status: Literal["ok"]
-    success: Literal[True]
-    error_message: None
-    loaded_adapters: dict[str, str]
-
-
-def entry(card: AdapterCard) -> AdapterEntry:
-    return AdapterEntry(
-        id=versioned(card.name, card.version),
-        name=card.name,
-        version=card.version,
-        parent=card.parent,
-        step=card.step,
-        rank=card.rank,
-        alpha=card.alpha,
-        rslora=card.rslora,
-        is_dora=card.is_dora,
-        aliases=list(card.aliases),
-        digest=card.digest,
-        num_running=card.num_running,
-        is_served=card.is_served,
-        num_bytes=card.num_bytes,
-    )
-
-
-def with_own_names(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of others under our names."""
-    return {FIELD_ALIASES.get(name, name): item for name, item in value.items()}
-
-
-def adapter_list_routes(service: Service) -> APIRouter:
-    router = APIRouter()
+def adapter_routes(service: Service) -> APIRouter:
+    router, given = APIRouter(), service.adapters
 
     @router.get("/v1/adapters")
     async def adapters() -> Response:
         """Every version in memory."""
         return json_response(AdapterList(data=[entry(card) for card in service.catalog()]))
-
-    return router
-
-
-def adapter_routes(service: Service, given: Adapters | None) -> APIRouter:
-    router = APIRouter()
 
     @router.post("/v1/adapters/load")
     async def load(http: Request) -> Response:
@@ -219,6 +137,11 @@ def adapter_routes(service: Service, given: Adapters | None) -> APIRouter:
     return router
 
 
+def entry(card: AdapterCard) -> AdapterEntry:
+    fields = dataclasses.asdict(card) | {"aliases": list(card.aliases)}
+    return AdapterEntry(id=versioned(card.name, card.version), **fields)
+
+
 def store(given: Adapters | None) -> Adapters:
     if given is None:
         raise Unavailable("adapters cannot be changed in this process")
@@ -226,7 +149,7 @@ def store(given: Adapters | None) -> Adapters:
 
 
 async def unload_model(service: Service, adapters: Adapters, model: str) -> None:
-    """Requests that are on their way to the engine reach it first."""
+    """Unload after requests on their way to the engine have reached it."""
     name, at, version = model.partition("@")
     if at and not is_number(version):
         raise InvalidRequest(f"{model[:100]!r} is neither a name nor one version of it, such as poet@3", "name")

@@ -1,4 +1,7 @@
-"""Wire types of the routes that steer the engine and the splits."""
+"""Pause, resume, abort, caches, queue and warm-up: wire types and routes.
+
+The routes stand under ParaLLM's and vLLM's names and those of SGLang and AReaL; `engine_gateway.py` does the work.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -18,7 +21,16 @@ from parallm.server.schemas import Wire
 from parallm.server.service import Service
 from parallm.types import BASE
 
-Name = Annotated[str, Field(min_length=1, max_length=512)]
+MAX_ROWS = 1024
+MODES: Mapping[str, PauseMode] = {
+    "abort": "abort",
+    "wait": "wait",
+    "keep": "keep",
+    "retract": "keep",  # SGLang's, as the next one; rows of ours keep their slots either way
+    "in_place": "keep",
+}
+PAUSE_PARAMETERS = {"mode", "clear_cache"}
+"""vLLM's `clear_cache` changes nothing here: the cache of a version serves that version only."""
 
 
 class NoFields(Wire):
@@ -26,7 +38,7 @@ class NoFields(Wire):
 
 
 class PauseBody(Wire):
-    """Of `/pause_generation`: SGLang's names of the modes beside ours."""
+    """Body of `/pause_generation`: SGLang's names of the modes beside ours."""
 
     mode: Literal["abort", "wait", "keep", "retract", "in_place"] = "abort"
 
@@ -41,7 +53,9 @@ class IsPaused(Wire):
 
 
 class AbortManyBody(Wire):
-    request_ids: Annotated[list[Name], Field(max_length=4096, fail_fast=True)]
+    request_ids: Annotated[
+        list[Annotated[str, Field(min_length=1, max_length=512)]], Field(max_length=4096, fail_fast=True)
+    ]
 
 
 class AbortAnswer(Wire):
@@ -62,9 +76,9 @@ class QueueAnswer(Wire):
     num_waiting: int
     """Requests that wait for rows."""
     num_in_flight: int
-    """Requests of HTTP that the engine has."""
+    """HTTP requests inside the engine."""
     num_held: int
-    """Requests of HTTP that wait for `/resume`."""
+    """HTTP requests that wait for `/resume`."""
     is_paused: bool
 
 
@@ -72,89 +86,20 @@ class CachesAnswer(Wire):
     success: Literal[True]
 
 
-class SplitBody(Wire):
-    weights: dict[str, Annotated[float, Field(ge=0)]]
-
-
-class VersionAnswer(Wire):
-    num_requests: int
-    num_completions: int
-    num_tokens: int
-    num_rewards: int
-    reward_mean: float | None
-
-
-class SplitAnswer(Wire):
-    name: str
-    shares: dict[str, float]
-    """Of a name without a split: empty."""
-    versions: dict[str, VersionAnswer]
-
-
-class SplitList(Wire):
-    data: list[SplitAnswer]
-
-
-MAX_REWARD = 1e9
-"""The sum of any number of them is finite, so that no client makes a version's mean unknown for ever."""
-
-
-class RewardBody(Wire):
-    id: Name
-    """Of an answer, or the `request_id` that it was asked with."""
-    reward: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
-
-
-class RewardAnswer(Wire):
-    status: Literal["ok"]
-
-
-MAX_ROWS = 1024
-
-
 class WarmUpBody(Wire):
     model: str = Field(default=BASE, min_length=1, max_length=512)
     rows: int = Field(default=8, ge=1, le=MAX_ROWS)
-    """Up to so many completions at once, from 1 on and twice as many each time."""
+    """Largest number of completions at once; the numbers before it are 1, 2, 4 and so on."""
     prompt_tokens: int = Field(default=PROMPT_TOKENS, ge=1, le=1_000_000)
 
 
 class WarmUpAnswer(Wire):
     seconds: dict[str, float]
-    """By the number of rows."""
+    """Seconds by the number of rows."""
 
 
-def warm_up_routes(service: Service) -> APIRouter:
-    router = APIRouter()
-
-    @router.post("/v1/warmup")
-    async def answer(http: Request) -> Response:
-        """Generate for 1, 2, 4 and more rows up to `rows`, and say how long each took; leaves nothing in caches."""
-        body = await body_of(service, http, WarmUpBody)
-        token = service.tokenizer.encode("0")[-1]
-        work = warm_up(
-            service.engine.generate, token, model=body.model, rows=body.rows, prompt_tokens=body.prompt_tokens
-        )
-        seconds = await while_connected(http.receive, work)
-        return json_response(WarmUpAnswer(seconds={str(rows): one for rows, one in seconds.items()}))
-
-    return router
-
-
-MODES: Mapping[str, PauseMode] = {
-    "abort": "abort",
-    "wait": "wait",
-    "keep": "keep",
-    "retract": "keep",  # of SGLang, as the next; rows of ours keep their places either way
-    "in_place": "keep",
-}
-
-PAUSE_PARAMETERS = {"mode", "clear_cache"}
-"""vLLM's `clear_cache` changes nothing here: what is kept of a version is of use to that version only."""
-
-
-def engine_routes(service: Service, gateway: EngineGateway) -> APIRouter:
-    router = APIRouter()
+def engine_routes(service: Service) -> APIRouter:
+    router, gateway = APIRouter(), service.gateway
 
     @router.post("/pause")
     async def pause(http: Request) -> Response:
@@ -211,21 +156,21 @@ def engine_routes(service: Service, gateway: EngineGateway) -> APIRouter:
     @router.get("/flush_cache")
     @router.post("/flush_cache")
     async def reset_caches() -> Response:
-        """Forget what only saves work."""
+        """Drop caches, which only save work."""
         await gateway.reset_caches()
         return json_response(CachesAnswer(success=True))
 
     return router
 
 
-def queue_routes(gateway: EngineGateway) -> APIRouter:
-    router = APIRouter()
+def queue_routes(service: Service) -> APIRouter:
+    router, gateway = APIRouter(), service.gateway
 
     @router.get("/v1/queue")
     @router.get("/v1/queue/stats")
     async def queue() -> Response:
-        """What runs and what waits."""
-        load = gateway.stats()
+        """Numbers of running, waiting and held requests."""
+        load = service.engine.stats()
         return json_response(
             QueueAnswer(
                 num_running=load.num_running,
@@ -235,6 +180,17 @@ def queue_routes(gateway: EngineGateway) -> APIRouter:
                 is_paused=gateway.is_paused,
             )
         )
+
+    @router.post("/v1/warmup")
+    async def warm_up_engine(http: Request) -> Response:
+        """Generate for 1, 2, 4 and more rows up to `rows`, and say how long each took; leaves nothing in caches."""
+        body = await body_of(service, http, WarmUpBody)
+        token = service.tokenizer.encode("0")[-1]
+        work = warm_up(
+            service.gateway.generate, token, model=body.model, rows=body.rows, prompt_tokens=body.prompt_tokens
+        )
+        seconds = await while_connected(http.receive, work)
+        return json_response(WarmUpAnswer(seconds={str(rows): taken for rows, taken in seconds.items()}))
 
     return router
 
@@ -247,7 +203,7 @@ async def _pause(http: Request, gateway: EngineGateway, mode: PauseMode) -> Resp
 async def _cancelled(service: Service, gateway: EngineGateway, request_id: str) -> int:
     """Return the number of ended requests. Raises UnknownRequest if the key has no request of this id."""
     context = current_request.get()
-    assert context is not None, "front.py is around every request"
+    assert context is not None, "middleware.py is around every request"
     if context.api_role == "admin" or (context.api_role is None and service.settings.control_routes):
         return await gateway.cancel(request_id)
     number = await gateway.cancel(request_id, api_key=context.api_key) if context.api_key else 0

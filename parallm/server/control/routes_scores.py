@@ -1,4 +1,4 @@
-"""Wire types of `POST /v1/rewards/score`."""
+"""Scores of the loaded reward models, on the shared base: wire types and the route `POST /v1/rewards/score`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,12 @@ from starlette.responses import Response
 
 from parallm.errors import ContextTooLong, InvalidRequest, Unavailable, UnknownModel
 from parallm.server.connection import json_response, received, while_connected
+from parallm.server.interfaces import Rate, RewardModels
 from parallm.server.openai.chat_schemas import ChatMessage
 from parallm.server.openai.translate import to_turn
+from parallm.server.request_limits import check_items, check_text, check_texts
 from parallm.server.schemas import FIRST_FAULT, Wire, parse_body
-from parallm.server.service import Rate, RewardModels, Service
-from parallm.server.text_bounds import check_items, check_text, check_texts
+from parallm.server.service import Service
 from parallm.types import Message, ScoringRequest
 
 Text = Annotated[str, Field(min_length=1)]
@@ -62,8 +63,8 @@ class ScoreAnswer(Wire):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedScores:
-    """What a body asks for: a reward model, and what it rates."""
+class ScoreJob:
+    """A reward model, and the tokens that it scores."""
 
     name: str
     rate: Rate
@@ -76,13 +77,13 @@ def score_routes(service: Service) -> APIRouter:
     @router.post("/v1/rewards/score")
     async def score(http: Request) -> Response:
         """Rate texts, or completions of a prompt or of a chat, by a reward model."""
-        asked = await received(service, http, partial(_asked, service))
-        scores = await while_connected(http.receive, _rated(asked.rate, asked.items))
-        num_tokens = sum(len(item.prompt_tokens) + len(tokens) for item in asked.items for tokens in item.completions)
+        job = await received(service, http, partial(_parse, service))
+        scores = await while_connected(http.receive, _rated(job.rate, job.items))
+        num_tokens = sum(len(item.prompt_tokens) + len(tokens) for item in job.items for tokens in item.completions)
         return json_response(
             ScoreAnswer(
                 object="list",
-                model=asked.name,
+                model=job.name,
                 data=[ScoreEntry(index=index, object="score", score=number) for index, number in enumerate(scores)],
                 usage=ScoreUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
             )
@@ -91,11 +92,11 @@ def score_routes(service: Service) -> APIRouter:
     return router
 
 
-def _asked(service: Service, text: bytes) -> AskedScores:
+def _parse(service: Service, text: bytes) -> ScoreJob:
     """Raises InvalidRequest, UnknownModel, Unavailable."""
     body = parse_body(text, ScoreBody)
     name, rate = _chosen(service.reward_models(), body.model)
-    return AskedScores(name=name, rate=rate, items=_items(service, body))
+    return ScoreJob(name=name, rate=rate, items=_items(service, body))
 
 
 def _chosen(models: RewardModels, name: str | None) -> tuple[str, Rate]:
@@ -117,32 +118,30 @@ async def _rated(rate: Rate, items: Sequence[ScoringRequest]) -> list[float]:
 
 def _items(service: Service, body: ScoreBody) -> list[ScoringRequest]:
     """Return the texts as tokens. Raises InvalidRequest."""
-    sent = [field for field in ("input", "prompt", "messages") if getattr(body, field) is not None]
-    if len(sent) != 1:
-        raise InvalidRequest("send one of input, prompt and messages", sent[1] if sent else "input")
-    _check_texts(service, body, sent[0])
+    fields = [field for field in ("input", "prompt", "messages") if getattr(body, field) is not None]
+    if len(fields) != 1:
+        raise InvalidRequest("send one of input, prompt and messages", fields[1] if fields else "input")
+    _check_texts(service, body, fields[0])
     tokenizer = service.tokenizer
     if body.input is not None:
         if body.completions is not None:
             raise InvalidRequest("completions belong to a prompt or to messages; leave them out", "completions")
-        items = [
-            ScoringRequest(prompt_tokens=tokenizer.encode(text), completions=((tokenizer.end_token,),))
-            for text in body.input
-        ]
+        end = ((tokenizer.end_token,),)
+        items = [ScoringRequest(prompt_tokens=tokenizer.encode(text), completions=end) for text in body.input]
     elif body.prompt is not None:
         if body.completions is None:
             raise InvalidRequest("a prompt needs completions; a whole text is input", "completions")
-        ended = [(*tokenizer.encode_more(text), tokenizer.end_token) for text in body.completions]
-        items = [ScoringRequest(prompt_tokens=tokenizer.encode(body.prompt), completions=tuple(ended))]
+        completions = tuple((*tokenizer.encode_more(text), tokenizer.end_token) for text in body.completions)
+        items = [ScoringRequest(prompt_tokens=tokenizer.encode(body.prompt), completions=completions)]
     else:
-        items = [_of_chat(service, body.messages or [], body.completions)]
-    _check_lengths(service, items, sent[0])
+        items = [_chat_item(service, body.messages or [], body.completions)]
+    _check_lengths(service, items, fields[0])
     return items
 
 
-def _of_chat(service: Service, chat: Sequence[ChatMessage], completions: Sequence[str] | None) -> ScoringRequest:
+def _chat_item(service: Service, chat: Sequence[ChatMessage], completions: Sequence[str] | None) -> ScoringRequest:
     tokenizer, max_context = service.tokenizer, service.engine.max_context
-    messages = [_plain(message, place) for place, message in enumerate(chat)]
+    messages = [_plain(message, index) for index, message in enumerate(chat)]
     check_items(messages, "messages", "messages", max_context)
     check_texts([message.content for message in messages], "messages", tokenizer, max_context)
     if completions is None:
@@ -157,23 +156,23 @@ def _of_chat(service: Service, chat: Sequence[ChatMessage], completions: Sequenc
     )
 
 
-def _plain(message: ChatMessage, place: int) -> Message:
+def _plain(message: ChatMessage, index: int) -> Message:
     turn = to_turn(message)
     if turn.keys() - {"role", "content"}:
-        raise InvalidRequest("a reward model reads plain text: no tool calls and no reasoning", f"messages.{place}")
+        raise InvalidRequest("a reward model reads plain text: no tool calls and no reasoning", f"messages.{index}")
     return Message(role=str(turn["role"]), content=str(turn["content"]))
 
 
 def _check_texts(service: Service, body: ScoreBody, name: str) -> None:
     """Raise InvalidRequest for too many texts, or for one that cannot fit into the context."""
-    rated = body.input or body.completions or ()
-    if len(rated) > service.settings.max_completions:
+    texts = body.input or body.completions or ()
+    if len(texts) > service.settings.max_completions:
         raise InvalidRequest(
-            f"{len(rated)} texts are more than {service.settings.max_completions}; send several requests or raise "
+            f"{len(texts)} texts are more than {service.settings.max_completions}; send several requests or raise "
             "server.max_completions",
             name,
         )
-    for text in (*rated, body.prompt or ""):
+    for text in (*texts, body.prompt or ""):
         check_text(text, name, service.tokenizer, service.engine.max_context)
 
 

@@ -1,4 +1,4 @@
-"""The shares of the device: between serving and rollouts, and between the engine and the learner."""
+"""Shares of the device, between serving and rollouts and between engine and learner: wire types and routes."""
 
 from typing import Annotated
 
@@ -9,8 +9,9 @@ from starlette.responses import Response
 
 from parallm.errors import InvalidRequest, Unavailable
 from parallm.server.connection import body_of, json_response
+from parallm.server.interfaces import Device
 from parallm.server.schemas import Wire
-from parallm.server.service import Device, Service
+from parallm.server.service import Service
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

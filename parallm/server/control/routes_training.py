@@ -1,4 +1,7 @@
-"""Wire types of the routes about training."""
+"""Control of training: pause, resume, one step, an update on given trajectories, a checkpoint: wire types and routes.
+
+The routes call the trainers' `Training` interface. Texts of given trajectories become tokens here.
+"""
 
 import dataclasses
 import math
@@ -14,11 +17,13 @@ from starlette.responses import Response
 
 from parallm.errors import ContextTooLong, InvalidRequest, Unavailable
 from parallm.server.connection import body_of, json_response, received, while_connected
+from parallm.server.control.training_status import status_answer
+from parallm.server.interfaces import Tokenizer, Training
+from parallm.server.openai.completion_schemas import WeightVersions
 from parallm.server.openai.translate import MIN_TEMPERATURE
-from parallm.server.routes_models import status_answer
-from parallm.server.schemas import FIRST_FAULT, MAX_INT, WeightVersions, Wire, is_tokens, parse_body
-from parallm.server.service import Service, Tokenizer, Training
-from parallm.server.text_bounds import check_items, check_text
+from parallm.server.request_limits import check_items, check_text
+from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire, is_tokens, parse_body
+from parallm.server.service import Service
 from parallm.types import GivenTrajectory, WeightSpan
 
 MAX_TRAJECTORIES = 4096
@@ -31,15 +36,13 @@ def read_tokens(value: object) -> list[int]:
 
 
 def read_text_or_tokens(value: object) -> str | list[int]:
-    if isinstance(value, str) and value:
-        return value
-    if isinstance(value, list) and value and is_tokens(value):
+    if isinstance(value, str | list) and value and (isinstance(value, str) or is_tokens(value)):
         return value
     raise ValueError("should be a text or a list of token ids, and not empty")
 
 
 def read_logprobs(value: object) -> list[float]:
-    """Return the list. Faster than a validator for each item, and strict."""
+    """Check by hand: faster than a validator for each item, and strict."""
     if not isinstance(value, list) or not all(type(item) in (int, float) and -math.inf < item <= 0 for item in value):
         raise ValueError("should be a list of log-probabilities, which are 0 or less")
     return [float(item) for item in value]
@@ -52,15 +55,12 @@ def read_mask(value: object) -> list[bool]:
 
 
 def fits_float32(value: float) -> float:
-    """Return the value, which the learner computes with."""
     if abs(value) > float(np.finfo(np.float32).max):
         raise ValueError("should be a number that float32 can hold")
     return value
 
 
 TextOrTokens = Annotated[str | list[int], PlainValidator(read_text_or_tokens, json_schema_input_type=str | list[int])]
-
-
 Tokens = Annotated[list[int], PlainValidator(read_tokens, json_schema_input_type=list[int])]
 
 
@@ -85,7 +85,7 @@ class TrajectoryBody(Wire):
     """Version that sampled the completion, unless `weight_versions` says it."""
     weight_versions: Annotated[list[WeightVersions], FIRST_FAULT] | None = None
     loss_mask: Annotated[list[bool], PlainValidator(read_mask, json_schema_input_type=list[bool])] | None = None
-    """True for each token of the completion to learn from; without it all."""
+    """True for each token of the completion to learn from; all of them without it."""
     temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=2)] = 1.0
     finish_reason: Literal["stop", "length"] = "stop"
     request_id: str | None = None
@@ -95,13 +95,36 @@ class TrajectoryBody(Wire):
     """Accepted and unused, as are `request_id`, `step_id` and `model`, so that an answer can be sent back as it is."""
 
 
+class TrainingBody(Wire):
+    policy: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """One of several policies; all of them without it."""
+
+
+class UpdateBody(TrainingBody):
+    """An update on `trajectories`, or without them one more step of training."""
+
+    trajectories: (
+        Annotated[list[TrajectoryBody], Field(min_length=1, max_length=MAX_TRAJECTORIES, fail_fast=True)] | None
+    ) = None
+    update_inference: bool | None = None
+    """Whether clients get the new version; without it `trainer.publish_if` decides, as after a step. A version that was
+    promoted stays served all the same."""
+    checkpoint_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")] | None = None
+    """Name of a checkpoint to save afterwards. It is never deleted."""
+
+
+class CheckpointAnswer(Wire):
+    folders: dict[str, str]
+    """Folder of each policy's checkpoint, on the server's disk."""
+
+
 def parse_trajectory(body: TrajectoryBody, index: int, tokenizer: Tokenizer, max_context: int) -> GivenTrajectory:
-    """Return the trajectory. Raises InvalidRequest that names it by its `index`."""
+    """Return the trajectory as tokens. Raises InvalidRequest that names it by its `index`."""
     name = f"trajectories.{index}"
-    for sent in (body.prompt, body.prompt_ids, body.completion, body.completion_ids, body.text):
-        if isinstance(sent, str):
-            check_text(sent, name, tokenizer, max_context)
-        check_items(sent, "tokens", name, max_context)
+    for value in (body.prompt, body.prompt_ids, body.completion, body.completion_ids, body.text):
+        if isinstance(value, str):
+            check_text(value, name, tokenizer, max_context)
+        check_items(value, "tokens", name, max_context)
     prompt = _tokens(body, name, tokenizer)
     tokens, text = _completion(body, name, tokenizer)
     if len(prompt) + len(tokens) > max_context:
@@ -135,20 +158,20 @@ def _tokens(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[int,
     if (body.prompt is None) == (body.prompt_ids is None):
         raise InvalidRequest(f"{name} needs either prompt or prompt_ids", f"{name}.prompt")
     prompt = body.prompt if body.prompt_ids is None else body.prompt_ids
-    assert prompt is not None, "exactly one of the two is sent"
+    assert prompt is not None, "the body has exactly one of the two"
     return tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
 
 
 def _completion(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[tuple[int, ...], str]:
     """Return tokens and text."""
-    sent = body.completion if body.completion_ids is None else body.completion_ids
+    completion = body.completion if body.completion_ids is None else body.completion_ids
     if body.completion is not None and body.completion_ids is not None:
         raise InvalidRequest(f"{name} needs either completion or completion_ids", f"{name}.completion")
-    if isinstance(sent, list):
-        return tuple(sent), tokenizer.decode(sent) if body.text is None else body.text
-    if sent is not None and body.text is not None and sent != body.text:
+    if isinstance(completion, list):
+        return tuple(completion), tokenizer.decode(completion) if body.text is None else body.text
+    if completion is not None and body.text is not None and completion != body.text:
         raise InvalidRequest(f"completion and text of {name} differ; leave one of them out", f"{name}.text")
-    text = body.text if sent is None else sent
+    text = body.text if completion is None else completion
     if not text:
         raise InvalidRequest(f"{name} needs a completion: completion, completion_ids or text", f"{name}.completion")
     if body.logprobs is not None or body.loss_mask is not None:
@@ -159,7 +182,7 @@ def _completion(body: TrajectoryBody, name: str, tokenizer: Tokenizer) -> tuple[
 
 
 def _spans(body: TrajectoryBody, name: str, num_tokens: int) -> tuple[WeightSpan, ...]:
-    """Return the versions of the tokens; none if they are not known."""
+    """Return the versions of the tokens; empty if they are unknown."""
     if body.weight_versions:
         return tuple(_checked_spans(body, name, num_tokens))
     if body.policy_version is not None:
@@ -187,31 +210,8 @@ def _checked_spans(body: TrajectoryBody, name: str, num_tokens: int) -> list[Wei
     return spans
 
 
-class TrainingBody(Wire):
-    policy: Annotated[str, Field(min_length=1, max_length=128)] | None = None
-    """One of several policies; without it all of them."""
-
-
-class UpdateBody(TrainingBody):
-    """An update on `trajectories`, or without them one more step of training."""
-
-    trajectories: (
-        Annotated[list[TrajectoryBody], Field(min_length=1, max_length=MAX_TRAJECTORIES, fail_fast=True)] | None
-    ) = None
-    update_inference: bool | None = None
-    """Whether clients get the new version; without it as after a step, by `trainer.publish_if`. A version that was
-    promoted stays served all the same."""
-    checkpoint_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}$")] | None = None
-    """Name of a checkpoint to save afterwards, which is never deleted."""
-
-
-class CheckpointAnswer(Wire):
-    folders: dict[str, str]
-    """Folder of each policy's checkpoint, on the server's disk."""
-
-
-def training_routes(service: Service, given: Training | None) -> APIRouter:
-    router = APIRouter()
+def training_routes(service: Service) -> APIRouter:
+    router, given = APIRouter(), service.training
 
     @router.post("/v1/training/pause")
     async def pause(http: Request) -> Response:
@@ -230,7 +230,7 @@ def training_routes(service: Service, given: Training | None) -> APIRouter:
     @router.post("/v1/training/update")
     async def update(http: Request) -> Response:
         """Train on these trajectories after the present step; without any, wait for one more step."""
-        body, trajectories = await received(service, http, partial(_asked, service))
+        body, trajectories = await received(service, http, partial(_parse_update, service))
         if trajectories is None:
             return await _step(service, http, training(given), body)
         return await _train_on(service, http, training(given), body, trajectories)
@@ -246,13 +246,16 @@ def training_routes(service: Service, given: Training | None) -> APIRouter:
     return router
 
 
-def _asked(service: Service, text: bytes) -> tuple[UpdateBody, list[GivenTrajectory] | None]:
+def _parse_update(service: Service, text: bytes) -> tuple[UpdateBody, list[GivenTrajectory] | None]:
     """Return the body and its trajectories as tokens. Raises InvalidRequest."""
     body = parse_body(text or b"{}", UpdateBody)
     if body.trajectories is None:
         return body, None
     tokenizer, max_context = service.tokenizer, service.engine.max_context
-    return body, [parse_trajectory(one, index, tokenizer, max_context) for index, one in enumerate(body.trajectories)]
+    return body, [
+        parse_trajectory(trajectory, index, tokenizer, max_context)
+        for index, trajectory in enumerate(body.trajectories)
+    ]
 
 
 async def _step(service: Service, http: Request, trainers: Training, body: UpdateBody) -> Response:

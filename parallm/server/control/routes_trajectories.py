@@ -1,4 +1,4 @@
-"""Wire types of the routes about trajectories."""
+"""Rewards for completions that a policy learns from, and what became of them: wire types and routes."""
 
 import dataclasses
 from typing import Annotated
@@ -15,7 +15,7 @@ from parallm.server.service import Service
 
 MAX_PARTS = 64
 Part = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
-"""It is shown on terminals: no control characters."""
+"""Name of a part of a reward. Terminals show it: no control characters."""
 
 
 class TrajectoryRewardBody(Wire):
@@ -41,7 +41,7 @@ class TrajectoryStatistics(Wire):
 
 class TrajectoryList(Wire):
     data: dict[str, TrajectoryStatistics]
-    """By policy."""
+    """Statistics by policy."""
 
 
 def trajectory_routes(service: Service) -> APIRouter:
@@ -51,22 +51,24 @@ def trajectory_routes(service: Service) -> APIRouter:
     async def reward(trajectory_id: str, http: Request) -> Response:
         """Set the reward of a choice by its `trajectory_id`; the last one before it is trained on counts."""
         body = await body_of(service, http, TrajectoryRewardBody)
-        return json_response(
-            TrajectoryRewardAnswer(id=trajectory_id, reward=await _rewarded(service, trajectory_id, body))
-        )
+        total = await _set_reward(service, trajectory_id, body)
+        return json_response(TrajectoryRewardAnswer(id=trajectory_id, reward=total))
 
     @router.get("/v1/trajectories")
     async def statistics() -> Response:
         """How many trajectories wait, and what became of the others, by policy."""
-        reports = {name: one.report() for name, one in service.trajectories.items()}
+        reports = {name: trajectories.report() for name, trajectories in service.trajectories.items()}
         data = {name: TrajectoryStatistics(**dataclasses.asdict(report)) for name, report in reports.items()}
         return json_response(TrajectoryList(data=data))
 
     return router
 
 
-async def _rewarded(service: Service, trajectory_id: str, body: TrajectoryRewardBody) -> float:
-    """Ids do not tell the policy, so ask each. Raises UnknownTrajectory, Unavailable, InvalidRequest, NotStored."""
+async def _set_reward(service: Service, trajectory_id: str, body: TrajectoryRewardBody) -> float:
+    """Ask each policy, since an id does not name its policy; returns the sum of the parts.
+
+    Raises UnknownTrajectory, Unavailable, InvalidRequest, NotStored.
+    """
     if not service.trajectories:
         raise Unavailable("nothing here learns from what clients ask for; train with rollout=live")
     unknown: UnknownTrajectory | None = None

@@ -1,4 +1,8 @@
-"""What a dialect of `POST /generate` is: a body in the words of one program, and answers in its shapes."""
+"""A dialect of `POST /generate`: how one program words a request, and the shape of the answers that it reads.
+
+Each dialect turns its body into the fields of `/v1/completions`, so that limits, checks and refusals are the same.
+`routes_generate.py` chooses the dialect of a body.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,15 +14,19 @@ from pydantic import BaseModel
 from parallm.errors import InvalidRequest
 from parallm.server.failures import Failure
 from parallm.server.generation import ResponseBuilder, ResponseContext, StreamBuilder
-from parallm.server.schemas import CompletionBody, Wire, checked
+from parallm.server.openai.completion_schemas import CompletionBody
+from parallm.server.schemas import Wire, checked
 
 RESPONSE_FIELDS = ("collect_trajectory", "echo", "prompt_logprobs", "return_tokens_as_token_ids")
-"""Fields of `/v1/completions` that change what an answer holds, which a dialect has to have a place for."""
+"""Fields of `/v1/completions` that change the answer, for which a dialect needs a place in its own."""
+VLLM_MAX_TOKENS = 16
+TEXT_FIELDS = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind")
+"""vLLM's fields that shape the text alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DialectRequest:
-    """A body of any dialect in one form: the fields of `POST /v1/completions`, which are checked there."""
+    """A body of any dialect as the fields of `POST /v1/completions`, and the builders of its answers."""
 
     body: CompletionBody
     whole: Callable[[ResponseContext], ResponseBuilder]
@@ -29,27 +37,11 @@ class DialectRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """One program's way to ask for completions."""
-
     name: str
     read: Callable[[Mapping[str, Any]], DialectRequest]
-    """A JSON object that names its `model`. Raises InvalidRequest."""
+    """Reads a JSON object that names its `model`. Raises InvalidRequest."""
     refusal: Callable[[Failure], BaseModel]
-    """The body of an error's answer."""
-
-
-def completion_body(fields: Mapping[str, Any], *, has_prompt_logprobs: bool = False) -> CompletionBody:
-    """The fields of `/v1/completions`, checked there. Raises InvalidRequest, also for what has no place in answers."""
-    for name in RESPONSE_FIELDS:
-        value = fields.get(name)
-        if value is not None and value is not False and not (has_prompt_logprobs and name == "prompt_logprobs"):
-            raise InvalidRequest(f"{name} is not answered here; send token ids to /v1/completions", name)
-    return checked(fields, CompletionBody)
-
-
-DEFAULT_MAX_TOKENS = 16
-TEXT_ONLY = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_kind")
-"""They shape text alone."""
+    """Makes the body of an error's answer."""
 
 
 class VllmErrorDetail(Wire):
@@ -63,13 +55,26 @@ class VllmError(Wire):
     error: VllmErrorDetail
 
 
-def sampling_fields(params: Mapping[str, Any], *, has_text: bool) -> dict[str, Any]:
-    """Fields of `/v1/completions`. What shapes text alone is left out where there will be none."""
-    ignored = () if has_text else TEXT_ONLY
-    return {"max_tokens": DEFAULT_MAX_TOKENS} | {name: value for name, value in params.items() if name not in ignored}
+def completion_body(fields: Mapping[str, Any], *, has_prompt_logprobs: bool = False) -> CompletionBody:
+    """Check the fields as `/v1/completions` does. Raises InvalidRequest, also for what the answer has no place for."""
+    for name in RESPONSE_FIELDS:
+        value = fields.get(name)
+        if value is not None and value is not False and not (has_prompt_logprobs and name == "prompt_logprobs"):
+            raise InvalidRequest(f"{name} is not answered here; send token ids to /v1/completions", name)
+    return checked(fields, CompletionBody)
 
 
-def refusal(failure: Failure) -> VllmError:
-    told = failure.answer.error
+def vllm_sampling_fields(params: Mapping[str, Any], *, has_text: bool) -> dict[str, Any]:
+    """Return vLLM's SamplingParams as fields of `/v1/completions`, without those of text where there is none."""
+    ignored = () if has_text else TEXT_FIELDS
+    return {"max_tokens": VLLM_MAX_TOKENS} | {name: value for name, value in params.items() if name not in ignored}
+
+
+def openai_refusal(failure: Failure) -> BaseModel:
+    return failure.answer
+
+
+def vllm_refusal(failure: Failure) -> VllmError:
+    error = failure.answer.error
     kind = f"{HTTPStatus(failure.status).phrase.title().replace(' ', '')}Error"
-    return VllmError(error=VllmErrorDetail(message=told.message, type=kind, param=told.param, code=failure.status))
+    return VllmError(error=VllmErrorDetail(message=error.message, type=kind, param=error.param, code=failure.status))

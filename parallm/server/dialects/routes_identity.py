@@ -1,4 +1,4 @@
-"""What rollout workers ask before and between requests: what runs here, which weights, and what does not exist here."""
+"""Routes by which rollout workers ask what runs here and which weights, and routes that do not exist here."""
 
 import uuid
 
@@ -13,6 +13,20 @@ from parallm.server.schemas import Wire
 from parallm.server.service import Service
 from parallm.types import BASE, GenerationRequest, SamplingParams
 
+ABSENT_PATHS = (
+    "/init_communicator/",
+    "/update_named_param/",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/finish_weight_update",
+    "/init_weights_update_group",
+    "/update_weights",
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/load_lora_adapter_from_tensors",
+)
+
 
 class WorldSize(Wire):
     world_size: int
@@ -20,11 +34,11 @@ class WorldSize(Wire):
 
 class WeightVersion(Wire):
     weight_version: str
-    """Of the policy that is served; `0` is the base."""
+    """Version of the served policy; `0` is the base."""
 
 
 class ModelInfo(WeightVersion):
-    """SGLang's."""
+    """SGLang's answer."""
 
     model_path: str
     served_model_name: str
@@ -57,7 +71,7 @@ def identity_routes(service: Service) -> APIRouter:
     @router.get("/model_info")
     @router.get("/get_model_info")
     async def model_info() -> Response:
-        """What runs here, in SGLang's form."""
+        """Model, version and tokenizer of this server, in SGLang's form."""
         return json_response(
             ModelInfo(
                 model_path=service.base_name,
@@ -79,27 +93,16 @@ def identity_routes(service: Service) -> APIRouter:
             sampling=SamplingParams(max_tokens=1, temperature=0),
             model=BASE,
         )
-        await while_connected(http.receive, service.engine.generate(request))
+        await while_connected(http.receive, service.gateway.generate(request))
         return json_response(Alive(status="ok"))
 
     return router
 
 
-def absent_routes() -> APIRouter:
+def absent_routes(_: Service) -> APIRouter:
     """Routes by which other trainers push whole weights, by NCCL, as pickles or on a disk: here the base is frozen."""
     router = APIRouter()
 
-    @router.post("/init_communicator/")
-    @router.post("/update_named_param/")
-    @router.post("/init_weight_transfer_engine")
-    @router.post("/start_weight_update")
-    @router.post("/finish_weight_update")
-    @router.post("/init_weights_update_group")
-    @router.post("/update_weights")
-    @router.post("/update_weights_from_disk")
-    @router.post("/update_weights_from_distributed")
-    @router.post("/update_weights_from_tensor")
-    @router.post("/load_lora_adapter_from_tensors")
     async def absent() -> Response:
         """Always an error that names the way by adapters."""
         raise Unavailable(
@@ -108,4 +111,6 @@ def absent_routes() -> APIRouter:
             "/update_adapter_weights with safetensors"
         )
 
+    for path in ABSENT_PATHS:
+        router.post(path)(absent)
     return router

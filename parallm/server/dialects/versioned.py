@@ -11,11 +11,12 @@ from typing import Annotated, Any
 from pydantic import Field, RootModel
 
 from parallm.errors import InvalidRequest
-from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body
-from parallm.server.failures import Failure
-from parallm.server.generation import ResponseContext, version_of, weight_versions
+from parallm.server.catalog import version_of
+from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, openai_refusal
+from parallm.server.generation import ResponseContext, weight_versions
+from parallm.server.openai.completion_schemas import CompletionBody, WeightVersions
 from parallm.server.openai.logprobs import finite
-from parallm.server.schemas import MAX_INT, CompletionBody, ErrorAnswer, WeightVersions, Wire, checked, is_tokens
+from parallm.server.schemas import MAX_INT, Wire, checked, is_tokens
 from parallm.types import Completion
 
 
@@ -54,7 +55,7 @@ class VersionedAnswers(RootModel[list[VersionedAnswer]]):
     """Answer to several prompts, or to `n` above 1."""
 
 
-class VersionedResponder:
+class VersionedBuilder:
     def __init__(self, context: ResponseContext, *, body: CompletionBody, believed: int | None, is_batch: bool) -> None:
         self.context = context
         self._body = body
@@ -103,12 +104,8 @@ def read(value: Mapping[str, Any]) -> DialectRequest:
     is_batch = isinstance(prompt, list) and not is_tokens(prompt)
     body = body.model_copy(update={"logprobs": None})  # the engine always returns those of sampled tokens
     return DialectRequest(
-        body=body, whole=partial(VersionedResponder, body=body, believed=own.policy_version, is_batch=is_batch)
+        body=body, whole=partial(VersionedBuilder, body=body, believed=own.policy_version, is_batch=is_batch)
     )
 
 
-def refusal(failure: Failure) -> ErrorAnswer:
-    return failure.answer
-
-
-VERSIONED = Dialect(name="versioned", read=read, refusal=refusal)
+VERSIONED = Dialect(name="versioned", read=read, refusal=openai_refusal)

@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from parallm.errors import InvalidRequest, Unavailable
-from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, refusal, sampling_fields
-from parallm.server.generation import ResponseContext, version_of, weight_versions
+from parallm.server.catalog import version_of
+from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, vllm_refusal, vllm_sampling_fields
+from parallm.server.generation import ResponseContext, weight_versions
+from parallm.server.openai.completion_schemas import CompletionBody, WeightVersions
 from parallm.server.openai.logprobs import finite
-from parallm.server.schemas import CompletionBody, WeightVersions, Wire, checked, is_tokens
+from parallm.server.schemas import Wire, checked, is_tokens
 from parallm.types import Completion, PromptLogprob
 
 Position = list[dict[str, float]]
@@ -21,10 +23,10 @@ Position = list[dict[str, float]]
 
 
 class LegacyControls(Wire):
-    """The fields that are about the request and not about sampling."""
+    """Fields of the request that have nothing to do with sampling."""
 
     timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds."""
+    """Seconds until the request is given up."""
 
 
 class LegacyAnswer(Wire):
@@ -35,7 +37,7 @@ class LegacyAnswer(Wire):
     finish_reasons: list[str]
     logprobs: list[list[Position]] | None
     prompt_logprobs: list[dict[str, float] | None] | None
-    """By position of the prompt: null for the first, else log-probs by token id, its own first."""
+    """Log-probs by token id at each position, the prompt's own token first; null for the first position."""
     logprobs_mode: Literal["temperature"]
     request_id: str
     step_id: int | str | None
@@ -44,51 +46,54 @@ class LegacyAnswer(Wire):
     weight_versions: list[list[WeightVersions]]
 
 
-class LegacyAnswers:
+class LegacyBuilder:
     def __init__(self, context: ResponseContext, body: CompletionBody) -> None:
         self.context = context
         self._body = body
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> LegacyAnswer:
-        made = completions[0]
-        if any(one.finish_reason == "abort" for one in made):
+        choices = completions[0]
+        if any(choice.finish_reason == "abort" for choice in choices):
             raise Unavailable("the request was aborted by its id or by /pause; send it again if it is still wanted")
         prompt = self.context.requests[0].prompt_tokens
         return LegacyAnswer(
-            text=[one.text for one in made],
+            text=[choice.text for choice in choices],
             prompt=self.context.tokenizer.decode(prompt, special=True),
             prompt_token_ids=list(prompt),
-            token_ids=[list(one.tokens) for one in made],
-            finish_reasons=[one.finish_reason for one in made],
-            logprobs=None if self._body.logprobs is None else [positions(one) for one in made],
-            prompt_logprobs=_of_prompt(made[0], self._body.prompt_logprobs),
+            token_ids=[list(choice.tokens) for choice in choices],
+            finish_reasons=[choice.finish_reason for choice in choices],
+            logprobs=None if self._body.logprobs is None else [_positions(choice) for choice in choices],
+            prompt_logprobs=_prompt_logprobs(choices[0], self._body.prompt_logprobs),
             logprobs_mode="temperature",
             request_id=self._body.request_id or self.context.answer_id,
             step_id=self._body.step_id,
             model=model,
-            policy_versions=[version_of(one) for one in made],
-            weight_versions=[weight_versions(one) for one in made],
+            policy_versions=[version_of(choice) for choice in choices],
+            weight_versions=[weight_versions(choice) for choice in choices],
         )
 
 
-def positions(completion: Completion) -> list[Position]:
+def _positions(completion: Completion) -> list[Position]:
     tops = completion.top_logprobs or ((),) * len(completion.tokens)
     return [
-        [{str(token): finite(logprob)} | {str(one.token): finite(one.logprob) for one in top if one.token != token}]
+        [
+            {str(token): finite(logprob)}
+            | {str(likely.token): finite(likely.logprob) for likely in top if likely.token != token}
+        ]
         for token, logprob, top in zip(completion.tokens, completion.logprobs, tops, strict=True)
     ]
 
 
-def _of_prompt(completion: Completion, most: int | None) -> list[dict[str, float] | None] | None:
-    if most is None or completion.prompt_logprobs is None:
+def _prompt_logprobs(completion: Completion, limit: int | None) -> list[dict[str, float] | None] | None:
+    if limit is None or completion.prompt_logprobs is None:
         return None
     # not wrapped in lists as `logprobs` is: Atropos would take those for several prompts
-    return [None if one is None else _position(one, most) for one in completion.prompt_logprobs]
+    return [None if token is None else _prompt_position(token, limit) for token in completion.prompt_logprobs]
 
 
-def _position(one: PromptLogprob, most: int) -> dict[str, float]:
-    others = {str(other.token): finite(other.logprob) for other in one.top[:most] if other.token != one.token}
-    return {str(one.token): finite(one.logprob)} | others
+def _prompt_position(token: PromptLogprob, limit: int) -> dict[str, float]:
+    others = {str(other.token): finite(other.logprob) for other in token.top[:limit] if other.token != token.token}
+    return {str(token.token): finite(token.logprob)} | others
 
 
 def read(value: Mapping[str, Any]) -> DialectRequest:
@@ -97,13 +102,13 @@ def read(value: Mapping[str, Any]) -> DialectRequest:
     if len(prompt) != 1 or not is_tokens(tokens):
         raise InvalidRequest('prompt should be a text or {"prompt_token_ids": [...]} and nothing else', "prompt")
     controls = checked({"timeout": value.get("timeout")}, LegacyControls)
-    rest = {name: item for name, item in value.items() if name not in ("prompt", "timeout")}
-    body = completion_body(sampling_fields(rest, has_text=True) | {"prompt": tokens}, has_prompt_logprobs=True)
+    params = {name: item for name, item in value.items() if name not in ("prompt", "timeout")}
+    body = completion_body(vllm_sampling_fields(params, has_text=True) | {"prompt": tokens}, has_prompt_logprobs=True)
     if body.stream:
         raise InvalidRequest("this body gets no stream here; send token ids to /v1/completions", "stream")
     return DialectRequest(
-        body=body, whole=lambda context: LegacyAnswers(context, body), timeout_seconds=controls.timeout
+        body=body, whole=lambda context: LegacyBuilder(context, body), timeout_seconds=controls.timeout
     )
 
 
-LEGACY_VLLM = Dialect(name="vllm legacy", read=read, refusal=refusal)
+VLLM_LEGACY = Dialect(name="vllm legacy", read=read, refusal=vllm_refusal)

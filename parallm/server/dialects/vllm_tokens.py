@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator
 
 from parallm.errors import InvalidRequest
-from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, refusal, sampling_fields
-from parallm.server.generation import ResponseContext, version_of, weight_versions
+from parallm.server.catalog import version_of
+from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, vllm_refusal, vllm_sampling_fields
+from parallm.server.generation import ResponseContext, weight_versions
+from parallm.server.openai.completion_schemas import CompletionBody, RankedLogprob, Usage, WeightVersions
 from parallm.server.openai.logprobs import PromptLogprobs, finite, prompt_logprobs
-from parallm.server.schemas import CompletionBody, RankedLogprob, Usage, WeightVersions, Wire, checked, is_tokens
+from parallm.server.schemas import Wire, checked, is_tokens
 from parallm.types import Completion, TopLogprob
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -36,16 +38,16 @@ class TokensBody(Wire):
     return_token_ids: bool = False
     """Token ids are in the answer in any case."""
     cache_salt: str | None = None
-    """Only requests with the same one share beginnings of prompts; no version uses those of another in any case."""
+    """Only requests with the same salt share cached prefixes; versions never share them."""
 
 
 class TokensLogprob(Wire):
     token: str
-    """`token_id:5`, which renderers wants; vLLM itself gives the number below."""
+    """`token_id:5`, as renderers reads it; vLLM itself gives the number below."""
     token_id: int
     logprob: float
     rank: int | None
-    """Known where as many most likely tokens were asked for."""
+    """Null unless the token is among the most likely ones that were asked for."""
     bytes: None = None
     top_logprobs: list["TokensLogprob"]
 
@@ -76,7 +78,7 @@ class TokensAnswer(Wire):
     usage: Usage
 
 
-class TokensAnswers:
+class TokensBuilder:
     def __init__(self, context: ResponseContext, body: CompletionBody) -> None:
         self.context = context
         self._body = body
@@ -87,36 +89,36 @@ class TokensAnswers:
             step_id=self._body.step_id,
             model=model,
             created=self.context.created,
-            choices=[self._choice(one) for one in completions[0]],
-            prompt_logprobs=self._of_prompt(completions[0][0]),
+            choices=[self._choice(completion) for completion in completions[0]],
+            prompt_logprobs=self._prompt_logprobs(completions[0][0]),
             prompt_token_ids=list(self.context.requests[0].prompt_tokens),
             logprobs_mode="temperature",
             usage=self.context.whole_usage(completions),
         )
 
-    def _of_prompt(self, completion: Completion) -> PromptLogprobs | None:
-        most = self._body.prompt_logprobs
-        if most is None or completion.prompt_logprobs is None:
+    def _prompt_logprobs(self, completion: Completion) -> PromptLogprobs | None:
+        limit = self._body.prompt_logprobs
+        if limit is None or completion.prompt_logprobs is None:
             return None
-        return prompt_logprobs(completion.prompt_logprobs, most, self.context.token_texts)
+        return prompt_logprobs(completion.prompt_logprobs, limit, self.context.token_texts)
 
     def _choice(self, completion: Completion) -> TokensChoice:
         return TokensChoice(
             index=completion.index,
             finish_reason=completion.finish_reason,
             token_ids=list(completion.tokens),
-            logprobs=None if self._body.logprobs is None else logprobs_of(completion),
+            logprobs=None if self._body.logprobs is None else _token_logprobs(completion),
             routed_experts=None,
             policy_version=version_of(completion),
             weight_versions=weight_versions(completion),
         )
 
 
-def logprobs_of(completion: Completion) -> TokensLogprobs:
+def _token_logprobs(completion: Completion) -> TokensLogprobs:
     tops = completion.top_logprobs or ((),) * len(completion.tokens)
     content = []
     for token, logprob, top in zip(completion.tokens, completion.logprobs, tops, strict=True):
-        alternatives = [_entry(one.token, one.logprob, place + 1) for place, one in enumerate(top)]
+        alternatives = [_entry(likely.token, likely.logprob, rank) for rank, likely in enumerate(top, 1)]
         content.append(_entry(token, logprob, _rank(token, top), alternatives))
     return TokensLogprobs(content=content)
 
@@ -129,14 +131,14 @@ def _entry(token: int, logprob: float, rank: int | None, top: Sequence[TokensLog
 
 
 def _rank(token: int, top: Sequence[TopLogprob]) -> int | None:
-    return next((place + 1 for place, one in enumerate(top) if one.token == token), None)
+    return next((rank for rank, likely in enumerate(top, 1) if likely.token == token), None)
 
 
 def read(value: Mapping[str, Any]) -> DialectRequest:
     own = checked(value, TokensBody, NEUTRAL)
     if "prompt" in own.sampling_params or "model" in own.sampling_params:
         raise InvalidRequest("sampling_params holds no prompt and no model", "sampling_params")
-    fields = sampling_fields(own.sampling_params, has_text=False) | {
+    fields = vllm_sampling_fields(own.sampling_params, has_text=False) | {
         "model": own.model,
         "prompt": own.token_ids,
         "priority": own.priority,
@@ -147,7 +149,7 @@ def read(value: Mapping[str, Any]) -> DialectRequest:
     body = completion_body(fields, has_prompt_logprobs=True)
     if body.stream:
         raise InvalidRequest("this route has no streams", "sampling_params.stream")
-    return DialectRequest(body=body, whole=lambda context: TokensAnswers(context, body))
+    return DialectRequest(body=body, whole=lambda context: TokensBuilder(context, body))
 
 
-TOKEN_IN_TOKEN_OUT = Dialect(name="token in, token out", read=read, refusal=refusal)
+VLLM_TOKENS = Dialect(name="token in, token out", read=read, refusal=vllm_refusal)

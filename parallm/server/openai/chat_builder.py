@@ -1,4 +1,4 @@
-"""Answers of `POST /v1/chat/completions`. There is one prompt."""
+"""Builds the answers of `POST /v1/chat/completions`, whole and in chunks. There is one prompt."""
 
 import uuid
 from collections import defaultdict
@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from parallm.conversation import ToolCall
 from parallm.server.generation import UNFINISHED, Provenance, ResponseContext, provenance
-from parallm.server.openai.logprobs import PromptLogprobs, chat_logprobs, prompt_logprobs
-from parallm.server.openai.output_parser import MessageParser, MessagePart, OutputParsing, new_parser, parse_whole
-from parallm.server.schemas import (
+from parallm.server.openai.chat_schemas import (
     AnsweredFunction,
     AnsweredToolCall,
     ChatAnswer,
@@ -16,16 +14,18 @@ from parallm.server.schemas import (
     ChatChunk,
     ChatChunkChoice,
     ChatText,
-    Usage,
 )
+from parallm.server.openai.completion_schemas import Usage
+from parallm.server.openai.logprobs import PromptLogprobs, chat_logprobs, prompt_logprobs
+from parallm.server.openai.output_parser import MessageParser, MessagePart, OutputParsing, new_parser, parse_whole
 from parallm.types import Completion, TokenEvent
 
 
 class ChatBuilder:
     def __init__(self, context: ResponseContext, parsing: OutputParsing) -> None:
         self.context = context
-        self._reading = parsing
-        self._readers: defaultdict[int, MessageParser] = defaultdict(self._new_reader)
+        self.parsing = parsing
+        self._parsers: defaultdict[int, MessageParser] = defaultdict(self._new_parser)
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> ChatAnswer:
         answer = ChatAnswer(
@@ -43,7 +43,7 @@ class ChatBuilder:
         return answer.model_copy(update=self._prompt_ids() | self._prompt_logprobs(completions))
 
     def opening(self, model: str) -> list[ChatChunk]:
-        """The role of each choice; the first chunk has the prompt's token ids, where asked for."""
+        """Build the role of each choice; the first chunk has the prompt's token ids, where asked for."""
         roles = [
             self._chunk(model, ChatChunkChoice(index=index, delta=_ROLE, logprobs=None, **UNFINISHED))
             for index in range(self.context.requests[0].n)
@@ -51,7 +51,7 @@ class ChatBuilder:
         return [roles[0].model_copy(update=self._prompt_ids()), *roles[1:]]
 
     def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> ChatChunk | None:
-        part = self._readers[event.index].read(event.text)
+        part = self._parsers[event.index].read(event.text)
         if not (part or (event.tokens and (self.context.logprobs or self.context.token_ids))):
             return None
         choice = ChatChunkChoice(
@@ -63,9 +63,9 @@ class ChatBuilder:
         return self._chunk(model, choice.model_copy(update=self._token_ids(event.tokens)))
 
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> ChatChunk:
-        rest = self._readers[completion.index].finish()
-        delta = self._delta(completion.index, rest) if rest else ChatText()
-        num_calls = self._readers[completion.index].num_calls
+        part = self._parsers[completion.index].finish()
+        delta = self._delta(completion.index, part) if part else ChatText()
+        num_calls = self._parsers[completion.index].num_calls
         choice = ChatChunkChoice(
             index=completion.index, delta=delta, logprobs=None, **_provenance(completion, num_calls)
         )
@@ -75,7 +75,7 @@ class ChatBuilder:
         return self._chunk(model, None, usage)
 
     def _whole_choice(self, completion: Completion) -> ChatChoice:
-        part = parse_whole(self._new_reader(), completion.text)
+        part = parse_whole(self._new_parser(), completion.text)
         choice = ChatChoice(
             index=completion.index,
             message=_message(part),
@@ -84,12 +84,12 @@ class ChatBuilder:
         )
         return choice.model_copy(update=self._token_ids(completion.tokens))
 
-    def _new_reader(self) -> MessageParser:
-        return new_parser(self.context.tokenizer.output, self._reading)
+    def _new_parser(self) -> MessageParser:
+        return new_parser(self.context.tokenizer.output, self.parsing)
 
     def _delta(self, index: int, part: MessagePart) -> ChatText:
-        """A part of a message; the calls in it have been counted already."""
-        first = self._readers[index].num_calls - len(part.calls)
+        """Build a delta of a part whose calls the parser has counted already."""
+        first = self._parsers[index].num_calls - len(part.calls)
         calls = [_answered(call).model_copy(update={"index": first + n}) for n, call in enumerate(part.calls)]
         return _text(part, calls)
 
@@ -100,11 +100,11 @@ class ChatBuilder:
         return {"prompt_token_ids": list(self.context.requests[0].prompt_tokens)} if self.context.token_ids else {}
 
     def _prompt_logprobs(self, completions: Sequence[Sequence[Completion]]) -> dict[str, PromptLogprobs]:
-        most = self.context.requests[0].sampling.prompt_logprobs
-        told = completions[0][0].prompt_logprobs
-        if most is None or told is None:
+        count = self.context.requests[0].sampling.prompt_logprobs
+        logprobs = completions[0][0].prompt_logprobs
+        if count is None or logprobs is None:
             return {}
-        return {"prompt_logprobs": prompt_logprobs(told, most, self.context.token_texts)}
+        return {"prompt_logprobs": prompt_logprobs(logprobs, count, self.context.token_texts)}
 
     def _chunk(self, model: str, choice: ChatChunkChoice | None, usage: Usage | None = None) -> ChatChunk:
         chunk = ChatChunk(
@@ -119,7 +119,7 @@ class ChatBuilder:
 
 
 def _message(part: MessagePart) -> ChatText:
-    """A whole message: its content is null where it only calls functions."""
+    """Build a whole message: its content is null where it only calls functions."""
     text = _text(part, [_answered(call) for call in part.calls])
     return text.model_copy(
         update={"role": "assistant", "content": part.content if part.content or not part.calls else None}
@@ -146,10 +146,10 @@ def _answered(call: ToolCall) -> AnsweredToolCall:
 
 
 def _provenance(completion: Completion, num_calls: int) -> Provenance:
-    told = provenance(completion)
+    fields = provenance(completion)
     if num_calls and completion.finish_reason == "stop":
-        told["finish_reason"] = "tool_calls"
-    return told
+        fields["finish_reason"] = "tool_calls"
+    return fields
 
 
 _ROLE = ChatText(role="assistant", content="")

@@ -1,10 +1,11 @@
-"""Wire types of `POST /v1/chat/completions`. Used in this folder only."""
+"""Wire types of `POST /v1/chat/completions`, requests and answers."""
 
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from parallm.server.schemas import FIRST_FAULT, MAX_INT, GenerationBody, Wire
+from parallm.server.openai.completion_schemas import ChoiceFields, Echo, GenerationBody, RankedLogprob, Usage
+from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -69,7 +70,7 @@ class AssistantMessage(Wire):
 
 
 class ToolMessage(Wire):
-    """What a function returned."""
+    """The result of a function."""
 
     role: Literal["tool"]
     content: Content
@@ -155,3 +156,72 @@ class ChatBody(GenerationBody):
     continue_final_message: bool = False
     """Go on inside the last message, which must be the assistant's, instead of answering it."""
     response_format: ResponseFormat | None = None
+
+
+class TopTokenLogprob(Wire):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopTokenLogprob):
+    top_logprobs: list[TopTokenLogprob]
+
+
+class ChatLogprobs(Wire):
+    content: list[TokenLogprob]
+
+
+class AnsweredFunction(Wire):
+    name: str | None = None
+    arguments: str
+
+
+class AnsweredToolCall(Wire):
+    """A call, or in a stream a part of one: then `index` says of which."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: AnsweredFunction
+
+
+class ChatText(Wire):
+    """A whole message, or a delta of one."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[AnsweredToolCall] | None = None
+
+
+class ChatChoice(ChoiceFields):
+    message: ChatText
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunkChoice(ChoiceFields):
+    delta: ChatText
+    logprobs: ChatLogprobs | None
+
+
+class ChatAnswer(Echo):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = None
+    """Log-probs by position and token id, the prompt's own token first."""
+
+
+class ChatChunk(Echo):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None

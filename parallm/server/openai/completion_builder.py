@@ -1,15 +1,21 @@
-"""Answers of `POST /v1/completions`."""
+"""Builds the answers of `POST /v1/completions`, whole and in chunks."""
 
 from collections.abc import Sequence
 
 from parallm.server.generation import UNFINISHED, ResponseContext, provenance
-from parallm.server.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs, prompt_text
-from parallm.server.schemas import CompletionAnswer, CompletionBody, CompletionChoice, CompletionLogprobs, Usage
+from parallm.server.openai.completion_schemas import (
+    CompletionAnswer,
+    CompletionBody,
+    CompletionChoice,
+    CompletionLogprobs,
+    Usage,
+)
+from parallm.server.openai.logprobs import completion_logprobs, echoed_logprobs, prompt_logprobs
 from parallm.types import Completion, TokenEvent
 
 
 class CompletionBuilder:
-    """Remembers of each streamed choice how many characters its tokens had, for `text_offset`."""
+    """Keeps the number of characters of each streamed choice, for `text_offset`."""
 
     def __init__(self, context: ResponseContext, body: CompletionBody) -> None:
         self.context = context
@@ -60,9 +66,9 @@ class CompletionBuilder:
             logprobs=self._logprobs(prompt, completion),
             **provenance(completion),
         )
-        most, told = self._body.prompt_logprobs, completion.prompt_logprobs
-        if most is not None and told is not None:
-            update = {"prompt_logprobs": prompt_logprobs(told, most, self.context.token_texts)}
+        count, logprobs = self._body.prompt_logprobs, completion.prompt_logprobs
+        if count is not None and logprobs is not None:
+            update = {"prompt_logprobs": prompt_logprobs(logprobs, count, self.context.token_texts)}
             choice = choice.model_copy(update=update)
         return self._with_ids(choice, completion.tokens, prompt)
 
@@ -75,7 +81,8 @@ class CompletionBuilder:
         return echoed_logprobs(completion, first, self._body.logprobs, self.context.token_texts)
 
     def _prompt_text(self, prompt: int) -> str:
-        return prompt_text(self._body.prompt[prompt], self.context.tokenizer)
+        text = self._body.prompt[prompt]
+        return text if isinstance(text, str) else self.context.tokenizer.decode(text, special=True)
 
     def _with_ids(self, choice: CompletionChoice, tokens: Sequence[int], prompt: int | None) -> CompletionChoice:
         if not self.context.token_ids:

@@ -1,16 +1,16 @@
-"""What a client asks texts to look like: from the fields of a body to a compiled grammar."""
+"""Fields of a body that constrain the form of a text, as a compiled grammar. The routes call `constrained`."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from parallm.conversation import GrammarForm, GrammarSource
 from parallm.errors import InvalidRequest
-from parallm.server.openai.chat_schemas import ChatBody, JsonFormat, NamedTool, SchemaFormat
-from parallm.server.openai.output_parser import forced_grammar, strict_grammar
-from parallm.server.openai.translate import shown_tools
-from parallm.server.schemas import GenerationBody, StructuredOutputs
+from parallm.server.openai.chat_schemas import ChatBody, JsonFormat, NamedTool, SchemaFormat, Tool
+from parallm.server.openai.completion_schemas import GenerationBody, StructuredOutputs
+from parallm.server.openai.translate import template_tools
 from parallm.server.service import Service
 from parallm.types import GenerationRequest
 
@@ -18,42 +18,36 @@ ANY_OBJECT = '{"type": "object"}'
 
 
 def body_grammar(body: GenerationBody) -> GrammarSource | None:
-    """Of vLLM's fields, which both endpoints have. Raises InvalidRequest where there are several."""
+    """Return the grammar of vLLM's fields. Raises InvalidRequest if several are set."""
     return _with_whitespace(_only(_vllm_forms(body)), body)
 
 
 def chat_grammar(body: ChatBody) -> GrammarSource | None:
-    """Raises InvalidRequest where several fields each ask for a form of their own."""
-    found = _vllm_forms(body)
+    """Return the grammar of a chat's answer. Raises InvalidRequest if several fields ask for different forms."""
+    sources = _vllm_forms(body)
     match body.response_format:
         case JsonFormat():
-            found.append(_source("json", ANY_OBJECT, "response_format"))
-        case SchemaFormat(json_schema=asked):
-            found.append(_source("json", asked.json_schema, "response_format"))
-    if is_forced(body):
-        found.append(forced_grammar(body))
-    elif shown_tools(body):
-        if found:
-            name = found[0].parameter
+            sources.append(_source("json", ANY_OBJECT, "response_format"))
+        case SchemaFormat(json_schema=schema):
+            sources.append(_source("json", schema.json_schema, "response_format"))
+    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
+        sources.append(_forced_grammar(body))
+    elif template_tools(body):
+        if sources:
+            name = sources[0].parameter
             raise InvalidRequest(
                 f"{name} leaves no place for tool calls; send tool_choice 'none' or leave one of them out", name
             )
-        strict = strict_grammar(body)
-        found += [] if strict is None else [strict]
-    if found and body.continue_final_message:
-        raise InvalidRequest(f"{found[0].parameter} excludes continue_final_message", found[0].parameter)
-    return _with_whitespace(_only(found), body)
-
-
-def is_forced(body: ChatBody) -> bool:
-    """Whether the model must call a function."""
-    return body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
+        sources += _strict_grammars(body)
+    if sources and body.continue_final_message:
+        raise InvalidRequest(f"{sources[0].parameter} excludes continue_final_message", sources[0].parameter)
+    return _with_whitespace(_only(sources), body)
 
 
 async def constrained(
     requests: Sequence[GenerationRequest], source: GrammarSource | None, service: Service, *, reasoning: bool | None
 ) -> list[GenerationRequest]:
-    """`requests` with the grammar, compiled beside the event loop. Raises InvalidRequest."""
+    """Return the requests with the grammar, compiled on a thread. Raises InvalidRequest."""
     if source is None:
         return list(requests)
     settings = service.settings
@@ -78,30 +72,29 @@ async def constrained(
 
 
 def _vllm_forms(body: GenerationBody) -> list[GrammarSource]:
-    asked = body.structured_outputs or StructuredOutputs()
+    outputs = body.structured_outputs or StructuredOutputs()
     name = "structured_outputs"
     fields: list[tuple[str, GrammarForm, object]] = [
         ("guided_json", "json", body.guided_json),
         ("guided_regex", "regex", body.guided_regex),
         ("guided_choice", "choice", body.guided_choice),
-        (name, "json", asked.json_schema),
-        (name, "json", ANY_OBJECT if asked.json_object else None),
-        (name, "regex", asked.regex),
-        (name, "choice", asked.choice),
+        (name, "json", outputs.json_schema),
+        (name, "json", ANY_OBJECT if outputs.json_object else None),
+        (name, "regex", outputs.regex),
+        (name, "choice", outputs.choice),
     ]
     return [_source(form, value, name) for name, form, value in fields if value is not None]
 
 
 def _with_whitespace(source: GrammarSource | None, body: GenerationBody) -> GrammarSource | None:
-    """Apply the body's fields about white space in JSON. Raises InvalidRequest if they contradict each other, or if the
-    request does not ask for JSON."""
-    asked = body.structured_outputs or StructuredOutputs()
-    given = {
-        "structured_outputs.disable_any_whitespace": "" if asked.disable_any_whitespace else None,
-        "structured_outputs.whitespace_pattern": asked.whitespace_pattern,
+    """Apply the body's fields about white space. Raises InvalidRequest if they contradict, or without any JSON."""
+    outputs = body.structured_outputs or StructuredOutputs()
+    fields = {
+        "structured_outputs.disable_any_whitespace": "" if outputs.disable_any_whitespace else None,
+        "structured_outputs.whitespace_pattern": outputs.whitespace_pattern,
         "guided_whitespace_pattern": body.guided_whitespace_pattern,
     }
-    patterns = {name: pattern for name, pattern in given.items() if pattern is not None}
+    patterns = {name: pattern for name, pattern in fields.items() if pattern is not None}
     if not patterns:
         return source
     (name, pattern), *others = patterns.items()
@@ -113,7 +106,7 @@ def _with_whitespace(source: GrammarSource | None, body: GenerationBody) -> Gram
 
 
 def _source(form: GrammarForm, value: object, parameter: str) -> GrammarSource:
-    """Strings are taken as they are: a regular expression, or a schema as JSON."""
+    """Make a source; a string is a regular expression or a schema as JSON."""
     return GrammarSource(form=form, text=value if isinstance(value, str) else json.dumps(value), parameter=parameter)
 
 
@@ -125,8 +118,42 @@ def _check_json(source: GrammarSource) -> None:
             raise InvalidRequest(f"{source.parameter} is no JSON: {error}", source.parameter) from error
 
 
-def _only(found: Sequence[GrammarSource]) -> GrammarSource | None:
-    if len(found) > 1:
-        names = [source.parameter for source in found]
+def _only(sources: Sequence[GrammarSource]) -> GrammarSource | None:
+    if len(sources) > 1:
+        names = [source.parameter for source in sources]
         raise InvalidRequest(f"only one of these can say what the text looks like: {names}", names[1])
-    return found[0] if found else None
+    return sources[0] if sources else None
+
+
+def _forced_grammar(body: ChatBody) -> GrammarSource:
+    """Return the grammar of the calls that `tool_choice` forces. Raises InvalidRequest."""
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        (tool,) = (tool for tool in body.tools if tool.function.name == name)
+        return GrammarSource(form="json", text=json.dumps(_parameters(tool)), parameter="tool_choice")
+    return GrammarSource(form="calls", text=_functions(body), parameter="tools")
+
+
+def _strict_grammars(body: ChatBody) -> list[GrammarSource]:
+    """Return the grammar of text in which calls of strict functions keep to their schemas, if there are any."""
+    if not any(tool.function.strict for tool in body.tools):
+        return []
+    return [GrammarSource(form="text_and_calls", text=_functions(body, all_strict=False), parameter="tools")]
+
+
+def _functions(body: ChatBody, *, all_strict: bool = True) -> str:
+    functions = [
+        {
+            "name": tool.function.name,
+            "parameters": _parameters(tool) if all_strict or tool.function.strict else {"type": "object"},
+        }
+        for tool in body.tools
+    ]
+    return json.dumps({"functions": functions, "several": body.parallel_tool_calls})
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    parameters = tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    if parameters.get("type", "object") != "object":
+        raise InvalidRequest(f"the parameters of function {tool.function.name!r} should be an object", "tools")
+    return {"type": "object"} | parameters

@@ -7,9 +7,9 @@ from typing import Literal
 
 from parallm.conversation import ToolCall
 from parallm.errors import ParallmError
-from parallm.server.catalog import resolved_to
+from parallm.server.catalog import answered_by, version_of
 from parallm.server.failures import failure_of
-from parallm.server.generation import ResponseContext, StartedStream, version_of
+from parallm.server.generation import ResponseContext, StartedStream
 from parallm.server.openai.output_parser import MessagePart, OutputParsing, new_parser, parse_whole
 from parallm.server.openai.responses_schemas import (
     IncompleteDetails,
@@ -30,6 +30,9 @@ from parallm.server.openai.responses_schemas import (
 from parallm.server.service import Service
 from parallm.types import Completion, TokenEvent
 
+logger = logging.getLogger(__name__)
+Kind = Literal["reasoning", "message"]
+
 
 class ResponsesBuilder:
     def __init__(self, context: ResponseContext, parsing: OutputParsing, body: ResponseBody) -> None:
@@ -40,25 +43,25 @@ class ResponsesBuilder:
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> ResponseAnswer:
         ((completion,),) = completions
         part = parse_whole(new_parser(self.context.tokenizer.output, self.parsing), completion.text)
-        return self.finished(model, completion, items_of(part, status_of(completion)))
+        return self.finished(model, completion, _items(part, _status(completion)))
 
-    def begun(self, model: str) -> ResponseAnswer:
-        """The answer before its first item."""
+    def opening(self, model: str) -> ResponseAnswer:
+        """Return the answer before its first item."""
         return self._answer(model, "in_progress", [])
 
     def finished(self, model: str, completion: Completion, items: list[OutputItem]) -> ResponseAnswer:
         reasoning = "".join(part.text for item in items if isinstance(item, OutputReasoning) for part in item.content)
-        told = self.context.usage(len(completion.tokens))
+        tokens = self.context.usage(len(completion.tokens))
         usage = ResponseUsage(
-            input_tokens=told.prompt_tokens,
+            input_tokens=tokens.prompt_tokens,
             input_tokens_details=InputDetails(cached_tokens=completion.num_cached_prompt_tokens),
-            output_tokens=told.completion_tokens,
+            output_tokens=tokens.completion_tokens,
             output_tokens_details=OutputDetails(
                 reasoning_tokens=len(self.context.tokenizer.encode(reasoning)) if reasoning else 0
             ),
-            total_tokens=told.total_tokens,
+            total_tokens=tokens.total_tokens,
         )
-        return self._answer(model, status_of(completion), items, completion, usage)
+        return self._answer(model, _status(completion), items, completion, usage)
 
     def _answer(
         self,
@@ -98,40 +101,40 @@ class ResponsesBuilder:
         )
 
 
-def status_of(completion: Completion) -> Status:
-    """An answer that was aborted is incomplete too, without details: OpenAI has no reason of this kind."""
+def _status(completion: Completion) -> Status:
+    """Return `incomplete` for an aborted answer, too; OpenAI has no reason of this kind."""
     return "incomplete" if completion.finish_reason in ("length", "abort") else "completed"
 
 
-def items_of(part: MessagePart, status: Status) -> list[OutputItem]:
-    """There is a message, perhaps an empty one, unless there is something else."""
+def _items(part: MessagePart, status: Status) -> list[OutputItem]:
+    """Return the items of an answer; without any text or call, an empty message."""
     items: list[OutputItem] = []
     if part.reasoning:
-        items.append(reasoning_item(new_id("rs"), part.reasoning, status))
+        items.append(_reasoning_item(_new_id("rs"), part.reasoning, status))
     if part.content or not part:
-        items.append(message_item(new_id("msg"), part.content, status))
-    return [*items, *(call_item(new_id("fc"), call, status) for call in part.calls)]
+        items.append(_message_item(_new_id("msg"), part.content, status))
+    return [*items, *(_call_item(_new_id("fc"), call, status) for call in part.calls)]
 
 
-def new_id(kind: str) -> str:
+def _new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def text_part(text: str) -> OutputText:
+def _text_part(text: str) -> OutputText:
     return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
 
 
-def reasoning_item(item_id: str, text: str | None, status: Status) -> OutputReasoning:
+def _reasoning_item(item_id: str, text: str | None, status: Status) -> OutputReasoning:
     content = [] if text is None else [ReasoningText(type="reasoning_text", text=text)]
     return OutputReasoning(type="reasoning", id=item_id, status=status, summary=[], content=content)
 
 
-def message_item(item_id: str, text: str | None, status: Status) -> OutputMessage:
-    content = [] if text is None else [text_part(text)]
+def _message_item(item_id: str, text: str | None, status: Status) -> OutputMessage:
+    content = [] if text is None else [_text_part(text)]
     return OutputMessage(type="message", id=item_id, status=status, role="assistant", content=content)
 
 
-def call_item(item_id: str, call: ToolCall, status: Status) -> OutputCall:
+def _call_item(item_id: str, call: ToolCall, status: Status) -> OutputCall:
     return OutputCall(
         type="function_call",
         id=item_id,
@@ -142,67 +145,63 @@ def call_item(item_id: str, call: ToolCall, status: Status) -> OutputCall:
     )
 
 
-logger = logging.getLogger(__name__)
-Kind = Literal["reasoning", "message"]
-
-
 class ResponsesStream:
-    """Makes the events of one answer. Items are opened when their first text comes and closed when another begins."""
+    """Writes one answer as OpenAI's events. An item opens with its first text and closes when another item opens."""
 
-    def __init__(self, service: Service, answers: ResponsesBuilder) -> None:
+    def __init__(self, service: Service, builder: ResponsesBuilder) -> None:
         self._service = service
-        self._answers = answers
-        self._reader = new_parser(answers.context.tokenizer.output, answers.parsing)
+        self._builder = builder
+        self._parser = new_parser(builder.context.tokenizer.output, builder.parsing)
         self._number = 0
         self._items: list[OutputItem] = []
         self._kind: Kind | None = None
         self._item_id = ""
         self._text = ""
 
-    async def encoded(self, begun: StartedStream) -> AsyncGenerator[bytes, None]:
-        """Bytes of the stream. A failure after the first event becomes an event `error`, the last one."""
+    async def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes. A failure after the first event becomes an event `error`, the last one."""
         try:
-            answer = self._answers.begun(begun.model)
+            answer = self._builder.opening(started.model)
             opening = [self._event("response.created", response=answer)]
             opening.append(self._event("response.in_progress", response=answer))
-            yield _encode([*opening, *self._told(begun.first[1])])
-            async for _, event in begun.events:
-                if events := list(self._told(event)):
+            yield _encode([*opening, *self._events(started.first[1])])
+            async for _, event in started.events:
+                if events := list(self._events(event)):
                     yield _encode(events)
         except ParallmError as error:
             yield self.failed(error)
         except Exception as error:  # the status is sent already: the log is the only place left for the cause
-            logger.exception("the stream %s failed", self._answers.context.answer_id)
+            logger.exception("the stream %s failed", self._builder.context.answer_id)
             yield self.failed(error)
 
     def failed(self, error: Exception) -> bytes:
-        """The last event of a stream that cannot go on."""
+        """Return the last event of a stream that cannot go on."""
         detail = failure_of(error).answer.error
         return _encode([self._event("error", code=detail.code, message=detail.message, param=detail.param)])
 
-    def _told(self, event: TokenEvent) -> Iterator[ResponseEvent]:
-        yield from self._added(self._reader.read(event.text))
+    def _events(self, event: TokenEvent) -> Iterator[ResponseEvent]:
+        yield from self._part_events(self._parser.read(event.text))
         if (completion := event.completion) is None:
             return
-        yield from self._added(self._reader.finish())
+        yield from self._part_events(self._parser.finish())
         if self._kind is None and not self._items:
             yield from self._open("message")
-        yield from self._close(status_of(completion))
-        name = self._answers.context.requests[0].model
-        model = resolved_to(name, version_of(completion), self._service.catalog())
-        answer = self._answers.finished(model, completion, self._items)
+        yield from self._close(_status(completion))
+        name = self._builder.context.requests[0].model
+        model = answered_by(name, completion, self._service.catalog())
+        answer = self._builder.finished(model, completion, self._items)
         yield self._event(f"response.{answer.status}", response=answer)
 
-    def _added(self, part: MessagePart) -> Iterator[ResponseEvent]:
+    def _part_events(self, part: MessagePart) -> Iterator[ResponseEvent]:
         if part.reasoning:
-            yield from self._more("reasoning", part.reasoning)
+            yield from self._text_events("reasoning", part.reasoning)
         if part.content:
-            yield from self._more("message", part.content)
+            yield from self._text_events("message", part.content)
         for call in part.calls:
             yield from self._close()
-            yield from self._called(call)
+            yield from self._call_events(call)
 
-    def _more(self, kind: Kind, text: str) -> Iterator[ResponseEvent]:
+    def _text_events(self, kind: Kind, text: str) -> Iterator[ResponseEvent]:
         if self._kind != kind:
             yield from self._close()
             yield from self._open(kind)
@@ -214,8 +213,8 @@ class ResponsesStream:
 
     def _open(self, kind: Kind) -> Iterator[ResponseEvent]:
         self._kind, self._text = kind, ""
-        self._item_id = new_id("msg" if kind == "message" else "rs")
-        make = message_item if kind == "message" else reasoning_item
+        self._item_id = _new_id("msg" if kind == "message" else "rs")
+        make = _message_item if kind == "message" else _reasoning_item
         item = make(self._item_id, None, "in_progress")
         yield self._event("response.output_item.added", output_index=len(self._items), item=item)
         yield self._in_item("response.content_part.added", part=self._part(""))
@@ -228,19 +227,19 @@ class ResponsesStream:
         else:
             yield self._in_item("response.reasoning_text.done", text=self._text)
         yield self._in_item("response.content_part.done", part=self._part(self._text))
-        make = message_item if self._kind == "message" else reasoning_item
+        make = _message_item if self._kind == "message" else _reasoning_item
         self._kind = None
         yield self._done(make(self._item_id, self._text, status))
 
-    def _called(self, call: ToolCall) -> Iterator[ResponseEvent]:
-        """A call is told when it is complete, so there is one delta."""
-        item = call_item(new_id("fc"), call, "completed")
-        place = {"output_index": len(self._items)}
+    def _call_events(self, call: ToolCall) -> Iterator[ResponseEvent]:
+        """Yield a complete call: there is one delta."""
+        item = _call_item(_new_id("fc"), call, "completed")
+        index = {"output_index": len(self._items)}
         empty = item.model_copy(update={"arguments": "", "status": "in_progress"})
-        yield self._event("response.output_item.added", item=empty, **place)
-        place_in = place | {"item_id": item.id}
-        yield self._event("response.function_call_arguments.delta", delta=item.arguments, **place_in)
-        yield self._event("response.function_call_arguments.done", name=item.name, arguments=item.arguments, **place_in)
+        yield self._event("response.output_item.added", item=empty, **index)
+        position = index | {"item_id": item.id}
+        yield self._event("response.function_call_arguments.delta", delta=item.arguments, **position)
+        yield self._event("response.function_call_arguments.done", name=item.name, arguments=item.arguments, **position)
         yield self._done(item)
 
     def _done(self, item: OutputItem) -> ResponseEvent:
@@ -248,7 +247,7 @@ class ResponsesStream:
         return self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _part(self, text: str) -> object:
-        return text_part(text) if self._kind == "message" else ReasoningText(type="reasoning_text", text=text)
+        return _text_part(text) if self._kind == "message" else ReasoningText(type="reasoning_text", text=text)
 
     def _in_item(self, kind: str, **fields: object) -> ResponseEvent:
         return self._event(kind, item_id=self._item_id, output_index=len(self._items), content_index=0, **fields)

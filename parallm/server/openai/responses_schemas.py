@@ -1,4 +1,4 @@
-"""Wire types of what clients send to `POST /v1/responses`. Used in this folder only."""
+"""Wire types of `POST /v1/responses`, requests and answers."""
 
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -11,7 +11,7 @@ ItemId = Annotated[str, Field(max_length=256)]
 
 
 class InputText(Wire):
-    """Also `output_text` of an earlier answer, with the fields that it came with."""
+    """Text of the client, or `output_text` of an earlier answer with its fields."""
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -152,7 +152,7 @@ class ResponseBody(Wire):
     """The same as in `/v1/completions`."""
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    """These two change nothing in an answer."""
+    """This and `prompt_cache_key` change nothing in an answer."""
 
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -214,7 +214,7 @@ class IncompleteDetails(Wire):
 
 
 class ResponseAnswer(Wire):
-    """With what was asked, as OpenAI gives it back, and which weights answered."""
+    """An answer repeats the request's fields, as OpenAI's does, and names the version that answered."""
 
     id: str
     object: Literal["response"]

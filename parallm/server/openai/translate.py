@@ -1,11 +1,17 @@
-"""Wire requests to domain requests: pure functions. What only the engine can know, it checks itself."""
+"""Wire requests to `GenerationRequest`s: pure functions, which run on a thread for long bodies.
+
+The routes of OpenAI's endpoints, the dialects and `/tokenize` call these. Raises InvalidRequest for what a field, a
+setting or the chat template forbids; the engine checks what it alone can know.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from parallm.conversation import ChatPrompt, PromptEnd
 from parallm.errors import ContextTooLong, InvalidRequest
+from parallm.server.catalog import means_the_same, model_of
+from parallm.server.interfaces import Tokenizer
 from parallm.server.openai.chat_schemas import (
     AssistantMessage,
     ChatBody,
@@ -14,28 +20,95 @@ from parallm.server.openai.chat_schemas import (
     SentToolCall,
     ToolMessage,
 )
+from parallm.server.openai.completion_schemas import CompletionBody, GenerationBody
 from parallm.server.openai.output_parser import OutputParsing
-from parallm.server.schemas import CompletionBody, GenerationBody
-from parallm.server.service import Tokenizer
+from parallm.server.request_limits import check_items, check_text, check_texts
+from parallm.server.schemas import Wire
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
-from parallm.server.text_bounds import check_items, check_text, check_texts
-from parallm.types import GenerationRequest, SamplingParams
+from parallm.types import BASE, GenerationRequest, SamplingParams
+
+MIN_TEMPERATURE = 0.01
+"""Lowest temperature above 0, which is greedy."""
+
+Body = TypeVar("Body", bound=GenerationBody)
+AnyBody = TypeVar("AnyBody", bound=Wire)
+
+
+def completion_requests(body: CompletionBody, answer_id: str, service: Service) -> list[GenerationRequest]:
+    """Return one request for each prompt."""
+    _check_limits(body, len(body.prompt), service.settings)
+    top_logprobs = _checked_top_logprobs("logprobs", body.logprobs or 0, service.settings)
+    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
+        raise InvalidRequest("max_tokens is 0; send at least 1, or ask for echo or prompt_logprobs", "max_tokens")
+    if body.echo and body.logprobs is not None and body.stream:
+        raise InvalidRequest("echo with logprobs is not streamed; leave one of the three out", "echo")
+    counts = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
+    requests = []
+    for index, prompt in enumerate(body.prompt):
+        tokens = _prompt_tokens(prompt, body, service)
+        max_tokens = _default_max_tokens(tokens, service, "prompt") if body.max_tokens is None else body.max_tokens
+        sampling = _sampling(body, max_tokens, top_logprobs, max(counts, default=None))
+        requests.append(_request(body, f"{answer_id}#{index}", tokens, sampling))
+    return requests
+
+
+def chat_request(body: ChatBody, answer_id: str, service: Service) -> tuple[GenerationRequest, OutputParsing]:
+    """Return the request, and how to parse the text of its answers."""
+    _check_limits(body, 1, service.settings)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
+    top_logprobs = _checked_top_logprobs("top_logprobs", body.top_logprobs or 0, service.settings)
+    prompt = chat_prompt(body, service.tokenizer, service.engine.max_context)
+    max_tokens = _chat_max_tokens(body) or _default_max_tokens(prompt.tokens, service, "messages")
+    request = _request(body, answer_id, prompt.tokens, _sampling(body, max_tokens, top_logprobs, body.prompt_logprobs))
+    return request, _parsing(body, service.tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
+
+
+def effective_body(body: Body, service: Service) -> Body:
+    """Return the body with the model that `lora_adapter` names, and with defaults for sampling fields not sent."""
+    return with_defaults(with_lora_adapter(body, service), service.sampling_defaults)
+
+
+def with_lora_adapter(body: Body, service: Service) -> Body:
+    """Return the body with `lora_adapter` as its `model`, unless `model` names another adapter."""
+    if body.lora_adapter is None:
+        return body
+    adapter = model_of(service, body.lora_adapter)
+    if not means_the_same(service, body.model, adapter):
+        raise InvalidRequest(
+            f"model is {body.model[:100]!r} and lora_adapter is {body.lora_adapter[:100]!r}; leave one of them out, or "
+            f"send {BASE!r} as the model",
+            "lora_adapter",
+        )
+    return body.model_copy(update={"model": adapter, "lora_adapter": None})
+
+
+def with_defaults(body: AnyBody, defaults: Mapping[str, float]) -> AnyBody:
+    """Return the body with `defaults` for the fields that were not sent.
+
+    A body with `collect_trajectory` stays as it is, since the policy learns from its own samples.
+    """
+    if getattr(body, "collect_trajectory", False):
+        return body
+    missing = defaults.keys() & type(body).model_fields.keys() - body.model_fields_set
+    return body.model_copy(update={name: defaults[name] for name in missing}) if missing else body
 
 
 def chat_prompt(body: ChatBody, tokenizer: Tokenizer, max_context: int) -> ChatPrompt:
-    """Raises InvalidRequest, also where the chat template refuses the messages."""
+    """Return what the model's chat template writes."""
     check_texts(list(_texts(body)), "messages", tokenizer, max_context)
     _check_call_ids(body.messages)
     return tokenizer.encode_prompt(
         [to_turn(message) for message in body.messages],
-        tools=shown_tools(body),
+        tools=template_tools(body),
         variables=_variables(body, tokenizer),
         end=_end(body),
     )
 
 
-def shown_tools(body: ChatBody) -> list[dict[str, Any]]:
-    """Tools that the model may call, as templates know them: none where `tool_choice` forbids them."""
+def template_tools(body: ChatBody) -> list[dict[str, Any]]:
+    """Return the tools that the model may call, as templates know them: none where `tool_choice` forbids them."""
     if body.tool_choice == "none":
         return []
     if isinstance(body.tool_choice, NamedTool):
@@ -51,7 +124,7 @@ def shown_tools(body: ChatBody) -> list[dict[str, Any]]:
 
 
 def to_turn(message: ChatMessage) -> dict[str, object]:
-    """One message as templates read it. Text parts are joined as they are; arguments of calls become objects."""
+    """Return a message as templates read it: text parts joined, arguments of calls as objects."""
     content = "".join(part.text for part in message.content)
     match message:
         case AssistantMessage():
@@ -71,7 +144,7 @@ def to_turn(message: ChatMessage) -> dict[str, object]:
 
 
 def _texts(body: ChatBody) -> Iterator[str]:
-    """All that a template may write."""
+    """Yield all texts that a template may write."""
     for message in body.messages:
         yield from (part.text for part in message.content)
         if isinstance(message, AssistantMessage):
@@ -93,12 +166,12 @@ def _call(call: SentToolCall) -> dict[str, object]:
 
 
 def _check_call_ids(messages: Sequence[ChatMessage]) -> None:
-    """Each result of a tool answers a call before it: most templates show no ids, so nothing else would notice."""
-    known: set[str] = set()
+    """Refuse a tool's result without a call before it: most templates show no ids, so nothing else would notice."""
+    call_ids: set[str] = set()
     for position, message in enumerate(messages):
         if isinstance(message, AssistantMessage):
-            known |= {call.id for call in message.tool_calls or ()}
-        elif isinstance(message, ToolMessage) and message.tool_call_id not in known:
+            call_ids |= {call.id for call in message.tool_calls or ()}
+        elif isinstance(message, ToolMessage) and message.tool_call_id not in call_ids:
             name = f"messages.{position}.tool_call_id"
             raise InvalidRequest(
                 f"{name} is {message.tool_call_id!r}; no message before it has a call of this id", name
@@ -106,14 +179,14 @@ def _check_call_ids(messages: Sequence[ChatMessage]) -> None:
 
 
 def _variables(body: ChatBody, tokenizer: Tokenizer) -> Mapping[str, object]:
-    """The template's variables, `reasoning_effort` among them. Raises InvalidRequest for an effort without effect."""
-    effort, known = body.reasoning_effort, tokenizer.template_variables
+    """Return the template's variables. An effort without effect is refused."""
+    effort, names = body.reasoning_effort, tokenizer.template_variables
     if effort is None:
         return body.chat_template_kwargs
-    if "reasoning_effort" in known:
+    if "reasoning_effort" in names:
         return {"reasoning_effort": effort} | body.chat_template_kwargs
     if effort == "none":
-        return ({"enable_thinking": False} if "enable_thinking" in known else {}) | body.chat_template_kwargs
+        return ({"enable_thinking": False} if "enable_thinking" in names else {}) | body.chat_template_kwargs
     raise InvalidRequest(
         "reasoning_effort is not supported by this model's chat template; leave it out or send 'none'",
         "reasoning_effort",
@@ -135,80 +208,22 @@ def _end(body: ChatBody) -> PromptEnd:
     return "unfinished"
 
 
-MIN_TEMPERATURE = 0.01
-"""Lowest temperature above 0, which is greedy."""
-
-
-def completion_requests(
-    body: CompletionBody, request_id: str, *, tokenizer: Tokenizer, settings: ServerSettings, max_context: int
-) -> list[GenerationRequest]:
-    """One request for each prompt. Raises InvalidRequest."""
-    _check_limits(body, len(body.prompt), settings)
-    top_logprobs = _checked_top_logprobs("logprobs", body.logprobs or 0, settings)
-    _check_whole(body)
-    prompts = [_prompt_tokens(prompt, body, tokenizer, settings, max_context) for prompt in body.prompt]
-    shown = [count for count in (body.logprobs if body.echo else None, body.prompt_logprobs) if count is not None]
-    return [
-        GenerationRequest(
-            request_id=f"{request_id}#{index}",
-            prompt_tokens=prompt,
-            sampling=_sampling(
-                body,
-                _room(prompt, settings, max_context, "prompt") if body.max_tokens is None else body.max_tokens,
-                top_logprobs,
-                max(shown, default=None),
-            ),
-            n=body.n,
-            model=body.model,
-            priority=body.priority,
-            user=body.user,
-            cache_salt=body.cache_salt or "",
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-
-
-def chat_request(
-    body: ChatBody, request_id: str, *, tokenizer: Tokenizer, settings: ServerSettings, max_context: int
-) -> tuple[GenerationRequest, OutputParsing]:
-    """Raises InvalidRequest, also where the chat template refuses the messages."""
-    _check_limits(body, 1, settings)
-    if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
-    top_logprobs = _checked_top_logprobs("top_logprobs", body.top_logprobs or 0, settings)
-    prompt = chat_prompt(body, tokenizer, max_context)
-    max_tokens = _chat_max_tokens(body) or _room(prompt.tokens, settings, max_context, "messages")
-    request = GenerationRequest(
-        request_id=request_id,
-        prompt_tokens=prompt.tokens,
-        sampling=_sampling(body, max_tokens, top_logprobs, body.prompt_logprobs),
-        n=body.n,
-        model=body.model,
-        priority=body.priority,
-        user=body.user,
-        cache_salt=body.cache_salt or "",
-    )
-    return request, _reading(body, tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
-
-
-def _prompt_tokens(
-    prompt: str | list[int], body: CompletionBody, tokenizer: Tokenizer, settings: ServerSettings, max_context: int
-) -> tuple[int, ...]:
+def _prompt_tokens(prompt: str | list[int], body: CompletionBody, service: Service) -> tuple[int, ...]:
     if isinstance(prompt, str):
-        check_text(prompt, "prompt", tokenizer, max_context)
-        parses = settings.parse_special if body.parse_special is None else body.parse_special
-        return tokenizer.encode(prompt, add_special=body.add_special_tokens, parse_special=parses)
-    check_items(prompt, "tokens", "prompt", max_context)
+        check_text(prompt, "prompt", service.tokenizer, service.engine.max_context)
+        parses = service.settings.parse_special if body.parse_special is None else body.parse_special
+        return service.tokenizer.encode(prompt, add_special=body.add_special_tokens, parse_special=parses)
+    check_items(prompt, "tokens", "prompt", service.engine.max_context)
     return tuple(prompt)
 
 
-def _reading(body: ChatBody, tokenizer: Tokenizer, *, begins_in_reasoning: bool) -> OutputParsing:
+def _parsing(body: ChatBody, tokenizer: Tokenizer, *, begins_in_reasoning: bool) -> OutputParsing:
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
         return OutputParsing(begins_in_reasoning=begins_in_reasoning, answer="arguments", called=name)
     if body.tool_choice == "required":
         return OutputParsing(begins_in_reasoning=begins_in_reasoning, answer="calls")
-    tools = shown_tools(body)
+    tools = template_tools(body)
     if tools and tokenizer.output.tool_marks is None:
         raise InvalidRequest("how this model writes tool calls is unknown; leave tools out", "tools")
     return OutputParsing(
@@ -223,8 +238,9 @@ def _chat_max_tokens(body: ChatBody) -> int | None:
     return new if new is not None else old
 
 
-def _room(prompt: Sequence[int], settings: ServerSettings, max_context: int, name: str) -> int:
-    """Tokens for a request that names none: the default, or fewer where the context ends before."""
+def _default_max_tokens(prompt: Sequence[int], service: Service, name: str) -> int:
+    """Return the default, or fewer tokens where the context ends before."""
+    max_context = service.engine.max_context
     if len(prompt) >= max_context:
         raise ContextTooLong(
             f"{name} has {len(prompt)} tokens and this model's maximum context length is {max_context}, with the "
@@ -232,7 +248,22 @@ def _room(prompt: Sequence[int], settings: ServerSettings, max_context: int, nam
             name,
             setting="engine.max_context",
         )
-    return min(settings.default_max_tokens, max_context - len(prompt))
+    return min(service.settings.default_max_tokens, max_context - len(prompt))
+
+
+def _request(
+    body: GenerationBody, request_id: str, tokens: tuple[int, ...], sampling: SamplingParams
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_tokens=tokens,
+        sampling=sampling,
+        n=body.n,
+        model=body.model,
+        priority=body.priority,
+        user=body.user,
+        cache_salt=body.cache_salt or "",
+    )
 
 
 def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int, prompt_logprobs: int | None) -> SamplingParams:
@@ -264,13 +295,6 @@ def _checked_top_logprobs(name: str, value: int, settings: ServerSettings) -> in
     return value
 
 
-def _check_whole(body: CompletionBody) -> None:
-    if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
-        raise InvalidRequest("max_tokens is 0; send at least 1, or ask for echo or prompt_logprobs", "max_tokens")
-    if body.echo and body.logprobs is not None and body.stream:
-        raise InvalidRequest("echo with logprobs is not streamed; leave one of the three out", "echo")
-
-
 def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettings) -> None:
     if body.n > settings.max_n:
         raise InvalidRequest(f"n is {body.n}, the limit is {settings.max_n}; raise server.max_n", "n")
@@ -300,3 +324,7 @@ def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettin
         raise InvalidRequest(
             f"temperature is {body.temperature}; send 0 for greedy or at least {MIN_TEMPERATURE}", "temperature"
         )
+    if not body.collect_trajectory and body.scoring_function is not None:
+        raise InvalidRequest("scoring_function needs collect_trajectory: true", "scoring_function")
+    if not body.collect_trajectory and body.metadata not in (None, {}):
+        raise InvalidRequest("metadata is kept only with collect_trajectory: true; leave it out", "metadata")

@@ -1,4 +1,8 @@
-"""API keys: read once at the start, kept as digests, compared in constant time."""
+"""API keys, the role that each route needs, and the check before every route.
+
+Keys are read once at the start, kept as digests and compared in constant time. `auth_dependency` is a dependency of
+all routes: role and key, then draining, then the request's deadline, before anything of the body is read.
+"""
 
 import asyncio
 import hashlib
@@ -21,12 +25,70 @@ from parallm.server.operation.middleware import Drain
 from parallm.server.operation.request_context import current_request
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
 
+MIN_KEY_LENGTH = 16
+TIMEOUT_HEADER = "x-request-timeout"
+
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
     name: str
     role: KeyRole
     digest: bytes
+
+
+def read_keys(settings: ServerSettings) -> tuple[StoredKey, ...]:
+    """Return the keys with their digests. Raises ConfigError for a key that is missing, too short or named twice."""
+    names = [key.name for key in settings.api_keys]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"server.api_keys: the name {twice[0]} stands there twice; give each key a name of its own")
+    return tuple(StoredKey(key.name, key.role, _digest(key, os.environ)) for key in settings.api_keys)
+
+
+def presented_key(headers: Headers) -> str | None:
+    """Return the key of `Authorization: Bearer KEY` or `x-api-key: KEY`."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("x-api-key")
+
+
+def find_key(presented: str, keys: tuple[StoredKey, ...]) -> StoredKey | None:
+    """Compare all digests, so that every wrong key takes the same time."""
+    digest = hashlib.sha256(presented.encode()).digest()
+    matches = [key for key in keys if hmac.compare_digest(key.digest, digest)]
+    return matches[0] if matches else None
+
+
+def _digest(key: ApiKey, environment: Mapping[str, str]) -> bytes:
+    where = f"server.api_keys {key.name}"
+    match key.env, key.file, key.sha256:
+        case str(variable), None, None:
+            if variable not in environment:
+                raise ConfigError(f"{where}: the environment variable {variable} is not set; set it to the key")
+            return _digest_of(environment[variable], f"{where}: the environment variable {variable}")
+        case None, str(path), None:
+            return _digest_of(_read(path, where), f"{where}: the file {path}")
+        case None, None, str(digest):
+            return bytes.fromhex(digest)
+        case _:
+            raise ConfigError(f"{where}: give exactly one of env, file and sha256")
+
+
+def _read(path: str, where: str) -> str:
+    try:
+        return Path(path).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: the file {path} cannot be read: {error}") from error
+
+
+def _digest_of(text: str, where: str) -> bytes:
+    key = text.strip()
+    if len(key) < MIN_KEY_LENGTH:
+        raise ConfigError(
+            f"{where} holds {len(key)} characters; a key has at least {MIN_KEY_LENGTH}, "
+            "such as those of `openssl rand -hex 24`"
+        )
+    return hashlib.sha256(key.encode()).digest()
 
 
 Role = Literal["public"] | KeyRole
@@ -116,7 +178,7 @@ ROLES: Mapping[str, Role] = {
     "PUT /v1/shares": "admin",
     "PUT /v1/splits/{name}": "admin",
 }
-"""Every route has one row; `create_app` refuses routes without."""
+"""One row for each route; `create_app` refuses routes without one."""
 RANK: Mapping[Role, int] = {"public": 0, "inference": 1, "training": 2, "admin": 3}
 
 
@@ -125,7 +187,7 @@ def role_of(http: Request) -> Role:
 
 
 def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettings) -> None:
-    """Let the request pass, and note the name of its key. Raises WrongKey, NotAllowed."""
+    """Check the key of a request and note its name. Raises WrongKey, NotAllowed."""
     role = role_of(http)
     if role == "public":
         return
@@ -136,7 +198,7 @@ def authorize(http: Request, keys: tuple[StoredKey, ...], settings: ServerSettin
 
 
 def check_roles(routers: Iterable[APIRouter]) -> None:
-    """Raises LookupError for a route without a row in the table, so that none is open by oversight."""
+    """Raise LookupError for a route without a row in `ROLES`, so that none is open by oversight."""
     for router in routers:
         for route in router.routes:
             assert isinstance(route, APIRoute), "routers are not nested: their paths stand whole where they are defined"
@@ -156,87 +218,25 @@ def _check_key(http: Request, role: Role, keys: tuple[StoredKey, ...]) -> None:
     if key is None:
         raise WrongKey("the API key is not one of this server's")
     if context := current_request.get():
-        # before it may be refused, since the log names the key of refused requests, too
+        # before a refusal, since the log names the key of refused requests, too
         context.api_key, context.api_role = key.name, key.role
     if RANK[key.role] < RANK[role]:
         raise NotAllowed(f"this route needs a key with the role {role}; yours has the role {key.role}")
 
 
-MIN_KEY_LENGTH = 16
-
-
-def read_keys(settings: ServerSettings) -> tuple[StoredKey, ...]:
-    """The keys with their digests. Raises ConfigError for a key that is not there, too short or named twice."""
-    names = [key.name for key in settings.api_keys]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"server.api_keys: the name {twice[0]} stands there twice; give each key a name of its own")
-    return tuple(StoredKey(key.name, key.role, _digest(key, os.environ)) for key in settings.api_keys)
-
-
-def presented_key(headers: Headers) -> str | None:
-    """What the client sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and key.strip():
-        return key.strip()
-    return headers.get("x-api-key")
-
-
-def find_key(presented: str, keys: tuple[StoredKey, ...]) -> StoredKey | None:
-    """Takes the same time for every wrong key: digests are compared, and all of them."""
-    digest = hashlib.sha256(presented.encode()).digest()
-    found = [key for key in keys if hmac.compare_digest(key.digest, digest)]
-    return found[0] if found else None
-
-
-def _digest(key: ApiKey, environment: Mapping[str, str]) -> bytes:
-    where = f"server.api_keys {key.name}"
-    match key.env, key.file, key.sha256:
-        case str(variable), None, None:
-            if variable not in environment:
-                raise ConfigError(f"{where}: the environment variable {variable} is not set; set it to the key")
-            return _digest_of(environment[variable], f"{where}: the environment variable {variable}")
-        case None, str(path), None:
-            return _digest_of(_read(path, where), f"{where}: the file {path}")
-        case None, None, str(digest):
-            return bytes.fromhex(digest)
-        case _:
-            raise ConfigError(f"{where}: give exactly one of env, file and sha256")
-
-
-def _read(path: str, where: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: the file {path} cannot be read: {error}") from error
-
-
-def _digest_of(text: str, where: str) -> bytes:
-    key = text.strip()
-    if len(key) < MIN_KEY_LENGTH:
-        raise ConfigError(
-            f"{where} holds {len(key)} characters; a key has at least {MIN_KEY_LENGTH}, "
-            "such as those of `openssl rand -hex 24`"
-        )
-    return hashlib.sha256(key.encode()).digest()
-
-
-TIMEOUT_HEADER = "x-request-timeout"
-
-
 def auth_dependency(
     keys: tuple[StoredKey, ...], settings: ServerSettings, drain: Drain
 ) -> Callable[[Request], Awaitable[None]]:
-    """A dependency of all routes, which runs before anything of the body is read."""
 
     async def check(http: Request) -> None:
         context = current_request.get()
-        assert context is not None, "front.py is around every request"
+        assert context is not None, "middleware.py is around every request"
         context.route = http.scope["route"].path_format
         if context.is_local:
             context.api_role = "admin"
         else:
             authorize(http, keys, settings)
-        if drain.is_closed and not context.is_local and _asks_for_work(http):
+        if drain.is_draining and not context.is_local and _asks_for_work(http):
             seconds = math.ceil(settings.drain_seconds)
             raise Draining(f"the server shuts down and takes no new requests; try again in {seconds} s", seconds)
         seconds_left = _seconds_left(http, settings)
@@ -246,12 +246,12 @@ def auth_dependency(
 
 
 def _asks_for_work(http: Request) -> bool:
-    """What only looks, such as `/metrics`, may go on to the end, and what steers training, too."""
+    """Return whether draining refuses it: `/metrics` and other views, and control of training, go on to the end."""
     return role_of(http) == "inference" and (http.method == "POST" or http.url.path == "/health_generate")
 
 
 def _seconds_left(http: Request, settings: ServerSettings) -> float | None:
-    """The shorter of what the server and the client allow."""
+    """Return the shorter of the limits of server and client. Raises InvalidRequest."""
     given = http.headers.get(TIMEOUT_HEADER)
     if given is None:
         return settings.request_seconds

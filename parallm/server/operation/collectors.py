@@ -1,4 +1,8 @@
-"""What `/metrics` reads when it is asked, at no cost in between: the engine, adapters, training, the device."""
+"""Gauges and counters that `/metrics` reads when it is asked, at no cost in between.
+
+`create_app` registers both collectors beside `RequestMetrics`. Label values are names of adapters, policies, splits and
+metrics, which operators choose: none comes from a client.
+"""
 
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -10,12 +14,13 @@ from prometheus_client.registry import Collector
 from parallm.reports import TrainingStatus
 from parallm.server.control.traffic_splits import TrafficSplits
 from parallm.server.control.version_statistics import VersionStatistics
-from parallm.server.service import Device, Service
+from parallm.server.interfaces import Device
+from parallm.server.service import Service
 from parallm.types import POLICY
 
 
 class ServiceCollector(Collector):
-    """Registered with the meters. Label values are names of adapters, policies and metrics: the operator's, few."""
+    """The engine, adapters, training, live trajectories and the device."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -62,8 +67,8 @@ class ServiceCollector(Collector):
         running = GaugeMetricFamily("parallm:adapter_running", "Completions that use it now.", labels=["adapter"])
         size = GaugeMetricFamily("parallm:adapter_bytes", "Bytes of the versions in memory.", labels=["adapter"])
         cards = sorted(self._service.catalog(), key=lambda card: card.name)
-        for name, of_name in groupby(cards, key=lambda card: card.name):
-            versions = list(of_name)
+        for name, group in groupby(cards, key=lambda card: card.name):
+            versions = list(group)
             served.add_metric([name], max((card.version for card in versions if card.is_served), default=0))
             newest.add_metric([name], max(card.version for card in versions))
             count.add_metric([name], len(versions))
@@ -90,20 +95,20 @@ class ServiceCollector(Collector):
         yield from (state, step, metrics, saves)
 
     def _trajectories(self) -> Iterator[Metric]:
-        kept = GaugeMetricFamily("parallm:trajectories", "In the buffer.", labels=["policy", "state"])
+        buffered = GaugeMetricFamily("parallm:trajectories", "In the buffer.", labels=["policy", "state"])
         collected = CounterMetricFamily("parallm:trajectories_collected", "Asked for by clients.", labels=["policy"])
         trained = CounterMetricFamily("parallm:trajectories_trained", "Trained on.", labels=["policy"])
         dropped = CounterMetricFamily("parallm:trajectories_dropped", "By reason.", labels=["policy", "reason"])
-        for policy, one in self._service.trajectories.items():
-            report = one.report()
-            kept.add_metric([policy, "waiting"], report.num_waiting)
-            kept.add_metric([policy, "rewarded"], report.num_rewarded)
-            kept.add_metric([policy, "reserved"], report.num_reserved)
+        for policy, trajectories in self._service.trajectories.items():
+            report = trajectories.report()
+            buffered.add_metric([policy, "waiting"], report.num_waiting)
+            buffered.add_metric([policy, "rewarded"], report.num_rewarded)
+            buffered.add_metric([policy, "reserved"], report.num_reserved)
             collected.add_metric([policy], report.num_collected)
             trained.add_metric([policy], report.num_trained)
             for reason, count in report.dropped.items():
                 dropped.add_metric([policy, reason], count)
-        yield from (kept, collected, trained, dropped)
+        yield from (buffered, collected, trained, dropped)
 
 
 def _device(device: Device) -> Iterator[Metric]:
@@ -147,7 +152,7 @@ def _counter(name: str, text: str, label: str, values: Mapping[str, float]) -> M
 
 
 class SplitCollector(Collector):
-    """Registered with the meters. Of names that are split only, which are the operator's and few."""
+    """Splits, and what their versions have answered: only names that are split, which are few."""
 
     def __init__(self, splits: TrafficSplits, statistics: VersionStatistics) -> None:
         self._splits = splits
@@ -163,10 +168,10 @@ class SplitCollector(Collector):
         rewards = CounterMetricFamily("parallm:split_rewards", "Rewards for what it has answered.", labels=labels)
         total = GaugeMetricFamily("parallm:split_reward_sum", "Their sum.", labels=labels)
         for split in self._splits.all():
-            for model, wanted in split.shares.items():
-                share.add_metric([split.name, model], wanted)
-            for version, one in self._statistics.of(split.name).items():
-                requests.add_metric([split.name, version], one.num_requests)
-                rewards.add_metric([split.name, version], one.num_rewards)
-                total.add_metric([split.name, version], one.reward_sum)
+            for model, target in split.shares.items():
+                share.add_metric([split.name, model], target)
+            for version, counts in self._statistics.of(split.name).items():
+                requests.add_metric([split.name, version], counts.num_requests)
+                rewards.add_metric([split.name, version], counts.num_rewards)
+                total.add_metric([split.name, version], counts.reward_sum)
         yield from (share, requests, rewards, total)

@@ -1,6 +1,7 @@
-"""One HTTP connection: uvicorn's, which also tells what it waits for and can be dropped.
+"""The open connections of a server: accepted here, bounded in number, and closed when their clients stand still.
 
-uvicorn closes connections that are idle after an answer and no others. `connections.py` closes the rest.
+uvicorn accepts every connection and closes only those that are idle after an answer. With enough of them no file is
+left for a checkpoint, and asyncio's accept loop spins. `http_server.py` runs `Connections` in place of that loop.
 """
 
 import asyncio
@@ -21,15 +22,33 @@ from uvicorn.server import ServerState
 from parallm.server.connection import error_response
 from parallm.server.failures import failure
 
-Phase = Literal["head", "body", "answer", "unread", "rest", "idle"]
-"""The next event: the head of a request, its body, our answer, the client reads what was sent, the rest of a body that
-was answered early, another request."""
+Phase = Literal["head", "body", "answer", "unread", "leftover", "idle"]
+"""The next event: the head of a request, its body, our answer, the client reading it, the remaining body of a request
+that was answered early, another request."""
 
+RESERVE = 16
+"""Connections beyond the limit, which serve probes only."""
+PROBES = ("/health", "/ready", "/metrics")
+MAX_SECONDS: Mapping[Phase, float] = {"head": 20.0, "leftover": 5.0}
+"""Seconds without progress. Bodies have a rate (`connection.py`), idle connections uvicorn's limit."""
+DROP_ORDER: Mapping[Phase, int] = {"head": 0, "body": 0, "leftover": 0, "idle": 1, "unread": 2}
+"""Order in which connections are dropped to make room. One that waits for an answer is never dropped."""
+HANDSHAKE_SECONDS = 20.0
+SECONDS_BETWEEN_SWEEPS = 1.0
+SECONDS_BETWEEN_WARNINGS = 60.0
+ACCEPTED_AT_ONCE = 32  # before other work of the event loop gets its turn
+DROPPED_SHARE = 16  # up to a 16th of the limit at once, since each search for room looks at every connection
+REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+logger = logging.getLogger(__name__)
 
 
 class HttpConnection(H11Protocol):
-    """Made when a socket is accepted, before TLS. `opening` is the task that sets it up."""
+    """uvicorn's HTTP connection, which also says what it waits for and can be dropped.
+
+    Made when a socket is accepted, before TLS. `opening` is the task that sets it up.
+    """
 
     opening: asyncio.Task[None]
 
@@ -37,8 +56,8 @@ class HttpConnection(H11Protocol):
         self, config: Config, server_state: ServerState, app_state: dict[str, Any], on_lost: Callable[[Any], None]
     ) -> None:
         super().__init__(config, server_state, app_state)
-        self.heard = self.loop.time()
-        """When bytes came last, on the clock of the event loop."""
+        self.last_received = self.loop.time()
+        """Time of the last bytes, on the clock of the event loop."""
         self._is_open = False
         self._on_lost = on_lost
 
@@ -47,7 +66,7 @@ class HttpConnection(H11Protocol):
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = self.loop.time()
+        self.last_received = self.loop.time()
         super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -63,12 +82,12 @@ class HttpConnection(H11Protocol):
         if self.conn.their_state is h11.IDLE:
             return "head" if self.cycle is None or self._has_begun else "idle"
         if self.conn.their_state is h11.SEND_BODY:
-            return "rest" if self.cycle.response_complete else "body"
+            return "leftover" if self.cycle.response_complete else "body"
         return "answer"
 
     @property
     def progress(self) -> object:
-        """Changes as long as the connection gets on."""
+        """A value that changes as long as the connection gets on."""
         num_unsent = self.transport.get_write_buffer_size() if self._is_open else 0
         return self.phase, id(self.cycle), num_unsent
 
@@ -92,33 +111,16 @@ class HttpConnection(H11Protocol):
         return bool(self.conn.trailing_data[0])
 
 
-RESERVE = 16
-"""Connections beyond the limit, which serve probes only."""
-PROBES = ("/health", "/ready", "/metrics")
-SECONDS: Mapping[Phase, float] = {"head": 20.0, "rest": 5.0}
-"""How long a client may take. Bodies have a rate (`connection.py`), idle connections uvicorn's limit."""
-DROPPED_FIRST: Mapping[Phase, int] = {"head": 0, "body": 0, "rest": 0, "idle": 1, "unread": 2}
-"""To make room, from 0 on. A connection that waits for an answer is never dropped."""
-HANDSHAKE_SECONDS = 20.0
-SECONDS_BETWEEN_SWEEPS = 1.0
-SECONDS_BETWEEN_WARNINGS = 60.0
-ACCEPTED_AT_ONCE = 32  # before other work of the event loop gets its turn
-SHARE_DROPPED = 16  # up to a 16th of the limit at once, since each search for room looks at every connection
-REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-
-logger = logging.getLogger(__name__)
-
-
 @dataclass(slots=True)
-class _Standing:
-    """The progress of a connection, and since when it is the same."""
+class _LastProgress:
+    """The progress of a connection at the last sweep, and the time of its last change."""
 
     progress: object
     since: float
 
 
 class Connections:
-    """Used on the event loop only. `make` builds the connection of an accepted socket."""
+    """All connections of one listener, on the event loop only. `make` builds the connection of an accepted socket."""
 
     def __init__(
         self,
@@ -132,7 +134,7 @@ class Connections:
         self._limit = limit
         self._stall_seconds = stall_seconds
         self._tls = tls
-        self._open: dict[HttpConnection, _Standing] = {}
+        self._open: dict[HttpConnection, _LastProgress] = {}
         self._last_warning = float("-inf")
 
     def __len__(self) -> int:
@@ -156,16 +158,16 @@ class Connections:
                 accepted, _ = await loop.sock_accept(listener)
             except ConnectionAbortedError:
                 continue
-            except OSError as error:  # no file is left: those of others, since ours are bounded
+            except OSError as error:  # no file is left: other parts of the process have them, since ours are bounded
                 self._warn(f"no connection can be accepted: {error}")
                 await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
                 continue
-            self._take(accepted)
+            self._add(accepted)
             number += 1
             if number % ACCEPTED_AT_ONCE == 0:
                 await asyncio.sleep(0)
 
-    def _take(self, accepted: socket.socket) -> None:
+    def _add(self, accepted: socket.socket) -> None:
         if len(self._open) >= self._limit:
             self._make_room()
         if len(self._open) >= self._limit + RESERVE:
@@ -174,7 +176,7 @@ class Connections:
         connection = self._make(self._forget)
         if len(self._open) >= self._limit:
             connection.app = _probes_only(connection.app)
-        self._open[connection] = _Standing(None, connection.heard)
+        self._open[connection] = _LastProgress(None, connection.last_received)
         connection.opening = asyncio.create_task(self._set_up(connection, accepted))
         connection.opening.add_done_callback(lambda task: accepted.close() if task.cancelled() else None)
 
@@ -196,10 +198,11 @@ class Connections:
             f"{len(self._open)} connections are open, the limit: those that stand still are closed; "
             "raise server.max_connections if these are clients"
         )
-        ranked = [(DROPPED_FIRST[one.phase], one.heard, one) for one in self._open if one.phase in DROPPED_FIRST]
-        ranked.sort(key=lambda entry: entry[:2])
-        most = max(1, self._limit // SHARE_DROPPED)
-        for _, _, connection in [entry for entry in ranked if entry[0] == ranked[0][0]][:most]:
+        candidates = [connection for connection in self._open if connection.phase in DROP_ORDER]
+        first = min((DROP_ORDER[connection.phase] for connection in candidates), default=0)
+        candidates = [connection for connection in candidates if DROP_ORDER[connection.phase] == first]
+        candidates.sort(key=lambda connection: connection.last_received)
+        for connection in candidates[: max(1, self._limit // DROPPED_SHARE)]:
             self._forget(connection)
             connection.drop()
 
@@ -207,12 +210,12 @@ class Connections:
         while True:
             await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
             now = asyncio.get_running_loop().time()
-            for connection, standing in list(self._open.items()):
+            for connection, last in list(self._open.items()):
                 progress, phase = connection.progress, connection.phase
-                if progress != standing.progress:
-                    standing.progress, standing.since = progress, now
-                most = self._stall_seconds if phase == "unread" else SECONDS.get(phase, float("inf"))
-                if now - standing.since > most:
+                if progress != last.progress:
+                    last.progress, last.since = progress, now
+                limit = self._stall_seconds if phase == "unread" else MAX_SECONDS.get(phase, float("inf"))
+                if now - last.since > limit:
                     connection.time_out()
 
     def _warn(self, message: str) -> None:
@@ -225,7 +228,7 @@ class Connections:
 def _refuse(accepted: socket.socket, *, is_plain: bool) -> None:
     with suppress(OSError):
         if is_plain:
-            accepted.recv(65_536)  # what is unread would take the refusal away with it
+            accepted.recv(65_536)  # closing with unread bytes would reset the connection before the refusal arrives
             accepted.send(REFUSAL)
     accepted.close()
 

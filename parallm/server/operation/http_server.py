@@ -1,11 +1,14 @@
-"""The uvicorn server around an application. The caller starts it, stops it and owns the signals."""
+"""The uvicorn server around an application. The caller starts it, stops it and owns the signals.
+
+A `Listener` exists before the model is loaded, so that a wrong address or key costs no time; an `HttpServer` answers
+on it.
+"""
 
 import asyncio
 import contextlib
 import socket
 import ssl
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +23,33 @@ from parallm.server.operation.sockets import bind, connection_limit
 from parallm.server.settings import ServerSettings
 
 LAST_BYTES_SECONDS = 1
-"""For connections to close after the last answer."""
+"""Time for connections to close after the last answer."""
 KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they and not we close idle connections
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listener:
+    """A bound address, to which clients can connect though nothing answers yet, and the keys."""
+
+    bound: socket.socket | None
+    """None: nothing listens; the keys are for a server that starts later."""
+    keys: tuple[StoredKey, ...]
+
+
+@contextlib.contextmanager
+def listening(settings: ServerSettings) -> Iterator[Listener | None]:
+    """Bind the port and read the keys; None without a server. Raises ListenError, ConfigError."""
+    if not settings.enabled:
+        yield None
+        return
+    keys = read_keys(settings)
+    with bind(settings) as bound:
+        yield Listener(bound=bound, keys=keys)
+
+
+def local_only(settings: ServerSettings) -> Listener:
+    """Answer only this process, until a server starts. Raises ConfigError for keys that cannot be read."""
+    return Listener(bound=None, keys=read_keys(settings))
 
 
 class HttpServer:
@@ -57,8 +85,8 @@ class HttpServer:
         self.url = _url(bound, settings)
 
     async def start(self) -> None:
-        """Returns when requests are answered."""
-        self._drain.open()  # an earlier server of the same application has closed them
+        """Return when requests are answered."""
+        self._drain.cancel()  # an earlier server of the same application has begun it
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait((self._task, ready), return_when=asyncio.FIRST_COMPLETED)
@@ -67,13 +95,13 @@ class HttpServer:
             self._task.result()
 
     async def wait(self) -> None:
-        """Until the server has ended, by `stop` or by an error, which is raised."""
+        """Wait until the server has ended, by `stop` or by an error, which is raised."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     def drain(self) -> None:
-        """From now on new requests for completions get 503; those under way go on until `stop` is through."""
-        self._drain.close()
+        """Refuse new requests for completions with 503; those under way go on until `stop` is through."""
+        self._drain.begin()
 
     async def stop(self) -> None:
         """Refuse new requests, let answers end for `drain_seconds`, then cut them off. Can be called twice."""
@@ -93,19 +121,9 @@ class HttpServer:
         try:
             await self._app(scope, receive, send)
         except asyncio.CancelledError:
-            # what is left after the grace: uvicorn closes the connection, and prints a traceback if we raise
+            # a request that outlives the drain: uvicorn closes the connection, and prints a traceback if we raise
             if not self._server.should_exit:
                 raise
-
-
-async def serve(app: FastAPI, settings: ServerSettings) -> None:
-    """Bind and serve until cancelled; then stop gracefully."""
-    server = HttpServer(app, bind(settings), settings)
-    await server.start()
-    try:
-        await server.wait()
-    finally:
-        await server.stop()
 
 
 def _url(bound: socket.socket, settings: ServerSettings) -> str:
@@ -117,7 +135,7 @@ def _url(bound: socket.socket, settings: ServerSettings) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers, as Ctrl-C belongs to the trainer, and with our `Connections`."""
+    """uvicorn's server without its signal handlers, since Ctrl-C belongs to the trainer, and with our `Connections`."""
 
     def __init__(self, config: uvicorn.Config, settings: ServerSettings) -> None:
         super().__init__(config)
@@ -142,7 +160,7 @@ class _Server(uvicorn.Server):
         self.ready.set()
 
     async def on_tick(self, counter: int) -> bool:
-        """Raises what `Connections` raised: a server that accepts nothing must not look alive."""
+        """Raise what `Connections` raised: a server that accepts nothing must not look alive."""
         if self._connections is not None and self._connections.done():
             self._connections.result()
         return await super().on_tick(counter)
@@ -155,28 +173,3 @@ class _Server(uvicorn.Server):
 
     def _connection(self, on_lost: Callable[[HttpConnection], None]) -> HttpConnection:
         return HttpConnection(self.config, self.server_state, self.lifespan.state, on_lost)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
-    """An address that clients can connect to, though nothing answers yet."""
-
-    bound: socket.socket | None
-    """None: nothing listens; keys count for a server that starts later."""
-    keys: tuple[StoredKey, ...]
-
-
-@contextmanager
-def listening(settings: ServerSettings) -> Iterator[Listener | None]:
-    """Bind the port, so that a wrong address costs no time; None without a server. Raises ListenError, ConfigError."""
-    if not settings.enabled:
-        yield None
-        return
-    keys = read_keys(settings)
-    with bind(settings) as bound:
-        yield Listener(bound=bound, keys=keys)
-
-
-def local_only(settings: ServerSettings) -> Listener:
-    """Answer only this process, until a server starts. Raises ConfigError for keys that cannot be read."""
-    return Listener(bound=None, keys=read_keys(settings))

@@ -1,4 +1,12 @@
-"""Whether new requests come in, and which are inside: what a graceful end needs."""
+"""ASGI middleware around every request: request id, log line, count, drain, early refusals, unexpected errors.
+
+`create_app` adds it outermost, below FastAPI, so that a stream is timed to its end. Refusals by origin and host come
+before keys are looked at.
+
+A page of another origin reaches a server on its reader's machine in three ways, and each leaves a header: it sends a
+request by script (`Origin`), it embeds an address (`Sec-Fetch-Site`), or it lets its own name mean this machine
+(`Host`). Programs send no header but `Host`.
+"""
 
 import asyncio
 import ipaddress
@@ -20,123 +28,50 @@ from parallm.server.operation.request_log import request_log
 from parallm.server.operation.request_metrics import RequestMetrics
 from parallm.server.settings import ServerSettings
 
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499  # no client reads it; access logs of proxies know the number
+MAX_UNREAD = 1 << 20
+"""Bytes of a body that may come after the answer. A connection with more to come is closed, and a client that is still
+sending may see that before the answer."""
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 HOST = re.compile(r"(?:\[(?P<address>[0-9a-fA-F:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::\d*)?")
-PAGES = ("/docs", "/docs/try")
-"""What a link of any page may lead to."""
+PAGES = ("/docs", "/docs/try", "/openapi.json")
+"""Paths that a link of any page may lead to."""
 ACTING_GETS = ("/flush_cache", "/health_generate")
-"""What SGLang's clients ask with GET although it acts. Older browsers embed an address without `Sec-Fetch-Site`."""
-
-
-class Origins:
-    """Checks each request of one server."""
-
-    def __init__(self, settings: ServerSettings, *, has_keys: bool) -> None:
-        self._named = frozenset(settings.cors_origins)
-        self._names = _own_names(settings, has_keys=has_keys)
-
-    def check(self, method: str, path: str, headers: Headers) -> None:
-        """Raises ForeignHost, ForeignOrigin."""
-        self._check_host(headers)
-        origin = headers.get("origin")
-        if "*" in self._named or origin in self._named:
-            return
-        is_foreign = origin is not None and not _is_of(origin, headers)
-        if is_foreign or self._is_embedded(method, path, headers):
-            raise ForeignOrigin(
-                "requests of pages from other origins are refused; name the origin in server.cors_origins"
-            )
-
-    def _check_host(self, headers: Headers) -> None:
-        host = headers.get("host")
-        if host is None or self._names is None:  # HTTP/1.0 needs none, and browsers always send one
-            return
-        called = _host_name(host)
-        if called not in self._names and not _is_address(called):
-            raise ForeignHost(
-                f"{host[:100]!r} is no name of this server; call it by its address or as localhost, or add the name "
-                "to server.allowed_hosts"
-            )
-
-    def _is_embedded(self, method: str, path: str, headers: Headers) -> bool:
-        """Whether a page of another origin has made the browser fetch this."""
-        site = headers.get("sec-fetch-site")
-        if site is None:
-            referer = headers.get("referer") if method == "GET" and path in ACTING_GETS else None
-            return referer is not None and not _is_of(referer, headers)
-        is_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
-        return site not in ("same-origin", "none") and not (is_link and method == "GET" and path in PAGES)
-
-
-def _own_names(settings: ServerSettings, *, has_keys: bool) -> frozenset[str] | None:
-    """In small letters; None: whatever name a client uses."""
-    given = {name.lower() for name in settings.allowed_hosts}
-    is_for_others = has_keys and not _is_loopback(settings.host) and not given
-    if settings.uds or "*" in given or is_for_others:
-        return None
-    return frozenset({"localhost", settings.host.lower(), socket.gethostname().lower(), *given})
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _host_name(host: str) -> str:
-    """Without the port, in small letters; empty for what is no host."""
-    found = HOST.fullmatch(host)
-    return "" if found is None else (found["address"] or found["name"]).lower()
-
-
-def _is_address(called: str) -> bool:
-    """No name service is asked for an address, so none can make it mean another machine."""
-    try:
-        ipaddress.ip_address(called)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_of(address: str, headers: Headers) -> bool:
-    """Whether an origin or a referer is of the server that this request calls."""
-    try:
-        netloc = urlsplit(address).netloc
-    except ValueError:
-        return False
-    return bool(netloc) and netloc.lower() == headers.get("host", "").lower()
+"""Paths that SGLang's clients GET although they act. Older browsers embed an address without `Sec-Fetch-Site`."""
 
 
 class Drain:
-    """Open until `close`. Used on the event loop only."""
+    """Requests in flight, and whether new ones are refused because the server ends. On the event loop only."""
 
     def __init__(self) -> None:
-        self.is_closed = False
-        self._inside: set[RequestContext] = set()
+        self.is_draining = False
+        self._in_flight: set[RequestContext] = set()
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def open(self) -> None:
-        """Let new requests in again."""
-        self.is_closed = False
+    def begin(self) -> None:
+        """Refuse new requests for completions from now on; those in flight go on."""
+        self.is_draining = True
 
-    def close(self) -> None:
-        """From now on new requests for completions are refused; those inside go on."""
-        self.is_closed = True
+    def cancel(self) -> None:
+        """Accept new requests again."""
+        self.is_draining = False
 
     def enter(self, context: RequestContext) -> None:
         if context.is_local:
             return
-        self._inside.add(context)
+        self._in_flight.add(context)
         self._empty.clear()
 
     def leave(self, context: RequestContext) -> None:
-        self._inside.discard(context)
-        if not self._inside:
+        self._in_flight.discard(context)
+        if not self._in_flight:
             self._empty.set()
 
     async def wait_until_empty(self, seconds: float) -> bool:
-        """Whether everybody has left within `seconds`."""
+        """Return whether all requests have ended within `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._empty.wait()
@@ -145,24 +80,55 @@ class Drain:
         return True
 
     def cut_off(self) -> None:
-        """Let those who are still inside tell their clients that the server ends."""
-        for context in self._inside:
+        """Let requests in flight answer that the server ends."""
+        for context in self._in_flight:
             context.is_given_up = True
             if context.give_up is not None:
                 context.give_up()
 
 
-logger = logging.getLogger(__name__)
+class Origins:
+    """Checks by which host and from which page of a browser a request comes."""
 
-CLIENT_CLOSED_REQUEST = 499  # nobody reads it; access logs of proxies know the number
-MAX_UNREAD = 1 << 20
-"""Bytes of a body that may come after the answer. A connection with more to come is closed, and a client that is still
-sending may see that before the answer."""
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+    def __init__(self, settings: ServerSettings, *, has_keys: bool) -> None:
+        self._allowed_origins = frozenset(settings.cors_origins)
+        self._own_names = _own_names(settings, has_keys=has_keys)
+
+    def check(self, method: str, path: str, headers: Headers) -> None:
+        """Raises ForeignHost, ForeignOrigin."""
+        self._check_host(headers)
+        origin = headers.get("origin")
+        if "*" in self._allowed_origins or origin in self._allowed_origins:
+            return
+        is_foreign = origin is not None and not _is_same_server(origin, headers)
+        if is_foreign or self._is_embedded(method, path, headers):
+            raise ForeignOrigin(
+                "requests of pages from other origins are refused; name the origin in server.cors_origins"
+            )
+
+    def _check_host(self, headers: Headers) -> None:
+        host = headers.get("host")
+        if host is None or self._own_names is None:  # HTTP/1.0 needs none, and browsers always send one
+            return
+        name = _host_name(host)
+        if name not in self._own_names and not _is_address(name):
+            raise ForeignHost(
+                f"{host[:100]!r} is no name of this server; call it by its address or as localhost, or add the name "
+                "to server.allowed_hosts"
+            )
+
+    def _is_embedded(self, method: str, path: str, headers: Headers) -> bool:
+        """Return whether a page of another origin has made the browser fetch this."""
+        site = headers.get("sec-fetch-site")
+        if site is None:
+            referer = headers.get("referer") if method == "GET" and path in ACTING_GETS else None
+            return referer is not None and not _is_same_server(referer, headers)
+        is_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+        return site not in ("same-origin", "none") and not (is_link and method == "GET" and path in PAGES)
 
 
 class RequestMiddleware:
-    """ASGI middleware. A request without a usable `x-request-id` gets one; the response says it."""
+    """A request without a usable `x-request-id` gets one; the response carries it."""
 
     def __init__(self, app: ASGIApp, *, request_metrics: RequestMetrics, drain: Drain, origins: Origins) -> None:
         self._app = app
@@ -179,7 +145,7 @@ class RequestMiddleware:
         context = RequestContext(
             request_id=_request_id(headers), headers=headers, address=address, is_local=LOCAL in scope
         )
-        began, status = time.perf_counter(), CLIENT_CLOSED_REQUEST  # unless a response begins, the client has gone
+        began, status = time.perf_counter(), CLIENT_CLOSED_REQUEST  # stays unless a response begins
         is_read = announced_bytes(headers) <= MAX_UNREAD
 
         async def receive_and_note() -> Message:
@@ -193,7 +159,7 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = context.request_id
-                if not is_read:  # else uvicorn reads the rest, however long, to keep the connection
+                if not is_read:  # else uvicorn reads the remaining body, however long, to keep the connection
                     MutableHeaders(scope=message)["connection"] = "close"
             await send(message)
 
@@ -210,11 +176,11 @@ class RequestMiddleware:
                 logger.exception("%s %s failed", scope["method"], context.route)
             await error_response(failure_of(error))(scope, receive, send_with_id)
         finally:
-            self._tell(scope, context, status, time.perf_counter() - began)
+            self._report(scope, context, status, time.perf_counter() - began)
             self._drain.leave(context)
             current_request.reset(token)
 
-    def _tell(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
+    def _report(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
         route = context.route
         self._request_metrics.http_request(route, scope["method"], status, seconds)
         if request_log.isEnabledFor(logging.INFO):
@@ -233,7 +199,7 @@ class RequestMiddleware:
 
 
 def _check_framing(headers: Headers) -> None:
-    """Raises InvalidRequest for a body of two lengths: a proxy may see another end of it than this server does."""
+    """Raise InvalidRequest for a body of two lengths: a proxy may see another end of it than this server does."""
     if "content-length" in headers and "transfer-encoding" in headers:
         raise InvalidRequest("a request has either Content-Length or Transfer-Encoding; send one of them")
 
@@ -241,3 +207,43 @@ def _check_framing(headers: Headers) -> None:
 def _request_id(headers: Headers) -> str:
     given = headers.get("x-request-id", "")
     return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _own_names(settings: ServerSettings, *, has_keys: bool) -> frozenset[str] | None:
+    """Return the names of this server in small letters; None: every name counts."""
+    given = {name.lower() for name in settings.allowed_hosts}
+    is_for_others = has_keys and not _is_loopback(settings.host) and not given
+    if settings.uds or "*" in given or is_for_others:
+        return None
+    return frozenset({"localhost", settings.host.lower(), socket.gethostname().lower(), *given})
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _host_name(host: str) -> str:
+    """Return the name without the port, in small letters; empty for what is no host."""
+    match = HOST.fullmatch(host)
+    return "" if match is None else (match["address"] or match["name"]).lower()
+
+
+def _is_address(name: str) -> bool:
+    """Return whether this is an IP address, which no name service can make mean another machine."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_same_server(address: str, headers: Headers) -> bool:
+    """Return whether an origin or a referer belongs to the server that this request calls."""
+    try:
+        netloc = urlsplit(address).netloc
+    except ValueError:
+        return False
+    return bool(netloc) and netloc.lower() == headers.get("host", "").lower()

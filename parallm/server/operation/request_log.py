@@ -1,4 +1,4 @@
-"""One line of JSON for each request and each failure, if `server.request_log` says where."""
+"""One line of JSON for each request and each failure, if `server.request_log` names a file."""
 
 import logging
 import sys
@@ -26,33 +26,33 @@ def request_fields() -> dict[str, Any]:
 
 
 @contextmanager
-def writing_request_log(where: str | None) -> Iterator[None]:
-    """Append to the file `where`, or write to standard error for `stderr`. Raises ConfigError."""
-    if where is None:
+def writing_request_log(target: str | None) -> Iterator[None]:
+    """Append to the file `target`, or write to standard error for `stderr`. Raises ConfigError."""
+    if target is None:
         yield
         return
-    handler = _handler(where)
+    handler = _handler(target)
     handler.setFormatter(JsonFormatter(request_fields))
     handler.setLevel(logging.INFO)
-    process_log_has_them = where == STDERR and any(map(is_json, logging.root.handlers))
+    process_log_has_them = target == STDERR and any(map(is_json, logging.root.handlers))
     failures = [] if process_log_has_them else [logging.getLogger(name) for name in FAILURE_LOGGERS]
-    for_failures = _Failures(handler)
+    failure_handler = _FailureHandler(handler)
     request_log.addHandler(handler)
     request_log.setLevel(logging.INFO)
     for logger in failures:
-        logger.addHandler(for_failures)
+        logger.addHandler(failure_handler)
     try:
         yield
     finally:
         request_log.removeHandler(handler)
         request_log.setLevel(logging.WARNING)
         for logger in failures:
-            logger.removeHandler(for_failures)
+            logger.removeHandler(failure_handler)
         handler.close()
 
 
-class _Failures(logging.Handler):
-    """Passes warnings and errors on."""
+class _FailureHandler(logging.Handler):
+    """Passes warnings and errors on to `target`."""
 
     def __init__(self, target: logging.Handler) -> None:
         super().__init__(logging.WARNING)
@@ -62,10 +62,10 @@ class _Failures(logging.Handler):
         self._target.handle(record)
 
 
-def _handler(where: str) -> logging.Handler:
-    if where == STDERR:
+def _handler(target: str) -> logging.Handler:
+    if target == STDERR:
         return logging.StreamHandler(sys.stderr)
     try:
-        return logging.FileHandler(where)
+        return logging.FileHandler(target)
     except OSError as error:
-        raise ConfigError(f"server.request_log={where} cannot be written: {error}; name another file") from error
+        raise ConfigError(f"server.request_log={target} cannot be written: {error}; name another file") from error

@@ -1,4 +1,7 @@
-"""What Prometheus counts as requests go by: vLLM's names where they mean the same, `parallm:` where it has none."""
+"""Counters and histograms of HTTP requests for Prometheus: vLLM's names where they mean the same, else `parallm:`.
+
+The middleware counts HTTP requests, the engine gateway what they ask of the engine.
+"""
 
 from collections.abc import Sequence
 
@@ -57,7 +60,7 @@ class RequestMetrics:
         )
 
     def http_request(self, route: str | None, method: str, status: int, seconds: float) -> None:
-        """`route` is the path of the route, not that of the request; None where there is none."""
+        """Count a request. `route` is the path of the route, not that of the request; None for an unknown path."""
         handler = route or "none"
         name = method if method in METHODS else "other"
         self.http_requests.labels(handler=handler, method=name, status=f"{status // 100}xx").inc()

@@ -1,4 +1,4 @@
-"""For those who run the process: alive, ready, and what to measure."""
+"""`/health`, `/ready` and `/metrics`, for programs that watch the process."""
 
 import asyncio
 from typing import Any
@@ -12,46 +12,16 @@ from starlette.responses import Response
 
 from parallm.errors import EngineStopped
 from parallm.server.catalog import served_version
-from parallm.server.engine_gateway import EngineGateway
 from parallm.server.failures import Draining
 from parallm.server.operation.middleware import Drain
 from parallm.server.service import Service
 
-
-def metrics_values(service: Service, registry: CollectorRegistry, num_held: int) -> dict[str, Any]:
-    """Return the JSON object. `num_held` requests wait for the end of a pause."""
-    load = service.engine.stats()
-    return {
-        "current_policy_version": served_version(service),
-        "queue_depth": load.num_waiting + num_held,
-        "max_batch_size": load.max_rows,
-        # requests join those that run at the next step: nothing waits for a batch to fill
-        "flush_interval_ms": 0.0,
-        "num_running": load.num_running,
-        "metrics": _samples(registry),
-    }
-
-
-def wants_json(accept: str) -> bool:
-    """Return whether an `Accept` header names JSON, which neither Prometheus nor browsers do."""
-    return any(kind.partition(";")[0].strip() == "application/json" for kind in accept.lower().split(","))
-
-
-def _samples(registry: CollectorRegistry) -> dict[str, list[dict[str, Any]]]:
-    """Return the samples by name, each with its labels."""
-    samples: dict[str, list[dict[str, Any]]] = {}
-    for family in registry.collect():
-        for sample in family.samples:
-            samples.setdefault(sample.name, []).append({"labels": sample.labels, "value": sample.value})
-    return samples
-
-
 SECONDS_TO_ANSWER = 5.0
-"""How long the device thread may take between two units of work before the server counts as not ready."""
+"""Time that the device thread may take between two units of work before the server counts as not ready."""
 
 
-def operation_routes(service: Service, drain: Drain, registry: CollectorRegistry, gateway: EngineGateway) -> APIRouter:
-    router = APIRouter()
+def operation_routes(service: Service, drain: Drain) -> APIRouter:
+    router, registry = APIRouter(), service.request_metrics.registry
 
     @router.get("/health")
     async def health() -> Response:
@@ -66,7 +36,7 @@ def operation_routes(service: Service, drain: Drain, registry: CollectorRegistry
     @router.get("/ready")
     async def ready() -> Response:
         """Ready for requests: the model is loaded, the engine has just answered, and the server is not about to end."""
-        if drain.is_closed:
+        if drain.is_draining:
             raise Draining("the server is finishing its last answers", 1)
         try:
             async with asyncio.timeout(SECONDS_TO_ANSWER):
@@ -79,18 +49,41 @@ def operation_routes(service: Service, drain: Drain, registry: CollectorRegistry
     async def metrics(http: Request) -> Response:
         """Counters for Prometheus, as text; as OpenMetrics or as JSON where `Accept` asks for it."""
         accept = http.headers.get("accept", "")
-        if wants_json(accept):
-            return _json(metrics_values(service, registry, gateway.num_held))
+        if _wants_json(accept):
+            return _json(_metric_values(service, registry))
         encode, content_type = choose_encoder(accept)
         return Response(encode(registry), headers={"Content-Type": content_type})
 
     @router.get("/v1/metrics")
     async def metrics_as_json() -> Response:
         """The numbers of `/metrics` as JSON."""
-        return _json(metrics_values(service, registry, gateway.num_held))
+        return _json(_metric_values(service, registry))
 
     return router
 
 
-def _json(value: dict[str, object]) -> Response:
+def _json(value: dict[str, Any]) -> Response:
     return Response(to_json(value, inf_nan_mode="null"), media_type="application/json")
+
+
+def _metric_values(service: Service, registry: CollectorRegistry) -> dict[str, Any]:
+    """Return every sample, and some numbers under names of their own. `num_held` requests wait for `/resume`."""
+    load = service.engine.stats()
+    samples: dict[str, list[dict[str, Any]]] = {}
+    for family in registry.collect():
+        for sample in family.samples:
+            samples.setdefault(sample.name, []).append({"labels": sample.labels, "value": sample.value})
+    return {
+        "current_policy_version": served_version(service),
+        "queue_depth": load.num_waiting + service.gateway.num_held,
+        "max_batch_size": load.max_rows,
+        # requests join the running ones at the next step: nothing waits for a batch to fill
+        "flush_interval_ms": 0.0,
+        "num_running": load.num_running,
+        "metrics": samples,
+    }
+
+
+def _wants_json(accept: str) -> bool:
+    """Return whether an `Accept` header names JSON, which neither Prometheus nor browsers do."""
+    return any(kind.partition(";")[0].strip() == "application/json" for kind in accept.lower().split(","))

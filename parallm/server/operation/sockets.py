@@ -1,4 +1,4 @@
-"""The listening socket, TCP or unix, made before anything slow: what is wrong with the address stops a run at once."""
+"""The listening socket, TCP or unix. It is made before anything slow, so that a wrong address stops a run at once."""
 
 import errno
 import ipaddress
@@ -13,16 +13,15 @@ from parallm.server.settings import ServerSettings
 BACKLOG = 2048
 DEFAULT_CONNECTIONS = 1000
 FILES_FOR_OTHERS = 256
-"""Checkpoints, metrics, adapters, models, logs."""
+"""Open files for checkpoints, metrics, adapters, models and logs."""
 
 
 class ListenError(ParallmError):
-    """The server cannot listen: another process has the address, it is not of this machine, its certificate is wrong,
-    or too few files may be open."""
+    """The server cannot listen: a wrong or taken address, a wrong certificate, or too few open files."""
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """A listening socket on `uds` or on `host:port`; port 0 takes a free one. Raises ListenError with the way out.
+    """Return a listening socket on `uds` or on `host:port`; port 0 takes a free one. Raises ListenError.
 
     Clients that connect before the server starts wait.
     """
@@ -35,7 +34,7 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 
 def connection_limit(settings: ServerSettings) -> int:
-    """How many connections may be open. Raises ListenError where the process may open fewer files."""
+    """Return how many connections may be open. Raises ListenError where the process may open fewer files."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     given = settings.max_connections
     if files == resource.RLIM_INFINITY:
@@ -61,11 +60,11 @@ def _check_one_address(settings: ServerSettings) -> None:
 
 def _bind_tcp(settings: ServerSettings) -> socket.socket:
     try:
-        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ListenError(f"server.host={settings.host} is not an address of this machine: {error}") from error
     # `localhost` is often both; clients try 127.0.0.1
-    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    family, kind, protocol, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
     _check_exposure(settings, str(address[0]))
     bound = socket.socket(family, kind, protocol)
     try:
@@ -80,12 +79,12 @@ def _bind_tcp(settings: ServerSettings) -> socket.socket:
 
 
 def _bind_unix(name: str) -> socket.socket:
-    """Whoever may write to the file may connect: its owner, unless somebody widens that."""
+    """Bind a socket file that only its owner may connect to."""
     path = Path(name)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket() and not _is_listening(name):
-            path.unlink()  # left by a process that was killed
+            path.unlink()  # a killed process left it
         bound.bind(name)
         path.chmod(0o600)
         bound.listen(BACKLOG)
@@ -103,7 +102,7 @@ def _is_listening(name: str) -> bool:
 
 
 def _check_exposure(settings: ServerSettings, address: str) -> None:
-    """Whoever can reach a server without keys can also train it, so it stays on this machine. Raises ListenError."""
+    """Raise ListenError for a server without keys that other machines reach: they could also train it."""
     is_local = ipaddress.ip_address(address.partition("%")[0]).is_loopback
     if not is_local and settings.control_routes and not settings.api_keys:
         raise ListenError(

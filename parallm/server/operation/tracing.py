@@ -1,4 +1,4 @@
-"""Spans of OpenTelemetry, named by its conventions for generative models. Needs the extra `parallm[otel]`."""
+"""OpenTelemetry spans of requests, named by its conventions for generative models. Needs the extra `parallm[otel]`."""
 
 import importlib
 import logging
@@ -15,11 +15,130 @@ from parallm.types import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
+PROVIDER = "parallm"
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedRequest:
+    """One request to the engine, for its span. Times are of `time.perf_counter`."""
+
+    request: GenerationRequest
+    context: RequestContext | None
+    began: float
+    first_token: float | None
+    ended: float
+    finish_reasons: Sequence[str]
+    num_tokens: int
+    num_cached_tokens: int
+    """Tokens of the prompt that came from the prefix cache."""
+    model: str | None
+    """Version that has answered, if one has."""
+    error: str | None
+    """Name of the error's class."""
+
+
+class Traces:
+    """Makes a span of each finished request; a processor sends them from a thread of its own."""
+
+    def __init__(self, processor: Any) -> None:
+        sdk, resources = _module("opentelemetry.sdk.trace"), _module("opentelemetry.sdk.resources")
+        self._provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": PROVIDER}))
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer(PROVIDER)
+        self._propagator = _module("opentelemetry.trace.propagation.tracecontext").TraceContextTextMapPropagator()
+        self._kind = _module("opentelemetry.trace").SpanKind.SERVER
+        self._status = _module("opentelemetry.trace.status")
+
+    def record(self, finished: FinishedRequest) -> None:
+        operation = "chat" if _is_chat(finished.context) else "text_completion"
+        began = time.time_ns() - int(1e9 * (time.perf_counter() - finished.began))
+        span = self._tracer.start_span(
+            f"{operation} {finished.request.model}",
+            context=self._propagator.extract({} if finished.context is None else finished.context.headers),
+            kind=self._kind,
+            attributes=_attributes(finished, operation),
+            start_time=began,
+        )
+        if finished.error is not None:
+            span.set_status(self._status.StatusCode.ERROR)
+        span.end(began + int(1e9 * (finished.ended - finished.began)))
+
+    def close(self) -> None:
+        """Send the remaining spans."""
+        self._provider.shutdown()
+
+
+@contextmanager
+def exporting_traces(endpoint: str | None) -> Iterator[Traces | None]:
+    """Yield traces that go to an OTLP endpoint over HTTP, or None without one. Raises ConfigError."""
+    if endpoint is None:
+        yield None
+        return
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"server.otlp_endpoint={endpoint} is no address; give one as http://localhost:4318/v1/traces")
+    exporter = _module(EXPORTER).OTLPSpanExporter(endpoint=endpoint)
+    steady = SpanExporter(exporter, logging.getLogger(EXPORTER), endpoint)
+    traces = Traces(_module("opentelemetry.sdk.trace.export").BatchSpanProcessor(steady))
+    try:
+        yield traces
+    finally:
+        traces.close()
+
+
+def _is_chat(context: RequestContext | None) -> bool:
+    return context is not None and context.route in ("/v1/chat/completions", "/v1/responses")
+
+
+def _attributes(finished: FinishedRequest, operation: str) -> Mapping[str, Any]:
+    sampling = finished.request.sampling
+    server = urlsplit("//" + ("" if finished.context is None else finished.context.headers.get("host", "")))
+    attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": finished.request.model,
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k or None,
+        "gen_ai.request.seed": sampling.seed,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
+        "gen_ai.request.stop_sequences": sampling.stop or None,
+        "gen_ai.request.choice.count": finished.request.n,
+        "gen_ai.response.id": finished.request.request_id,
+        "gen_ai.response.model": finished.model,
+        "gen_ai.response.finish_reasons": tuple(finished.finish_reasons) or None,
+        "gen_ai.usage.input_tokens": len(finished.request.prompt_tokens),
+        "gen_ai.usage.cache_read.input_tokens": finished.num_cached_tokens,
+        "gen_ai.usage.output_tokens": finished.num_tokens,
+        "gen_ai.latency.time_to_first_token": finished.first_token and finished.first_token - finished.began,
+        "server.address": server.hostname,
+        "server.port": _port(server),
+        "parallm.request_id": finished.context and finished.context.request_id,
+        "error.type": finished.error,
+    }
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _port(server: SplitResult) -> int | None:
+    try:
+        return server.port
+    except ValueError:  # a client may send any host
+        return None
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)  # by name and not at the top: the extra is optional
+    except ImportError as error:
+        raise ConfigError(f"server.otlp_endpoint needs OpenTelemetry: pip install 'parallm[otel]' ({error})") from error
+
 
 class SpanExporter:
-    """An exporter of OpenTelemetry in place of `exporter`, whose own `complaints` are kept from the log.
+    """An OpenTelemetry exporter around `exporter`, which warns once that an endpoint takes no spans, not at each try.
 
-    Used on the thread of the span processor.
+    It keeps the exporter's own `complaints` from the log. Used on the thread of the span processor.
     """
 
     def __init__(self, exporter: Any, complaints: logging.Logger, endpoint: str) -> None:
@@ -52,123 +171,3 @@ class SpanExporter:
     def _keep(self, record: logging.LogRecord) -> bool:
         self._reasons.append(record.getMessage())
         return False
-
-
-PROVIDER = "parallm"
-EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRequest:
-    """One request to the engine, as it went. Times are of `time.perf_counter`."""
-
-    request: GenerationRequest
-    context: RequestContext | None
-    began: float
-    first_token: float | None
-    ended: float
-    finish_reasons: Sequence[str]
-    num_tokens: int
-    num_cached_tokens: int
-    """Of the prompt."""
-    model: str | None
-    """The exact version that has answered, if one has."""
-    error: str | None
-    """Name of the error's class."""
-
-
-class Traces:
-    """Makes a span of each finished request; the exporter sends them from a thread of its own."""
-
-    def __init__(self, processor: Any) -> None:
-        sdk, resources = _module("opentelemetry.sdk.trace"), _module("opentelemetry.sdk.resources")
-        self._provider = sdk.TracerProvider(resource=resources.Resource.create({"service.name": PROVIDER}))
-        self._provider.add_span_processor(processor)
-        self._tracer = self._provider.get_tracer(PROVIDER)
-        self._propagator = _module("opentelemetry.trace.propagation.tracecontext").TraceContextTextMapPropagator()
-        self._kind = _module("opentelemetry.trace").SpanKind.SERVER
-        self._status = _module("opentelemetry.trace.status")
-
-    def record(self, done: FinishedRequest) -> None:
-        operation = "chat" if _is_chat(done.context) else "text_completion"
-        began = time.time_ns() - int(1e9 * (time.perf_counter() - done.began))
-        span = self._tracer.start_span(
-            f"{operation} {done.request.model}",
-            context=self._propagator.extract({} if done.context is None else done.context.headers),
-            kind=self._kind,
-            attributes=_attributes(done, operation),
-            start_time=began,
-        )
-        if done.error is not None:
-            span.set_status(self._status.StatusCode.ERROR)
-        span.end(began + int(1e9 * (done.ended - done.began)))
-
-    def close(self) -> None:
-        """Send what is left."""
-        self._provider.shutdown()
-
-
-@contextmanager
-def exporting_traces(endpoint: str | None) -> Iterator[Traces | None]:
-    """Traces that go to an OTLP endpoint over HTTP, or None without one. Raises ConfigError."""
-    if endpoint is None:
-        yield None
-        return
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"server.otlp_endpoint={endpoint} is no address; give one as http://localhost:4318/v1/traces")
-    exporter = _module(EXPORTER).OTLPSpanExporter(endpoint=endpoint)
-    steady = SpanExporter(exporter, logging.getLogger(EXPORTER), endpoint)
-    traces = Traces(_module("opentelemetry.sdk.trace.export").BatchSpanProcessor(steady))
-    try:
-        yield traces
-    finally:
-        traces.close()
-
-
-def _is_chat(context: RequestContext | None) -> bool:
-    return context is not None and context.route in ("/v1/chat/completions", "/v1/responses")
-
-
-def _attributes(done: FinishedRequest, operation: str) -> Mapping[str, Any]:
-    sampling = done.request.sampling
-    server = urlsplit("//" + ("" if done.context is None else done.context.headers.get("host", "")))
-    found = {
-        "gen_ai.operation.name": operation,
-        "gen_ai.provider.name": PROVIDER,
-        "gen_ai.request.model": done.request.model,
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k or None,
-        "gen_ai.request.seed": sampling.seed,
-        "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
-        "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
-        "gen_ai.request.stop_sequences": sampling.stop or None,
-        "gen_ai.request.choice.count": done.request.n,
-        "gen_ai.response.id": done.request.request_id,
-        "gen_ai.response.model": done.model,
-        "gen_ai.response.finish_reasons": tuple(done.finish_reasons) or None,
-        "gen_ai.usage.input_tokens": len(done.request.prompt_tokens),
-        "gen_ai.usage.cache_read.input_tokens": done.num_cached_tokens,
-        "gen_ai.usage.output_tokens": done.num_tokens,
-        "gen_ai.latency.time_to_first_token": done.first_token and done.first_token - done.began,
-        "server.address": server.hostname,
-        "server.port": _port(server),
-        "parallm.request_id": done.context and done.context.request_id,
-        "error.type": done.error,
-    }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _port(server: SplitResult) -> int | None:
-    try:
-        return server.port
-    except ValueError:  # a client may send any host
-        return None
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)  # by name and not at the top: the extra is optional
-    except ImportError as error:
-        raise ConfigError(f"server.otlp_endpoint needs OpenTelemetry: pip install 'parallm[otel]' ({error})") from error

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from parallm.integrations.atropos.api import Registration, TrajectoryApi
 from parallm.integrations.atropos.trainer_client import TrainerClient
-from parallm.rollout.atropos_settings import AtroposSettings
+from parallm.rollout.settings import AtroposSettings
 from parallm.types import Completion, GenerationRequest, SamplingParams, WeightSpan
 from tests.run_api import RunApi
 

@@ -1,4 +1,4 @@
-"""What an environment is told, and the port of a run-api that a run starts."""
+"""The configuration of an environment, and the port of a run-api that a run starts."""
 
 import json
 import socket
@@ -8,11 +8,16 @@ import pytest
 
 from parallm.errors import ConfigError
 from parallm.integrations.atropos.api import Sizes
-from parallm.integrations.atropos.launcher import HOST, LaunchContext, check_interpreter, command_of
-from parallm.integrations.atropos.ports import with_free_port
-from parallm.rollout.atropos_settings import AtroposSettings, EnvironmentProcess, StartSettings
+from parallm.integrations.atropos.launcher import (
+    ENVIRONMENT_HOST,
+    LaunchContext,
+    check_interpreter,
+    command_of,
+    with_free_port,
+)
+from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
 
-TOLD = LaunchContext(
+CONTEXT = LaunchContext(
     api="http://127.0.0.1:8001",
     server="http://127.0.0.1:8000",
     recipes="/recipes",
@@ -29,12 +34,12 @@ def process(tmp_path: Path, **fields: object) -> EnvironmentProcess:
     return EnvironmentProcess(**({"script": "words.py", "folder": str(tmp_path)} | fields))  # type: ignore[arg-type]
 
 
-def test_an_environment_is_told_of_this_run_in_a_file(tmp_path: Path) -> None:
-    one = process(tmp_path, env={"group_size": 2, "min_batch_allocation": 0.5}, openai={"api_key": "secret"})
-    command = command_of("words", one, TOLD, python="python", folder=tmp_path)
+def test_a_file_describes_this_run_to_an_environment(tmp_path: Path) -> None:
+    script = process(tmp_path, env={"group_size": 2, "min_batch_allocation": 0.5}, openai={"api_key": "secret"})
+    command = command_of("words", script, CONTEXT, python="python", folder=tmp_path)
     assert command == [
         "python",
-        str(HOST),
+        str(ENVIRONMENT_HOST),
         str(tmp_path / "words.py"),
         "serve",
         "--config",
@@ -52,14 +57,16 @@ def test_an_environment_is_told_of_this_run_in_a_file(tmp_path: Path) -> None:
 
 
 def test_arguments_of_ones_own_are_filled_in(tmp_path: Path) -> None:
-    one = process(tmp_path, arguments=("serve", "--openai.base_url", "{server}/v1", "--env.tokenizer_name={tokenizer}"))
-    command = command_of("words", one, TOLD, python="python", folder=tmp_path)
+    script = process(
+        tmp_path, arguments=("serve", "--openai.base_url", "{server}/v1", "--env.tokenizer_name={tokenizer}")
+    )
+    command = command_of("words", script, CONTEXT, python="python", folder=tmp_path)
     assert command[3:] == ["serve", "--openai.base_url", "http://127.0.0.1:8000/v1", "--env.tokenizer_name=/model"]
 
 
 def test_a_script_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environments.words: .*gone.py is no file"):
-        command_of("words", process(tmp_path, script="gone.py"), TOLD, python="python", folder=tmp_path)
+        command_of("words", process(tmp_path, script="gone.py"), CONTEXT, python="python", folder=tmp_path)
 
 
 def test_an_interpreter_without_atroposlib_is_refused() -> None:
@@ -68,9 +75,9 @@ def test_an_interpreter_without_atroposlib_is_refused() -> None:
 
 
 def test_port_0_is_a_free_port_of_this_machine() -> None:
-    found = with_free_port(AtroposSettings(url="http://127.0.0.1:0", start=StartSettings(api=True)))
-    port = int(found.url.rpartition(":")[2])
-    assert found.url.startswith("http://127.0.0.1:")
+    settings = with_free_port(AtroposSettings(url="http://127.0.0.1:0", start=StartSettings(api=True)))
+    port = int(settings.url.rpartition(":")[2])
+    assert settings.url.startswith("http://127.0.0.1:")
     assert port > 0
 
 
@@ -80,7 +87,7 @@ def test_an_api_that_is_joined_keeps_its_url() -> None:
 
 @pytest.mark.parametrize("url", ["http://0.0.0.0:8001", "https://127.0.0.1:8001", "http://127.0.0.1", "http://far:1"])
 def test_an_api_is_started_on_this_machine_only(url: str) -> None:
-    with pytest.raises(ConfigError, match="which nobody else may reach"):
+    with pytest.raises(ConfigError, match="which no other machine may reach"):
         with_free_port(AtroposSettings(url=url, start=StartSettings(api=True)))
 
 

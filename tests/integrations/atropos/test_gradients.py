@@ -11,8 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from parallm.device.streams import DeviceStreams
-from parallm.integrations.atropos.intake import Intake, Quarantine
-from parallm.integrations.atropos.rescoring import Rescorer
+from parallm.integrations.atropos.intake import Intake, Quarantine, Rescorer
 from parallm.integrations.atropos.sample_store import SampleStore
 from parallm.integrations.atropos.scored_group import Limits
 from parallm.learner.loss.objective import Objective
@@ -23,7 +22,7 @@ from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.single import initial_arrays, single_lora
 from parallm.model.shared_model import SharedModel
-from parallm.rollout.atropos_settings import AtroposSettings
+from parallm.rollout.settings import AtroposSettings
 from parallm.types import Completion, GenerationRequest, SamplingParams, TrajectoryGroup, WeightSpan
 
 OBJECTIVE = Objective(advantage="group_mean", aggregation="seq_mean_token_mean", clip_low=0.2, clip_high=0.2)

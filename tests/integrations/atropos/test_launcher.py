@@ -13,9 +13,9 @@ import pytest
 
 from parallm.integrations.atropos.api import ApiStatus, Sizes, TrajectoryApi
 from parallm.integrations.atropos.launcher import LaunchContext, Launcher
-from parallm.integrations.atropos.source import AtroposFacts, Wait
+from parallm.integrations.atropos.source import AtroposFacts
 from parallm.integrations.atropos.trainer_client import ApiFacts
-from parallm.rollout.atropos_settings import AtroposSettings, EnvironmentProcess, StartSettings
+from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
 
 # Says what a registered environment says, and its process id
 SCRIPT = """
@@ -35,7 +35,7 @@ class World:
         self.folder = folder
         self.disconnected: list[int] = []
         self.api = ApiFacts()
-        self.wait = Wait()
+        self.waiting_since: float | None = None
         settings = StartSettings(
             environments={"words": EnvironmentProcess(script="words.py", folder=str(folder))}, why_seconds=0.5
         )
@@ -57,16 +57,7 @@ class World:
             url="http://127.0.0.1:1",
             sizes=SIZES,
             api=dataclasses.replace(self.api),
-            num_groups=0,
-            num_sequences=0,
-            group_sizes={},
-            last_groups={},
-            refused={},
-            ledger_completions=0,
-            ledger_tokens=0,
-            num_recorded=0,
-            last_recorded_at=None,
-            wait=self.wait,
+            waiting_since=self.waiting_since,
         )
 
     def register(self, at: float) -> None:
@@ -113,9 +104,9 @@ def play(world: World, test: Callable[[], Awaitable[None]]) -> None:
 
 async def explained(world: World, facts: AtroposFacts) -> str:
     async with asyncio.timeout(10):
-        while (found := world.launcher.explain(facts)) is None:
+        while (explanation := world.launcher.explain(facts)) is None:
             await asyncio.sleep(0.02)
-    return found
+    return explanation
 
 
 def is_alive(process: int) -> bool:
@@ -178,7 +169,7 @@ def test_a_stall_is_explained_after_its_time_and_each_cause_logged_once(
 ) -> None:
     async def test() -> None:
         world.register(1.0)
-        world.wait = Wait(number=1, since=time.monotonic())
+        world.waiting_since = time.monotonic()
         assert world.launcher.explain(world.facts()) is None
         for _ in range(2):
             assert (await explained(world, world.facts())).startswith("no batch: ")
@@ -186,7 +177,7 @@ def test_a_stall_is_explained_after_its_time_and_each_cause_logged_once(
         assert world.launcher.explain(refused) is not None
         more = dataclasses.replace(refused, refused={"ragged": 3, "unmatched": 1})
         assert "(ragged: 3, unmatched: 1)" in str(world.launcher.explain(more))
-        world.wait = Wait(number=2)
+        world.waiting_since = None
         await asyncio.sleep(0.7)
         assert world.launcher.explain(world.facts()) is None  # a step trains, however long it takes
 
@@ -194,13 +185,3 @@ def test_a_stall_is_explained_after_its_time_and_each_cause_logged_once(
     causes = [line.partition(" s: ")[2] for line in caplog.messages if line.startswith("no batch for")]
     assert len(causes) == len(set(causes)) == 3
     assert causes[1].startswith("groups that came were not trained on (ragged: 2)")
-
-
-def test_what_came_of_a_wait_before_anybody_looked_at_it_counts(world: World) -> None:
-    async def test() -> None:
-        world.register(1.0)
-        world.wait = Wait(number=7, since=time.monotonic() - 60, refused={"ragged": 1, "unmatched": 3})
-        facts = dataclasses.replace(world.facts(), refused={"ragged": 3, "unmatched": 3})
-        assert "groups that came were not trained on (ragged: 2);" in await explained(world, facts)
-
-    play(world, test)

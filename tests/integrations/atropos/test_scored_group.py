@@ -113,4 +113,4 @@ def test_numbers_that_are_not_finite_do_not_matter_where_nothing_is_trained() ->
 
 def test_a_sequence_without_a_trained_token_has_a_score_all_the_same() -> None:
     group = read(masks=[[-100] * 5, [-100, -100, 4]])
-    assert [one.num_trained for one in group.sequences] == [0, 1]
+    assert [sequence.trained_T.sum() for sequence in group.sequences] == [0, 1]

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from parallm.integrations.atropos.rescoring import Rescorer
+from parallm.integrations.atropos.intake import Rescorer
 from parallm.integrations.atropos.scored_group import Limits
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.rollout.settings import RolloutSettings
@@ -107,7 +107,7 @@ def test_what_becomes_too_old_while_it_waits_is_dropped_by_groups(play: Callable
         taken = source.take(1)
         assert (len(taken.groups), taken.num_stale) == (1, 1)
         assert taken.groups[0].trajectories[0].weight_versions[0].version == 5
-        assert source.facts().refused == {"stale": 1}
+        assert taken.figures["atropos/refused/stale"] == 1
 
     play(use)
 
@@ -125,7 +125,7 @@ def test_versions_that_the_learner_has_left_are_dropped(play: Callable[..., None
     play(use)
 
 
-def test_a_wait_begins_where_a_step_takes_its_groups_and_those_refused_since_then_are_of_it(
+def test_a_wait_begins_when_a_step_takes_its_groups_and_counts_from_there(
     play: Callable[..., None], run_api: RunApi
 ) -> None:
     async def use(source: AtroposSource) -> None:
@@ -133,18 +133,17 @@ def test_a_wait_begins_where_a_step_takes_its_groups_and_those_refused_since_the
         run_api.post(give(source, 0) | {"masks": [[1], [1]]})
         run_api.post(give(source, 1))
         await ready(source)
-        assert source.facts().wait.since is not None
-        before = source.facts().wait.number
-        source.take(1)
-        assert (source.facts().wait.number, source.facts().wait.since) == (before + 1, None)
+        assert source.facts().waiting_since is not None
+        assert source.take(1).figures["atropos/refused"] == 1
+        facts = source.facts()
+        assert (facts.waiting_since, facts.num_completions, facts.refused) == (None, 0, {})
         for number in range(2, 4):
             run_api.post(give(source, number, version=3))
         while source.facts().refused.get("stale") != 2:
             assert not source.is_ready(5, 1)
             await asyncio.sleep(0.01)
-        wait = source.facts().wait
-        assert (wait.number, wait.num_recorded, wait.refused) == (before + 1, 4, {"ragged": 1})
-        assert source.facts().refused == {"ragged": 1, "stale": 2}
+        assert source.facts().waiting_since is not None
+        assert (source.facts().num_completions, source.facts().refused) == (4, {"stale": 2})
 
     play(use)
 
@@ -155,8 +154,9 @@ def test_a_batch_without_any_signal_is_no_step(play: Callable[..., None], run_ap
         for number in range(4):
             run_api.post({**give(source, number), "scores": [1.0, 1.0] if number < 2 else [0.0, 1.0]})
         await ready(source)
-        assert source.take(1).groups[0].rewards == (0.0, 1.0)
-        assert source.facts().refused == {"no_signal": 2}
+        taken = source.take(1)
+        assert taken.groups[0].rewards == (0.0, 1.0)
+        assert taken.figures["atropos/refused/no_signal"] == 2
 
     play(use)
     assert not (tmp_path / "quarantine.jsonl").exists()
@@ -206,8 +206,8 @@ def test_the_first_of_each_kind_of_refused_groups_are_kept(
             assert not source.is_ready(5, 4)
             await asyncio.sleep(0.01)
         assert source.facts().refused == {"unmatched": 20}
-        assert source.facts().num_groups == 20
-        assert source.facts().group_sizes == {2: 20}
+        figures = source.take(1).figures
+        assert (figures["atropos/groups"], figures["atropos/sequences"]) == (20, 40)
 
     play(use)
     kept = [json.loads(line) for line in (tmp_path / "quarantine.jsonl").read_text().splitlines()]

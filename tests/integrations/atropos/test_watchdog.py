@@ -18,7 +18,7 @@ pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
 time.sleep(100)
 """
 QUICK = STUBBORN.replace("signal.signal(signal.SIGTERM, signal.SIG_IGN)", "")
-# A run that starts a keeper and is killed
+# A run that starts a watchdog and is killed
 RUN = """
 import subprocess, sys, time
 subprocess.Popen([sys.executable, *sys.argv[1:]], stdin=subprocess.PIPE, start_new_session=True)
@@ -48,7 +48,7 @@ def is_alive(process: int) -> bool:
         os.kill(process, 0)
         status = Path(f"/proc/{process}/status")  # an orphan may wait for somebody to reap it
         return not status.exists() or "State:\tZ" not in status.read_text()
-    except ProcessLookupError:  # which reading does, too, where it ends meanwhile
+    except (ProcessLookupError, FileNotFoundError):  # it may end while its status is read
         return False
 
 
@@ -64,19 +64,19 @@ def test_a_killed_run_leaves_no_process_behind(tmp_path: Path) -> None:
 def test_a_process_that_ignores_its_end_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "ids"
     words = [sys.executable, str(WATCHDOG), sys.executable, "-c", STUBBORN, str(file)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as keeper:
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as watchdog:
         processes = wait_for_processes(file)
-        assert keeper.stdin is not None
-        keeper.stdin.close()
-        assert keeper.wait(20) == 128 + signal.SIGKILL
+        assert watchdog.stdin is not None
+        watchdog.stdin.close()
+        assert watchdog.wait(20) == 128 + signal.SIGKILL
     assert are_gone(processes, 5)
 
 
 def test_a_process_that_is_killed_leaves_no_child_of_its_own_behind(tmp_path: Path) -> None:
     file = tmp_path / "ids"
     words = [sys.executable, str(WATCHDOG), sys.executable, "-c", QUICK, str(file)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as keeper:
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as watchdog:
         processes = wait_for_processes(file)
         os.kill(processes[0], signal.SIGKILL)
-        assert keeper.wait(20) == 128 + signal.SIGKILL
+        assert watchdog.wait(20) == 128 + signal.SIGKILL
     assert are_gone(processes, 5)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from parallm.conversation import ToolCall
-from parallm.environment.environment import EnvironmentSession, StatefulEnvironment, build_environment
+from parallm.environment.environment import EnvironmentSession, StatefulEnvironment
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError
+from parallm.run.environments import build_environment
 from parallm.types import Message
 
 pytest.importorskip("verifiers.legacy", reason="needs verifiers 0.3", exc_type=ImportError)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from parallm.environment.environment import build_environment
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError
 from parallm.integrations.verifiers.load import environment_module
+from parallm.run.environments import build_environment
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

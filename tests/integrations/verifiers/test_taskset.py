@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from parallm.environment.environment import EnvironmentSession, StatefulEnvironment, build_environment
+from parallm.environment.environment import EnvironmentSession, StatefulEnvironment
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError, ProblemError
+from parallm.run.environments import build_environment
 from parallm.types import Message
 
 pytest.importorskip("verifiers", minversion="0.4")

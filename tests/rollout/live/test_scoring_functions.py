@@ -65,7 +65,7 @@ def run(traffic: LiveSource, act: Callable[[], None]) -> list[tuple[float, ...]]
     async def main() -> list[tuple[float, ...]]:
         traffic.connect(decode)
         act()
-        await until(lambda: not traffic._scoring._tasks)
+        await until(lambda: not traffic._dispatcher._tasks)
         groups = traffic.take(1).groups
         await traffic.close()
         return [group.rewards for group in groups]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from parallm.errors import InvalidRequest, Unavailable, UnknownTrajectory
-from parallm.rollout.live.source import LiveSource, check_sampling
+from parallm.rollout.live.source import MAX_NAMES, OTHER, LiveSource, PartNames, check_sampling
 from parallm.types import GenerationRequest, SamplingParams, WeightSpan
 from tests.rollout.live.conftest import settings_of
 
@@ -361,3 +361,22 @@ def test_nothing_is_collected_after_the_end_of_training(traffic: LiveSource) -> 
 
 def _request(n: int) -> GenerationRequest:
     return GenerationRequest(request_id="r#0", prompt_tokens=(1,), sampling=SamplingParams(max_tokens=4), n=n)
+
+
+def test_names_beyond_the_first_count_as_other() -> None:
+    names = PartNames(["weighted"])
+    for number in range(MAX_NAMES):
+        names.bounded({f"part {number}": 1.0})
+    parts = names.bounded({"weighted": 1.0, "part 0": 2.0, "part 63": 4.0, "late": 8.0})
+    assert parts == {"weighted": 1.0, "part 0": 2.0, OTHER: 12.0}
+
+
+def test_the_reward_counts_each_part_under_its_own_weight_whatever_its_column(make: Make, record: Record) -> None:
+    traffic = make(weights={"right": 2.0})
+    record(traffic, "a")
+    record(traffic, "b")
+    for number in range(MAX_NAMES):
+        traffic.reward("a", {f"part {number}": 1.0})
+    assert traffic.reward("b", {"right": 1.0, "late": 0.5, "later": 0.25}) == 2.75
+    _, rewarded = traffic._buffer
+    assert rewarded.trajectory.reward_parts == {"right": 1.0, OTHER: 0.75}

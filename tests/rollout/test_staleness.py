@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallm.trainer.staleness import is_stale, off_policy_report
+from parallm.rollout.staleness import is_stale, off_policy_report
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 
 Spans = tuple[tuple[int, int], ...]
@@ -43,7 +43,7 @@ def test_lags_are_weighted_by_tokens() -> None:
 def test_tokens_that_are_not_trained_on_have_no_age() -> None:
     group = group_of(((1, 2), (4, 1)), mask=(False, False, True))
     assert off_policy_report([group], version=4, dropped=0).lag_max == 0
-    assert not is_stale(group, version=4, limit=0)
+    assert not is_stale(group.trajectories, version=4, limit=0)
 
 
 def test_no_groups_have_no_age() -> None:
@@ -54,8 +54,8 @@ def test_no_groups_have_no_age() -> None:
 @pytest.mark.parametrize(("limit", "stale"), [(0, True), (1, True), (2, False), (3, False)])
 def test_one_token_beyond_the_limit_makes_its_group_stale(limit: int, stale: bool) -> None:
     group = group_of(((4, 5),), ((2, 1), (4, 8)))
-    assert is_stale(group, version=4, limit=limit) is stale
+    assert is_stale(group.trajectories, version=4, limit=limit) is stale
 
 
 def test_a_version_that_is_yet_to_come_is_stale() -> None:
-    assert is_stale(group_of(((5, 1),)), version=4, limit=9)
+    assert is_stale(group_of(((5, 1),)).trajectories, version=4, limit=9)

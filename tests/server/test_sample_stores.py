@@ -8,6 +8,7 @@ from fastapi.testclient import TestClient
 
 from parallm.reports import TrainingStatus
 from parallm.server.app import create_app
+from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, Completion, GenerationRequest
 
@@ -30,13 +31,15 @@ def client(engine: Any, tokenizer: Any, memory: Memory) -> TestClient:
     cards: tuple[AdapterCard, ...] = ()
     return TestClient(
         create_app(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=lambda: cards,
-            status=lambda: TrainingStatus(state="collecting"),
-            settings=ServerSettings(),
-            base_name="nano",
-            witnesses={"policy": memory},
+            Service(
+                engine=engine,
+                tokenizer=tokenizer,
+                catalog=lambda: cards,
+                status=lambda: TrainingStatus(state="collecting"),
+                settings=ServerSettings(),
+                base_name="nano",
+                sample_stores={"policy": memory},
+            )
         ),
         base_url="http://localhost",
     )

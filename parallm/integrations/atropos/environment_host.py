@@ -1,7 +1,8 @@
-"""Runs a script with an Atropos environment as it is, with a log that says what it does.
+"""Runs a script with an Atropos environment unmodified, with a log that says what it does.
 
-Started as a file by the interpreter that has atroposlib: `python hosted.py SCRIPT ARGUMENTS`. Of itself an environment
-shows warnings alone, and once anything is logged two lines for each of ten looks a second at its status.
+Started as a file by the interpreter that has atroposlib: `python environment_host.py SCRIPT ARGUMENTS`. By itself an
+environment shows warnings alone; with a log it writes two lines for each of ten looks a second at its status, which are
+left out.
 """
 
 import logging
@@ -18,7 +19,7 @@ def main() -> None:
     for chatty in ("httpx", "openai", "urllib3", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     del sys.argv[0]
-    sys.path[0] = str(Path(sys.argv[0]).parent)  # as if the script had been started: not our folder
+    sys.path[0] = str(Path(sys.argv[0]).parent)  # as if the script had been started, in place of this folder
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

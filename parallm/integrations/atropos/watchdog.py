@@ -1,7 +1,7 @@
-"""Runs one command in a process group of its own, and ends the group when whoever has started this is gone.
+"""Runs one command in a process group of its own, and ends the group when the process that started this one is gone.
 
-Started as a file, with the standard library alone. Its standard input is a pipe that nobody writes to: it closes when
-the other side ends, however that ends.
+Started as a file by `ChildProcess`, with the standard library alone. Standard input is a pipe without any data: it
+closes when the other side ends, however that ends.
 """
 
 import os
@@ -18,7 +18,7 @@ def main() -> int:
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     threading.Thread(target=end_with_parent, args=(child,), daemon=True).start()
     code = child.wait()
-    signal_group(child, signal.SIGKILL)  # what it has left behind
+    signal_group(child, signal.SIGKILL)  # what the command has left behind
     return code if code >= 0 else 128 - code
 
 
