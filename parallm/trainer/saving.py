@@ -143,7 +143,7 @@ def restore(context: TrainerContext, state: TrainingState, *, serve: bool) -> No
     versions_in_memory = _versions(context)
     if max(versions_in_memory, default=0) > state.version:
         raise CheckpointError(
-            f"model.adapter is version {max(versions_in_memory)} of {context.policy}, and the checkpoint is version "
+            f"model.adapter is version {max(versions_in_memory)} of {context.policy}, and the checkpoint version "
             f"{state.version}: resuming would sample from the former; leave model.adapter out"
         )
     # a named checkpoint may be another policy's; dropout is a setting of this run
