@@ -1,22 +1,22 @@
 """ParaLLM: one process serves a language model while it learns from scored completions.
 
-From Python, `load` gives a model to chat with, generate from and serve; `train` and `training` train one, by a recipe
-or by objects of your own; `RLServer` serves and trains as two coroutines. `parallm.client` is for a server elsewhere.
+From Python, `load` returns a model to chat with, generate from and serve; `train` and `training` train one by a recipe
+or by objects of a program; `RLServer` serves and trains as two coroutines. `parallm.client` talks to a server.
 `parallm/library/README.md` has an example of each.
 
-Importing this package imports no MLX: `parallm.device.blas` must be able to load a BLAS library first. The names below
-are imported when they are used.
+Importing this package imports no MLX: `parallm.device.blas` must load a BLAS library first. The names below are
+imported when they are used.
 """
 
 from importlib import import_module
 
 __version__ = "0.1.0"
 
-_PLACES = {
+_MODULES = {
     "load": "model",
     "Model": "model",
     "Answer": "answer",
-    "Server": "server",
+    "Server": "model",
     "train": "training",
     "training": "training",
     "Training": "training",
@@ -25,16 +25,16 @@ _PLACES = {
     "LoRAConfig": "rl_server",
     "RLConfig": "rl_server",
 }
-"""Modules of `parallm.library`, by what they hold."""
+"""Module of `parallm.library` by name."""
 
-__all__ = [*_PLACES, "ParallmError"]  # __init__.pyi shows them to type checkers
+__all__ = [*_MODULES, "ParallmError"]  # __init__.pyi shows them to type checkers
 
 
 def __getattr__(name: str) -> object:
     if name == "ParallmError":
         return getattr(import_module("parallm.errors"), name)
-    if name in _PLACES:
-        return getattr(import_module(f"parallm.library.{_PLACES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"parallm.library.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'parallm' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

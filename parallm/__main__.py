@@ -1,4 +1,4 @@
-"""`python -m parallm`: which commands there are."""
+"""`python -m parallm`: the list of commands."""
 
 import sys
 
@@ -9,7 +9,7 @@ from parallm.metrics.machine import describe_versions
 
 
 def main() -> int:
-    """Answer --help and --version; anything else is a mistake, which the overview explains."""
+    """Answer --help and --version; explain anything else by the overview."""
     arguments = sys.argv[1:]
     if asks_version(arguments):
         sys.stdout.write(f"{describe_versions()}\n")

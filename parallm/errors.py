@@ -1,25 +1,25 @@
-"""What can go wrong through no fault of the code, as one tree. Knows no HTTP status.
+"""Errors that a user can cause or repair, as one tree. `server/failures.py` gives each its HTTP status.
 
 ParallmError
   InvalidRequest (ValueError)     a request that can never work
     ContextTooLong                prompt and max_tokens do not fit the context
-  UnknownModel (KeyError)         a model, version or alias that is not there
-  UnknownTrajectory (KeyError)    a trajectory that was never there, or is not any more
-  EngineFull                      the waiting queue is at its bound
+  UnknownModel (KeyError)         no such model, version or alias
+  UnknownTrajectory (KeyError)    no such trajectory waits for a reward
+  EngineFull                      the request queue is at its bound
   EngineStopped                   the device thread has ended
   NotFinite                       the model computes NaN for a request
   ConfigError (ValueError)        a key, type or recipe that does not exist
   ModelError                      a model folder that cannot be loaded
   AdapterError                    an adapter that does not fit the base
-    AdapterMissing                an adapter folder that is not there
+    AdapterMissing                an adapter folder that does not exist
     AdapterNotFinite              an adapter that holds NaN or infinity
   RunFolderError                  a run folder that cannot be written
   CheckpointError                 a checkpoint that cannot be written or read
   ProblemError                    an environment whose problems cannot be read
-  FolderInUse                     a folder that another process has
-  NotStored                       what a client gave, and the disk does not take
-  EnvironmentFailed               an environment that has scored nothing at all
-  Unavailable                     what this process does not do, or not at this time
+  FolderInUse                     a folder that another process has locked
+  NotStored                       a change by a client that cannot be written to disk
+  EnvironmentFailed               an environment that fails at every completion
+  Unavailable                     something that this process does not do, or not now
   TrainingStopped                 training cannot go on: the message says why
 """
 
@@ -37,9 +37,9 @@ class InvalidRequest(ParallmError, ValueError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and requested tokens do not fit the context, of `limit` tokens where that is what they exceed.
+    """Prompt and requested tokens exceed the context of `limit` tokens.
 
-    `setting` is the key that raises the limit. `for_clients` is the message without it, since clients cannot set it.
+    `setting` is the key that raises the limit. `for_clients` is the message without it: clients cannot set it.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class UnknownTrajectory(ParallmError, KeyError):
 
 
 class EngineFull(ParallmError):
-    """The waiting queue is at its bound; try again later."""
+    """The request queue is at its bound; try again later."""
 
 
 class EngineStopped(ParallmError):
-    """The device thread has ended; nothing can be computed any more."""
+    """The device thread has ended, so nothing can be computed."""
 
 
 class NotFinite(ParallmError):
@@ -89,7 +89,7 @@ class AdapterError(ParallmError):
 
 
 class AdapterMissing(AdapterError):
-    """An adapter folder that is not there, or not yet."""
+    """An adapter folder that does not exist, or not yet."""
 
 
 class AdapterNotFinite(AdapterError):
@@ -109,19 +109,19 @@ class ProblemError(ParallmError):
 
 
 class FolderInUse(ParallmError):
-    """A folder that another process has; the message names the process."""
+    """A folder that another process has locked; the message names the process."""
 
 
 class NotStored(ParallmError):
-    """The disk does not take what a client gave; the message says what holds all the same."""
+    """A change by a client cannot be written to disk; the message says what is in effect all the same."""
 
 
 class EnvironmentFailed(ParallmError):
-    """An environment that has failed at every completion; the message has its traceback."""
+    """An environment that fails at every completion; the message has its traceback."""
 
 
 class Unavailable(ParallmError):
-    """What this process does not do, or not at this time; the message says why."""
+    """Something that this process does not do, or not now; the message says why."""
 
 
 class TrainingStopped(ParallmError):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks to stop, the second ends the process at once. For the asyncio thread only."""
+"""Ctrl-C and SIGTERM: the first signal asks to stop, the second ends the process at once. For the asyncio thread."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def stop_on_signals(stop: Callable[[], None], what: str) -> None:
-    """Let the first signal say `what` happens and call `stop`."""
+    """Call `stop` at the first signal, after a warning that says `what` happens."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
@@ -33,7 +33,7 @@ def stop_on_signals(stop: Callable[[], None], what: str) -> None:
 
 
 def were_received() -> bool:
-    """Whether a signal has asked this process to stop, since which the next one would end it at once."""
+    """Whether a signal has asked this process to stop."""
     return any(signal.getsignal(number) is _leave_now for number in SIGNALS)
 
 
@@ -45,7 +45,7 @@ async def until_signal() -> None:
 
 
 async def unless(over: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`, or None if `over` is set before it is there: `work` is then cancelled and has ended."""
+    """Return the result of `work`; or None if `over` is set first, after `work` was cancelled and has ended."""
     task, waiter = asyncio.ensure_future(work), asyncio.ensure_future(over.wait())
     try:
         await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
@@ -57,8 +57,7 @@ async def unless(over: asyncio.Event, work: Coroutine[Any, Any, Result]) -> Resu
 
 
 def _leave_now(_: int, __: object) -> None:
-    # A live display hides the cursor and does not end its last line. It has taken the place of sys.stdout, and some
-    # thread may hold its locks.
+    # A live display hides the cursor and leaves its last line open; it replaces sys.stdout, whose locks may be held.
     if os.isatty(STANDARD_OUTPUT):
         os.write(STANDARD_OUTPUT, f"{SHOW_CURSOR}\n".encode())
     os._exit(INTERRUPTED)

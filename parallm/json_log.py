@@ -8,10 +8,10 @@ from typing import Any
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes a record as one line: JSON escapes line ends in what clients send."""
+    """Formats a record as one line: JSON escapes line ends in text of clients."""
 
     def __init__(self, more: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """`more` returns further fields at the time of a record. A record's attribute `fields` has its own."""
+        """`more` returns further fields when a record is written. A record's attribute `fields` has its own."""
         super().__init__()
         self._more = more
 

@@ -1,4 +1,4 @@
-"""What parts report of their work, for logs, pictures and status pages: frozen, without arrays."""
+"""Reports of the parts about their work, for logs, figures and status pages: frozen, without arrays."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FaultKind = Literal["reward", "behaviour", "advantage", "logprob", "loss", "gradient", "weights"]
-"""What was not finite in an update; `behaviour` are the log-probs that the engine sampled with."""
-
+"""The quantity that was not finite in an update; `behaviour` is the log-probs that the engine sampled with."""
 
 State = Literal[
     "serving",
@@ -26,10 +25,10 @@ State = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParityReport:
-    """How far the learner's log-probs are from those that the engine sampled with, before the update.
+    """Differences between the learner's log-probs before the update and those that the engine sampled with.
 
-    Only of tokens that the learner's present version sampled over keys and values of its own: for others the two differ
-    by right. NaN where there are none.
+    Counts tokens that the learner's present version sampled over its own keys and values; others differ by right. NaN
+    if there are none.
     """
 
     num_tokens: int
@@ -40,9 +39,9 @@ class ParityReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioReport:
-    """Probability of a token under the learner's present version over that when it was sampled, before the update.
+    """Probability of a token under the learner's version before the update, divided by that when it was sampled.
 
-    Of the trained tokens that parity leaves out. NaN where there are none.
+    Counts the trained tokens that parity leaves out. NaN if there are none.
     """
 
     num_tokens: int
@@ -53,87 +52,87 @@ class RatioReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffPolicyReport:
-    """How old the tokens of a step were when they were trained on."""
+    """Age of the tokens of a step when they were trained on."""
 
     lag_mean: float
-    """Versions between the learner's and the one that sampled a token, over the step's trained tokens."""
+    """Mean number of versions between the learner's and the one that sampled a token, over trained tokens."""
     lag_max: int
     dropped: int
-    """Groups older than the limit, which were sampled anew."""
+    """Number of groups older than the limit, which were sampled again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """A trajectory because of which an update changed nothing."""
+    """A trajectory that made an update change nothing."""
 
     problem_id: str
     group: int
-    """Its group's place among the groups of the update."""
+    """Index of its group in the update."""
     index: int
-    """Its place in the group."""
+    """Index in its group."""
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairsReport:
-    """How a reward model has scored the pairs of a step, before the update."""
+    """Scores of a step's pairs by a reward model before the update."""
 
     accuracy: float
     """Share of pairs whose chosen completion has the higher score."""
     margin: float
-    """Mean of the chosen one's score less that of the rejected one."""
+    """Mean score of the chosen completions minus that of the rejected ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What one optimizer step did. `skipped` names the reason if nothing was changed.
+    """The result of one optimizer step. `skipped` is the reason if it changed nothing.
 
-    Numbers that were not computed, because the step was skipped before, are NaN.
+    Numbers that a skipped step did not compute are NaN.
     """
 
     step: int
     version: int
-    """The adapter version that this update made."""
+    """Adapter version that this update made."""
     loss: float
     gradient_norm: float
     learning_rate: float
     clip_fraction: float
     kl_to_behaviour: float
-    """Mean of the k3 estimator between the learner's policy and the one that sampled."""
+    """Mean of the k3 estimator between the learner's policy and the sampling one."""
     entropy: float
     num_tokens: int
     """Completion tokens trained on."""
     seconds: float
-    """Device seconds inside the update, waiting for the engine excluded."""
+    """Device seconds of the update, without waiting for the engine."""
     parity: ParityReport
     ratio: RatioReport
     skipped: str | None = None
     fault: FaultKind | None = None
-    """What was not finite; None where nothing was changed because there was nothing to learn."""
+    """The quantity that was not finite; None if the step was skipped because there was nothing to learn."""
     culprits: tuple[Culprit, ...] = ()
-    """The trajectories to blame for the fault, as far as they are known."""
+    """Trajectories to blame for the fault, if known."""
     left_out: tuple[Culprit, ...] = ()
-    """Trajectories whose reward float32 cannot hold; the update was made without them."""
+    """Trajectories that the update left out because float32 cannot hold their rewards."""
     kl_to_base: float | None = None
-    """Mean of the k3 estimator between the learner's policy and the base; None if no objective asked for it."""
+    """Mean of the k3 estimator between the learner's policy and the base; None if the objective does not need it."""
     adapter_norm: float = math.nan
     """Norm of all arrays of the adapter, before the update."""
     adapter_delta_norm: float = math.nan
-    """Norm of the change of these arrays."""
+    """Norm of the change of all arrays of the adapter."""
     has_moved: bool = True
-    """False if an update that went well left every weight what it was to the last bit: there is no new version."""
+    """False if no weight changed by a bit, so that there is no new version."""
     pairs: PairsReport | None = None
-    """Of a reward model, to which clipping, KL, entropy, parity and ratios do not apply: they are NaN."""
+    """Set for reward models, whose clipping, KL, entropy, parity and ratios are NaN."""
 
     @property
     def adapter_delta_relative(self) -> float:
-        """The change of the adapter as a share of its norm."""
+        """Norm of the adapter's change divided by its norm."""
         return self.adapter_delta_norm / self.adapter_norm if self.adapter_norm else math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over problems with its 95% interval; NaN where nothing was measured."""
+    """A mean over problems with its 95% interval; NaN if nothing was measured. Example: `Estimate(0.5, 0.4, 0.6)`."""
 
     mean: float
     low: float
@@ -145,41 +144,40 @@ UNKNOWN = Estimate(math.nan, math.nan, math.nan)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationReport:
-    """What a version does on held-out problems, greedily and if asked for in several samples of each, or on held-out
-    lines of the data that it is trained on."""
+    """The evaluation of a version on held-out problems, by greedy completions and by samples, or on held-out data."""
 
     step: int
     version: int
     num_problems: int = 0
-    """Problems or pairs; 0 where only demonstrations were held out."""
+    """Number of problems or pairs; 0 if only demonstrations are held out."""
     accuracy: float = math.nan
-    """Of one greedy completion a problem, with its 95% interval from `low` to `high`."""
+    """Share of correct greedy completions, with its 95% interval from `low` to `high`."""
     low: float = math.nan
     high: float = math.nan
     reward: Estimate = UNKNOWN
-    """Of the greedy completions, as `reward_parts`."""
+    """Mean reward of the greedy completions; `reward_parts` has the means of its parts."""
     reward_parts: Mapping[str, Estimate] = field(default_factory=dict)
     pass_at: Mapping[int, Estimate] = field(default_factory=dict)
-    """By k: the chance that one of k samples is right; without entries where nothing was sampled."""
+    """Probability by k that one of k samples is correct; empty without samples."""
     num_samples: int = 0
-    """Of each problem."""
+    """Number of samples of each problem."""
     temperature: float = 0.0
-    """Of the samples."""
+    """Temperature of the samples."""
     margin: Estimate | None = None
-    """Of a reward model: by how much the chosen completion of a pair scores higher. Its `accuracy` is the share of
-    pairs in which it does, its `reward` the mean score of all completions."""
+    """Mean score of the chosen completion minus that of the rejected one, for reward models. `accuracy` is then the
+    share of pairs whose chosen completion scores higher, `reward` the mean score of all completions."""
     loss: float | None = None
-    """Nats per token of held-out demonstrations, or per pair of a reward model; None where there are neither."""
+    """Nats per token of held-out demonstrations, or per pair of a reward model; None without both."""
     num_demonstrations: int = 0
 
     @property
     def is_of_loss(self) -> bool:
-        """True where nothing but demonstrations was evaluated on."""
+        """Whether only demonstrations were evaluated on."""
         return self.loss is not None and not self.num_problems
 
     @property
     def score(self) -> float:
-        """Measure by which versions are compared, higher is better: accuracy, or the loss times -1 without one."""
+        """Number by which versions are compared, higher is better: accuracy, or minus the loss without one."""
         return -self.loss if self.loss is not None and self.is_of_loss else self.accuracy
 
 
@@ -193,17 +191,17 @@ class EvaluatedCompletion:
     answer: str
     is_correct: bool
     reward: float
-    """0 for a completion that could not be scored, whose parts are empty."""
+    """0 with empty `parts` if the completion could not be scored."""
     parts: Mapping[str, float]
     finish_reason: str
     num_tokens: int
     sample: int | None = None
-    """Which of several samples of its problem; None for the greedy completion."""
+    """Index among the samples of its problem; None for the greedy completion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A report and the completions that it is about, in the order of the problems."""
+    """A report and its completions in the order of the problems."""
 
     report: EvaluationReport
     completions: Sequence[EvaluatedCompletion] = ()
@@ -223,9 +221,9 @@ class TrainingStatus:
     last_update: str | None = None
     """Time of the last update that changed the policy, as ISO 8601."""
     loss: float | None = None
-    """Loss of that update."""
+    """Loss of the last update."""
     trajectories_collected: int = 0
-    """Trajectories that steps took since the process began; for live traffic, those that clients marked."""
+    """Trajectories that steps have taken since the process began; for live traffic, those that clients marked."""
     checkpoint_saves: int = 0
     """Checkpoints written since the process began."""
     training_enabled: bool = False
@@ -237,32 +235,32 @@ class TrainingStatus:
     shares: Mapping[str, float] = field(default_factory=dict)
     """`serving_share` and `engine_share` of the device."""
     policies: Mapping[str, "TrainingStatus"] = field(default_factory=dict)
-    """Of each, by name, where several are trained; the fields above are then about the one with the most to do."""
+    """Status by policy if several are trained; the fields above are then about the one with the most steps left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryReport:
-    """What became of the completions that clients have asked to be learned from, of one policy."""
+    """Counts of the completions that clients have marked for training, for one policy."""
 
     num_waiting: int
-    """In the buffer, without a reward."""
+    """Completions in the buffer without a reward."""
     num_rewarded: int
-    """In the buffer, with one."""
+    """Completions in the buffer with a reward."""
     num_reserved: int = 0
-    """Taken by steps that no checkpoint holds yet: the end of the process would let them wait again."""
+    """Completions of steps that no checkpoint holds yet: they are in the buffer again if the process ends."""
     oldest_seconds: float
-    """Age of the oldest one in the buffer; 0 if it is empty."""
+    """Age of the oldest completion in the buffer; 0 if it is empty."""
     num_collected: int
-    """Since the run began, as the next two."""
+    """Completions since the run began, like the next two fields."""
     num_trained: int
-    """By steps that a checkpoint holds."""
+    """Completions of steps that a checkpoint holds."""
     dropped: Mapping[str, int]
-    """By reason."""
+    """Dropped completions by reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionReport:
-    """What one version has answered since the process began, by one of the names that clients asked for."""
+    """Answers of one version since the process began, for one of the names that clients ask for."""
 
     num_requests: int
     num_completions: int
@@ -273,7 +271,7 @@ class VersionReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitReport:
-    """A name, the shares of its requests by model (none where it is not split), and its versions so far."""
+    """A name, the shares of its requests by model (empty if it is not split), and its versions."""
 
     name: str
     shares: Mapping[str, float]

@@ -1,4 +1,7 @@
-"""The nouns that cross borders between parts: frozen, without arrays, without HTTP words."""
+"""The nouns that parts hand to each other: frozen dataclasses without arrays and without words of HTTP.
+
+Every part may import them. Each docstring ends with an example.
+"""
 
 import math
 from collections.abc import Mapping
@@ -12,42 +15,51 @@ FinishReason = Literal["stop", "length", "abort"]
 Split = Literal["train", "test"]
 
 BASE = "base"
-"""The name that requests use for the frozen model without an adapter."""
+"""Name that requests use for the frozen model without an adapter."""
 POLICY = "policy"
-"""The name of the adapter that the learner trains, unless it trains several."""
+"""Name of the adapter that the learner trains, unless it trains several."""
 LATEST = "latest"
-"""The newest version of `policy`, whether clients get it as `policy` already or not."""
+"""Alias of the newest version, whether it is served already or not."""
 BEST = "best"
-"""The best version by evaluation."""
+"""Alias of the best version by evaluation."""
 
 
 class TokenMask(Protocol):
-    """Where one completion stands in its grammar. Used on the device thread, between its steps; must not raise."""
+    """The state of one completion in its grammar. Used on the device thread, between steps; must not raise.
+
+    Example: inside of a JSON number, `allowed()` has bits for the tokens of digits, `.`, `e`, `,` and `}`.
+    """
 
     def allowed(self) -> bytes:
-        """One bit for each token id that may come next, the lowest bit of the first byte first.
+        """Return one bit for each token id that may come next, the lowest bit of the first byte first.
 
-        Ids beyond its end are not allowed. The model's end tokens are, where the text may end there. If nothing is
-        allowed, the completion ends.
+        Ids beyond its end are not allowed. The model's end tokens are allowed where the text may end. The completion
+        ends if nothing is allowed.
         """
 
     def accept(self, token: int) -> None:
-        """Go on behind a sampled token, which was allowed and does not end the completion."""
+        """Advance by a sampled token, which was allowed and does not end the completion."""
 
 
 class Grammar(Protocol):
-    """Which texts a request's completions may have. Compiled before the engine gets it."""
+    """The texts that completions of a request may have. Compiled before the engine gets it.
+
+    Example: what `compile_grammar` makes of the JSON schema `{"type": "integer"}`.
+    """
 
     def start(self) -> TokenMask:
-        """The beginning, anew for each completion. Called on the device thread: must be cheap."""
+        """Return the state before the first token. Called for each completion on the device thread: must be cheap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to turn logits into tokens. Zero temperature is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off."""
+    """How to turn logits into tokens. Zero temperature is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+
+    Example: `SamplingParams(max_tokens=256, temperature=0.7, top_p=0.95, seed=1, stop=("\\n\\n",))`.
+    """
 
     max_tokens: int
-    """0: the prompt is computed, and nothing sampled."""
+    """0 computes the prompt and samples nothing."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -57,23 +69,23 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int = 0
-    """How many most likely tokens to report beside each sampled one."""
+    """Number of most likely tokens to report beside each sampled one."""
     presence_penalty: float = 0.0
-    """Taken from the logit of each token that the completion has."""
+    """Subtracted from the logit of each token that the completion has."""
     frequency_penalty: float = 0.0
-    """Taken from it for each time that the completion has it."""
+    """Subtracted from the logit of a token once for each time that the completion has it."""
     repetition_penalty: float = 1.0
-    """Positive logits of tokens that prompt or completion have are divided by this, others multiplied."""
+    """Divides positive logits and multiplies negative ones of tokens that prompt or completion have."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits."""
+    """Pairs of a token id and a number that is added to its logit."""
     min_tokens: int = 0
-    """Before so many tokens nothing but `max_tokens` and the context ends the completion."""
+    """Number of tokens before which only `max_tokens` and the context end the completion."""
     prompt_logprobs: int | None = None
-    """How many most likely tokens to report beside each token of the prompt; 0: the token alone; None: nothing.
+    """Number of most likely tokens to report beside each token of the prompt; 0: the token alone; None: nothing.
 
-    After temperature, as those of sampled tokens."""
+    Their log-probs are taken after temperature, like those of sampled tokens."""
     grammar: Grammar | None = None
-    """Restricts which tokens are sampled; log-probabilities stay those of the policy itself."""
+    """Restricts the sampled tokens; log-probs stay those of the policy itself."""
 
     @property
     def has_penalties(self) -> bool:
@@ -87,38 +99,45 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One prompt, `n` completions. The prompt is computed once and its rows fork from it."""
+    """One prompt with `n` completions. The engine computes the prompt once and forks its sequences from it.
+
+    Example: `GenerationRequest(request_id="chatcmpl-7", prompt_tokens=(1, 27, 11),
+    sampling=SamplingParams(max_tokens=8), n=4, model="policy@12", traffic="rollout")`.
+    """
 
     request_id: str
     prompt_tokens: tuple[int, ...]
     sampling: SamplingParams
     n: int = 1
     model: str = POLICY
-    """`base`, `policy` (the version that is served), `policy@12`, `latest`, `best`, `poet`; see `model_names`."""
+    """`base`, `policy` (the served version), `policy@12`, `latest`, `best`, `poet`; see `model/adapters/names.py`."""
     traffic: TrafficClass = "serving"
     switches_in_flight: bool = False
-    """Go on with what `model` means by then from the next token on, instead of the version that it began with."""
+    """Follow `model` to a newly published version from the next token on, instead of keeping the first version."""
     priority: int = 0
-    """Of waiting requests the one with the lowest number goes first."""
+    """The waiting request with the lowest number is admitted first."""
     user: str | None = None
-    """Whom a client asks for, where it says so: requests of one user get the same side of a split."""
+    """End user that a client names: all requests of one user get the same side of a split."""
     split: str | None = None
-    """The name that was asked for, where a split of it has chosen `model`."""
+    """Name that the client asked for, if a split of it has chosen `model`."""
     is_continued: bool = True
-    """Whether a later prompt may go on from what it samples, as the next turn of a conversation does: then the engine
-    keeps what it has computed for that."""
+    """Whether a later prompt may continue its completions, as the next turn of a chat does: the engine then caches the
+    keys and values of what it samples."""
     cache_salt: str = ""
-    """Only requests with the same one share keys and values of equal beginnings."""
+    """Only requests with equal salts share cached keys and values of equal prefixes."""
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Whether every position of the prompt has to be computed, whatever is cached of it."""
+        """Whether every position of the prompt must be computed, although its prefix may be cached."""
         return self.sampling.prompt_logprobs is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpan:
-    """Tokens `start` to `end` (half-open) of a completion were made by adapter version `version`; 0 is the base."""
+    """Adapter version `version` sampled the tokens `start` to `end` (half-open) of a completion; 0 is the base.
+
+    Example: `WeightSpan(version=12, start=0, end=40)`.
+    """
 
     version: int
     start: int
@@ -127,7 +146,7 @@ class WeightSpan:
 
 @dataclass(frozen=True, slots=True)
 class TopLogprob:
-    """One alternative at a position: token id and its log-probability."""
+    """One alternative at a position. Example: `TopLogprob(token=42, logprob=-0.1)`."""
 
     token: int
     logprob: float
@@ -135,22 +154,30 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprob:
-    """How likely a token of the prompt was behind those before it."""
+    """The log-prob of a prompt token after those before it.
+
+    Example: `PromptLogprob(token=42, logprob=-0.1, rank=1, top=(TopLogprob(42, -0.1),))`.
+    """
 
     token: int
     logprob: float
     rank: int
-    """1 for the most likely token."""
+    """1 is the most likely token."""
     top: tuple[TopLogprob, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One finished completion. `tokens` are exactly those sampled, the end-of-sequence token included."""
+    """One finished completion. `tokens` are exactly those sampled, the end-of-sequence token included.
+
+    Example: `Completion(request_id="chatcmpl-7", index=0, tokens=(5, 9, 2), logprobs=(-0.1, -0.7, -0.01),
+    top_logprobs=((), (), ()), text="42", finish_reason="stop",
+    weight_versions=(WeightSpan(version=12, start=0, end=3),))`.
+    """
 
     request_id: str
     index: int
-    """Which of the request's `n`."""
+    """Number of this completion among the request's `n`."""
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     """float32, after temperature, one per token."""
@@ -160,19 +187,23 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: tuple[WeightSpan, ...]
     prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
-    """One for each token of the prompt, None for the first, where they were asked for."""
+    """One for each token of the prompt, None for the first; None if the request does not ask for them."""
     num_cached_prompt_tokens: int = field(default=0, compare=False)
-    """Prompt tokens whose keys and values the engine had from before. Says how it was computed, not what: completions
-    that differ in nothing else are equal."""
+    """Prompt tokens whose keys and values were cached. Says how the completion was computed, so that completions which
+    differ in nothing else are equal."""
     num_draft_tokens: int = field(default=0, compare=False)
-    """Tokens that were proposed ahead of the policy and checked by it."""
+    """Speculated tokens that the policy has checked."""
     num_accepted_tokens: int = field(default=0, compare=False)
-    """Of these, those that it sampled."""
+    """Speculated tokens that the policy has accepted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
-    """What one engine step, or several, add to one completion; `completion` is set on the last event only."""
+    """What one or several engine steps add to one completion; only the last event has `completion`.
+
+    Example: `TokenEvent(request_id="chatcmpl-7", index=0, tokens=(9,), logprobs=(-0.7,), top_logprobs=((),),
+    text="4")`.
+    """
 
     request_id: str
     index: int
@@ -180,43 +211,51 @@ class TokenEvent:
     logprobs: tuple[float, ...]
     top_logprobs: tuple[tuple[TopLogprob, ...], ...]
     text: str
-    """New text that is certain to stay: a possible beginning of a stop string is held back."""
+    """New text. A possible beginning of a stop string is held back."""
     completion: Completion | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a chat."""
+    """One turn of a chat. Example: `Message(role="user", content="2 + 3?")`."""
 
     role: str
     content: str
     calls: tuple[ToolCall, ...] = ()
-    """Functions that the model wants called, where its problem has some; `content` is the text around them then."""
+    """Functions that the model wants called; `content` is then the text around them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Something to solve. `answer` is what the environment needs for scoring; it never reaches the model."""
+    """A task for the policy. The environment scores with `answer`, which never reaches the model.
+
+    Example: `Problem(problem_id="gsm8k/train/7", messages=(Message(role="user", content="2 + 3?"),), answer="5")`.
+    """
 
     problem_id: str
     messages: tuple[Message, ...]
     answer: str
     level: int = 0
     environment: str = ""
-    """Which of several mixed environments it belongs to."""
+    """Name of its environment among several mixed ones."""
     tools: str = ""
-    """Functions that the model may call, as JSON: a list as in OpenAI's API. For environments of several turns."""
+    """Functions that the model may call, as JSON: a list as in OpenAI's API. Used by environments of several turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One scored episode, as the learner trains on it: sampled token ids and, between turns, those of replies."""
+    """One scored episode, as the learner trains on it: sampled token ids and, between turns, those of replies.
+
+    Example: `Trajectory(problem_id="gsm8k/train/7", prompt_tokens=(1, 27), tokens=(5, 2), loss_mask=(True, True),
+    logprobs=(-0.1, -0.01), temperature=1.0, weight_versions=(WeightSpan(version=12, start=0, end=2),),
+    reward_parts={"correct": 1.0}, reward=1.0, text="5", finish_reason="stop")`.
+    """
 
     problem_id: str
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     loss_mask: tuple[bool, ...]
-    """True where the policy sampled the token and learns from it; the log-prob of other tokens may be 0."""
+    """True for tokens that the policy sampled and learns from; the log-prob of other tokens may be 0."""
     logprobs: tuple[float, ...]
     temperature: float
     weight_versions: tuple[WeightSpan, ...]
@@ -225,15 +264,19 @@ class Trajectory:
     text: str
     finish_reason: FinishReason
     token_advantages: tuple[float, ...] | None = None
-    """Of each token, by whoever scored it; they count in place of what the reward is worth in its group."""
+    """Advantage of each token, if the scorer sends them; they replace the advantage of the reward in its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultyEpisode:
-    """A completion that its environment has failed to score or to reply to; it is never trained on."""
+    """A completion that its environment failed to score or to reply to; it is never trained on.
+
+    Example: `FaultyEpisode(kind="score_raised", detail="ZeroDivisionError: division by zero", text="5 / 0",
+    tokens=(5, 2))`.
+    """
 
     kind: str
-    """The call that failed and how, as `score_raised` or `reply_timed_out`; or `no_tokens`."""
+    """The failed call and how it failed, such as `score_raised` and `reply_timed_out`; or `no_tokens`."""
     detail: str
     text: str
     tokens: tuple[int, ...]
@@ -242,14 +285,17 @@ class FaultyEpisode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryGroup:
-    """All trajectories of one problem; advantages are relative to this group. Mostly they have one prompt."""
+    """All trajectories of one problem, mostly with the same prompt; advantages are relative to this group.
+
+    Example: `TrajectoryGroup(problem=problem, trajectories=(right, wrong, right, right), solve_rate=0.75)`.
+    """
 
     problem: Problem
     trajectories: tuple[Trajectory, ...]
     faulty: tuple[FaultyEpisode, ...] = ()
     """Completions of the same problem without a reward."""
     solve_rate: float | None = None
-    """Share of right ones among the scored completions; None where none was scored."""
+    """Share of correct completions among the scored ones; None if none was scored."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
@@ -257,15 +303,21 @@ class TrajectoryGroup:
 
     @property
     def has_signal(self) -> bool:
-        """False if all rewards are equal and finite: the learner names what is not. Advantages of tokens are signal."""
-        if any(any(one.token_advantages or ()) for one in self.trajectories):
+        """Whether an update can learn from this group: rewards differ, or tokens have advantages.
+
+        A group with a reward that is not finite counts, so that the learner reports it.
+        """
+        if any(any(trajectory.token_advantages or ()) for trajectory in self.trajectories):
             return True
         return len(set(self.rewards)) > 1 or not all(map(math.isfinite, self.rewards))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRequest:
-    """Completions of one prompt, each of which a reward model scores at its last token."""
+    """Completions of one prompt, each of which a reward model scores at its last token.
+
+    Example: `ScoringRequest(prompt_tokens=(1, 27), completions=((5, 2), (6, 2)))`.
+    """
 
     prompt_tokens: tuple[int, ...]
     completions: tuple[tuple[int, ...], ...]
@@ -277,7 +329,11 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterCard:
-    """What is known of one adapter version in memory, for lists and status pages."""
+    """Metadata of one adapter version in memory, for lists and status pages.
+
+    Example: `AdapterCard(name="policy", version=12, parent=11, step=12, rank=16, alpha=32.0, aliases=("best",),
+    digest="9f2c...", num_running=3, is_served=True)`.
+    """
 
     name: str
     version: int
@@ -299,17 +355,21 @@ class AdapterCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenTrajectory:
-    """A completion with its reward. Programs that sampled elsewhere may not know its log-probs and versions."""
+    """A completion with its reward from a client, which may not know log-probs and versions.
+
+    Example: `GivenTrajectory(prompt_tokens=(1, 27), tokens=(5, 2), reward=1.0, group=None, logprobs=None,
+    weight_versions=(), loss_mask=(True, True), temperature=1.0, text="5", finish_reason="stop")`.
+    """
 
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     reward: float
     group: str | None
-    """Trajectories of the same group are compared; None: those of the same prompt."""
+    """Trajectories of one group are compared with each other; None groups by prompt."""
     logprobs: tuple[float, ...] | None
-    """Log-probs of `tokens` when they were sampled; None: not known."""
+    """Log-probs of `tokens` when they were sampled; None: unknown."""
     weight_versions: tuple[WeightSpan, ...]
-    """Ranges of `tokens`, each with the version that sampled it; empty: not known."""
+    """Ranges of `tokens`, each with the version that sampled it; empty: unknown."""
     loss_mask: tuple[bool, ...]
     temperature: float
     text: str
@@ -318,27 +378,31 @@ class GivenTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenUpdate:
-    """One update on given trajectories, between two steps of training."""
+    """The result of one update on a client's trajectories, between two steps of training.
+
+    Example: `GivenUpdate(version=13, is_served=True, has_moved=True, num_trajectories=8, num_trained=4,
+    num_recomputed=0, num_tokens=512, loss=0.1, gradient_norm=0.3, kl_to_behaviour=0.0, skipped=None, checkpoint=None)`.
+    """
 
     version: int
     """The newest version after it."""
     is_served: bool
     """Whether the policy's bare name means this version."""
     has_moved: bool
-    """False if the update left every weight what it was to the last bit: `version` is the one before it."""
+    """False if no weight changed by a bit: `version` is then the one before the update."""
     num_trajectories: int
     num_trained: int
     """Trajectories of groups whose rewards differ."""
     num_recomputed: int
-    """Trajectories without log-probs, which count as samples of the version before this one."""
+    """Trajectories without log-probs, which are recomputed as samples of the version before this one."""
     num_tokens: int
     """Tokens that were trained on."""
     loss: float
     gradient_norm: float
     kl_to_behaviour: float
-    """Mean of the k3 estimator between the policy before the update and the one that sampled; 0 where log-probs were
-    computed anew."""
+    """Mean of the k3 estimator between the policy before the update and the one that sampled; 0 for recomputed
+    log-probs."""
     skipped: str | None
-    """Why nothing was changed, if it was not."""
+    """Why the update changed nothing, if so."""
     checkpoint: str | None
-    """The folder that it was saved in, if that was asked for."""
+    """Folder of the checkpoint, if one was asked for."""

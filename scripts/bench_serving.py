@@ -34,7 +34,7 @@ SECONDS_TO_FIRST_STEP, SECONDS_BETWEEN_LOOKS = 300.0, 0.2
 ALONE = "serving alone"
 MODES: Mapping[str, Sequence[str]] = {
     "while training": (),
-    "training first": ("engine.serving_share=0.3", "learner.engine_share=0.3"),
+    "training first": ("device.serving_share=0.3", "device.engine_share=0.3"),
 }
 """Overrides of a run."""
 

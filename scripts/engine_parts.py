@@ -27,9 +27,9 @@ from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings, SpeculationSettings
 from parallm.engine.speculation import Speculation
 from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.lora.single import initial_arrays
 from parallm.types import BASE, GenerationRequest, SamplingParams, TokenEvent, TrafficClass
 
 RANK, ALPHA, SIZE_OF_B = 16, 32.0, 0.01

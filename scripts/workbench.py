@@ -22,10 +22,10 @@ from parallm.engine.settings import EngineSettings
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport

@@ -13,7 +13,7 @@ from parallm.device.blas import load_blas, set_blas_threads
 from parallm.device.settings import DeviceSettings
 
 BLAS = load_blas(DeviceSettings())
-set_blas_threads(BLAS, 1)  # what the lanes do too: several threads on few, busy cores wait for each other
+set_blas_threads(BLAS, 1)  # what the streams do, too: several threads on few, busy cores wait for each other
 
 import mlx.core as mx  # noqa: E402  # only now: MLX takes the BLAS that is there when it loads
 import mlx.nn as nn  # noqa: E402
@@ -252,7 +252,7 @@ def nano() -> SharedModel:
 
 @pytest.fixture(scope="session")
 def streams() -> DeviceStreams:
-    """The lanes of the thread that runs the tests."""
+    """The streams of the thread that runs the tests."""
     return DeviceStreams(partial(set_blas_threads, BLAS))
 
 

@@ -24,7 +24,7 @@ import pytest
 from parallm.client import Client
 from parallm.model.adapters.adapter import make_adapter
 from parallm.model.adapters.files import write_mlx, write_peft
-from parallm.model.lora.single import initial_arrays
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.shared_model import SharedModel
 
 ROOT = Path(__file__).parent.parent
@@ -499,24 +499,25 @@ def test_trajectories_of_a_killed_run_are_trained_on_by_the_next(start: Start, t
 
 LATE = """
 import asyncio
-import parallm.train as train
+import sys
 
-run = train.run
+from parallm.run.command import run_command
+
 
 def run_late(config, folder, blas):
     from parallm.run import train
 
-    make_trainer = build.make_trainer
+    build = train.build_policy_run
 
-    async def make_late(*parts):
+    async def build_late(*parts):
         await asyncio.sleep(2)
-        return await make_trainer(*parts)
+        return await build(*parts)
 
-    build.make_trainer = make_late
-    return run(config, folder, blas)
+    train.build_policy_run = build_late
+    return train.run_training(config, folder, blas)
 
-train.run = run_late
-train.main()
+
+sys.exit(run_command("train", run_late))
 """
 """`parallm.train` that takes long to come to its checkpoint."""
 

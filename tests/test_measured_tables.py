@@ -15,9 +15,9 @@ import yaml
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ROOT / "scripts"
 HEADER = "| what | measured | figures | reproduce with |"
-FOLDERS = [
-    str(path.parent.relative_to(ROOT))
-    for path in (ROOT / "README.md", *sorted((ROOT / "parallm").rglob("README.md")))
+DOCUMENTS = [
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", *sorted((ROOT / "parallm").rglob("*.md")))
     if HEADER in path.read_text()
 ]
 KNOWN = (
@@ -119,12 +119,13 @@ def test_a_figure_of_no_script_is_found() -> None:
 
 
 def test_three_documents_have_tables_at_least() -> None:
-    assert {".", "parallm/engine", "parallm/learner"} <= set(FOLDERS)
+    folders = {str(Path(document).parent) for document in DOCUMENTS}
+    assert {".", "parallm/engine", "parallm/learner"} <= folders
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_each_row_names_figures_and_a_command_that_prints_them(folder: str) -> None:
-    found = list(rows((ROOT / folder / "README.md").read_text()))
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_each_row_names_figures_and_a_command_that_prints_them(document: str) -> None:
+    found = list(rows((ROOT / document).read_text()))
     assert found
     assert [fault for cells in found for fault in faults(cells)] == []
 

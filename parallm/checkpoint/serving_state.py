@@ -18,10 +18,10 @@ from typing import Any
 from parallm.checkpoint.files import sync, write_atomically
 from parallm.checkpoint.folder_lock import FolderLock
 from parallm.errors import AdapterError, CheckpointError, FolderInUse
-from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.adapter import Adapter, Key
 from parallm.model.adapters.files import read_adapter, write_exactly
 from parallm.model.adapters.names import is_number, of_alias
-from parallm.model.adapters.table import AdapterTable, Key
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.types import BEST
 

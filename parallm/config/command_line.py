@@ -1,4 +1,4 @@
-"""Words of a command line beside overrides: questions (`--help`, `--version`), options of Hydra, and mistakes."""
+"""Words of a command line other than overrides: `--help`, `--version`, options of Hydra, and mistakes."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -24,18 +24,18 @@ def asks_version(arguments: Iterable[str]) -> bool:
 
 
 def help_topics(arguments: Sequence[str]) -> list[str] | None:
-    """The words that help is asked about, `--help trainer`; none of them for an overview, None without a question."""
+    """Return the topics of `--help trainer`; an empty list for an overview, None without `--help`."""
     asked = [word for word in arguments if word.partition("=")[0] in HELP]
     if not asked:
         return None
-    behind = [word.partition("=")[2] for word in asked if "=" in word]
-    return behind + [word for word in arguments if not word.startswith("-") and "=" not in word and word not in HELP]
+    topics = [word.partition("=")[2] for word in asked if "=" in word]
+    return topics + [word for word in arguments if not word.startswith("-") and "=" not in word and word not in HELP]
 
 
 def check_words(arguments: Sequence[str], known: KnownKeys, recipes: Iterable[str] | None) -> None:
     """Raise ConfigError with one line for each word that is neither an override nor an option.
 
-    `recipes` are the names of recipes, None for a command that takes none.
+    `recipes` has the names of all recipes; None for a command without recipes.
     """
     wrong = [*_wrong_words(arguments, known, recipes), *repeated_keys(arguments)]
     if wrong:
@@ -78,7 +78,7 @@ def _wrong_word(word: str, known: KnownKeys, recipes: Iterable[str]) -> str:
 
 
 def repeated_keys(arguments: Iterable[str]) -> list[str]:
-    """One line for each value that is a mapping with a key twice: Hydra keeps the last silently."""
+    """Return one line for each mapping with a repeated key, of which Hydra would silently keep the last."""
     wrong = []
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -87,5 +87,5 @@ def repeated_keys(arguments: Iterable[str]) -> list[str]:
         except yaml.constructor.ConstructorError as error:
             wrong.append(f"{key.lstrip('+')}: {error.problem}")
         except (yaml.YAMLError, OmegaConfBaseException):
-            pass  # Hydra's grammar is another one: let it judge
+            pass  # Hydra's grammar differs and reports its own errors
     return wrong

@@ -1,4 +1,4 @@
-"""Overrides -> the configuration of a command, for the command line and for Python. Imports no MLX."""
+"""Composes the configuration of a command from overrides, for the command line and for Python. Imports no MLX."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,9 +26,9 @@ KEY = "trainer.evaluate_on"
 
 
 def with_asked_environment(composed: DictConfig) -> DictConfig:
-    """`composed` as Hydra has composed it now, with trainer.evaluate_on=environment in place of `auto` if asked for.
+    """Replace trainer.evaluate_on=auto by `environment` in Hydra's present composition, if the user names one.
 
-    Reward models, which write no text, never play one.
+    Reward models write no text and are never evaluated on an environment.
     """
     is_of_policy = OmegaConf.select(composed, "learner.trains") == "policy"
     if is_of_policy and OmegaConf.select(composed, KEY) == "auto" and _is_asked():
@@ -37,7 +37,7 @@ def with_asked_environment(composed: DictConfig) -> DictConfig:
 
 
 def names_environment(overrides: Iterable[str], recipe: Mapping[str, Any]) -> bool:
-    """Whether one of the overrides of a command line, or a recipe as it stands in its file, says something of it."""
+    """Whether an override of the command line, or a recipe as it stands in its file, names the environment."""
     keys = [override.partition("=")[0].lstrip("+~").partition("@")[0] for override in overrides]
     groups = [str(key) for entry in recipe.get("defaults", ()) if isinstance(entry, Mapping) for key in entry]
     named = [*keys, *map(str, recipe), *(group.removeprefix("override").strip().lstrip("/") for group in groups)]
@@ -61,13 +61,13 @@ TRAIN = "train"
 class Composed(Generic[Config]):
     config: Config
     values: DictConfig
-    """The same before it was checked, as a run folder keeps it."""
+    """The values before validation, as config.yaml keeps them."""
     folder: Path
-    """The folder that a run with this configuration writes to."""
+    """The run folder of this configuration."""
 
 
 def register(name: str, kind: type, arguments: Sequence[str]) -> None:
-    """Tell Hydra what there is for the command `name`. Raises ConfigError for arguments that cannot be meant."""
+    """Register defaults and recipes of the command `name` with Hydra. Raises ConfigError for wrong arguments."""
     recipes = read_recipes() if name == TRAIN else None
     check_words(arguments, known_keys(kind), recipes)
     OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
@@ -128,7 +128,7 @@ def _check_overrides(overrides: Sequence[str], given: Mapping[str, object]) -> N
 
 @contextmanager
 def _own_hydra(name: str) -> Iterator[None]:
-    """Leave the Hydra of the program that we are in as it is: a program's own hydra.main, or a notebook's."""
+    """Use Hydra without disturbing a program's own: its hydra.main, or a notebook's."""
     present, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:

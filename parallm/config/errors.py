@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line per key: the key, the value and the choices."""
+"""Messages about a wrong configuration, one line per key: the key, the value and the choices."""
 
 import difflib
 import re
@@ -11,23 +11,25 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic_core import ErrorDetails
 
 KnownKeys = Mapping[str, Any]
-"""Keys as a tree. A choice between classes has one more level: {"environment": {"gsm8k": {"limit": ...}}}."""
+"""Tree of keys. A choice between classes has one more level: {"environment": {"gsm8k": {"limit": ...}}}."""
 
 UNKNOWN_KEY = {"unexpected_keyword_argument", "extra_forbidden"}
+RENAMED = {"engine.serving_share": "device.serving_share", "learner.engine_share": "device.engine_share"}
 MISSING = {"missing", "missing_argument", "missing_keyword_only_argument"}
 
 
 def explain_values(
     errors: Iterable[ErrorDetails], known: KnownKeys, elsewhere: Mapping[str, KnownKeys] = MappingProxyType({})
 ) -> str:
-    """One line per key for what pydantic found wrong. `elsewhere` are the keys of other commands, by their names."""
+    """Return one line per key for pydantic's errors. `elsewhere` has the keys of other commands by their names."""
     messages: dict[str, list[str]] = {}
     for error in errors:
         path = _known_part(error, known)
         key = _dotted(path, known)
         is_unknown = error["type"] in UNKNOWN_KEY and not _holds(known, key.split("."))
         owners = _owners(key, elsewhere) if is_unknown else ""
-        messages.setdefault(key, []).append(owners or _explain_value(error, path, known))
+        renamed = f"renamed, set {RENAMED[key]}" if key in RENAMED else ""
+        messages.setdefault(key, []).append(renamed or owners or _explain_value(error, path, known))
     # one value may fail in several ways, one for each type that the key allows
     return "\n".join(f"{key}: {' or '.join(dict.fromkeys(texts))}" for key, texts in messages.items())
 
@@ -38,7 +40,7 @@ def explain_composition(
     known: KnownKeys,
     elsewhere: Mapping[str, KnownKeys],
 ) -> str:
-    """What kept Hydra from composing. `arguments` are the command line's, to name every unknown key at once."""
+    """Return why Hydra could not compose. `arguments` are the command line's, to name every unknown key at once."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file is not None:
         group, _, choice = str(error.missing_cfg_file).rpartition("/")
         return f"{group}: '{choice}' is unknown{choices_for(choice, error.options or [])}"
@@ -53,7 +55,7 @@ def explain_composition(
 
 
 def _known_part(error: ErrorDetails, known: KnownKeys) -> tuple[str, ...]:
-    """The error's place without what pydantic appends to it: indices and the type that was tried."""
+    """Return the error's key without the indices and types that pydantic appends."""
     path: list[str] = []
     for part in map(str, error["loc"]):
         if not isinstance(known, Mapping) or (part not in known and error["type"] not in UNKNOWN_KEY | MISSING):
@@ -78,7 +80,7 @@ def _is_tagged(choices: Mapping[str, Any]) -> bool:
 
 
 def _explain_value(error: ErrorDetails, path: tuple[str, ...], known: KnownKeys) -> str:
-    deeper = ".".join(map(str, error["loc"][len(path) :]))  # below a key that holds whatever a user puts there
+    deeper = ".".join(map(str, error["loc"][len(path) :]))  # below a key that holds any value
     if error["type"] in UNKNOWN_KEY and deeper:
         return f"{deeper}: unknown key"
     if error["type"] in MISSING and deeper:
@@ -94,13 +96,15 @@ def _explain_value(error: ErrorDetails, path: tuple[str, ...], known: KnownKeys)
         tag, tags = error["ctx"]["tag"], error["ctx"]["expected_tags"].replace("'", "").split(", ")
         return f"name '{tag}' is unknown{choices_for(tag, tags)}"
     if error["type"] == "value_error" and isinstance(error["input"], Mapping):
-        return error["msg"].removeprefix("Value error, ")  # about several keys of a part, which it names
+        return error["msg"].removeprefix("Value error, ")  # about several keys of a part
     place = f"{deeper.removesuffix('.[key]')}: " if deeper and path == ("policies",) else ""
     return f"{place}{error['input']!r} {re.sub(r'^(Input|String|Value error,) (should )?', 'must ', error['msg'])}"
 
 
 def _explain_key(key: str, known: KnownKeys, elsewhere: Mapping[str, KnownKeys]) -> str:
-    """Describe the mistake of a key whose part this command does not have."""
+    """Describe a key whose part this command does not have."""
+    if key in RENAMED:
+        return f"{key}: renamed, set {RENAMED[key]}"
     if owners := _owners(key, elsewhere):
         return f"{key}: {owners}"
     part = key.partition(".")[0]
@@ -108,7 +112,7 @@ def _explain_key(key: str, known: KnownKeys, elsewhere: Mapping[str, KnownKeys])
 
 
 def _owners(key: str, elsewhere: Mapping[str, KnownKeys]) -> str:
-    """Name the other commands that have a key; empty where none has it."""
+    """Name the other commands that have a key; empty if none has it."""
     owners = [command for command, keys in elsewhere.items() if _holds(keys, key.split("."))]
     *others, last = owners or [""]
     named = f"{', '.join(others)} and {last}" if others else last
@@ -116,7 +120,7 @@ def _owners(key: str, elsewhere: Mapping[str, KnownKeys]) -> str:
 
 
 def _holds(keys: Any, path: Sequence[str]) -> bool:
-    """Whether there is a key of that path; in a choice between classes, in one of them."""
+    """Whether a key of that path exists; for a choice between classes, in one of them."""
     if not path:
         return True
     if not isinstance(keys, Mapping):
@@ -127,7 +131,7 @@ def _holds(keys: Any, path: Sequence[str]) -> bool:
 
 
 def choices_for(wrong: str, choices: Iterable[str]) -> str:
-    """The end of a complaint about an unknown name: the nearest known one, and all of them."""
+    """Return the end of a message about an unknown name: the nearest known one, and all of them."""
     names = list(choices)
     nearest = difflib.get_close_matches(wrong, names, n=1)
     suggestion = f", did you mean {nearest[0]}?" if nearest else ";"

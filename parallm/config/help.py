@@ -1,4 +1,4 @@
-"""The answers to `--help`: an overview of a command, or all about a group, a key or a recipe. Imports no MLX."""
+"""The pages of `--help`: a command, or a group, a key or a recipe in full. Imports no MLX."""
 
 import difflib
 import json
@@ -16,7 +16,7 @@ from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
 from parallm.config.recipes import Recipe, first_comment, read_recipes
-from parallm.config.schema import COMMANDS, known_keys, shipped
+from parallm.config.schema import COMMANDS, PACKAGE_FOLDER, known_keys, shipped
 from parallm.errors import ConfigError
 
 WORDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "any value"}
@@ -27,18 +27,18 @@ class Key:
     """One key that holds a value."""
 
     name: str
-    """With dots; NAME stands for a name that users choose, [] for a place in a list."""
+    """Dotted name; NAME stands for a name that users choose, [] for an entry of a list."""
     choice: str = ""
-    """The environment that has it, for a key of an environment."""
+    """Name of the environment, for a key of an environment."""
     kind: str
-    """What may be given, such as `integer, 1 or more`."""
+    """Type, such as `integer, 1 or more`."""
     default: str | None
-    """As it would stand on the command line; None for a key that must be given."""
+    """Default as on the command line; None for a key that must be given."""
     meaning: str
 
 
 def keys_of(settings: type, above: str = "", choice: str = "") -> Iterator[Key]:
-    """Every key that can be set in a settings class and in those inside of it, in the order of their definition."""
+    """Yield every key of a settings class and of those inside of it, in the order of their definition."""
     for name, field in fields_of(settings).items():
         path = f"{above}.{name}" if above else name
         yield from _keys_of_field(field, path, choice, meaning_of(settings, name))
@@ -50,7 +50,7 @@ def fields_of(settings: type) -> Mapping[str, FieldInfo]:
 
 
 def meaning_of(settings: type, name: str) -> str:
-    """The docstring below a field, where it is defined or inherited from, in one line."""
+    """Return the docstring below a field, or below the field that it inherits from, in one line."""
     bases = (fields_of(base) for base in settings.__mro__ if hasattr(base, "__pydantic_fields__"))
     described = (fields[name].description for fields in bases if name in fields)
     return " ".join(next(filter(None, described), "").split())
@@ -74,7 +74,7 @@ def _keys_of_field(field: FieldInfo, path: str, choice: str, meaning: str) -> It
 
 
 def _settings_in(annotation: Any) -> dict[str, type]:
-    """The settings classes that a type allows or holds, by the name that chooses one of several."""
+    """Return the settings classes that a type allows or holds, by the name that chooses one of several."""
     if is_pydantic_dataclass(annotation):
         name = fields_of(annotation).get("name")
         values = get_args(name.annotation) if name is not None and get_origin(name.annotation) is Literal else ("",)
@@ -83,7 +83,7 @@ def _settings_in(annotation: Any) -> dict[str, type]:
 
 
 def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """What a type allows, in words."""
+    """Describe the values of a type in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return describe_type(arguments[0], [part for one in arguments[1:] for part in getattr(one, "metadata", [one])])
@@ -121,7 +121,7 @@ def _default(field: FieldInfo) -> str | None:
 
 
 MAX_WIDTH = 100
-"""Characters of a line, less where the terminal is narrower."""
+"""Maximum number of characters in a line."""
 INDENT = " " * 6
 USED_MOST: Mapping[str, Sequence[str]] = {
     "train": (
@@ -160,7 +160,7 @@ RECIPES = "recipe"
 
 
 def overview() -> str:
-    """The commands that there are."""
+    """Return the page with all commands."""
     lines = ["ParaLLM serves a language model and trains it while it serves.\n"]
     for name in COMMANDS:
         lines += [f"  python -m parallm.{name}", *_wrapped(_summary(name), INDENT)]
@@ -168,7 +168,7 @@ def overview() -> str:
 
 
 def help_page(command: str, topics: Sequence[str]) -> str:
-    """About each topic, or the command itself. Raises ConfigError for topics that there are not."""
+    """Return the page about each topic, or about the command. Raises ConfigError for unknown topics."""
     pages = {topic: _page_about(command, topic) for topic in topics} if topics else {"": _command_page(command)}
     wrong = [topic for topic, lines in pages.items() if not lines]
     if wrong:
@@ -198,7 +198,7 @@ def _command_page(command: str) -> list[str]:
 
 
 def _page_about(command: str, topic: str) -> list[str]:
-    """Nothing where there is no such topic. Raises ConfigError for a recipe that cannot be read."""
+    """Return no lines for an unknown topic. Raises ConfigError for a recipe that cannot be read."""
     recipes = _recipes(command)
     if topic in (RECIPES, "recipes"):
         return [line for recipe in recipes.values() for line in _recipe_lines(recipe)]
@@ -210,7 +210,7 @@ def _page_about(command: str, topic: str) -> list[str]:
 
 
 def _keys_about(command: str, topic: str) -> Iterator[Key]:
-    """A key, the keys below it, or those of one environment."""
+    """Yield a key, the keys below it, or those of one environment."""
     for key in keys_of(COMMANDS[command]):
         is_of_environment = key.choice and topic in (key.choice, f"environment.{key.choice}")
         if key.name == topic or key.name.startswith((f"{topic}.", f"{topic}[")) or is_of_environment:
@@ -240,8 +240,8 @@ def _recipe_page(recipe: Recipe) -> list[str]:
 
 
 def _recipe_lines(recipe: Recipe) -> list[str]:
-    told = f"BROKEN: {recipe.fault}" if recipe.fault else recipe.summary
-    return [f"  +recipe={recipe.name}", *_wrapped(told, INDENT)]
+    text = f"BROKEN: {recipe.fault}" if recipe.fault else recipe.summary
+    return [f"  +recipe={recipe.name}", *_wrapped(text, INDENT)]
 
 
 def _key_lines(key: Key, indent: str = "  ") -> list[str]:
@@ -251,19 +251,19 @@ def _key_lines(key: Key, indent: str = "  ") -> list[str]:
 
 
 def _groups(command: str) -> list[str]:
-    """The keys of a command that have a folder in conf/."""
-    return [name for name in vars(COMMANDS[command])["__pydantic_fields__"] if (shipped("conf") / name).is_dir()]
+    """Return the parts of a command's configuration."""
+    return [name for name in fields_of(COMMANDS[command]) if (PACKAGE_FOLDER / name).is_dir()]
 
 
 def _choices(command: str, group: str) -> dict[str, str]:
-    """The files of a group that the command can take, with what they say first; none where there is no choice."""
+    """Return the choices of a group with their first comments; none if there is nothing to choose."""
     known = known_keys(COMMANDS[command])[group]
     files = [path for path in sorted((shipped("conf") / group).glob("*.yaml")) if _fits(path, known)]
-    return {path.stem: first_comment(path) for path in files} if len(files) > 1 else {}
+    return {path.stem: first_comment(path) for path in files}
 
 
 def _fits(path: Path, known: Mapping[str, Any]) -> bool:
-    """Whether all keys of a file are known; those of an environment's are with its name."""
+    """Whether all keys of a file are known; keys of an environment are known by its name."""
     keys = OmegaConf.load(path).keys() - {"defaults"}
     return keys <= known.keys() or path.stem in known
 

@@ -1,6 +1,6 @@
-"""Several policies of one run: what each takes from the run's values, and which wishes cannot be met. Pure.
+"""Several policies of one run: the values that each takes from the run, and choices that cannot be combined. Pure.
 
-`policies: {poet: {environment: ..., learner: ...}}` gives every name a part of its own where it differs from the run.
+`policies: {poet: {environment: ..., learner: ...}}` gives each name the parts in which it differs from the run.
 """
 
 import re
@@ -13,16 +13,16 @@ from parallm.errors import ConfigError
 from parallm.types import BASE, BEST, LATEST
 
 PolicyName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")]
-"""A name in requests, of a folder and in figures."""
+"""Name in requests, of a folder and in figures."""
 PolicyPart = Literal["environment", "learner", "rollout", "trainer"]
 Policies = Mapping[str, Mapping[PolicyPart, Mapping[str, Any]]]
 
-OF_THE_RUN = {"learner": ("engine_share",), "trainer": ("keep_serving",)}
-"""Keys that a policy cannot have to itself."""
+RUN_WIDE_KEYS = {"trainer": ("keep_serving",)}
+"""Keys that a policy cannot override."""
 
 
 def check_policies(policies: Policies, *, resume: str, wandb: str, display: str) -> None:
-    """Raise ConfigError with one line for each name, key or choice of the run that cannot be with these policies."""
+    """Raise ConfigError with one line for each name, key or choice of the run that these policies exclude."""
     wrong = [*_wrong_names(policies), *_wrong_keys(policies)]
     if resume not in ("auto", "never"):
         wrong.append(
@@ -38,9 +38,9 @@ def check_policies(policies: Policies, *, resume: str, wandb: str, display: str)
 
 
 def values_of(policy: Mapping[PolicyPart, Mapping[str, Any]], run: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a run that trains this policy alone, from those of the run that names it.
+    """Return the values of a run that trains this policy alone, from those of the run that names it.
 
-    A policy that names an environment has asked for it.
+    A policy that names an environment is evaluated on it.
     """
     changed = {str(part): _changed(run[part], keys) for part, keys in policy.items()}
     values = {**run, **changed, "policies": {}}
@@ -63,12 +63,12 @@ def _wrong_names(names: Iterable[str]) -> Iterator[str]:
 def _wrong_keys(policies: Policies) -> Iterator[str]:
     for name, parts in policies.items():
         for part, keys in parts.items():
-            for key in sorted(set(keys) & set(OF_THE_RUN.get(part, ()))):
+            for key in sorted(set(keys) & set(RUN_WIDE_KEYS.get(part, ()))):
                 yield f"policies.{name}.{part}.{key}: holds for the whole run; set {part}.{key}"
 
 
 def _changed(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Another environment has other keys, so nothing of the usual one counts for it."""
+    """Return the part of a policy. Another environment has other keys, so it takes nothing from the run's."""
     is_another = own.get("name", usual.get("name")) != usual.get("name")
     return dict(own) if is_another else _merged(usual, own)
 

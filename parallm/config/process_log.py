@@ -17,10 +17,10 @@ OWN = "parallm"
 
 @contextmanager
 def logging_to(path: Path | None, level: LogLevel | None, form: LogForm, *, on_terminal: bool = True) -> Iterator[None]:
-    """Write own records to the file from INFO on and to standard error from WARNING on, or both from `level` on.
+    """Write ParaLLM's records to the file from INFO on and to standard error from WARNING on, or both from `level` on.
 
-    With `json` standard error gets the same records as the file, and both get the warnings of other packages. A program
-    that has loggers of its own sets `on_terminal` to False.
+    `json` writes the same records to both, and the warnings of other packages. A program that has loggers of its own
+    sets `on_terminal` to False.
     """
     chosen = None if level is None else logging.getLevelNamesMapping()[level.upper()]
     handlers = _as_text(path, chosen) if form == "text" else _as_json(path)
@@ -74,7 +74,7 @@ def _is_relevant(record: logging.LogRecord) -> bool:
 
 
 class _Terminal(logging.StreamHandler[TextIO]):
-    """Writes to the present `sys.stderr`. A display that shows log records itself takes its place."""
+    """Writes to the present `sys.stderr`, which a display that shows log records may replace."""
 
     def __init__(self, level: int) -> None:
         logging.Handler.__init__(self, level)  # StreamHandler's own would set the stream

@@ -1,4 +1,4 @@
-"""Recipes: files that hold what a run changes, chosen by `+recipe=NAME`. A broken one costs only the runs that ask."""
+"""Recipes: files with the changes of a run, chosen by `+recipe=NAME`. A broken one fails only the runs that name it."""
 
 import itertools
 import re
@@ -20,36 +20,36 @@ GROUP = "recipe"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One file."""
+    """A file of recipes/."""
 
     name: str
     path: Path
     values: DictConfig | None
-    """None where it cannot be read."""
+    """None if the file cannot be read."""
     fault: str = ""
-    """Why it cannot be read, in one line."""
+    """Reason why the file cannot be read, in one line."""
 
     @property
     def summary(self) -> str:
-        """The first sentence of the comment that the file begins with."""
+        """The first sentence of the file's first comment."""
         return re.split(r"(?<=[.!?])\s", first_comment(self.path), maxsplit=1)[0]
 
 
 def read_recipes(*folders: Path) -> dict[str, Recipe]:
-    """The recipes of the package, of `./recipes`, or of the given folders, by name; later folders win."""
+    """Return the recipes of the package and of `./recipes`, or of the given folders, by name; later folders win."""
     folders = folders or (shipped("recipes"), Path("recipes"))
     paths = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
     return {name: _read(path) for name, path in paths.items()}
 
 
 def first_comment(path: Path) -> str:
-    """The comment that a file begins with, in one line."""
+    """Return the comment at the beginning of a file, in one line."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(errors="replace").splitlines())
     return " ".join(line.lstrip("# ").rstrip() for line in lines)
 
 
 def register_recipes(recipes: Iterable[Recipe]) -> None:
-    """Make each recipe that can be read selectable as `+recipe=NAME`."""
+    """Make each readable recipe selectable as `+recipe=NAME`."""
     for recipe in recipes:
         if recipe.values is not None:
             ConfigStore.instance().store(
@@ -62,7 +62,7 @@ def register_recipes(recipes: Iterable[Recipe]) -> None:
 
 
 def check_asked(arguments: Iterable[str], recipes: dict[str, Recipe]) -> None:
-    """Raise ConfigError with one line for each recipe that the command line asks for and that cannot be had."""
+    """Raise ConfigError with one line for each recipe of the command line that is unknown or cannot be read."""
     asked = [name for argument in arguments for name in _asked(argument)]
     unknown = [name for name in asked if name not in recipes and re.fullmatch(r"[\w.-]+", name)]
     wrong = [f"recipe: '{name}' is unknown{choices_for(name, recipes)}" for name in unknown]
@@ -72,7 +72,7 @@ def check_asked(arguments: Iterable[str], recipes: dict[str, Recipe]) -> None:
 
 
 def _asked(argument: str) -> list[str]:
-    """The names in `+recipe=a,b`."""
+    """Return the names in `+recipe=a,b`."""
     key, _, value = argument.partition("=")
     return [name.strip() for name in value.split(",")] if key == f"+{GROUP}" else []
 
@@ -90,7 +90,7 @@ def _read(path: Path) -> Recipe:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong and where, in one line."""
+    """Return what is wrong and where, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"

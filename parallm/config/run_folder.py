@@ -1,4 +1,4 @@
-"""The folder of a run: where it lies, whether it can be written, and the link `latest` beside it. Imports no MLX."""
+"""The folder of a run: its path, whether it is writable, and the link `latest` beside it. Imports no MLX."""
 
 import logging
 import os
@@ -15,29 +15,29 @@ from parallm.errors import FolderInUse, RunFolderError
 RUNS_FOLDER = Path("checkpoints")
 NAME_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._-]*$"
 TRAJECTORIES = "trajectories.jsonl"
-"""In the folder of a policy that learns from clients."""
+"""File in the folder of a policy that learns from clients."""
 SERVING = "serving-"
-"""What the folder with what operators have set begins with; the beginning of the base's digest follows."""
+"""Prefix of the folder with the state that operators have set; the beginning of the base's digest follows."""
 SWEEP_PREFIX = "sweep_"
 LATEST_RUN = "latest"
-"""Beside the runs of a name: a link to the one that began last."""
+"""Link to the last run of a name, beside the runs."""
 LOG, CONFIG = "run.log", "config.yaml"
 LEFT_BY_ANY_START = {LOG, CONFIG, "summary.json", "curves.png", "multirun.yaml"}
-"""Files of a start in which nothing has happened; the last one is Hydra's, of a sweep."""
-ROOM_TO_START = 65_536
-"""Bytes of the log and the configuration, with some to spare."""
+"""Files of a start without any work; the last one is Hydra's, for a sweep."""
+START_BYTES = 65_536
+"""Bytes that the log and the configuration need at most."""
 
 logger = logging.getLogger(__name__)
 
 
 def run_folder(name: str, resume: str, now: str) -> str:
-    """Where a run writes: `checkpoints/NAME/NOW`.
+    """Return the folder of a run: `checkpoints/NAME/NOW`.
 
-    With `resume=auto`, the newest run folder of that name that holds a checkpoint, trajectories of clients or what
-    operators have set, if there is one: the run goes on in it. A checkpoint named by its folder starts a new run, so
-    that the run it came from stays as it is.
+    `resume=auto` continues in the newest folder of that name that holds a checkpoint, trajectories of clients or a
+    state of operators, if there is one. A checkpoint that is named by its folder starts a new run, so that its own run
+    stays unchanged.
     """
-    # Hydra makes the folder before a wrong name is refused
+    # Hydra makes the folder before we can refuse a wrong name
     runs = RUNS_FOLDER / (str(name) if re.match(NAME_PATTERN, str(name)) else "run")
     if resume == "auto":
         begun = [
@@ -52,39 +52,39 @@ def run_folder(name: str, resume: str, now: str) -> str:
 
 
 def export_folder(name: str, output: str | None, now: str) -> str:
-    """Where an export without an `output` writes; with one the current folder, in which nothing is made then."""
+    """Return the folder of an export without `output`; with one the current folder, in which nothing is written."""
     return run_folder(name, "never", now) if output is None else "."
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether the checkpoint manager has saved anything in this run folder or in one of its policies, good or not."""
+    """Whether a checkpoint, complete or not, is in this run folder or in that of one of its policies."""
     return any(True for pattern in ("step_*/", "*/step_*/") for _ in folder.glob(pattern))
 
 
 def has_trajectories(folder: Path) -> bool:
-    """Whether completions of clients were collected in this run folder or for one of its policies."""
+    """Whether completions of clients are in this run folder or in that of one of its policies."""
     return any(True for pattern in (TRAJECTORIES, f"*/{TRAJECTORIES}") for _ in folder.glob(pattern))
 
 
 def has_serving_state(folder: Path) -> bool:
-    """Whether operators have set anything while a run in this folder was served."""
+    """Whether this run folder has a state of operators."""
     return any(True for _ in folder.glob(f"{SERVING}*/serving.json"))
 
 
 def check_writable(folder: Path) -> None:
-    """Make `folder` where it is missing. Raises RunFolderError if it does not take what every run writes."""
+    """Make `folder` if it is missing. Raises RunFolderError if it cannot hold the files of every run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(ROOM_TO_START))
+            file.write(bytes(START_BYTES))
             file.flush()
     except OSError as error:
         raise folder_error(folder, error) from error
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run folder, before anything of a run is written. Raises FolderInUse."""
+def locked_run_folder(folder: Path) -> Iterator[None]:
+    """Lock a run folder against other processes, before a run writes into it. Raises FolderInUse."""
     with ExitStack() as stack:
         try:
             stack.enter_context(folder_locked(folder))
@@ -97,7 +97,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 
 def folder_error(folder: Path, error: OSError) -> RunFolderError:
-    """What is wrong with a run folder that cannot be written, and the way out."""
+    """Return why a run folder cannot be written, with the way out."""
     nearest = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     reason = f"{nearest} is a file" if nearest.is_file() else error.strerror
     return RunFolderError(
@@ -107,7 +107,7 @@ def folder_error(folder: Path, error: OSError) -> RunFolderError:
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove the folder of a start in which nothing has happened, and the folders above it that are empty then.
+    """Remove the folder of a start without any work, and the folders above it that are then empty.
 
     Folders outside of `checkpoints` stay.
     """
@@ -122,7 +122,7 @@ def remove_unused(folder: Path) -> None:
 
 
 def link_latest(folder: Path) -> None:
-    """Let `checkpoints/NAME/latest` name this run. Replaced in one step; a disk without links costs a warning."""
+    """Point `checkpoints/NAME/latest` to this run, in one step. A disk without links costs a warning."""
     runs = _runs_of(folder)
     if runs is None:
         return
@@ -141,7 +141,7 @@ def _tells_of_a_run(path: Path) -> bool:
 
 
 def _forget(folder: Path, runs: Path) -> None:
-    """Let `latest` name the newest run that there still is, if it has named `folder`."""
+    """Point `latest` to the newest remaining run, if it points to `folder`."""
     link = runs / LATEST_RUN
     if not (link.is_symlink() and link.resolve() == folder.resolve()):
         return
@@ -152,7 +152,7 @@ def _forget(folder: Path, runs: Path) -> None:
 
 
 def _runs_of(folder: Path) -> Path | None:
-    """The folder of all runs of a name; None for a folder that is no run below `checkpoints`."""
+    """Return the folder of all runs of a name; None for a folder that is no run below `checkpoints`."""
     folder, checkpoints = folder.resolve(), RUNS_FOLDER.resolve()
     inside = folder.relative_to(checkpoints).parts if checkpoints in folder.parents else ()
     return checkpoints / inside[0] if len(inside) > 1 else None

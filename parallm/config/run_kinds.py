@@ -1,4 +1,4 @@
-"""The kinds of training, and the keys that change nothing in each."""
+"""The kinds of training, and the keys without effect in each."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ CHOICES: Mapping[RunKind, str] = {
     "sft": "learner=sft",
     "reward_model": "learner=reward_model",
 }
-"""How a user chooses each kind."""
-OF_SAMPLING = (
+"""Override that chooses each kind."""
+SAMPLING_KEYS = (
     "rollout.temperature",
     "rollout.refill_rounds",
     "rollout.refill_below",
@@ -33,15 +33,15 @@ OF_SAMPLING = (
     "rollout.mask_truncated",
     "rollout.curriculum",
 )
-OF_POLICIES = (
-    *OF_SAMPLING,
+POLICY_KEYS = (
+    *SAMPLING_KEYS,
     "rollout.group_size",
     "trainer.max_off_policy_steps",
     "trainer.guard.on_divergence",
     "trainer.guard.min_entropy",
     "trainer.guard.max_kl",
 )
-OF_ENVIRONMENTS = (
+ENVIRONMENT_KEYS = (
     "rollout.max_tokens",
     "rollout.max_turns",
     "rollout.score_seconds",
@@ -50,19 +50,19 @@ OF_ENVIRONMENTS = (
     "trainer.evaluate_temperature",
     "trainer.evaluate_k",
 )
-OF_TEXTS = ("learner.head_chunk_bytes", *OF_ENVIRONMENTS)
+TEXT_KEYS = ("learner.head_chunk_bytes", *ENVIRONMENT_KEYS)
 UNUSED: Mapping[RunKind, tuple[str, ...]] = {
     "rollouts": ("rollout.live", "rollout.atropos"),
-    "live": ("rollout.atropos", *OF_SAMPLING),
-    "atropos": ("rollout.live", *OF_SAMPLING),
-    "sft": ("rollout.live", "rollout.atropos", *OF_POLICIES),
-    "reward_model": ("rollout.live", "rollout.atropos", *OF_POLICIES, *OF_TEXTS),
+    "live": ("rollout.atropos", *SAMPLING_KEYS),
+    "atropos": ("rollout.live", *SAMPLING_KEYS),
+    "sft": ("rollout.live", "rollout.atropos", *POLICY_KEYS),
+    "reward_model": ("rollout.live", "rollout.atropos", *POLICY_KEYS, *TEXT_KEYS),
 }
-"""Keys, or all keys below them, that a kind of run does not read."""
+"""Keys that a kind of run does not read; a key stands for all keys below it."""
 
 
 class RunParts(Protocol):
-    """The parts of a run's configuration that its kind depends on."""
+    """Parts of a run's configuration that its kind depends on."""
 
     @property
     def learner(self) -> LearnerSettings: ...
@@ -86,7 +86,7 @@ def kind_of(run: RunParts) -> RunKind:
 
 
 def plays_environment(run: RunParts) -> bool:
-    """Whether evaluations ask for completions of the environment's held-out problems."""
+    """Whether evaluations sample completions of the environment's held-out problems."""
     kind, chosen = kind_of(run), run.trainer.evaluate_on
     if kind != "sft":
         return kind != "reward_model"
@@ -94,7 +94,7 @@ def plays_environment(run: RunParts) -> bool:
 
 
 def wrong_evaluation(run: RunParts) -> Iterator[str]:
-    """One line where the kind of run cannot be evaluated on what it names."""
+    """Yield a line if the kind of run cannot be evaluated on `trainer.evaluate_on`."""
     kind, chosen = kind_of(run), run.trainer.evaluate_on
     if chosen == "data" and kind not in ("sft", "reward_model"):
         yield "trainer.evaluate_on=data is for learner=sft; a policy that samples has no data to hold out"
@@ -118,11 +118,11 @@ SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
     "trainer.evaluate_temperature": ("trainer.evaluate_samples", lambda run: run.trainer.evaluate_samples > 0),
     "trainer.evaluate_k": ("trainer.evaluate_samples", lambda run: run.trainer.evaluate_samples > 0),
 }
-"""Keys that count only with another one: its name, and whether it is set so."""
+"""Keys that have an effect only with another one: its name, and whether it is set."""
 
 
 def keys_without_effect(run: RunParts) -> list[str]:
-    """One line for each key with another value than its default that changes nothing in this run."""
+    """Return one line for each key that differs from its default and has no effect in this run."""
     return [*_without_effect(run)]
 
 
@@ -136,7 +136,7 @@ def _without_effect(run: RunParts) -> Iterator[str]:
     for name, value in changed.items():
         if any(_is_below(name, key) for key in UNUSED[kind]):
             yield f"{name}={value} has no effect with {CHOICES[kind]}"
-        elif not is_played and any(_is_below(name, key) for key in OF_ENVIRONMENTS):
+        elif not is_played and any(_is_below(name, key) for key in ENVIRONMENT_KEYS):
             yield f"{name}={value} has no effect without trainer.evaluate_on=environment"
         elif name in SWITCHES and not SWITCHES[name][1](run):
             yield f"{name}={value} has no effect without {SWITCHES[name][0]}"
@@ -148,7 +148,7 @@ def _changed(part: str, settings: Any) -> dict[str, Any]:
 
 
 def flat_keys(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Dotted keys with their values, as on the command line."""
+    """Return dotted keys with their values, as on the command line."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flat_keys(value, f"{prefix}.{key}") if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
@@ -160,8 +160,11 @@ def _is_below(name: str, key: str) -> bool:
 
 
 def recorded_keys(run: RunParts, dropout: float) -> dict[str, Any]:
-    """The keys that training depends on, with values as JSON holds them; of an environment's options only digests,
-    since they may hold what is secret, and nothing of the programs that an Atropos run starts."""
+    """Return the keys that training depends on, with values of JSON types.
+
+    An environment's options are replaced by digests, since they may be secret. Programs that an Atropos run starts are
+    left out.
+    """
     parts = {"environment": run.environment, "learner": run.learner, "rollout": run.rollout, "trainer": run.trainer}
     keys = {key: value for part, settings in parts.items() for key, value in flat_keys(_plain(settings), part).items()}
     shown = {

@@ -1,4 +1,4 @@
-"""YAML and the command line -> a command's configuration. Imports no MLX: a BLAS must be able to load before it."""
+"""The configuration classes of all commands, and their checks. Imports no MLX: a BLAS must be loaded first."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ from parallm.config.policies import PolicyName, PolicyPart, check_policies, valu
 from parallm.config.process_log import LogForm, LogLevel
 from parallm.config.run_folder import NAME_PATTERN
 from parallm.config.run_kinds import wrong_evaluation
-from parallm.device.settings import DeviceSettings
+from parallm.device.settings import BlasSettings, DeviceSettings, ServingDeviceSettings
 from parallm.engine.settings import EngineSettings
 from parallm.environment.settings import ArithmeticSettings, EnvironmentSettings
 from parallm.errors import ConfigError
@@ -32,7 +32,7 @@ from parallm.types import POLICY
 
 PACKAGE_FOLDER = Path(__file__).parent.parent
 MANDATORY = "???"
-"""How OmegaConf marks a key without a value."""
+"""OmegaConf's mark of a key without a value."""
 
 
 @settings
@@ -47,7 +47,7 @@ class LogConfig:
 
 @settings
 class RunConfig(LogConfig):
-    """Everything that a run depends on. One field per part: folder of conf/, field here, folder of parallm/."""
+    """All keys of a training run. One field per part: field here, folder of parallm/, group of conf/."""
 
     name: str = Field(default="run", pattern=NAME_PATTERN)
     """Name of the run, and of the folder below checkpoints/."""
@@ -70,7 +70,7 @@ class RunConfig(LogConfig):
     server: ServerSettings = ServerSettings()
     """HTTP: address, keys, limits."""
     device: DeviceSettings = DeviceSettings()
-    """The library behind matrix products on a CPU."""
+    """The library behind matrix products on a CPU, and the shares of engine and serving."""
     metrics: MetricsSettings = MetricsSettings()
     """The display, and the files of the run folder."""
     policies: dict[PolicyName, dict[PolicyPart, dict[str, Any]]] = Field(default_factory=dict)
@@ -79,7 +79,7 @@ class RunConfig(LogConfig):
 
 @settings
 class ServeConfig(LogConfig):
-    """Everything that `parallm.serve` depends on."""
+    """All keys of `parallm.serve`."""
 
     name: str = Field(default="serve", pattern=NAME_PATTERN)
     """Name on the screen."""
@@ -89,15 +89,15 @@ class ServeConfig(LogConfig):
     """Continuous batching: rows, context, memory of keys and values, speculation."""
     server: ServerSettings = ServerSettings()
     """HTTP: address, keys, limits."""
-    device: DeviceSettings = DeviceSettings()
-    """The library behind matrix products on a CPU."""
+    device: ServingDeviceSettings = ServingDeviceSettings()
+    """The library behind matrix products on a CPU, and the share of serving."""
     metrics: DisplaySettings = DisplaySettings()
     """The display."""
 
 
 @settings
 class EvaluateConfig(LogConfig):
-    """Everything that `parallm.evaluate` depends on."""
+    """All keys of `parallm.evaluate`."""
 
     name: str = Field(default="evaluate", pattern=NAME_PATTERN)
     """Name of the folder below checkpoints/."""
@@ -118,7 +118,7 @@ class EvaluateConfig(LogConfig):
     """The problems and their judge."""
     trainer: EvaluationSettings = EvaluationSettings()
     """The number of held-out problems, and samples of each."""
-    device: DeviceSettings = DeviceSettings()
+    device: BlasSettings = BlasSettings()
     """The library behind matrix products on a CPU."""
 
 
@@ -132,7 +132,7 @@ class QuantizeSettings:
 
 @settings
 class ExportConfig(LogConfig):
-    """What `parallm.export` writes, and from what: `model.path` and `model.adapter`."""
+    """All keys of `parallm.export`."""
 
     name: str = Field(default="export", pattern=NAME_PATTERN)
     """Name of the folder below checkpoints/, where no `output` is given."""
@@ -144,7 +144,7 @@ class ExportConfig(LogConfig):
     """A folder that does not exist yet; null: below checkpoints/export."""
     quantize: QuantizeSettings = QuantizeSettings()
     """Weights of fewer bits in the fused model."""
-    device: DeviceSettings = DeviceSettings()
+    device: BlasSettings = BlasSettings()
     """The library behind matrix products on a CPU."""
 
 
@@ -154,13 +154,13 @@ COMMANDS: Mapping[str, type] = {
     "evaluate": EvaluateConfig,
     "export": ExportConfig,
 }
-"""The kind of configuration of `parallm.NAME`, which conf/NAME.yaml begins."""
+"""Configuration class of each command `parallm.NAME`; conf/NAME.yaml composes it."""
 ENVIRONMENTS: tuple[type, ...] = get_args(get_args(EnvironmentSettings)[0])
 Config = TypeVar("Config")
 
 
 def to_config(composed: DictConfig, kind: type[Config]) -> Config:
-    """Check everything at once. Raises ConfigError with one line per unknown key, wrong value or missing value."""
+    """Validate all keys at once. Raises ConfigError with one line per unknown key, wrong value or missing value."""
     try:
         values = OmegaConf.to_container(composed, resolve=True)
     except OmegaConfBaseException as error:
@@ -177,9 +177,9 @@ def to_config(composed: DictConfig, kind: type[Config]) -> Config:
 
 
 def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
-    """The configuration of each policy that a run trains, by name; of `policy` alone if it names none.
+    """Return the configuration of each policy of a run by name; `policy` alone if the run names none.
 
-    Raises ConfigError with one line for each wrong name, key or value, and for choices that contradict each other.
+    Raises ConfigError with one line for each wrong name, key or value, and for contradicting choices.
     """
     check_choices(config)
     if not config.policies:
@@ -199,7 +199,7 @@ def policy_configs(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def check_choices(config: RunConfig) -> None:
-    """Raise ConfigError with one line for each pair of choices that contradict each other."""
+    """Raise ConfigError with one line for each pair of contradicting choices."""
     objective, source, wrong = resolve_objective(config.learner), config.rollout.source, [*wrong_evaluation(config)]
     if source != "environment" and not config.server.enabled:
         wrong.append(f"rollout.source={source} learns from requests: it needs server.enabled=true")
@@ -227,25 +227,25 @@ def _validated(values: Any, kind: type[Config]) -> Config:
 
 
 def known_keys(kind: type = RunConfig) -> dict[str, Any]:
-    """Every key of a command with its default; below `environment`, one level with the name of each environment."""
+    """Return every key of a command with its default; below `environment`, one level with the name of each."""
     keys = _defaults(kind)
     return keys | ({"environment": _environments()} if "environment" in keys else {})
 
 
 def keys_elsewhere(kind: type) -> dict[str, KnownKeys]:
-    """The keys of the other commands, by their names."""
+    """Return the keys of the other commands by their names."""
     return {f"parallm.{name}": known_keys(other) for name, other in COMMANDS.items() if other is not kind}
 
 
 def register_defaults(kind: type = RunConfig) -> None:
-    """Make every key known to Hydra, so that it can be shown and overridden though no YAML names it."""
+    """Make every key known to Hydra, so that it can be shown and overridden without YAML."""
     for name, keys in _environments().items():
         ConfigStore.instance().store(name=f"{name}_defaults", node=OmegaConf.create(keys))
     known = known_keys(kind)
     defaults = OmegaConf.create(known | ({"environment": {}} if "environment" in known else {}))
     for part in defaults:
         if OmegaConf.is_config(defaults[part]):
-            # Hydra would stop at the first unknown key; let it pass here, so that to_config names all of them
+            # otherwise Hydra stops at the first unknown key; to_config names all of them
             OmegaConf.set_struct(defaults[part], False)
     ConfigStore.instance().store(name="run_defaults", node=defaults)
 
@@ -255,7 +255,7 @@ def _environments() -> dict[str, Any]:
 
 
 def _renamed_environment(values: Any) -> str | None:
-    """The name of an environment that was given to the keys of another one; None where there is no such thing."""
+    """Return the name of an environment whose keys are those of another one, or None."""
     given = values.get("environment") or {}
     name = given.get("name")
     others = [keys for other, keys in _environments().items() if other != name]
@@ -263,13 +263,13 @@ def _renamed_environment(values: Any) -> str | None:
 
 
 def shipped(folder: str) -> Path:
-    """The folder `conf` or `recipes`: inside the package in a wheel, beside it in a checkout."""
+    """Return the folder `conf` or `recipes`: inside the package in a wheel, beside it in a checkout."""
     installed = PACKAGE_FOLDER / folder
     return installed if installed.is_dir() else PACKAGE_FOLDER.parent / folder
 
 
 def _defaults(settings_class: type) -> dict[str, Any]:
-    """Default of every key, as plain data; `???` where a value must be given."""
+    """Return the default of every key as plain data; `???` if a value must be given."""
     fields = getattr(settings_class, "__pydantic_fields__")  # noqa: B009  (pydantic adds it; mypy cannot know)
     defaults = {
         name: MANDATORY if field.is_required() else field.get_default(call_default_factory=True)
@@ -280,7 +280,7 @@ def _defaults(settings_class: type) -> dict[str, Any]:
 
 
 def _without_mandatory(values: Any) -> Any:
-    """Drop keys that still lack a value: pydantic then reports them with everything else that is wrong."""
+    """Drop keys without a value: pydantic then reports them with all other errors."""
     if isinstance(values, Mapping):
         return dict(_given(values))
     return values

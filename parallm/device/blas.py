@@ -1,13 +1,13 @@
-"""Loads a tuned BLAS into the process before MLX, whose Linux CPU wheel links the slow reference one.
+"""Loads a fast BLAS into the process before MLX, whose Linux CPU wheel links the slow reference one.
 
-A library in the global symbol scope wins over the one that MLX was linked with. That works only until MLX is loaded:
-`load_blas` must come first. Nothing here is needed, or done, on macOS or with the CUDA build of MLX.
+A library in the global symbol scope takes precedence over the one that MLX was linked with, if it is loaded before MLX:
+call `load_blas` first. macOS and the CUDA build of MLX need none of this.
 
-MKL's strict mode makes a row of a product independent of how many other rows there are. Where the CPU is not Intel's,
-MKL answers a strict AVX2 or AVX-512 with its automatic branch: measured on an AMD EPYC (MKL 2026.2, float32), rows were
-equal from 4 rows on with one thread; with fewer than 4 rows never, with two threads and 16 columns from 16 rows on.
+MKL's strict mode makes a row of a product independent of the number of other rows. On CPUs that are not Intel's, MKL
+replaces a strict AVX2 or AVX-512 by its automatic branch: on an AMD EPYC (MKL 2026.2, float32) rows were equal from 4
+rows on with one thread, never below, and with two threads and 16 columns from 16 rows on.
 
-Left out: OpenBLAS as bundled by NumPy and SciPy, whose symbols are renamed, so that MLX would not find them.
+OpenBLAS as bundled by NumPy and SciPy is not used: its symbols are renamed, so MLX would not find them.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from parallm.device.settings import DeviceSettings
+from parallm.device.settings import BlasSettings
 from parallm.errors import ConfigError
 
 CUDA_BUILDS = ("mlx-cuda-12", "mlx-cuda-13")
@@ -42,22 +42,26 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlasReport:
-    """What multiplies matrices in this process."""
+    """The library behind matrix products of this process."""
 
     name: Literal["mkl", "openblas", "reference", "accelerate", "cuda"]
     path: Path | None
-    """The library that was loaded; None where MLX uses what it came with."""
+    """The loaded library; None if MLX uses the one that it was built with."""
     strict: bool
-    """MKL confirms the flag of its strict mode. Whether log-probs are equal bit for bit is measured in each step."""
+    """Whether MKL confirms its strict mode. Each training step measures whether log-probs are equal bit for bit."""
     message: str
 
 
-@cache  # a process can load one BLAS once; the jobs of a sweep share it
-def load_blas(settings: DeviceSettings) -> BlasReport:
-    """Load the BLAS that `settings` name into the global symbol scope. Sets MKL_CBWR unless the user has.
+def load_blas(settings: BlasSettings) -> BlasReport:
+    """Load the BLAS of `device.blas` into the global symbol scope. Sets MKL_CBWR unless the environment has it.
 
-    Raises ConfigError if a library is named but not found, or if MLX is loaded already.
+    Raises ConfigError if a named library is not found, or if MLX is loaded already.
     """
+    return _load(settings.blas, is_strict=settings.blas_strict)
+
+
+@cache  # a process can load only one BLAS; the jobs of a sweep share it
+def _load(choice: str, *, is_strict: bool) -> BlasReport:
     if sys.platform != "linux":
         return _report("accelerate", "matrix products: Apple's, on Metal or Accelerate")
     if _has_cuda_build():
@@ -66,18 +70,18 @@ def load_blas(settings: DeviceSettings) -> BlasReport:
         return _report("cuda", f"matrix products: CUDA, MLX_ENABLE_TF32={os.environ['MLX_ENABLE_TF32']}")
     if "mlx.core" in sys.modules:
         raise ConfigError(
-            f"device.blas={settings.blas}: MLX is loaded already, with whatever BLAS there was; load_blas must come "
+            f"device.blas={choice}: MLX is loaded already, with whatever BLAS there was; load_blas must come "
             "before `import mlx.core`, and a sweep over device.* needs one process for each choice"
         )
-    # MLX walks a graph wider than this depth first, which puts all of one lane's work before the next lane's
+    # MLX walks wider graphs depth first, which puts all work of one stream before that of the next
     os.environ.setdefault("MLX_BFS_MAX_WIDTH", "1000")
     loaders = {"mkl": _load_mkl, "openblas": _load_openblas}
-    for name in loaders if settings.blas == "auto" else loaders.keys() & {settings.blas}:
-        report = loaders[name](settings)
+    for name in loaders if choice == "auto" else loaders.keys() & {choice}:
+        report = loaders[name](is_strict)
         if report is not None:
             return report
-    if settings.blas not in {"auto", "reference"}:
-        raise ConfigError(f"device.blas={settings.blas}: no such library found; {_WAY_OUT}, or set device.blas=auto")
+    if choice not in {"auto", "reference"}:
+        raise ConfigError(f"device.blas={choice}: no such library found; {_WAY_OUT}, or set device.blas=auto")
     report = _report("reference", f"matrix products: the reference BLAS, 15 to 30 times slower than others; {_WAY_OUT}")
     logger.warning(report.message)
     return report
@@ -87,7 +91,7 @@ _WAY_OUT = "`pip install mkl` (x86-64) or `apt install libopenblas0` brings a fa
 
 
 def set_blas_threads(report: BlasReport, num_threads: int) -> None:
-    """Set the threads of one matrix product for the whole process. Does nothing where BLAS is not ours to set."""
+    """Set the number of threads of a matrix product for the process. Needs a library of `load_blas`."""
     if report.path is None:
         return
     library = ctypes.CDLL(str(report.path))
@@ -97,9 +101,9 @@ def set_blas_threads(report: BlasReport, num_threads: int) -> None:
         library.openblas_set_num_threads(ctypes.c_int(num_threads))
 
 
-def _load_mkl(settings: DeviceSettings) -> BlasReport | None:
-    if settings.blas_strict:
-        # MKL reads it once, when it loads
+def _load_mkl(is_strict: bool) -> BlasReport | None:
+    if is_strict:
+        # MKL reads it once, when it is loaded
         os.environ.setdefault("MKL_CBWR", "AVX512,STRICT" if _has_avx512() else "AVX2,STRICT")
     for path in _mkl_paths():
         library = _load_globally(path)
@@ -110,7 +114,7 @@ def _load_mkl(settings: DeviceSettings) -> BlasReport | None:
     return None
 
 
-def _load_openblas(_: DeviceSettings) -> BlasReport | None:
+def _load_openblas(_: bool) -> BlasReport | None:
     for path in _openblas_paths():
         if _load_globally(path) is not None:
             return _report("openblas", f"matrix products: OpenBLAS ({path})", path=path)
@@ -118,7 +122,7 @@ def _load_openblas(_: DeviceSettings) -> BlasReport | None:
 
 
 def _load_globally(path: Path) -> ctypes.CDLL | None:
-    """None if it cannot be loaded or does not have the functions that MLX calls under their plain names."""
+    """Return None if the library cannot be loaded or lacks the plain names of functions that MLX calls."""
     try:
         if not hasattr(ctypes.CDLL(str(path)), "cblas_sgemm"):
             return None
@@ -133,8 +137,8 @@ def _mkl_paths() -> Iterator[Path]:
         files = metadata.files("mkl") or []
     except metadata.PackageNotFoundError:
         files = []
-    found = (Path(str(file.locate())).resolve() for file in files if "libmkl_rt.so" in file.name)
-    yield from sorted(found, reverse=True)
+    paths = (Path(str(file.locate())).resolve() for file in files if "libmkl_rt.so" in file.name)
+    yield from sorted(paths, reverse=True)
     yield from _matches(f"{sys.prefix}/lib/libmkl_rt.so*", *MKL_PATTERNS)
 
 

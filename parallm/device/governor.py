@@ -1,35 +1,36 @@
-"""Who gets the device next: shares of device seconds between serving, rollouts and learning.
+"""The scheduler of the device: shares of device seconds between serving, rollouts and learning.
 
-Weighted fair queueing over seconds, first between engine and learner, then between the engine's two kinds of work: each
-has a clock that runs at seconds / share, and the ready one whose clock is furthest behind goes next. It is
-work-conserving: who has nothing to do loses the turn, and does not save it up.
+The device thread asks it before each unit of work. It is weighted fair queueing over seconds, first between engine and
+learner, then between the engine's two traffic classes: each has a virtual clock that advances by seconds / share, and
+the ready one whose clock is furthest behind runs next. It is work-conserving: a class without work loses its turn and
+saves nothing up.
 """
 
 from collections.abc import Collection
 from typing import Generic, Literal, TypeVar
 
-MIN_SHARE = 1e-6  # a share of zero waits until the others have nothing to do
+MIN_SHARE = 1e-6  # a share of zero runs only when the others have no work
 
 Work = Literal["serving", "rollout", "learning"]
 Name = TypeVar("Name", bound=str)
 
 
 class Governor:
-    """Decides between units of work. Used by the device thread alone; shares may be set from any thread."""
+    """Chooses the next kind of work. Used by the device thread alone; shares may be set from any thread."""
 
     def __init__(self, *, serving_share: float, engine_share: float) -> None:
         self.serving_share = serving_share
-        """Of the engine's seconds, while rollouts want the engine too."""
+        """Share of the engine's seconds for serving, while rollouts have work too."""
         self.engine_share = engine_share
-        """Of all seconds, while serving traffic is live and the learner has work."""
+        """Share of all seconds for the engine, while serving traffic and the learner have work."""
         self.seconds: dict[Work, float] = {"serving": 0.0, "rollout": 0.0, "learning": 0.0}
         self._sides: _FairQueue[Literal["engine", "learner"]] = _FairQueue()
         self._traffic: _FairQueue[Literal["serving", "rollout"]] = _FairQueue()
 
     def choose(self, ready: Collection[Work]) -> Work:
-        """The kind of work to do next; `ready` is not empty.
+        """Return the kind of work to run next; `ready` is not empty.
 
-        While no serving traffic is live the learner goes before everything else.
+        Without serving traffic the learner goes first.
         """
         sides: set[Literal["engine", "learner"]] = set()
         if "learning" in ready:
@@ -41,7 +42,7 @@ class Governor:
         return self._traffic.choose({work for work in ready if work != "learning"})
 
     def charge(self, work: Work, seconds: float) -> None:
-        """Account for a finished unit."""
+        """Account for the seconds of a finished unit."""
         self.seconds[work] += seconds
         if work == "learning":
             self._sides.charge("learner", seconds, 1 - self.engine_share)
@@ -52,15 +53,15 @@ class Governor:
 
 
 class _FairQueue(Generic[Name]):
-    """Clocks of those who share; one who was not ready wakes at the time of the others."""
+    """Virtual clocks by name. A name that becomes ready again starts at the clock of the others."""
 
     def __init__(self) -> None:
         self._clocks: dict[Name, float] = {}
         self._ready: set[Name] = set()
 
     def choose(self, ready: set[Name]) -> Name:
-        still = [self._clocks[name] for name in ready & self._ready]
-        floor = min(still, default=max(self._clocks.values(), default=0.0))
+        clocks = [self._clocks[name] for name in ready & self._ready]
+        floor = min(clocks, default=max(self._clocks.values(), default=0.0))
         for name in ready - self._ready:
             self._clocks[name] = max(self._clocks.get(name, 0.0), floor)
         self._ready = ready

@@ -1,7 +1,7 @@
-"""Imports MLX and mlx_lm, as the first importer of both, and keeps the limits of open files that the operator gave.
+"""The first import of MLX and mlx_lm, which keeps the operator's limits of open files.
 
-mlx_lm sets both limits when it is imported, to 2,048 and 4,096 files. A process cannot raise its hard limit again, so
-the call must have no effect. That a server has files left for checkpoints and metrics depends on these limits.
+mlx_lm sets both limits to 2,048 and 4,096 files when it is imported. A process cannot raise its hard limit again, so
+the call is disabled: a server needs files for connections, checkpoints and metrics.
 """
 
 import importlib
@@ -11,16 +11,16 @@ from contextlib import contextmanager
 
 from parallm.errors import ConfigError
 
-ENOUGH_FILES = 10_240  # the most that macOS allows
+ENOUGH_FILES = 10_240  # the maximum on macOS
 
 
 def load_mlx() -> None:
-    """Import both and raise the soft limit of open files. `load_blas` must come first.
+    """Import MLX and mlx_lm and raise the soft limit of open files. Call `load_blas` first.
 
-    Raises ConfigError where MLX is installed without a backend.
+    Raises ConfigError if MLX is installed without a backend.
     """
     try:
-        importlib.import_module("mlx.core")  # by name and not at the top: the BLAS had to come first
+        importlib.import_module("mlx.core")  # not at the top: the BLAS must be loaded first
     except ImportError as error:
         raise ConfigError(
             f"MLX cannot start ({error}). On Linux an extra chooses its build: pip install 'parallm[cpu]', "

@@ -18,36 +18,36 @@ from parallm.types import TrafficClass
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+ENDED = "the device thread has ended; restart the process"
 
 
 class Worker(Protocol):
-    """The engine, as the device thread sees it."""
+    """The engine from the view of the device thread."""
 
     def has_work(self, traffic: TrafficClass) -> bool: ...
 
     def step(self, traffic: TrafficClass) -> None: ...
 
     def settle(self, traffic: TrafficClass) -> None:
-        """Finish what the last step of a class has left on the device, if anything."""
+        """Finish the last step of a class, if it is still on the device."""
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None: ...
 
 
 class DeviceThread:
-    """Owner of the thread. `call` and `iterate` may be used from any thread; what they run, runs on the device thread.
+    """Owner of the thread. Any thread may use `call`, `iterate` and `score`; their work runs on the device thread.
 
     Loop contract: consumes queued calls, engine units and learner units / waits for the condition when there are none /
-    produces results in futures / ends with `stop`, or never.
+    produces results in futures / ends with `stop`.
     """
 
     def __init__(self, governor: Governor) -> None:
         self.governor = governor
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._update: tuple[Iterator[Any], Future[Any], list[Any]] | None = None
-        self._scorings: deque[tuple[Iterator[Any], Future[Any], list[Any]]] = deque()
-        self._waiting: deque[tuple[Iterator[Any], Future[Any]]] = deque()  # updates that come after it
+        self._updates: deque[_Job] = deque()
+        self._scorings: deque[_Job] = deque()
         self._worker: Worker | None = None
-        self._unsettled: TrafficClass | None = None  # whose last step may still be on the device
+        self._unsettled: TrafficClass | None = None  # class whose last step may still be on the device
         self._stopping = False
         self._wakeup = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="device", daemon=True)
@@ -58,65 +58,57 @@ class DeviceThread:
         return self._thread.is_alive() and not self._stopping
 
     def attach(self, worker: Worker) -> None:
-        """Let the loop step this engine whenever it has work."""
+        """Step this engine whenever it has work."""
         self._worker = worker
         self.wake()
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Run `function` between two units of work. Raises EngineStopped after `stop`."""
         future: Future[Result] = Future()
-        with self._wakeup:
-            if not self.is_alive:
-                raise EngineStopped("the device thread has ended; restart the process")
+        with self._running():
             self._calls.append((function, future))
-            self._wakeup.notify()
         return future
 
     def iterate(self, units: Iterator[Result]) -> Future[Result]:
-        """Run a learner update one unit at a time; the future gets what the iterator yields last.
+        """Run a learner update unit by unit; the future gets the last value of the iterator.
 
-        One update at a time, in the order of the calls.
+        Updates run one after the other, in the order of the calls. A begun update cannot be cancelled.
         """
-        future: Future[Result] = Future()
-
-        def start() -> None:
-            self._waiting.append((units, future))
-            if self._update is None:
-                self._next_update()
-
-        def pass_on(started: Future[None]) -> None:
-            error = started.exception()
-            if error is not None and not future.done():
-                future.set_exception(error)
-
-        self.call(start).add_done_callback(pass_on)
-        return future
+        return self._queue(self._updates, _Job(units, is_cancellable=False))
 
     def score(self, units: Iterator[Result]) -> Future[Result]:
-        """Run the scoring of completions one unit at a time; the future gets what the iterator yields last.
+        """Score completions unit by unit; the future gets the last value of the iterator.
 
-        Its units are those of rollouts: they take turns with serving and learning as sampling does, and go before it.
+        The units count as rollouts and run before sampling of rollouts.
         """
-        future: Future[Result] = Future()
-        with self._wakeup:
-            if not self.is_alive:
-                raise EngineStopped("the device thread has ended; restart the process")
-            self._scorings.append((units, future, []))
-            self._wakeup.notify()
-        return future
+        return self._queue(self._scorings, _Job(units, is_cancellable=True))
 
     def wake(self) -> None:
-        """Look for work again: something outside the queue has changed."""
+        """Look for work again, after a change outside of the queue."""
         with self._wakeup:
             self._wakeup.notify()
 
     def stop(self) -> None:
-        """End the loop after the present unit and fail what is still queued. Safe to call twice."""
+        """End the loop after the present unit and fail all queued work. Safe to call twice."""
         with self._wakeup:
             self._stopping = True
             self._wakeup.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """Hold the lock to queue work, and wake the thread. Raises EngineStopped after its end."""
+        with self._wakeup:
+            if not self.is_alive:
+                raise EngineStopped(ENDED)
+            yield
+            self._wakeup.notify()
+
+    def _queue(self, jobs: "deque[_Job]", job: "_Job") -> Future[Any]:
+        with self._running():
+            jobs.append(job)
+        return job.future
 
     def _loop(self) -> None:
         try:
@@ -129,7 +121,7 @@ class DeviceThread:
                     self._wait()
         finally:
             self._fail_rest()
-            mx.clear_streams()  # MLX may abort the process at its end if a thread with streams did not do this
+            mx.clear_streams()  # otherwise MLX may abort the process at its end
 
     def _wait(self) -> None:
         with self._wakeup:
@@ -148,19 +140,17 @@ class DeviceThread:
             ready += [traffic for traffic in ("serving", "rollout") if self._worker.has_work(traffic)]
         if self._scorings and "rollout" not in ready:
             ready.append("rollout")
-        if self._update is not None:
+        if self._updates:
             ready.append("learning")
         return ready
 
     def _run_unit(self, work: Work) -> None:
         if work == "learning":
             self._settle()
-            with self._charged(work):
-                self._run_update_unit()
+            self._run_job(work, self._updates)
         elif work == "rollout" and self._scorings:
             self._settle()
-            with self._charged(work):
-                self._run_scoring_unit()
+            self._run_job(work, self._scorings)
         elif self._worker is not None:
             if work != self._unsettled:
                 self._settle()
@@ -168,7 +158,7 @@ class DeviceThread:
             self._run_worker(work, self._worker.step)
 
     def _settle(self) -> None:
-        """Before the work of another begins: so everybody pays for the seconds of his own work, and no other's."""
+        """Finish the unsettled step before other work begins, so that its seconds count for its own class."""
         if self._worker is not None and self._unsettled is not None:
             self._run_worker(self._unsettled, self._worker.settle)
         self._unsettled = None
@@ -177,7 +167,7 @@ class DeviceThread:
         with self._charged(traffic):
             try:
                 unit(traffic)
-            except Exception as error:  # the one broad except: the requests of this unit fail, the loop goes on
+            except Exception as error:  # the one broad except: the requests of this unit fail and the loop continues
                 logger.exception("a %s step failed", traffic)
                 assert self._worker is not None
                 self._worker.fail(traffic, error)
@@ -188,54 +178,19 @@ class DeviceThread:
         yield
         self.governor.charge(work, time.perf_counter() - start)
 
-    def _run_update_unit(self) -> None:
-        assert self._update is not None
-        units, future, last = self._update
-        try:
-            last[:] = [next(units)]
-        except StopIteration:
-            self._next_update()
-            future.set_result(last[0] if last else None)
-        except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the update
-            self._next_update()
-            future.set_exception(error)
-
-    def _run_scoring_unit(self) -> None:
-        units, future, last = self._scorings[0]
-        if future.cancelled():
-            self._scorings.popleft()
-            return
-        try:
-            last[:] = [next(units)]
-        except StopIteration:
-            self._scorings.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_result(last[0] if last else None)
-        except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the scores
-            self._scorings.popleft()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-    def _next_update(self) -> None:
-        """Go on with the first waiting update that nobody has cancelled; from then on it runs to its end."""
-        self._update = None
-        while self._waiting and self._update is None:
-            units, future = self._waiting.popleft()
-            if future.set_running_or_notify_cancel():
-                self._update = (units, future, [])
+    def _run_job(self, work: Work, jobs: "deque[_Job]") -> None:
+        with self._charged(work):
+            if jobs[0].run_unit():
+                jobs.popleft()
 
     def _fail_rest(self) -> None:
-        """Nobody may wait for a thread that has ended, whatever ended it."""
-        error = EngineStopped("the device thread has ended; restart the process")
+        """Fail all waiting work, however the thread ended."""
+        error = EngineStopped(ENDED)
         with self._wakeup:
             self._stopping = True
-        waiting = [future for _, future in (*self._calls, *self._waiting)]
-        waiting += [future for _, future, _ in self._scorings]
-        waiting += [self._update[1]] if self._update else []
-        self._calls.clear()
-        self._waiting.clear()
-        self._scorings.clear()
-        self._update = None
+        waiting = [future for _, future in self._calls] + [job.future for job in (*self._updates, *self._scorings)]
+        for queue in (self._calls, self._updates, self._scorings):
+            queue.clear()
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
@@ -247,7 +202,41 @@ class DeviceThread:
 def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
     try:
         result = function()
-    except Exception as error:  # noqa: BLE001  # belongs to whoever waits for the future
+    except Exception as error:  # noqa: BLE001  # raised where the future is awaited
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+class _Job:
+    """An iterator that the device thread runs unit by unit. Its future gets the last value."""
+
+    def __init__(self, units: Iterator[Any], *, is_cancellable: bool) -> None:
+        self.future: Future[Any] = Future()
+        self._units = units
+        self._is_cancellable = is_cancellable
+        self._last: Any = None
+
+    def run_unit(self) -> bool:
+        """Run the next unit. Return whether the job has ended."""
+        if self.future.cancelled():
+            return True
+        if not self._is_cancellable and not self.future.running() and not self.future.set_running_or_notify_cancel():
+            return True
+        try:
+            self._last = next(self._units)
+        except StopIteration:
+            self._end(self._last, None)
+        except Exception as error:  # noqa: BLE001  # raised where the future is awaited
+            self._end(None, error)
+        else:
+            return False
+        return True
+
+    def _end(self, result: object, error: Exception | None) -> None:
+        if not self.future.running() and not self.future.set_running_or_notify_cancel():
+            return
+        if error is None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)

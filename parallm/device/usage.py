@@ -1,7 +1,7 @@
-"""Use of the CPU and the accelerator in the last second.
+"""Use of the CPU and the accelerator in the last second, and the report about the device for a server.
 
-The CPU: by this process, and on Linux by all processes. An NVIDIA GPU: the utilization that NVML measures. macOS tells
-the use of its GPU to root alone, so it is left out there.
+CPU use is measured for this process, and on Linux for all processes; the use of an NVIDIA GPU is what NVML measures.
+macOS shows the use of its GPU to root alone, so it is left out.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ KERNEL_TICKS = Path("/proc/stat")
 NVML = "libnvidia-ml.so.1"
 
 Busy = Callable[[], float]
-"""Returns busy seconds since a fixed moment, divided by the number of processors."""
+"""Returns busy seconds since a fixed moment, divided by the number of cores."""
 Usage = Mapping[str, float]
-"""Shares of the last second, from 0 to 1: `process` and `machine` of the CPU's cores, and `accelerator`."""
+"""Shares of the last second from 0 to 1: `process` and `machine` for the CPU's cores, and `accelerator`."""
 
 
 class UsageMonitor:
-    """Measures each second, in a thread of its own, between `start` and `stop`. Any thread may read `usage`."""
+    """Measures once a second in a thread between `start` and `stop`. Any thread may read `usage`."""
 
     def __init__(self) -> None:
         self._clocks: dict[str, Busy] = {"process": process_seconds}
@@ -35,7 +35,7 @@ class UsageMonitor:
         self._accelerator = accelerator_usage()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._measure, name="usage", daemon=True)
-        self.usage: Usage = {}  # written by the thread alone, whole
+        self.usage: Usage = {}  # replaced as a whole by the thread
 
     def start(self) -> None:
         self._thread.start()
@@ -65,7 +65,7 @@ def machine_seconds() -> float | None:
         ticks = [int(number) for number in KERNEL_TICKS.read_text().partition("\n")[0].split()[1:9]]
     except (OSError, ValueError):
         return None
-    idle = sum(ticks[3:5])  # and waiting for a disk
+    idle = sum(ticks[3:5])  # idle and waiting for a disk
     return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
 
@@ -99,25 +99,25 @@ def _share(busy: float, seconds: float) -> float:
 
 
 class DeviceReport:
-    """Reads counters, which any thread may."""
+    """Time, memory, use and shares of the device for a server. For any thread."""
 
     def __init__(self, governor: Governor, monitor: UsageMonitor) -> None:
         self._governor = governor
         self._monitor = monitor
 
     def seconds(self) -> Mapping[str, float]:
-        """Seconds by kind of work, since the start."""
+        """Return the seconds since the start by kind of work."""
         return {str(work): seconds for work, seconds in self._governor.seconds.items()}
 
     def memory(self) -> Mapping[str, int]:
-        """Bytes of MLX's arrays: `active` now, at their `peak`, and freed ones that it keeps as a `cache`."""
+        """Return the bytes of MLX's arrays: `active`, at their `peak`, and freed ones in the `cache`."""
         return {"active": mx.get_active_memory(), "peak": mx.get_peak_memory(), "cache": mx.get_cache_memory()}
 
     def usage(self) -> Usage:
         return self._monitor.usage
 
     def shares(self) -> Mapping[str, float]:
-        """Return `serving_share` and `engine_share`, as the settings of these names define them."""
+        """Return `serving_share` and `engine_share`; see `DeviceSettings`."""
         return {"serving_share": self._governor.serving_share, "engine_share": self._governor.engine_share}
 
     def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from parallm.device.memory import give_back_memory
 from parallm.device.thread import DeviceThread
@@ -15,68 +14,43 @@ from parallm.engine.kv.budget import max_rows
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, ParallmError
 from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent, TrafficClass
 
-
-def joined(events: Sequence[TokenEvent]) -> list[TokenEvent]:
-    """One event for each completion that `events` tell of, in the order of their first ones."""
-    if len(events) == 1:
-        return list(events)
-    of_completions: dict[tuple[str, int], list[TokenEvent]] = {}
-    for event in events:
-        of_completions.setdefault((event.request_id, event.index), []).append(event)
-    return [_one(parts) for parts in of_completions.values()]
-
-
-def _one(parts: list[TokenEvent]) -> TokenEvent:
-    if len(parts) == 1:
-        return parts[0]
-    return TokenEvent(
-        request_id=parts[0].request_id,
-        index=parts[0].index,
-        tokens=tuple(chain.from_iterable(part.tokens for part in parts)),
-        logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
-        top_logprobs=tuple(chain.from_iterable(part.top_logprobs for part in parts)),
-        text="".join(part.text for part in parts),
-        completion=parts[-1].completion,
-    )
-
-
 Delivery = TokenEvent | Exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
+    """Totals count since the start."""
+
     num_running: int
     """Completions that decode now."""
     num_waiting: int
     """Requests that wait for rows."""
     tokens_total: Mapping[TrafficClass, int]
-    """Sampled tokens since the start."""
+    """Sampled tokens."""
     max_rows: int
     """Completions that can decode at the same time."""
     kv_bytes: int
-    """Bytes of keys, values and states that rows and prompts hold, as of the last unit of work."""
+    """Bytes of keys, values and states, as of the last unit of work."""
     kv_bytes_limit: int
     num_preemptions: int
-    """Times since the start that a row or a prompt has given up its memory, to be computed again later."""
+    """Times that a sequence or a prompt has given up its memory, to be computed again later."""
     prefix_bytes: int
-    """Of `kv_bytes`, what is kept for prompts that begin with the same tokens."""
+    """Part of `kv_bytes` that the prefix cache holds."""
     num_prefix_lookups: int
-    """Prompts since the start whose beginning was looked for."""
+    """Prompts that were looked up in the prefix cache."""
     num_prefix_hits: int
     prompt_tokens_total: int
-    """Tokens of prompts begun since the start; what preempted rows compute again counts."""
+    """Tokens of prompts that have begun; what preempted sequences compute again counts."""
     cached_prompt_tokens_total: int
-    """Of these, those that were known and not computed."""
+    """Tokens of these that came from the prefix cache."""
     num_drafts: int
-    """Times since the start that a row was fed proposed tokens."""
+    """Times that a sequence was fed draft tokens."""
     draft_tokens_total: int
-    """Of these, the tokens."""
     accepted_draft_tokens_total: int
-    """Of these, those that were what the policy sampled."""
 
 
 class AsyncEngine:
-    """Generate and stream. Made and used on one asyncio loop; `emit` and `report` are called on the device thread."""
+    """Generate and stream. Used on one asyncio loop; the device thread calls `emit` and `report`."""
 
     def __init__(self, device: DeviceThread, loop: asyncio.AbstractEventLoop) -> None:
         self._device = device
@@ -101,29 +75,28 @@ class AsyncEngine:
 
     def stats(self) -> EngineStats:
         engine = self._attached()
-        prefixes = engine.memory.prefixes
+        budget, prefill, speculation = engine.kv_budget, engine.prefill, engine.speculation
         return EngineStats(
             num_running=engine.num_running(),
             num_waiting=engine.num_waiting(),
             tokens_total=engine.num_tokens(),
             max_rows=max_rows(engine.settings),
-            kv_bytes=engine.memory.used,
-            kv_bytes_limit=engine.memory.limit,
+            kv_bytes=budget.used,
+            kv_bytes_limit=budget.limit,
             num_preemptions=engine.scheduler.num_preempted,
-            prefix_bytes=prefixes.nbytes,
-            num_prefix_lookups=prefixes.num_lookups,
-            num_prefix_hits=prefixes.num_hits,
-            prompt_tokens_total=engine.prefill.num_prompt_tokens,
-            cached_prompt_tokens_total=engine.prefill.num_cached_tokens,
-            num_drafts=engine.speculation.num_drafts,
-            draft_tokens_total=engine.speculation.num_drafted,
-            accepted_draft_tokens_total=engine.speculation.num_accepted,
+            prefix_bytes=budget.prefixes.nbytes,
+            num_prefix_lookups=budget.prefixes.num_lookups,
+            num_prefix_hits=budget.prefixes.num_hits,
+            prompt_tokens_total=prefill.num_prompt_tokens,
+            cached_prompt_tokens_total=prefill.num_cached_tokens,
+            num_drafts=speculation.num_drafts,
+            draft_tokens_total=speculation.num_drafted,
+            accepted_draft_tokens_total=speculation.num_accepted,
         )
 
     async def ping(self) -> None:
-        """Returns when the device thread has come by, between two units of work. Raises EngineStopped."""
-        self._attached()
-        await asyncio.wrap_future(self._device.call(lambda: None))
+        """Return when the device thread is between two units of work. Raises EngineStopped."""
+        await self._call(lambda engine: None)
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """All completions of a request, by index. Cancelling the task aborts the request.
@@ -142,42 +115,38 @@ class AsyncEngine:
         """
         completions: dict[str, list[Completion]] = {request.request_id: [] for request in requests}
         num_finished = 0
-        async with aclosing(self._events(requests, streams=False)) as events:
+        async with aclosing(self._events(requests, is_streaming=False)) as events:
             async for event in events:
                 if event.completion is not None:
                     completions[event.request_id].append(event.completion)
                     num_finished += 1
                     if progress is not None:
                         progress(num_finished)
-        return [sorted(made, key=lambda completion: completion.index) for made in completions.values()]
+        return [sorted(group, key=lambda completion: completion.index) for group in completions.values()]
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Events of all completions as they come; closing the iterator aborts the request. Raises as `generate`.
 
-        What comes while the consumer is elsewhere waits for it, joined: at most one event for each completion.
+        Events that come while the consumer is elsewhere are joined: at most one for each completion.
         """
-        return self._events([request], streams=True)
+        return self._events([request], is_streaming=True)
 
     async def cancel(self, request_ids: Collection[str]) -> int:
         """End these requests: they answer with what they have, and `abort` as the reason. Returns how many ran."""
-        engine = self._attached()
-        own = [name for name in self._channels if name.rpartition("/")[0] in request_ids]
-        await asyncio.wrap_future(self._device.call(lambda: engine.cancel(*own)))
-        return len(own)
+        own_ids = [own_id for own_id in self._channels if own_id.rpartition("/")[0] in request_ids]
+        await self._call(lambda engine: engine.cancel(*own_ids))
+        return len(own_ids)
 
-    async def hold(self) -> None:
+    async def pause(self) -> None:
         """Freeze serving traffic where it is; rollouts and learning go on."""
-        engine = self._attached()
-        await asyncio.wrap_future(self._device.call(lambda: engine.hold("serving")))
+        await self._call(lambda engine: engine.pause("serving"))
 
-    async def release(self) -> None:
-        """Undo `hold`."""
-        engine = self._attached()
-        await asyncio.wrap_future(self._device.call(lambda: engine.release("serving")))
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        await self._call(lambda engine: engine.resume("serving"))
 
     async def reset_caches(self) -> None:
-        engine = self._attached()
-        await asyncio.wrap_future(self._device.call(engine.reset_caches))
+        await self._call(lambda engine: engine.reset_caches())
         await asyncio.to_thread(give_back_memory)
 
     def emit(self, events: list[TokenEvent]) -> None:
@@ -186,11 +155,12 @@ class AsyncEngine:
 
     def report(self, request_ids: list[str], error: Exception) -> None:
         """Deliver an error to requests that failed."""
-        known = error if isinstance(error, ParallmError) else EngineStopped(f"the step of this request failed: {error}")
-        self._hop([(request_id, known) for request_id in request_ids])
+        if not isinstance(error, ParallmError):
+            error = EngineStopped(f"the step of this request failed: {error}")
+        self._hop([(request_id, error) for request_id in request_ids])
 
     async def _events(
-        self, requests: Sequence[GenerationRequest], *, streams: bool
+        self, requests: Sequence[GenerationRequest], *, is_streaming: bool
     ) -> AsyncGenerator[TokenEvent, None]:
         engine = self._attached()
         names = {request.request_id for request in requests}
@@ -205,9 +175,9 @@ class AsyncEngine:
         self._channels |= dict.fromkeys(own, channel)
         unfinished = sum(request.n for request in requests)
         try:
-            await asyncio.wrap_future(self._device.call(lambda: _add_all(engine, own, streams)))
+            await self._call(lambda engine: _add_all(engine, own, is_streaming))
             while unfinished:
-                for event in joined(await _waiting(channel)):
+                for event in joined(await _received(channel)):
                     unfinished -= event.completion is not None
                     yield _named(event, own[event.request_id].request_id)
         finally:
@@ -217,8 +187,13 @@ class AsyncEngine:
             if unfinished and self._device.is_alive:
                 self._device.call(lambda: engine.abort(*own))
 
+    async def _call(self, function: Callable[[Engine], object]) -> None:
+        """Run `function` on the device thread."""
+        engine = self._attached()
+        await asyncio.wrap_future(self._device.call(lambda: function(engine)))
+
     def _hop(self, deliveries: Sequence[tuple[str, Delivery]]) -> None:
-        with suppress(RuntimeError):  # the loop has closed: nobody waits for these any more
+        with suppress(RuntimeError):  # the loop has closed, and with it all consumers
             self._loop.call_soon_threadsafe(self._put, deliveries)
 
     def _put(self, deliveries: Sequence[tuple[str, Delivery]]) -> None:
@@ -232,8 +207,30 @@ class AsyncEngine:
         return self._engine
 
 
-async def _waiting(channel: asyncio.Queue[Delivery]) -> list[TokenEvent]:
-    """All that has come meanwhile, at least one. Raises an error as soon as it is the first."""
+def joined(events: Sequence[TokenEvent]) -> list[TokenEvent]:
+    """One event for each completion in `events`, in the order of their first ones."""
+    if len(events) == 1:
+        return list(events)
+    by_completion: dict[tuple[str, int], list[TokenEvent]] = {}
+    for event in events:
+        by_completion.setdefault((event.request_id, event.index), []).append(event)
+    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_completion.values()]
+
+
+def _joined(parts: list[TokenEvent]) -> TokenEvent:
+    return TokenEvent(
+        request_id=parts[0].request_id,
+        index=parts[0].index,
+        tokens=tuple(itertools.chain.from_iterable(part.tokens for part in parts)),
+        logprobs=tuple(itertools.chain.from_iterable(part.logprobs for part in parts)),
+        top_logprobs=tuple(itertools.chain.from_iterable(part.top_logprobs for part in parts)),
+        text="".join(part.text for part in parts),
+        completion=parts[-1].completion,
+    )
+
+
+async def _received(channel: asyncio.Queue[Delivery]) -> list[TokenEvent]:
+    """All events in the channel, at least one. Raises an error as soon as it is the first."""
     events: list[TokenEvent] = []
     delivery = await channel.get()
     while not isinstance(delivery, Exception):
@@ -247,13 +244,12 @@ async def _waiting(channel: asyncio.Queue[Delivery]) -> list[TokenEvent]:
     return events
 
 
-def _add_all(engine: Engine, requests: Mapping[str, GenerationRequest], streams: bool) -> None:
+def _add_all(engine: Engine, requests: Mapping[str, GenerationRequest], is_streaming: bool) -> None:
     for request_id, request in requests.items():
-        engine.add(replace(request, request_id=request_id), streams)
+        engine.add(replace(request, request_id=request_id), is_streaming)
 
 
 def _named(event: TokenEvent, request_id: str) -> TokenEvent:
-    made = event.completion
     # this runs for every token: `replace` takes three times as long
     return TokenEvent(
         request_id=request_id,
@@ -262,23 +258,23 @@ def _named(event: TokenEvent, request_id: str) -> TokenEvent:
         logprobs=event.logprobs,
         top_logprobs=event.top_logprobs,
         text=event.text,
-        completion=made and replace(made, request_id=request_id),
+        completion=event.completion and replace(event.completion, request_id=request_id),
     )
 
 
 def _validate(request: GenerationRequest, engine: Engine) -> None:
-    """Everything that can be refused before the device thread sees the request."""
-    num_prompt, sampling = len(request.prompt_tokens), request.sampling
+    """Refuse what can be refused before the device thread sees the request."""
+    num_prompt, sampling, vocabulary = len(request.prompt_tokens), request.sampling, engine.model.vocabulary_size
     if num_prompt == 0:
         raise InvalidRequest("the prompt has no tokens", "prompt")
     # two passes in C: for a step's long prompts a generator takes the event loop for a second
-    if min(request.prompt_tokens) < 0 or max(request.prompt_tokens) >= engine.model.vocabulary_size:
-        raise InvalidRequest(f"token ids must be from 0 to {engine.model.vocabulary_size - 1}", "prompt")
+    if min(request.prompt_tokens) < 0 or max(request.prompt_tokens) >= vocabulary:
+        raise InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", "prompt")
     if request.n < 1:
         raise InvalidRequest(f"n is {request.n} and must be at least 1", "n")
     _validate_sampling(sampling)
-    if any(not 0 <= token < engine.model.vocabulary_size for token, _ in sampling.logit_bias):
-        raise InvalidRequest(f"token ids must be from 0 to {engine.model.vocabulary_size - 1}", "logit_bias")
+    if any(not 0 <= token < vocabulary for token, _ in sampling.logit_bias):
+        raise InvalidRequest(f"token ids must be from 0 to {vocabulary - 1}", "logit_bias")
     if sampling.grammar is not None and sampling.min_tokens:
         raise InvalidRequest("a grammar decides where the completion may end; leave min_tokens out", "min_tokens")
     if num_prompt + sampling.max_tokens > engine.max_context:
@@ -289,7 +285,7 @@ def _validate(request: GenerationRequest, engine: Engine) -> None:
             limit=engine.max_context,
             setting="engine.max_context",
         )
-    engine.memory.check(request)
+    engine.kv_budget.check(request)
 
 
 def _validate_sampling(sampling: SamplingParams) -> None:

@@ -1,8 +1,8 @@
 """A decode step's forward through `mx.compile`: Python builds the graph once per shape and not for every token.
 
 Building the graph of hundreds of modules takes Python longer than a GPU needs to compute it. What differs from step to
-step comes in as arrays: tokens, lengths, slots, pools, the adapter's factors. A trace is made for each number of rows
-(see `row_bucket`), shape of the pools and structure of the adapter; MLX keeps all of them.
+step comes in as arrays: tokens, lengths, slots, KV buffers, LoRA weights. There is a trace for each number of rows (see
+`row_bucket`), shape of the buffers and structure of the LoRA; MLX keeps all of them.
 
 Axes: B rows, H hidden.
 """
@@ -13,7 +13,6 @@ import mlx.core as mx
 
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.cache import SlotCache
-from parallm.engine.kv.cost import KvFormat
 from parallm.model.lora.segmented import SegmentedLora, SegmentedStructure
 from parallm.model.lora.single import SingleLora, SingleStructure
 from parallm.model.shared_model import SharedModel
@@ -39,41 +38,41 @@ class CompiledForward:
     """The trunk of a model over slot caches, for rows whose adapters come as arrays alone."""
 
     def __init__(self, model: SharedModel) -> None:
-        mx.eval(model.base.parameters())  # a trace would repeat what makes an array that is not evaluated yet
+        mx.eval(model.base.parameters())  # a trace would repeat the computation of an array that is not evaluated yet
         self._model = model
         self._functions: dict[tuple[Structure | None, bool], Function] = {}
-        self._needs_places = False  # as a trace has found for all rows, see `AttentionMetadata`
-        self._lora: SingleLora | SegmentedLora | None = None  # the last one, its arrays and structure
+        self._needs_contiguous = False  # as a trace has found for all rows, see `AttentionMetadata`
+        self._lora: SingleLora | SegmentedLora | None = None  # the last one, with its arrays and structure
         self._arrays: Arrays = []
         self._structure: Structure | None = None
 
     def __call__(
-        self, tokens_B: mx.array, rows: AttentionMetadata, pools: Arrays, lora: SingleLora | SegmentedLora | None
+        self, tokens_B: mx.array, metadata: AttentionMetadata, buffers: Arrays, lora: SingleLora | SegmentedLora | None
     ) -> tuple[mx.array, Arrays]:
-        """Hidden states (B, H) and the pools after the step: keys and values (S, heads, L, D) of each layer in turn."""
+        """Hidden states (B, H) and the KV buffers after the step, (S, heads, L, D) of each layer in turn."""
         if lora is not self._lora:
             self._lora = lora
             self._arrays, self._structure = ([], None) if lora is None else (lora.arrays(), lora.structure())
-        key = self._structure, rows.by_place
+        key = self._structure, metadata.is_contiguous
         if key not in self._functions:
             self._functions[key] = self._compile(*key)
-        hidden_BH, pools = self._functions[key](tokens_B, rows.lengths_B, rows.slots_B, pools, self._arrays)
-        rows.needs_places = rows.needs_places or self._needs_places
-        return hidden_BH, pools
+        function = self._functions[key]
+        hidden_BH, buffers = function(tokens_B, metadata.lengths_B, metadata.slots_B, buffers, self._arrays)
+        metadata.needs_contiguous = metadata.needs_contiguous or self._needs_contiguous
+        return hidden_BH, buffers
 
-    def _compile(self, structure: Structure | None, by_place: bool) -> Function:
+    def _compile(self, structure: Structure | None, is_contiguous: bool) -> Function:
 
         def forward(
-            tokens_B: mx.array, lengths_B: mx.array, slots_B: mx.array, pools: Arrays, weights: Arrays
+            tokens_B: mx.array, lengths_B: mx.array, slots_B: mx.array, buffers: Arrays, weights: Arrays
         ) -> tuple[mx.array, Arrays]:
             traced = AttentionMetadata()
-            traced.by_place = traced.needs_places = by_place
-            traced.set_traced(lengths_B, slots_B, num_positions=pools[0].shape[2])
-            pairs = zip(pools[::2], pools[1::2], strict=True)
-            caches = [SlotCache(traced, KvFormat(), pair) for pair in pairs]
+            traced.is_contiguous = traced.needs_contiguous = is_contiguous
+            traced.set_traced(lengths_B, slots_B, num_positions=buffers[0].shape[2])
+            caches = [SlotCache(traced, pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
             lora = None if structure is None else structure.lora(weights)
             hidden_B1H = self._model.hidden(tokens_B[:, None], caches, lora)
-            self._needs_places = self._needs_places or traced.needs_places
+            self._needs_contiguous = self._needs_contiguous or traced.needs_contiguous
             return hidden_B1H[:, 0], [array for cache in caches for array in cache.state]
 
         compiled: Function = mx.compile(forward)

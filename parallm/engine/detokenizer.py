@@ -1,4 +1,4 @@
-"""Text of one completion while its tokens come: pieces that are certain to stay, and where a stop string ends it."""
+"""Incremental text of one completion: the part that no later token changes, and the stop string that ends it."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from parallm.model.chat.tokenizer import ChatTokenizer, GrowingText
 
 
 class Detokenizer:
-    """Begun with the first token that is added: a completion that nobody needs text of before its end has none."""
+    """Holds no text until the first token is added: a completion that is only read at its end needs none before."""
 
     def __init__(self) -> None:
         self.stop_at: int | None = None
@@ -19,32 +19,32 @@ class Detokenizer:
         return self._growing is not None
 
     def add(self, token: int, tokenizer: ChatTokenizer, stops: Sequence[str]) -> None:
-        """Take a token, and look for stop strings that end in its text."""
+        """Add a token, and look for stop strings that end in its text."""
         if self._growing is None:
             self._growing = GrowingText(tokenizer)
-        known = len(self._growing.text)
+        num_before = len(self._growing.text)
         self._growing.add(token)
-        longest = max(map(len, stops), default=0)
-        found = [self._growing.text.find(stop, max(0, known - longest + 1)) for stop in stops]
-        self.stop_at = min((place for place in found if place >= 0), default=None)
+        start = max(0, num_before - max(map(len, stops), default=0) + 1)
+        matches = [self._growing.text.find(stop, start) for stop in stops]
+        self.stop_at = min((match for match in matches if match >= 0), default=None)
 
     def certain(self, stops: Sequence[str]) -> str:
         """Text so far without an end that might become a stop string."""
         text = self._growing.text if self._growing else ""
-        held = 0
+        num_held = 0
         for stop in stops:
             lengths = range(min(len(stop) - 1, len(text)), 0, -1)
-            held = max(held, next((n for n in lengths if text.endswith(stop[:n])), 0))
-        return text[: len(text) - held]
+            num_held = max(num_held, next((n for n in lengths if text.endswith(stop[:n])), 0))
+        return text[: len(text) - num_held]
 
     def unshown(self, text: str) -> str:
-        """What `text` has beyond what this has given out before."""
+        """The end of `text` that no earlier call has returned."""
         delta = text[self._num_shown :]
         self._num_shown += len(delta)
         return delta
 
     def final(self) -> str:
-        """All of it, once it has begun and no token comes any more."""
+        """The whole text after the last token."""
         assert self._growing is not None
         if self.stop_at is not None:
             return self._growing.text[: self.stop_at]

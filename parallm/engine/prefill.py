@@ -1,13 +1,13 @@
-"""Computes prompts in chunks, each alone with a plain causal mask, and what preempted rows had, as it was computed.
+"""Computes prompts in chunks, each alone with a plain causal mask, and preempted sequences as they were computed
+before.
 
-On CUDA, prompts that begin at the same position are computed together, each in a row of one forward: a forward takes
-Python milliseconds, whatever is in it. Behind the end of a shorter one come tokens that it does not see and nobody
-reads (`prompt_shapes.py`). On a CPU nothing would be gained, and a prompt's numbers could depend on its company.
+With MLX's CUDA build, jobs that begin at the same position are computed together, each in a row of one forward: a
+forward takes Python milliseconds, whatever it holds. Shorter rows are padded, which causal attention hides. On a CPU
+that would gain nothing, and a prompt's numbers could depend on its company.
 
-What the prefix cache knows of a prompt's beginning is not computed again. Only rows that batch have one: recurrent
-states cannot be cut.
+Tokens in the prefix cache are not computed again. Only batch-invariant models have one: recurrent states cannot be cut.
 
-Axes: B prompts, T tokens, H hidden, V vocabulary.
+Axes: B jobs, T tokens, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -31,9 +31,9 @@ from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 
 CHUNK, CUDA_CHUNK = 512, 2048
-"""Tokens of a chunk where the settings leave it open: a GPU is full with the larger one."""
+"""Default tokens of a chunk: a GPU is full with the larger one."""
 MIN_FILLED = 0.5
-"""Of a row: shorter prompts are computed with others."""
+"""Share of a row that a prompt must fill to be computed with longer ones."""
 
 
 class Prefill:
@@ -42,192 +42,191 @@ class Prefill:
         model: SharedModel,
         streams: DeviceStreams,
         loras: LoraSelector,
-        memory: KvBudget,
+        budget: KvBudget,
         settings: EngineSettings,
-        is_known: Callable[[str, int], bool],
-        room: Callable[[], int],
+        is_servable: Callable[[str, int], bool],
+        num_free_bytes: Callable[[], int],
     ) -> None:
-        """`is_known`: whether an adapter of this name and version can still be asked for; `room`: bytes to take."""
+        """`is_servable`: whether a request can still name an adapter of this name and version."""
         self.num_prompt_tokens = 0
-        """Of all prompts that were begun, those known from before included."""
+        """Tokens of all jobs that have begun, cached ones included."""
         self.num_cached_tokens = 0
-        """Of these, those whose keys and values were known."""
+        """Tokens of these that came from the prefix cache."""
         self._model = model
         self._streams = streams
         self._loras = loras
-        self._memory = memory
+        self._budget = budget
         self._chunk = settings.prefill_chunk or (CUDA_CHUNK if on_cuda() else CHUNK)
-        self._is_known = is_known
-        self._room = room
-        self._reuses = settings.prefix_cache and model.is_batch_invariant
-        self.positions_together = self._chunk if model.is_batch_invariant and on_cuda() else 0
-        """That one forward computes of several prompts; 0: each prompt is computed alone."""
+        self._is_servable = is_servable
+        self._num_free_bytes = num_free_bytes
+        self._uses_cache = settings.prefix_cache and model.is_batch_invariant
+        self.max_positions = self._chunk if model.is_batch_invariant and on_cuda() else 0
+        """Positions of one forward over several jobs; 0: each job is computed alone."""
 
     @property
-    def most_prompts(self) -> int:
-        """That one unit may compute: one per lane, or as many as one forward takes."""
-        return self.positions_together // MIN_ROWS or self._streams.width
+    def max_jobs(self) -> int:
+        """Jobs that one unit may compute: one per stream, or as many as one forward takes."""
+        return self.max_positions // MIN_ROWS or self._streams.width
 
-    def compute(self, prompts: Ordered[PrefillJob]) -> list[list[mx.array]]:
-        """Compute what `for_one_unit` chose: prompts together to their ends, or a chunk of each; see there."""
-        if self.positions_together and len(prompts) > 1:
-            return [self.compute_together(prompts)]
-        return self._streams.run(self.compute_chunk, prompts)
-
-    def for_one_unit(self, prompts: list[PrefillJob]) -> list[PrefillJob]:
-        """All prompts where each is computed alone; else the first, and those behind it that fit its forward."""
-        if not self.positions_together:
-            return prompts
-        first = prompts[0]
-        known = self._num_known(first)
-        if known is None:
+    def for_one_unit(self, jobs: list[PrefillJob]) -> list[PrefillJob]:
+        """All jobs where each is computed alone; else the first, and those after it that fit its forward."""
+        if not self.max_positions:
+            return jobs
+        first = jobs[0]
+        num_cached = self._num_cached_together(first)
+        if num_cached is None:
             return [first]
-        chosen, longest = [first], len(first.tokens) - known
-        for prompt in prompts[1:]:
-            if padded(longest) * (len(chosen) + 1) > self.positions_together:
+        chosen, longest = [first], len(first.tokens) - num_cached
+        for job in jobs[1:]:
+            if padded(longest) * (len(chosen) + 1) > self.max_positions:
                 break
-            length = len(prompt.tokens) - known
-            most, least = max(longest, length), min(longest, length)
-            fits = padded(most) * (len(chosen) + 1) <= self.positions_together and least >= MIN_FILLED * most
-            if fits and prompt.segment()[1] is first.segment()[1] and self._num_known(prompt) == known:
-                chosen.append(prompt)
-                longest = most
+            shorter, longer = sorted((longest, len(job.tokens) - num_cached))
+            fits = padded(longer) * (len(chosen) + 1) <= self.max_positions and shorter >= MIN_FILLED * longer
+            if fits and job.segment()[1] is first.segment()[1] and self._num_cached_together(job) == num_cached:
+                chosen.append(job)
+                longest = longer
         return chosen
 
-    def compute_together(self, prompts: Ordered[PrefillJob]) -> list[mx.array]:
-        """Compute prompts to their ends in one forward; what is to be evaluated."""
-        cache, hits, known = self._model.make_cache(), [self._hit(prompt) for prompt in prompts], 0
-        for place, (prompt, hit) in enumerate(zip(prompts, hits, strict=True)):
-            prompt.cache, prompt.cache_row, known = cache, place, hit.num_tokens if hit else 0
-            self._count(prompt, known)
-        rests = [prompt.tokens[known:] for prompt in prompts]
-        longest = padded(max(map(len, rests)))
-        _allocate(cache, allocated(known + longest), [hit for hit in hits if hit])
-        tokens_BT = [[*rest, *rest[-1:] * (longest - len(rest))] for rest in rests]
-        lora = self._loras.select([prompts[0].segment()[1]] * len(prompts))
+    def compute(self, jobs: Ordered[PrefillJob]) -> list[list[mx.array]]:
+        """Compute what `for_one_unit` chose; returns what to evaluate."""
+        if self.max_positions and len(jobs) > 1:
+            return [self.compute_together(jobs)]
+        return self._streams.run(self.compute_chunk, jobs)
+
+    def compute_together(self, jobs: Ordered[PrefillJob]) -> list[mx.array]:
+        """Compute jobs to their ends in one forward; returns what to evaluate."""
+        cache, hits, num_cached = self._model.make_cache(), [self._match(job) for job in jobs], 0
+        for row, (job, hit) in enumerate(zip(jobs, hits, strict=True)):
+            job.cache, job.cache_row, num_cached = cache, row, hit.num_tokens if hit else 0
+            self._count(job, num_cached)
+        uncached = [job.tokens[num_cached:] for job in jobs]
+        longest = padded(max(map(len, uncached)))
+        _allocate(cache, allocated(num_cached + longest), [hit for hit in hits if hit])
+        tokens_BT = [[*tokens, *tokens[-1:] * (longest - len(tokens))] for tokens in uncached]
+        lora = self._loras.select([jobs[0].segment()[1]] * len(jobs))
         hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, lora)
-        last_B = mx.array([len(rest) - 1 for rest in rests])
-        logits_BV = self._model.head(hidden_BTH[mx.arange(len(prompts)), last_B])
+        last_B = mx.array([len(tokens) - 1 for tokens in uncached])
+        logits_BV = self._model.head(hidden_BTH[mx.arange(len(jobs)), last_B])
         computed = [logits_BV, *_states(cache)]
         stacks = stacks_of([array for layer in cache for array in (layer.keys, layer.values)])
-        for prompt in prompts:
-            prompt.num_computed, prompt.logits_V = len(prompt.tokens), logits_BV[prompt.cache_row]
-            computed += self._keep(prompt.waiting[0], len(prompt.tokens), partial(_copies, stacks, prompt.cache_row))
+        for job in jobs:
+            job.num_computed, job.logits_V = len(job.tokens), logits_BV[job.cache_row]
+            computed += self._keep(job.sequences[0], len(job.tokens), partial(_copies, stacks, job.cache_row))
         return computed
 
-    def compute_chunk(self, prompt: PrefillJob) -> list[mx.array]:
-        """Compute the next chunk of a prompt; what is to be evaluated."""
-        if prompt.num_computed == 0:
-            prompt.cache = self._model.make_cache()
-            self._begin(prompt)
-        segment_end, adapter = prompt.segment()
-        chunk = prompt.tokens[prompt.num_computed : self._end(prompt.num_computed, segment_end)]
-        # Tokens behind the chunk are seen by nobody, and make products of the right sizes
-        most = prompt.num_allocated - prompt.num_computed
-        spare = min(padded(len(chunk)), most) - len(chunk) if self._model.is_batch_invariant else 0
-        tokens_1T = mx.array([[*chunk, *chunk[-1:] * spare]], mx.int32)
-        hidden_1TH = self._model.hidden(tokens_1T, prompt.cache, self._loras.select([adapter]))
-        if spare:
-            for layer in prompt.cache:
-                layer.trim(spare)
+    def compute_chunk(self, job: PrefillJob) -> list[mx.array]:
+        """Compute the next chunk of a job; returns what to evaluate."""
+        if job.num_computed == 0:
+            job.cache = self._model.make_cache()
+            self._begin(job)
+        segment_end, adapter = job.segment()
+        chunk = job.tokens[job.num_computed : self._chunk_end(job.num_computed, segment_end)]
+        # Padding after the chunk, which causal attention hides, makes products of the right sizes
+        most = job.num_allocated - job.num_computed
+        num_padding = min(padded(len(chunk)), most) - len(chunk) if self._model.is_batch_invariant else 0
+        tokens_1T = mx.array([[*chunk, *chunk[-1:] * num_padding]], mx.int32)
+        hidden_1TH = self._model.hidden(tokens_1T, job.cache, self._loras.select([adapter]))
+        if num_padding:
+            for layer in job.cache:
+                layer.trim(num_padding)
         computed: list[mx.array] = []
-        if prompt.scores is not None:
-            behind = prompt.tokens[prompt.num_computed + 1 : prompt.num_computed + len(chunk) + 1]
-            computed += prompt.scores.add(self._model, hidden_1TH[0], behind)
-        prompt.num_computed += len(chunk)
-        computed += _states(prompt.cache)
-        if prompt.num_computed == len(prompt.tokens):
+        if job.scorer is not None:
+            next_tokens = job.tokens[job.num_computed + 1 : job.num_computed + len(chunk) + 1]
+            computed += job.scorer.add(self._model, hidden_1TH[0], next_tokens)
+        job.num_computed += len(chunk)
+        computed += _states(job.cache)
+        if job.num_computed == len(job.tokens):
             last = len(chunk) - 1
-            prompt.logits_V = self._model.head(hidden_1TH[0, last : last + 1])[0]
-            computed += [
-                prompt.logits_V,
-                *self._keep(prompt.waiting[0], len(prompt.tokens), partial(_first_copies, prompt.cache)),
-            ]
+            job.logits_V = self._model.head(hidden_1TH[0, last : last + 1])[0]
+            kept = self._keep(job.sequences[0], len(job.tokens), partial(_first_copies, job.cache))
+            computed += [job.logits_V, *kept]
         return computed
 
     def keep_ended(self, decoder: Decoder) -> list[mx.array]:
-        """Keep what rows that have ended have computed; what is to be evaluated before their slots change."""
+        """Cache what sequences that have ended computed; returns what to evaluate before their slots change."""
         kept: list[mx.array] = []
-        for place, row in enumerate(decoder.rows):
-            if row.finish_reason is not None and row.request.is_continued and not row.is_broken:
-                num_computed = len(row.request.prompt_tokens) + len(row.tokens) - 1
-                kept += self._keep(row, num_computed, partial(decoder.batch.copies, place))
+        for index, sequence in enumerate(decoder.sequences):
+            if sequence.finish_reason is not None and sequence.request.is_continued and not sequence.is_broken:
+                num_computed = len(sequence.request.prompt_tokens) + len(sequence.tokens) - 1
+                kept += self._keep(sequence, num_computed, partial(decoder.batch.copies, index))
         return kept
 
-    def _keep(self, row: Sequence, num_computed: int, copies: Callable[[int, int], list[mx.array]]) -> list[mx.array]:
-        if not self._reuses:
+    def _keep(
+        self, sequence: Sequence, num_computed: int, copy: Callable[[int, int], list[mx.array]]
+    ) -> list[mx.array]:
+        if not self._uses_cache:
             return []
-        prefixes = self._memory.prefixes
-        prefixes.forget(self._is_known)
-        end, adapter = row.segments()[0]  # what one version has computed
-        tokens = (*row.request.prompt_tokens, *row.tokens)[: min(end, num_computed)]
-        owner = Owner.of(adapter, row.request.cache_salt)
-        return prefixes.add(owner, tokens, copies, self._memory.cost.per_token, self._room())
+        prefixes = self._budget.prefixes
+        prefixes.forget(self._is_servable)
+        end, adapter = sequence.segments()[0]  # only what one version has computed
+        tokens = (*sequence.request.prompt_tokens, *sequence.tokens)[: min(end, num_computed)]
+        owner = Owner.of(adapter, sequence.request.cache_salt)
+        return prefixes.add(owner, tokens, copy, self._budget.cost.per_token, self._num_free_bytes())
 
-    def _begin(self, prompt: PrefillJob) -> None:
-        """Allocate for the whole prompt, where mlx-lm's caches would grow and copy, and fill in what is known of it."""
-        hit = self._hit(prompt)
-        self._count(prompt, hit.num_tokens if hit else 0)
+    def _begin(self, job: PrefillJob) -> None:
+        """Allocate for the whole prompt, where mlx-lm's caches would grow and copy, and fill in what is cached."""
+        hit = self._match(job)
+        self._count(job, hit.num_tokens if hit else 0)
         if self._model.is_batch_invariant:
-            _allocate(prompt.cache, prompt.num_allocated, [hit] if hit else [])
+            _allocate(job.cache, job.num_allocated, [hit] if hit else [])
 
-    def _count(self, prompt: PrefillJob, num_known: int) -> None:
-        self.num_prompt_tokens += len(prompt.tokens)
-        self.num_cached_tokens += num_known
-        prompt.num_computed = num_known
-        if num_known:
-            for member in prompt.waiting:
-                member.reuses(num_known)
+    def _count(self, job: PrefillJob, num_cached: int) -> None:
+        self.num_prompt_tokens += len(job.tokens)
+        self.num_cached_tokens += num_cached
+        job.num_computed = num_cached
+        for sequence in job.sequences if num_cached else ():
+            if not sequence.tokens:
+                sequence.num_cached_prompt_tokens = num_cached
 
-    def _hit(self, prompt: PrefillJob) -> Hit | None:
-        """What is known of a prompt that begins."""
-        if not self._reuses or prompt.scores is not None:
+    def _match(self, job: PrefillJob) -> Hit | None:
+        """The cached prefix of a job that begins."""
+        if not self._uses_cache or job.scorer is not None:
             return None
-        return self._memory.prefixes.match(*self._beginning(prompt))
+        return self._budget.prefixes.match(*self._prefix(job))
 
-    def _beginning(self, prompt: PrefillJob) -> tuple[Owner, Ordered[int], int]:
-        """Whose tokens they are, and how many of them are known and taken as such."""
-        end, adapter = prompt.segment()
-        most = min(end, len(prompt.tokens) - MIN_ROWS)  # something must give logits, in products of enough rows
-        owner = Owner.of(adapter, prompt.request.cache_salt)
-        return owner, prompt.tokens, reusable(self._memory.prefixes.num_known(owner, prompt.tokens, most))
+    def _prefix(self, job: PrefillJob) -> tuple[Owner, Ordered[int], int]:
+        """Owner, tokens, and the number of cached tokens to take."""
+        end, adapter = job.segment()
+        most = min(end, len(job.tokens) - MIN_ROWS)  # the rest gives the logits, in products of enough rows
+        owner = Owner.of(adapter, job.request.cache_salt)
+        return owner, job.tokens, reusable(self._budget.prefixes.num_cached(owner, job.tokens, most))
 
-    def _num_known(self, prompt: PrefillJob) -> int | None:
-        """Tokens that are known of a prompt that one forward can compute with others; None: it is computed alone."""
-        if prompt.num_computed or prompt.scores is not None or prompt.segment()[0] < len(prompt.tokens):
+    def _num_cached_together(self, job: PrefillJob) -> int | None:
+        """Cached tokens of a job that one forward can compute with others; None where it is computed alone."""
+        if job.num_computed or job.scorer is not None or job.segment()[0] < len(job.tokens):
             return None
-        known = self._beginning(prompt)[2] if self._reuses else 0
-        return known if len(prompt.tokens) - known <= self.positions_together else None
+        num_cached = self._prefix(job)[2] if self._uses_cache else 0
+        return num_cached if len(job.tokens) - num_cached <= self.max_positions else None
 
-    def _end(self, start: int, segment_end: int) -> int:
-        """A chunk's end, a little earlier where the rest would be too few rows for exact products."""
+    def _chunk_end(self, start: int, segment_end: int) -> int:
+        """A chunk's end, a little earlier where the remainder would be too few rows for exact products."""
         end = min(start + self._chunk, segment_end)
         return end - (MIN_ROWS if 0 < segment_end - end < MIN_ROWS else 0)
 
 
 def _allocate(cache: Ordered[Any], num_positions: int, hits: Ordered[Hit]) -> None:
-    """Let caches have so many positions from the beginning; `hits`, one for each row, are the first of them, if any."""
+    """Let caches have `num_positions` from the beginning; `hits`, one for each row, fill the first of them."""
     size = blocks(num_positions) * BLOCK
     for layer in cache:
         layer.step = size
     if not hits:
         return
-    num_known = hits[0].num_tokens
-    padding = [(0, 0), (0, 0), (0, size - num_known), (0, 0)]
+    num_cached = hits[0].num_tokens
+    padding = [(0, 0), (0, 0), (0, size - num_cached), (0, 0)]
     arrays = layers_of([hit.arrays() for hit in hits])
     for layer, keys_BHTD, values_BHTD in zip(cache, arrays[::2], arrays[1::2], strict=True):
         layer.keys, layer.values = mx.pad(keys_BHTD, padding), mx.pad(values_BHTD, padding)
-        layer.offset = num_known
+        layer.offset = num_cached
 
 
 def _first_copies(cache: Ordered[Any], start: int, end: int) -> list[mx.array]:
-    """Of the only row of a cache."""
+    """`row_copies` of the only row of a cache."""
     return row_copies([array[:, :, start:end] for layer in cache for array in (layer.keys, layer.values)])
 
 
-def _copies(stacks_NBHTD: Ordered[mx.array], place: int, start: int, end: int) -> list[mx.array]:
-    """Of one of several rows."""
-    return [mx.contiguous(stack[:, place, :, start:end]) for stack in stacks_NBHTD]
+def _copies(stacks_NBHTD: Ordered[mx.array], row: int, start: int, end: int) -> list[mx.array]:
+    """`row_copies` of one of several rows."""
+    return [mx.contiguous(stack[:, row, :, start:end]) for stack in stacks_NBHTD]
 
 
 def _states(cache: Ordered[Any]) -> list[mx.array]:

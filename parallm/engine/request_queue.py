@@ -1,7 +1,7 @@
-"""The prompts and rows of one traffic class."""
+"""The requests of one traffic class: those that wait, as prefill jobs, and those that decode."""
 
 import secrets
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
@@ -19,116 +19,103 @@ from parallm.types import GenerationRequest
 
 @dataclass(slots=True)
 class RequestQueue:
-    """Each class has rows of its own, so that each can step alone."""
+    """Each traffic class has decoders of its own, so that it can step alone."""
 
     decoders: list[Decoder]
-    """One per lane."""
-    prompts: deque[PrefillJob] = field(default_factory=deque)
-    """Not yet computed, or computed with members that wait for a row; in the order of their places."""
+    """One per stream."""
+    waiting: deque[PrefillJob] = field(default_factory=deque)
+    """Jobs that are not computed, or have sequences that do not decode yet; sorted by key."""
     newest_admitted: SortKey = MIN_SORT_KEY
-    """The last place of a prompt that ever was: none behind it holds memory."""
-    computing: tuple[Ordered[mx.array], Ordered[Sequence]] = ((), ())
-    """What the device computes of prompts that nobody has waited for yet, and whose it is."""
+    """Largest key of any job that was ever admitted: no job after it holds memory."""
+    in_flight: tuple[Ordered[mx.array], Ordered[Sequence]] = ((), ())
+    """Prefill that the device computes and that was not waited for, and its sequences."""
     decoded_last: bool = False
     is_paused: bool = False
-    """Nothing is computed until `release`."""
     is_blocked: bool = False
-    """Its last unit found no room and did nothing; until another class's unit it has no work."""
+    """The last unit found no memory and did nothing; there is no work until another class had a unit."""
     num_tokens: int = 0
-    """Sampled since the start."""
+    """Tokens sampled since the start."""
 
     @property
-    def num_rows(self) -> int:
-        return sum(len(decoder.rows) for decoder in self.decoders)
+    def num_running(self) -> int:
+        return sum(len(decoder.sequences) for decoder in self.decoders)
 
-    def rows(self) -> list[Sequence]:
-        return [row for decoder in self.decoders for row in decoder.rows]
+    @property
+    def has_running(self) -> bool:
+        """Whether a sequence decodes, or a step is in flight."""
+        return any(decoder.sequences or decoder.in_flight for decoder in self.decoders)
+
+    def running(self) -> list[Sequence]:
+        return [sequence for decoder in self.decoders for sequence in decoder.sequences]
 
     def sequences(self) -> Iterable[Sequence]:
-        """Those that wait, and those that run."""
-        for prompt in self.prompts:
-            yield from prompt.waiting
-        yield from self.rows()
+        """All that wait, and all that decode."""
+        for job in self.waiting:
+            yield from job.sequences
+        yield from self.running()
 
-    def switching(self) -> list[Sequence]:
-        """What switches versions in flight: rows, and prompts not yet begun."""
-        rows = [row for row in self.rows() if row.request.switches_in_flight]
-        switching = (one for one in self.prompts if one.request.switches_in_flight and one.num_computed == 0)
-        return [*rows, *(member for prompt in switching for member in prompt.waiting)]
+    def add(self, job: PrefillJob) -> None:
+        """Insert a job by its key; equal keys keep the order of arrival."""
+        position = len(self.waiting)
+        while position and job.sort_key < self.waiting[position - 1].sort_key:
+            position -= 1
+        self.waiting.insert(position, job)
 
-    def admit(self, prompt: PrefillJob, num_bytes: int) -> None:
-        prompt.num_bytes = num_bytes
-        self.newest_admitted = max(self.newest_admitted, prompt.sort_key)
+    def admit(self, job: PrefillJob, num_bytes: int) -> None:
+        job.num_bytes = num_bytes
+        self.newest_admitted = max(self.newest_admitted, job.sort_key)
 
     def admitted(self) -> list[PrefillJob]:
-        """Prompts that hold memory."""
-        up_to_newest = takewhile(lambda prompt: prompt.sort_key <= self.newest_admitted, self.prompts)
-        return [prompt for prompt in up_to_newest if prompt.num_bytes]
+        """Jobs that hold memory."""
+        up_to_newest = takewhile(lambda job: job.sort_key <= self.newest_admitted, self.waiting)
+        return [job for job in up_to_newest if job.num_bytes]
 
-    def emptiest(self) -> Decoder:
-        """Where the next row joins."""
-        return min(self.decoders, key=lambda decoder: len(decoder.rows))
+    def switching(self) -> list[Sequence]:
+        """Sequences that switch versions in flight, of running requests and of jobs that have not begun."""
+        running = [sequence for sequence in self.running() if sequence.request.switches_in_flight]
+        jobs = (job for job in self.waiting if job.request.switches_in_flight and job.num_computed == 0)
+        return [*running, *(sequence for job in jobs for sequence in job.sequences)]
 
-    def shared_out(
+    def least_loaded(self) -> Decoder:
+        """The decoder that the next sequence joins."""
+        return min(self.decoders, key=lambda decoder: len(decoder.sequences))
+
+    def assigned(
         self, computed: Iterable[PrefillJob], num_free: int
     ) -> list[tuple[Decoder, list[tuple[PrefillJob, Sequence]]]]:
-        """Members of computed prompts for so many free rows, by the decoder that each joins: the emptiest one."""
-        shares: list[tuple[Decoder, list[tuple[PrefillJob, Sequence]]]] = [(decoder, []) for decoder in self.decoders]
-        for joining in islice(((prompt, member) for prompt in computed for member in prompt.waiting), num_free):
-            min(shares, key=lambda share: len(share[0].rows) + len(share[1]))[1].append(joining)
+        """The first `num_free` sequences of computed jobs by decoder, each assigned to the least loaded one."""
+        shares: list[tuple[Decoder, list[tuple[PrefillJob, Sequence]]]] = [(one, []) for one in self.decoders]
+        for joining in islice(((job, sequence) for job in computed for sequence in job.sequences), num_free):
+            min(shares, key=lambda share: len(share[0].sequences) + len(share[1]))[1].append(joining)
         return [share for share in shares if share[1]]
 
-    @property
-    def has_rows(self) -> bool:
-        """Rows that run, or whose step is in flight."""
-        return any(decoder.rows or decoder.in_flight for decoder in self.decoders)
-
     def steps_to_read_first(self) -> list[Step]:
-        """The steps in flight, if one of them is to be read before the next is launched."""
+        """The steps in flight, if one of them must be read before the next is launched."""
         return self.take_steps() if any(decoder.waits_to_be_read for decoder in self.decoders) else []
 
     def take_steps(self) -> list[Step]:
-        """The steps in flight, to be read now."""
+        """The steps in flight; the caller reads them now."""
         return [step for decoder in self.decoders if (step := decoder.take()) is not None]
 
 
-class ActiveRequestIds:
-    """Ids of the requests whose completions have not all ended."""
-
-    def __init__(self) -> None:
-        self._unfinished: Counter[str] = Counter()
-
-    def begin(self, members: Ordered[Sequence]) -> None:
-        """Take the id of a request with these completions. Raises InvalidRequest if it is in use."""
-        name = members[0].request.request_id
-        if name in self._unfinished:
-            raise InvalidRequest(f"request id {name!r} is in use", "request_id")
-        self._unfinished[name] = len(members)
-
-    def end(self, sequence: Sequence) -> None:
-        name = sequence.request.request_id
-        self._unfinished[name] -= 1
-        if not self._unfinished[name]:
-            del self._unfinished[name]
-
-
 def make_sequences(
-    request: GenerationRequest, adapter: Adapter | None, *, streams: bool, arrival: int
+    request: GenerationRequest, adapter: Adapter | None, *, is_streaming: bool, arrival: int, max_context: int
 ) -> list[Sequence]:
-    """The completions of a new request. Raises InvalidRequest for a grammar that allows nothing."""
+    """The `n` sequences of a new request. Raises InvalidRequest for a grammar that allows no token."""
     seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
-    members = [
-        Sequence(request=request, index=index, seed=mix(seed, index), adapter=adapter, streams=streams, arrival=arrival)
+    max_tokens = min(request.sampling.max_tokens, max_context - len(request.prompt_tokens))
+    sequences = [
+        Sequence(
+            request=request,
+            index=index,
+            seed=mix(seed, index),
+            adapter=adapter,
+            is_streaming=is_streaming,
+            max_tokens=max_tokens,
+            arrival=arrival,
+        )
         for index in range(request.n)
     ]
-    if not all(member.begin_grammar() for member in members):
+    if not all(sequence.begin_grammar() for sequence in sequences):
         raise InvalidRequest("the grammar allows no token to begin with", "grammar")
-    return members
-
-
-def insert(prompts: deque[PrefillJob], prompt: PrefillJob) -> None:
-    """Put `prompt` at its place: the lowest priority number first, and first come, first served among equals."""
-    position = len(prompts)
-    while position and prompt.sort_key < prompts[position - 1].sort_key:
-        position -= 1
-    prompts.insert(position, prompt)
+    return sequences

@@ -1,9 +1,9 @@
-"""Makes room for rows and prompts within the limit: by what is kept for later prompts, by tighter pools, and by rows
-that give theirs up.
+"""Decides which requests hold memory, which jobs are computed next, and which sequences decode.
 
-A row that gives up its room goes back among the prompts with its tokens, and is computed again when there is room:
-rows of rollouts before those of serving, and in each those of the highest priority number and the newest first. So the
-first row of a class always goes on, and everybody ends. Rollouts never take the room of serving.
+The engine calls it in each unit. Memory comes from the prefix cache first, then from buffers that are larger than
+needed, then from preemption. A preempted sequence goes back to the queue with its tokens and is computed again later:
+rollouts before serving, and within a class the largest priority number and the newest first. So the first sequence of a
+class always goes on, and every request ends. Rollouts never take memory from serving.
 """
 
 from collections import deque
@@ -17,207 +17,213 @@ from parallm.engine.request_queue import RequestQueue
 from parallm.engine.sequence import MIN_SORT_KEY, PrefillJob, Sequence
 from parallm.types import TrafficClass
 
-AHEAD = 32
-"""Tokens beyond the prompt that must fit before it is computed, so that its row does not stop at once."""
+LOOKAHEAD = 32
+"""Tokens after the prompt that must fit before it is computed, so that its sequence is not preempted at once."""
 
 
 class Scheduler:
     def __init__(
-        self, memory: KvBudget, traffic: Mapping[TrafficClass, RequestQueue], settle: Callable[[RequestQueue], None]
+        self,
+        budget: KvBudget,
+        queues: Mapping[TrafficClass, RequestQueue],
+        max_rows: int,
+        flush: Callable[[RequestQueue], None],
     ) -> None:
-        """`settle` reads the steps that a class has in flight."""
+        """`flush` reads the steps that a class has in flight."""
         self.num_preempted = 0
-        """Times that a row has given up its room."""
-        self._memory = memory
-        self._traffic = traffic
-        self._settle = settle
+        """Times that a sequence or a job has given up its memory."""
+        self._budget = budget
+        self._queues = queues
+        self._max_rows = max_rows
+        self._flush = flush
 
-    def left(self) -> int:
-        """Bytes that may be taken without anybody giving up any."""
-        return self._memory.limit - self._memory.total(self._traffic.values())
+    def num_free_bytes(self) -> int:
+        """Bytes that can be taken without a preemption."""
+        return self._budget.limit - self._budget.total(self._queues.values())
 
-    def reserve_step(self, name: TrafficClass) -> None:
-        """Room for the next position of each row of a class."""
-        for decoder in self._traffic[name].decoders:
-            while decoder.rows and not self._lay_out(decoder, decoder.rows):
-                if not self._preempt_one(name, sparing=self._oldest(name)):
-                    break
+    def schedule_prefill(self, traffic: TrafficClass, max_jobs: int, min_jobs: int) -> list[PrefillJob]:
+        """Jobs to compute now: up to `max_jobs`, each with memory and with a free row for its sequences.
 
-    def join(self, name: TrafficClass, max_rows: int) -> None:
-        """Give free rows to members of computed prompts: to all at once where there is memory, else one by one."""
-        state = self._traffic[name]
-        computed = [prompt for prompt in state.admitted() if prompt.is_computed]
-        shares = state.shared_out(computed, max_rows - state.num_rows)
-        have_room = [self._lay_out_for(*share) for share in shares]
-        if not all(have_room):
-            self._settle(state)  # before anybody joins: rows that end would move those whose first step comes next
-            shares = state.shared_out(computed, max_rows - state.num_rows)
-            have_room = [self._lay_out_for(*share) for share in shares]
-        for decoder, joining in compress(shares, have_room):
-            decoder.join(joining)
-            for prompt, member in joining:
-                prompt.waiting.remove(member)
-        for prompt in [prompt for prompt in computed if not prompt.waiting]:
-            state.prompts.remove(prompt)  # before it might be dropped to make room for others
-        for prompt in [prompt for prompt in state.admitted() if prompt.is_computed]:
-            while prompt.logits_V is not None and prompt.waiting and state.num_rows < max_rows:
-                decoder, member = state.emptiest(), prompt.waiting[0]
-                if not self._make_for_join(name, decoder, member, prompt):
-                    return
-                decoder.join([(prompt, member)])
-                prompt.waiting.pop(0)
-            if not prompt.waiting:
-                state.prompts.remove(prompt)
-
-    def _lay_out_for(self, decoder: Decoder, joining: Ordered[tuple[PrefillJob, Sequence]]) -> bool:
-        return self._lay_out_roomy(decoder, [*decoder.rows, *(member for _, member in joining)])
-
-    def _make_for_join(self, name: TrafficClass, decoder: Decoder, sequence: Sequence, prompt: PrefillJob) -> bool:
-        """Room for one more row; False if it has to wait for others to end."""
-        while not self._lay_out(decoder, [*decoder.rows, sequence]):
-            if name == "serving" and self._preempt_one("rollout", sparing=None):
-                continue
-            others = [one for one in self._traffic[name].admitted() if one is not prompt]
-            if self._traffic[name].num_rows or not others:
-                return False
-            self._drop(max(others, key=lambda one: one.sort_key))
-        return True
-
-    def schedule_prefill(self, name: TrafficClass, max_rows: int, most: int, least: int) -> list[PrefillJob]:
-        """Uncomputed prompts to work on now: `most` of them with memory, and none without a row for it.
-
-        With a first one, up to `least` come along that have no row yet: the lanes beside its own had nothing to do.
-        Not those that may begin with a newer version when there is a row.
+        Up to `min_jobs` come along without a free row, because their streams have no other work; not jobs that could
+        begin with a newer version later.
         """
-        state = self._traffic[name]
-        free = max_rows - state.num_rows
-        chosen: list[PrefillJob] = []
-        for prompt in list(state.prompts):
-            has_lane = 0 < len(chosen) < least and not prompt.request.switches_in_flight
-            if len(chosen) == most or (free <= 0 and not has_lane):
+        queue = self._queues[traffic]
+        num_free = self._max_rows - queue.num_running
+        jobs: list[PrefillJob] = []
+        for job in list(queue.waiting):
+            has_stream = 0 < len(jobs) < min_jobs and not job.request.switches_in_flight
+            if len(jobs) == max_jobs or (num_free <= 0 and not has_stream):
                 break
-            if not prompt.is_computed:
-                if not prompt.num_bytes and not self._admit(name, prompt):
+            if not job.is_computed:
+                if not job.num_bytes and not self._admit(traffic, job):
                     break
-                chosen.append(prompt)
-            free -= len(prompt.waiting)
-        return chosen
+                jobs.append(job)
+            num_free -= len(job.sequences)
+        return jobs
 
-    def _admit(self, name: TrafficClass, prompt: PrefillJob) -> bool:
-        """Give a prompt its memory, if it and the beginning of a row fit."""
-        sequence = prompt.waiting[0]
-        most = len(sequence.request.prompt_tokens) + sequence.request.sampling.max_tokens
-        length = min(len(prompt.tokens) + AHEAD, most) + 1
-        decoder = self._traffic[name].emptiest()
-        needed = self._memory.cost.of(prompt.num_allocated)
-        lengths = [*_lengths(decoder.rows), length]
-        while not self._fits(decoder, lengths, needed):
-            behind = [one for one in self._traffic[name].admitted() if one.sort_key > prompt.sort_key]
-            if name == "serving" and self._preempt_one("rollout", sparing=None):
+    def _admit(self, traffic: TrafficClass, job: PrefillJob) -> bool:
+        """Give a job its memory, if it and the first positions of a sequence fit."""
+        queue, request = self._queues[traffic], job.request
+        length = min(len(job.tokens) + LOOKAHEAD, len(request.prompt_tokens) + request.sampling.max_tokens) + 1
+        decoder = queue.least_loaded()
+        lengths, num_bytes = [*_lengths(decoder.sequences), length], self._budget.cost.of(job.num_allocated)
+        while not self._fits(decoder, lengths, num_bytes):
+            later = [other for other in queue.admitted() if other.sort_key > job.sort_key]
+            if traffic == "serving" and self._preempt_one("rollout", spared=None):
                 continue
-            if not behind:
+            if not later:
                 return False
-            self._drop(max(behind, key=lambda one: one.sort_key))
-        self._traffic[name].admit(prompt, needed)
+            self._drop(max(later, key=lambda other: other.sort_key))
+        queue.admit(job, num_bytes)
         return True
 
-    def preempt(self, state: RequestQueue, decoder: Decoder, row: Sequence) -> None:
-        """Take a row, of which nothing is in flight, out of its slot and put it back among the prompts."""
-        decoder.leave([decoder.rows.index(row)], waits=True)
-        row.restart()
-        prompts = [*state.prompts, PrefillJob.of([row])]
-        state.prompts = deque(sorted(prompts, key=lambda prompt: prompt.sort_key))
+    def schedule_decode(self, traffic: TrafficClass) -> None:
+        """Reserve the next position of each running sequence, and let sequences of computed jobs join."""
+        for decoder in self._queues[traffic].decoders:
+            while decoder.sequences and not self._resize(decoder, decoder.sequences):
+                if not self._preempt_one(traffic, spared=self._oldest(traffic)):
+                    break
+        self._join(traffic)
+
+    def _join(self, traffic: TrafficClass) -> None:
+        """Fill free rows with sequences of computed jobs: all at once where there is memory, else one by one."""
+        queue = self._queues[traffic]
+        computed = [job for job in queue.admitted() if job.is_computed]
+        shares = queue.assigned(computed, self._max_rows - queue.num_running)
+        fit = [self._resize_for(*share) for share in shares]
+        if not all(fit):
+            self._flush(queue)  # before any join: sequences that end would move those whose first step comes next
+            shares = queue.assigned(computed, self._max_rows - queue.num_running)
+            fit = [self._resize_for(*share) for share in shares]
+        for decoder, joining in compress(shares, fit):
+            decoder.join(joining)
+            for job, sequence in joining:
+                job.sequences.remove(sequence)
+        for job in [job for job in computed if not job.sequences]:
+            queue.waiting.remove(job)  # before it might be dropped to make room for others
+        for job in [job for job in queue.admitted() if job.is_computed]:
+            while job.logits_V is not None and job.sequences and queue.num_running < self._max_rows:
+                decoder, sequence = queue.least_loaded(), job.sequences[0]
+                if not self._make_room(traffic, decoder, sequence, job):
+                    return
+                decoder.join([(job, sequence)])
+                job.sequences.pop(0)
+            if not job.sequences:
+                queue.waiting.remove(job)
+
+    def _resize_for(self, decoder: Decoder, joining: Ordered[tuple[PrefillJob, Sequence]]) -> bool:
+        return self._resize_to_grow(decoder, [*decoder.sequences, *(sequence for _, sequence in joining)])
+
+    def _make_room(self, traffic: TrafficClass, decoder: Decoder, sequence: Sequence, job: PrefillJob) -> bool:
+        """Make room for one more sequence; False if it has to wait until others end."""
+        while not self._resize(decoder, [*decoder.sequences, sequence]):
+            if traffic == "serving" and self._preempt_one("rollout", spared=None):
+                continue
+            others = [other for other in self._queues[traffic].admitted() if other is not job]
+            if self._queues[traffic].num_running or not others:
+                return False
+            self._drop(max(others, key=lambda other: other.sort_key))
+        return True
+
+    def preempt(self, queue: RequestQueue, decoder: Decoder, sequence: Sequence) -> None:
+        """Move a sequence, of which nothing is in flight, from its slot back to the queue."""
+        decoder.leave([decoder.sequences.index(sequence)], waits=True)
+        sequence.restart()
+        queue.add(PrefillJob.of([sequence]))
         self.num_preempted += 1
 
-    def requeue(self, state: RequestQueue, decoders: list[Decoder], doomed: Collection[str]) -> RequestQueue:
-        """A class whose requests but those of `doomed` are computed again, in `decoders`, from the tokens they have."""
-        rows = [row for row in state.rows() if row.request.request_id not in doomed and row.finish_reason is None]
-        prompts = [prompt for prompt in state.prompts if prompt.request.request_id not in doomed]
-        for prompt in prompts:
-            prompt.restart()
-        for row in rows:
-            row.restart()
-        self.num_preempted += len(rows)
-        prompts += [PrefillJob.of([row]) for row in rows]
-        prompts = sorted((prompt for prompt in prompts if prompt.waiting), key=lambda prompt: prompt.sort_key)
-        return RequestQueue(decoders, prompts=deque(prompts), num_tokens=state.num_tokens, is_paused=state.is_paused)
+    def requeue(self, queue: RequestQueue, decoders: list[Decoder], failed: Collection[str]) -> RequestQueue:
+        """A queue with new decoders, which computes all requests but `failed` again from the tokens that they have."""
+        running = [
+            sequence
+            for sequence in queue.running()
+            if sequence.request.request_id not in failed and sequence.finish_reason is None
+        ]
+        jobs = [job for job in queue.waiting if job.request.request_id not in failed]
+        for job in jobs:
+            job.restart()
+        for sequence in running:
+            sequence.restart()
+        self.num_preempted += len(running)
+        jobs += [PrefillJob.of([sequence]) for sequence in running]
+        waiting = sorted((job for job in jobs if job.sequences), key=lambda job: job.sort_key)
+        return RequestQueue(decoders, waiting=deque(waiting), num_tokens=queue.num_tokens, is_paused=queue.is_paused)
 
-    def _lay_out(self, decoder: Decoder, rows: Ordered[Sequence]) -> bool:
-        """Bring a shard's pools to what these rows need, if it fits."""
-        if self._lay_out_roomy(decoder, rows):
+    def _resize(self, decoder: Decoder, sequences: Ordered[Sequence]) -> bool:
+        """Bring a batch's buffers to what these sequences need, if it fits."""
+        if self._resize_to_grow(decoder, sequences):
             return True
-        batch, limit, lengths = decoder.batch, self._memory.limit, _lengths(rows)
-        others = self._memory.total(self._traffic.values()) - batch.nbytes
-        if not batch.holds(lengths) or others + batch.nbytes > limit:
+        batch, lengths = decoder.batch, _lengths(sequences)
+        if not batch.holds(lengths) or self.num_free_bytes() < 0:
             if not self._fits(decoder, lengths, 0):
                 return False
-            batch.lay_out(lengths, end=None)
+            batch.resize(lengths, end=None)
         return True
 
-    def _lay_out_roomy(self, decoder: Decoder, rows: Ordered[Sequence]) -> bool:
-        batch, lengths, end = decoder.batch, _lengths(rows), max((row.end for row in rows), default=0)
-        others = self._memory.total(self._traffic.values()) - batch.nbytes
-        if others + batch.bytes_for(lengths, end=end) > self._memory.limit:
+    def _resize_to_grow(self, decoder: Decoder, sequences: Ordered[Sequence]) -> bool:
+        """The same with capacity to grow into."""
+        lengths, end = _lengths(sequences), max((sequence.max_positions for sequence in sequences), default=0)
+        if self._held_by_others(decoder) + decoder.batch.bytes_for(lengths, end=end) > self._budget.limit:
             return False
-        batch.lay_out(lengths, end=end)
+        decoder.batch.resize(lengths, end=end)
         return True
 
-    def _fits(self, decoder: Decoder, lengths: Ordered[int], more: int) -> bool:
-        """Whether tight pools of a shard and so many bytes more fit, be it after others give up what they can spare.
+    def _held_by_others(self, decoder: Decoder) -> int:
+        return self._budget.total(self._queues.values()) - decoder.batch.nbytes
 
-        With `more` the shard is laid out later, and until then has what it has.
+    def _fits(self, decoder: Decoder, lengths: Ordered[int], num_more: int) -> bool:
+        """Whether exact buffers of a batch and `num_more` bytes fit, if need be after others give up spare capacity.
+
+        With `num_more` the batch is resized later, and until then keeps what it has.
         """
         batch = decoder.batch
 
-        def beyond() -> int:
-            others = self._memory.total(self._traffic.values()) - batch.nbytes
-            own = max(batch.bytes_for(lengths, end=None), batch.nbytes if more else 0)
-            return others + own + more - self._memory.limit
+        def excess() -> int:
+            own = max(batch.bytes_for(lengths, end=None), batch.nbytes if num_more else 0)
+            return self._held_by_others(decoder) + own + num_more - self._budget.limit
 
-        if beyond() > 0:
-            self._memory.prefixes.shrink(beyond())
-        if beyond() > 0:
-            for one in [one for state in self._traffic.values() for one in state.decoders]:
-                spares = one.batch.bytes_for(_lengths(one.rows), end=None) < one.batch.nbytes
-                if spares and (more or one is not decoder):
-                    one.batch.lay_out(_lengths(one.rows), end=None)
-        return beyond() <= 0
+        if excess() > 0:
+            self._budget.prefixes.shrink(excess())
+        if excess() > 0:
+            for other in [other for queue in self._queues.values() for other in queue.decoders]:
+                exact = _lengths(other.sequences)
+                has_spare = other.batch.bytes_for(exact, end=None) < other.batch.nbytes
+                if has_spare and (num_more or other is not decoder):
+                    other.batch.resize(exact, end=None)
+        return excess() <= 0
 
-    def _preempt_one(self, name: TrafficClass, sparing: Sequence | None) -> bool:
-        """Let one more give up its room, of rollouts or else of class `name`; False if nobody is left."""
-        in_flight = [state for state in self._traffic.values() if any(one.in_flight for one in state.decoders)]
-        if in_flight:  # rows may end with what is in flight
-            for state in in_flight:
-                self._settle(state)
+    def _preempt_one(self, traffic: TrafficClass, spared: Sequence | None) -> bool:
+        """Preempt the last job or sequence, of rollouts or else of class `traffic`; False if there is none."""
+        in_flight = [queue for queue in self._queues.values() if any(one.in_flight for one in queue.decoders)]
+        if in_flight:  # sequences may end with what is in flight
+            for queue in in_flight:
+                self._flush(queue)
             return True
-        for state in [self._traffic["rollout"]] + ([self._traffic[name]] if name != "rollout" else []):
-            prompts = state.admitted()
-            newest = max((prompt.sort_key for prompt in prompts), default=MIN_SORT_KEY)
-            rows = [(row.sort_key, row.index, decoder) for decoder in state.decoders for row in decoder.rows]
-            rows = [found for found in rows if sparing is None or found[:2] != (sparing.sort_key, sparing.index)]
-            if prompts and newest >= max((found[0] for found in rows), default=MIN_SORT_KEY):
-                self._drop(next(prompt for prompt in prompts if prompt.sort_key == newest))
+        for queue in [self._queues["rollout"]] + ([self._queues[traffic]] if traffic != "rollout" else []):
+            running = [(one, decoder) for decoder in queue.decoders for one in decoder.sequences if one is not spared]
+            jobs = queue.admitted()
+            newest = max((job.sort_key for job in jobs), default=MIN_SORT_KEY)
+            if jobs and newest >= max((sequence.sort_key for sequence, _ in running), default=MIN_SORT_KEY):
+                self._drop(next(job for job in jobs if job.sort_key == newest))
                 return True
-            if rows:
-                _, _, decoder = max(rows, key=lambda found: found[:2])
-                row = max(
-                    (one for one in decoder.rows if one is not sparing), key=lambda one: (one.sort_key, one.index)
-                )
-                self.preempt(state, decoder, row)
+            if running:
+                sequence, decoder = max(running, key=lambda pair: (pair[0].sort_key, pair[0].index))
+                self.preempt(queue, decoder, sequence)
                 return True
         return False
 
-    def _drop(self, prompt: PrefillJob) -> None:
-        """Forget what was computed of a prompt."""
-        prompt.restart()
+    def _drop(self, job: PrefillJob) -> None:
+        """Take a job's memory; it is computed again."""
+        job.restart()
         self.num_preempted += 1
 
-    def _oldest(self, name: TrafficClass) -> Sequence | None:
-        """The row that always goes on; none of rollouts while serving holds memory, which will end."""
-        if name == "rollout" and self._memory.held([self._traffic["serving"]]):
+    def _oldest(self, traffic: TrafficClass) -> Sequence | None:
+        """The sequence that always goes on; None for rollouts while serving holds memory, which will end."""
+        if traffic == "rollout" and self._budget.held([self._queues["serving"]]):
             return None
-        return min(self._traffic[name].rows(), key=lambda row: (row.sort_key, row.index), default=None)
+        running = self._queues[traffic].running()
+        return min(running, key=lambda sequence: (sequence.sort_key, sequence.index), default=None)
 
 
-def _lengths(rows: Ordered[Sequence]) -> list[int]:
-    return [row.num_reserved for row in rows]
+def _lengths(sequences: Ordered[Sequence]) -> list[int]:
+    return [sequence.num_reserved for sequence in sequences]

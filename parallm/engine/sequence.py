@@ -1,4 +1,7 @@
-"""One generation in progress, and the prompt that several share. Changed by the engine, on the device thread."""
+"""One completion in progress, and the prefill job that the completions of a request share.
+
+The engine creates and changes both, on the device thread only.
+"""
 
 import math
 from collections.abc import Sequence as Ordered
@@ -24,44 +27,43 @@ from parallm.types import (
 )
 
 SortKey = tuple[float, int]
-"""Priority and number of a request: the least is computed first, and gives up its room last."""
+"""Priority and arrival number of a request: the smallest runs first and is preempted last."""
 MIN_SORT_KEY: SortKey = (-math.inf, 0)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillJob:
-    """A request on its way to rows: computed in chunks, then forked into one row per completion.
+    """A prompt to compute in chunks; afterwards each of its sequences decodes on its own.
 
-    Or a row that was preempted on its way back: its tokens so far are computed behind its prompt.
+    A preempted sequence has a job of its own, which computes the prompt and the tokens sampled so far.
     """
 
     request: GenerationRequest
     tokens: tuple[int, ...]
-    """To be computed."""
-    waiting: list["Sequence"]
-    """Members that have no row yet: all of them until every chunk is computed, with the same version."""
+    """Tokens to compute."""
+    sequences: list["Sequence"]
+    """Sequences that do not decode yet; all of them until the job is computed, with the same adapter version."""
     sort_key: SortKey
-    """Prompts are computed in this order."""
     cache: list[Any] = field(default_factory=list)
-    """Made when the first chunk is computed; prompts that are computed together share it."""
+    """Created with the first chunk; jobs that are computed together share it."""
     cache_row: int = 0
-    """Which row of the cache it is."""
+    """Row of this job in the cache."""
     num_bytes: int = 0
-    """What is counted for its cache, begun or not, from when it is admitted; 0 before."""
+    """Bytes accounted for its cache from admission on; 0 before."""
     num_computed: int = 0
     logits_V: mx.array | None = None
-    """Logits after the last token, once all chunks are done."""
-    scores: PromptLogprobScorer | None = None
-    """Where log-probs of the prompt are asked for."""
+    """Logits after the last token, once the job is computed."""
+    scorer: PromptLogprobScorer | None = None
+    """Set where the request asks for log-probs of the prompt."""
 
     @classmethod
-    def of(cls, members: list["Sequence"]) -> "PrefillJob":
-        """What `members` of one request, all new or a single preempted one, need computed."""
-        first = members[0]
+    def of(cls, sequences: list["Sequence"]) -> "PrefillJob":
+        """The job of all new sequences of one request, or of a single preempted one."""
+        first = sequences[0]
         tokens = (*first.request.prompt_tokens, *first.tokens)
-        made = cls(request=first.request, tokens=tokens, waiting=members, sort_key=first.sort_key)
-        made.restart()
-        return made
+        job = cls(request=first.request, tokens=tokens, sequences=sequences, sort_key=first.sort_key)
+        job.restart()
+        return job
 
     @property
     def is_computed(self) -> bool:
@@ -73,15 +75,14 @@ class PrefillJob:
         return allocated(len(self.tokens))
 
     def restart(self) -> None:
-        """Forget what was computed, and give its memory back."""
+        """Drop what was computed, and its memory."""
         self.num_bytes, self.cache, self.cache_row, self.num_computed, self.logits_V = 0, [], 0, 0, None
-        asks = self.request.needs_whole_prompt and self.waiting[0].prompt_logprobs is None
-        self.scores = PromptLogprobScorer(sampling=self.request.sampling) if asks else None
+        needs_scores = self.request.needs_whole_prompt and self.sequences[0].prompt_logprobs is None
+        self.scorer = PromptLogprobScorer(sampling=self.request.sampling) if needs_scores else None
 
     def segment(self) -> tuple[int, Adapter | None]:
-        """Where the tokens that one version computes end from here on, and that version."""
-        segments = self.waiting[0].segments()
-        return next(found for found in segments if found[0] > self.num_computed)
+        """End and adapter of the segment that holds the next token to compute; see `Sequence.segments`."""
+        return next(segment for segment in self.sequences[0].segments() if segment[0] > self.num_computed)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -92,10 +93,12 @@ class Sequence:
     index: int
     seed: int
     adapter: Adapter | None
-    """That the next forward uses; changes only where `request.switches_in_flight`."""
-    streams: bool
+    """Adapter of the next forward; changes only where `request.switches_in_flight`."""
+    is_streaming: bool
+    max_tokens: int
+    """Tokens that it may sample."""
     arrival: int = 0
-    """Number of its request, in the order in which the engine got them."""
+    """Number of its request, in the order of arrival."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[tuple[TopLogprob, ...]] = field(default_factory=list)
@@ -103,26 +106,25 @@ class Sequence:
     adapter_starts: list[tuple[Adapter | None, int]] = field(default_factory=list)
     """(adapter, first token that it sampled), in order."""
     num_launched: int = 0
-    """Tokens whose step was launched: those in `tokens`, and those of steps not read yet."""
+    """`tokens`, and the tokens of steps that are in flight."""
     num_cached_prompt_tokens: int = 0
-    """Prompt tokens that were known when it began, and not computed."""
+    """Prompt tokens that came from the prefix cache when it began."""
     is_broken: bool = False
-    """A log-probability was NaN: what the model computes for it is of no use, and neither are its keys and values."""
+    """A log-probability was NaN, so its keys and values may be NaN, too."""
     has_left: bool = False
-    """It ended or was aborted; what a step in flight samples for it is dropped."""
+    """It ended or was aborted; a step in flight may still sample for it, and that is dropped."""
     prompt_logprobs: tuple[PromptLogprob | None, ...] | None = None
-    """Once the prompt is computed, where they are asked for."""
+    """Set once the prompt is computed, where the request asks for them."""
     allowed: bytes | None = None
-    """Bits of the tokens that its grammar allows next; None: all of them."""
+    """Bits of the tokens that its grammar allows next; None: all tokens."""
     num_drafted: int = 0
-    """Tokens that were fed as drafts, see `speculation.py`."""
+    """Tokens that were fed as drafts."""
     num_accepted: int = 0
-    """Of these, those that were what it sampled."""
+    """Drafts that equalled the sampled token."""
     _mask: TokenMask | None = None
-    _ends: frozenset[int] | None = None  # the tokens that end it, once it has sampled one
-    _limit: int | None = None  # of its tokens, once asked for
-    _text: Detokenizer = field(default_factory=Detokenizer)
-    _num_emitted: int = 0  # of its tokens, by events or because nobody listens
+    _end_tokens: frozenset[int] | None = None  # set with the first sampled token
+    _detokenizer: Detokenizer = field(default_factory=Detokenizer)
+    _num_emitted: int = 0  # tokens that events have covered
 
     @property
     def sort_key(self) -> SortKey:
@@ -130,44 +132,39 @@ class Sequence:
 
     @property
     def num_cached(self) -> int:
-        """Positions in the cache behind the last launched step: the prompt and all launched tokens but the newest."""
+        """Cache positions after the last launched step: the prompt and all launched tokens but the newest."""
         return len(self.request.prompt_tokens) + self.num_launched - 1
 
     @property
     def num_reserved(self) -> int:
-        """Positions that its slot has for the coming step, one of which is free for a step that computes it along."""
+        """Positions that its slot needs: for the next step, and one that a step writes in which it is a filler."""
         return self.num_cached + 2
 
     @property
-    def end(self) -> int:
-        """Positions that it needs at most."""
+    def max_positions(self) -> int:
         return len(self.request.prompt_tokens) + self.request.sampling.max_tokens + 1
 
     def segments(self) -> list[tuple[int, Adapter | None]]:
-        """(end, adapter) of the positions that each version computes, in order: those it computed, then the newest.
+        """(end, adapter) of the positions that each adapter version computes, in order.
 
-        The version that samples a token has computed the position before it, so a row that switched gets the keys and
-        values again that it had.
+        The version that samples a token has computed the position before it, so a sequence that switched versions and
+        was preempted gets the same keys and values again.
         """
         num_prompt = len(self.request.prompt_tokens)
         ends = [num_prompt + start - 1 for _, start in self.adapter_starts[1:]]
         if self.adapter_starts:
             ends.append(num_prompt + len(self.tokens) - 1)
-        known = [(end, adapter) for end, (adapter, _) in zip(ends, self.adapter_starts, strict=True)]
-        last = (num_prompt + len(self.tokens), self.adapter)
-        return [*known[:-1], last] if known and known[-1][1] is self.adapter else [*known, last]
-
-    def reuses(self, num_tokens: int) -> None:
-        """Note how many tokens were known when its prompt was computed."""
-        if not self.tokens:
-            self.num_cached_prompt_tokens = num_tokens
+        segments = [(end, adapter) for end, (adapter, _) in zip(ends, self.adapter_starts, strict=True)]
+        if segments and segments[-1][1] is self.adapter:
+            segments.pop()
+        return [*segments, (num_prompt + len(self.tokens), self.adapter)]
 
     def restart(self) -> None:
-        """Go on as one that waits: it keeps its tokens and is computed again."""
+        """Wait again after a preemption: the tokens stay, their keys and values are computed again."""
         self.has_left, self.num_launched = False, len(self.tokens)
 
     def begin_grammar(self) -> bool:
-        """Ask the grammar, if there is one, for the first token's mask; False where it allows nothing."""
+        """Get the first token's mask from the grammar, if there is one; False where it allows no token."""
         grammar = self.request.sampling.grammar
         if grammar is None:
             return True
@@ -176,36 +173,31 @@ class Sequence:
         return any(self.allowed)
 
     def end_unsampled(self) -> None:
-        """End a completion of no tokens, whose prompt is computed."""
+        """End a completion without tokens, whose prompt is computed."""
         self.adapter_starts.append((self.adapter, 0))
         self.finish_reason = "length"
 
-    def is_launched_whole(self, max_context: int) -> bool:
-        """Whether the newest launched token is the last one in any case, whatever it will be."""
-        return self._fills(self.num_launched, max_context)
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may have beyond the launched ones."""
+        return self.max_tokens - self.num_launched
 
     @property
     def may_be_broken(self) -> bool:
-        """Whether its keys and values may hold NaN: known, or not known because it goes before a step was read."""
+        """Whether its keys and values may hold NaN: known, or unknown because a step in flight was not read."""
         return self.is_broken or (self.finish_reason is None and self.num_launched > len(self.tokens))
 
     @property
     def num_unemitted(self) -> int:
-        """Tokens that no event has been made of, nor been asked for."""
+        """Tokens that no event has covered."""
         return len(self.tokens) - self._num_emitted
 
-    def num_left(self, max_context: int) -> int:
-        """Tokens that it may have beyond those that are launched."""
-        return self._most(max_context) - self.num_launched
-
-    def append(
-        self, token: int, logprob: float, tops: Ordered[TopLogprob], tokenizer: ChatTokenizer, max_context: int
-    ) -> None:
+    def append(self, token: int, logprob: float, tops: Ordered[TopLogprob], tokenizer: ChatTokenizer) -> None:
         """Take a sampled token; sets `finish_reason` when it ends the sequence."""
         sampling = self.request.sampling
-        if self._ends is None:
+        if self._end_tokens is None:
             eos = () if sampling.ignore_eos else tokenizer.eos_token_ids
-            self._ends = frozenset((*sampling.stop_token_ids, *eos))
+            self._end_tokens = frozenset((*sampling.stop_token_ids, *eos))
         if not self.adapter_starts or self.adapter_starts[-1][0] is not self.adapter:
             self.adapter_starts.append((self.adapter, len(self.tokens)))
         self.tokens.append(token)
@@ -214,13 +206,13 @@ class Sequence:
         if math.isnan(logprob):
             self.is_broken, self.finish_reason = True, "abort"
             return
-        is_end = token in self._ends
-        if not is_end and (self.streams or sampling.stop):
+        is_end = token in self._end_tokens
+        if not is_end and (self.is_streaming or sampling.stop):
             stops = sampling.stop if len(self.tokens) >= sampling.min_tokens else ()
-            self._text.add(token, tokenizer, stops)
-        if is_end or self._text.stop_at is not None:
+            self._detokenizer.add(token, tokenizer, stops)
+        if is_end or self._detokenizer.stop_at is not None:
             self.finish_reason = "stop"
-        elif self._fills(len(self.tokens), max_context):
+        elif len(self.tokens) >= self.max_tokens:
             self.finish_reason = "length"
         elif self._mask is not None:
             self._mask.accept(token)
@@ -229,46 +221,23 @@ class Sequence:
                 self.finish_reason = "stop"
 
     def event(self, tokenizer: ChatTokenizer) -> TokenEvent | None:
-        """What the last step added, or None where nobody listens before the end."""
+        """Tokens and text since the last event; None before the end of a completion that does not stream."""
         new, self._num_emitted = slice(self._num_emitted, None), len(self.tokens)
-        if not self.streams and self.finish_reason is None:
+        if not self.is_streaming and self.finish_reason is None:
             return None
-        completion = self._completion(tokenizer) if self.finish_reason else None
+        completion = self._completion(tokenizer, self.finish_reason) if self.finish_reason else None
+        text = completion.text if completion else self._detokenizer.certain(self.request.sampling.stop)
         return TokenEvent(
             request_id=self.request.request_id,
             index=self.index,
             tokens=tuple(self.tokens[new]),
             logprobs=tuple(self.logprobs[new]),
             top_logprobs=tuple(self.top_logprobs[new]),
-            text=self._text.unshown(completion.text if completion else self._text.certain(self.request.sampling.stop)),
+            text=self._detokenizer.unshown(text),
             completion=completion,
         )
 
-    def aborted(self, tokenizer: ChatTokenizer) -> TokenEvent:
-        """End it here; the event holds all that it has."""
-        self.finish_reason = "abort"
-        completion = self._completion(tokenizer)
-        return TokenEvent(
-            request_id=self.request.request_id,
-            index=self.index,
-            tokens=(),
-            logprobs=(),
-            top_logprobs=(),
-            text=self._text.unshown(completion.text),
-            completion=completion,
-        )
-
-    def _fills(self, num_tokens: int, max_context: int) -> bool:
-        return num_tokens >= self._most(max_context)
-
-    def _most(self, max_context: int) -> int:
-        """Tokens that it may have."""
-        if self._limit is None:
-            self._limit = min(self.request.sampling.max_tokens, max_context - len(self.request.prompt_tokens))
-        return self._limit
-
-    def _completion(self, tokenizer: ChatTokenizer) -> Completion:
-        assert self.finish_reason is not None
+    def _completion(self, tokenizer: ChatTokenizer, finish_reason: FinishReason) -> Completion:
         return Completion(
             request_id=self.request.request_id,
             index=self.index,
@@ -276,7 +245,7 @@ class Sequence:
             logprobs=tuple(self.logprobs),
             top_logprobs=tuple(self.top_logprobs),
             text=self._final_text(tokenizer),
-            finish_reason=self.finish_reason,
+            finish_reason=finish_reason,
             weight_versions=self._weight_versions(),
             prompt_logprobs=self.prompt_logprobs,
             num_cached_prompt_tokens=self.num_cached_prompt_tokens,
@@ -292,8 +261,8 @@ class Sequence:
         )
 
     def _final_text(self, tokenizer: ChatTokenizer) -> str:
-        if self._text.has_begun:
-            return self._text.final()
-        ends = (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
-        is_ended = self.finish_reason == "stop" and bool(self.tokens) and self.tokens[-1] in ends
+        if self._detokenizer.has_begun:
+            return self._detokenizer.final()
+        end_tokens = (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
+        is_ended = self.finish_reason == "stop" and bool(self.tokens) and self.tokens[-1] in end_tokens
         return tokenizer.decode(self.tokens[:-1] if is_ended else self.tokens)

@@ -1,43 +1,69 @@
-"""Speculation: tokens that may follow a row's newest one are fed along with it, and all are checked in one forward.
+"""Speculative decoding: drafts are fed along with a sequence's newest token, and one forward verifies all of them.
 
-What a row samples at a position follows from the policy's logits there and from noise of seed and position. So a step
-that feeds drafts samples, behind each, what a step of its own would have sampled had that draft been the token: drafts
-are accepted as long as they are, and the first token behind is the policy's own. Tokens and log-probs are those without
-drafts, at any temperature and with any filters; nothing is accepted by chance (as in https://arxiv.org/abs/2211.17192).
+The sampled token at a position follows from the policy's logits and from noise of seed and position. So a step with
+drafts samples after each what a step of its own would have sampled, and drafts are accepted up to the first mismatch:
+tokens and log-probs are those without drafts, at any temperature and with any filters. Nothing is accepted by chance
+(as in https://arxiv.org/abs/2211.17192).
 
-Drafts come from an n-gram lookup here, or from a second model (`draft_speculation.py`). How often they were right in
-the same request, by the length of what was matched, says how many are fed: while a step of few rows costs hardly less,
-all; then as long as a further row of the forward is expected to bring more tokens than its time costs. They are watched
-while none are fed, which costs a lookup.
+Drafts come from n-gram lookup (https://github.com/apoorvumang/prompt-lookup-decoding) in the prompt and all completions
+of a request, which resemble one another. Acceptance rates in the same request, by the length of the match, say how many
+drafts are fed: all while a step of few rows costs hardly less, then as long as another row of the forward is expected
+to bring more tokens than its time costs. Drafts that are not fed are watched, too, which costs a lookup.
+
+Each decoder calls `feed` before a step. Used on the device thread; any thread may read the numbers.
 """
 
+import logging
 from collections.abc import Hashable
 from collections.abc import Sequence as Ordered
-from collections.abc import Sequence as Sequence_ngram_lookup
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import mlx.core as mx
 
 from parallm.engine.sequence import Sequence
 from parallm.engine.settings import SpeculationSettings
+from parallm.errors import ConfigError
 from parallm.model.attention import MIN_ROWS
+from parallm.model.shared_model import SharedModel
 
+FIXED_COST = 8
+"""Cost of a step before its rows, in rows: 8 for 25 million parameters, 16 for one million (CPU, one core each)."""
+MAX_ROWS = 32
+"""Sequences of a stream: with more, rows of a forward cost nearly as much as they bring, and lookups add up."""
 MAX_NGRAM = 4
-"""Tokens that are looked up together, and fewer where so many have not been seen; more hardly ever decides."""
+"""Tokens of a lookup; shorter n-grams follow where it finds nothing. More tokens hardly ever decide."""
+PRIOR = (0.2, 0.3, 0.4, 0.5)
+"""Prior acceptance rate after a match of 1, 2, 3 and 4 tokens: about what GSM8K's solutions give."""
+PRIOR_WEIGHT = 4.0
+DECAY = 0.97
+"""Weight of earlier observations with each new one."""
+MIN_CHANCE = 0.05
+"""Least acceptance rate of a draft: sampling and Python cost a little even where the forward does not."""
+WORTH_WAITING = 0.5
+"""Accepted tokens per sequence and step from which drafts are worth a step that is not launched ahead."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fed:
+    """Tokens that sequences feed, each with its drafts after it (F in all, int32), and the number of each sequence."""
+
+    tokens_F: mx.array
+    query_lengths: Ordered[int]
 
 
 @dataclass(frozen=True, slots=True)
-class DraftTokens:
-    tokens: Sequence_ngram_lookup[int]
-    """That may follow; at least one."""
+class Draft:
+    tokens: Ordered[int]
+    """At least one."""
     num_matched: int
-    """The last so many tokens came before these, 1 to LONGEST_NGRAM."""
+    """Length of the matching n-gram, 1 to MAX_NGRAM."""
 
 
 @dataclass(slots=True)
-class _Stream:
-    """Prompt and completion of one row, of which n-grams that end before `num_indexed` are known."""
+class _Text:
+    """Prompt and completion of one sequence; n-grams that end before `num_indexed` are in the lookup."""
 
     tokens: list[int]
     num_indexed: int
@@ -45,234 +71,199 @@ class _Stream:
 
 @dataclass(slots=True)
 class NgramLookup:
-    """Of one request."""
+    """N-grams of one request: of its prompt and all its completions."""
 
-    prompt: Sequence_ngram_lookup[int]
-    _streams: dict[Hashable, _Stream] = field(default_factory=dict)
-    _ends: dict[tuple[int, ...], tuple[_Stream, int]] = field(default_factory=dict)
-    """Where an n-gram ended the last time: of which stream, and the position behind it."""
+    prompt: Ordered[int]
+    _texts: dict[Hashable, _Text] = field(default_factory=dict)
+    _ends: dict[tuple[int, ...], tuple[_Text, int]] = field(default_factory=dict)
+    """Last occurrence of an n-gram: the text, and the position after it."""
 
-    def propose(self, row: Hashable, completion: Sequence_ngram_lookup[int], most: int) -> DraftTokens | None:
-        """What may follow the tokens of a row, at most `most` of them; takes note of those it has not seen yet."""
-        tokens = self.learn(row, completion)
-        length = len(tokens)
-        for num_matched in range(min(MAX_NGRAM, length), 0, -1):
-            found = self._ends.get(tuple(tokens[length - num_matched :]))
-            if found is not None:
-                return DraftTokens(found[0].tokens[found[1] : found[1] + most], num_matched)
+    def propose(self, sequence: Hashable, completion: Ordered[int], max_tokens: int) -> Draft | None:
+        """A draft of what may follow the tokens of a sequence, which are indexed first."""
+        tokens = self.learn(sequence, completion)
+        for num_matched in range(min(MAX_NGRAM, len(tokens)), 0, -1):
+            match = self._ends.get(tuple(tokens[len(tokens) - num_matched :]))
+            if match is not None:
+                text, end = match
+                return Draft(text.tokens[end : end + max_tokens], num_matched)
         return None
 
-    def learn(self, row: Hashable, completion: Sequence_ngram_lookup[int]) -> Sequence_ngram_lookup[int]:
-        """Take note of what a row has sampled; its tokens from the prompt on."""
-        stream = self._stream(row)
-        stream.tokens += completion[len(stream.tokens) - len(self.prompt) :]
-        for end in range(stream.num_indexed, len(stream.tokens)):
-            self._note(stream, end)
-        stream.num_indexed = max(stream.num_indexed, len(stream.tokens))
-        return stream.tokens
-
-    def _stream(self, row: Hashable) -> _Stream:
-        if row not in self._streams:
-            # the prompt's own n-grams are noted once, with the first row
-            num_indexed = max(1, len(self.prompt) if self._streams else 1)
-            self._streams[row] = _Stream(list(self.prompt), num_indexed)
-        return self._streams[row]
-
-    def _note(self, stream: _Stream, end: int) -> None:
-        """The n-grams that end before position `end`, where a token follows."""
-        for size in range(1, min(MAX_NGRAM, end) + 1):
-            self._ends[tuple(stream.tokens[end - size : end])] = (stream, end)
-
-
-FIXED_COST = 8
-"""What a step costs before its rows, in rows: 8 for 25 million parameters, 16 for one million (CPU, one core each)."""
-MAX_ROWS = 32
-"""Of a lane: where more decode, further rows of a forward cost nearly as much as they bring, and lookups add up."""
-PRIOR = (0.2, 0.3, 0.4, 0.5)
-"""How often the next token is right where 1, 2, 3 and 4 tokens matched: about what GSM8K's solutions give."""
-PRIOR_WEIGHT = 4.0
-MEMORY = 0.97
-"""Of what was seen, how much counts when one more is."""
-MIN_CHANCE = 0.05
-"""Of being right that a draft must have: sampling and Python cost a little even where the forward does not."""
-WORTH_WAITING = 0.5
-"""Accepted tokens for each row and step from which drafts are worth a step that is not launched ahead."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fed:
-    """Tokens of rows in order, each with its drafts behind it, and how many of each row; F in all, int32."""
-
-    tokens_F: mx.array
-    widths: Ordered[int]
-
-
-class Speculation(Protocol):
-    """What a decoder asks for each step. Used on the device thread; its numbers from any."""
-
-    num_drafts: int
-    """Times that a row was fed drafts."""
-    num_drafted: int
-    """Tokens of them."""
-    num_accepted: int
-    """Of these, those that were what the policy sampled, as far as later steps have told."""
-
-    def join(self, rows: Ordered[Sequence]) -> None:
-        """Take note of rows that decode from now on."""
-
-    def leave(self, rows: Ordered[Sequence]) -> None:
-        """Forget rows, which may come back."""
-
-    def feed(self, rows: Ordered[Sequence], num_positions: int) -> Fed | None:
-        """What to feed these rows of a lane, which have room for `num_positions`; None: each its newest token alone.
-
-        Rows whose tokens are still in flight get no drafts.
-        """
-
-    def is_worth_waiting(self, rows: Ordered[Sequence]) -> bool:
-        """Whether drafts for these rows, whose newest tokens are in flight, are likely to be accepted enough."""
+    def learn(self, sequence: Hashable, completion: Ordered[int]) -> Ordered[int]:
+        """Index what a sequence has sampled; returns its tokens from the prompt on."""
+        if sequence not in self._texts:
+            # the prompt's own n-grams are indexed once, with the first sequence
+            self._texts[sequence] = _Text(list(self.prompt), max(1, len(self.prompt) if self._texts else 1))
+        text = self._texts[sequence]
+        text.tokens += completion[len(text.tokens) - len(self.prompt) :]
+        for end in range(text.num_indexed, len(text.tokens)):
+            for size in range(1, min(MAX_NGRAM, end) + 1):
+                self._ends[tuple(text.tokens[end - size : end])] = (text, end)
+        text.num_indexed = max(text.num_indexed, len(text.tokens))
+        return text.tokens
 
 
 @dataclass(slots=True)
-class Rates:
-    """How often proposed tokens were right, by the number of tokens that matched before them."""
+class AcceptanceRates:
+    """Acceptance rates of drafts, by the number of tokens that matched before them."""
 
     _seen: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT] * MAX_NGRAM)
     _right: list[float] = field(default_factory=lambda: [PRIOR_WEIGHT * rate for rate in PRIOR])
 
-    def survivals(self, proposal: DraftTokens) -> list[float]:
-        """For each of its tokens, how likely it and all before it are right."""
-        found: list[float] = []
-        for place in range(len(proposal.tokens)):
-            matched = min(proposal.num_matched + place, MAX_NGRAM) - 1
-            found.append((found[-1] if found else 1.0) * self._right[matched] / self._seen[matched])
-        return found
+    def survivals(self, draft: Draft) -> list[float]:
+        """For each token of a draft the chance that it and all before it are right."""
+        chances: list[float] = []
+        for i in range(len(draft.tokens)):
+            matched = min(draft.num_matched + i, MAX_NGRAM) - 1
+            chances.append((chances[-1] if chances else 1.0) * self._right[matched] / self._seen[matched])
+        return chances
 
-    def learn(self, proposal: DraftTokens, tokens: Ordered[int]) -> int:
-        """Compare a proposal with the tokens that came, which may be fewer; how many were right."""
-        for place, (proposed, token) in enumerate(zip(proposal.tokens, tokens, strict=False)):
-            matched = min(proposal.num_matched + place, MAX_NGRAM) - 1
-            self._seen[matched] = MEMORY * self._seen[matched] + 1
-            self._right[matched] = MEMORY * self._right[matched] + (proposed == token)
-            if proposed != token:
-                return place
-        return min(len(proposal.tokens), len(tokens))
+    def learn(self, draft: Draft, tokens: Ordered[int]) -> int:
+        """Compare a draft with the tokens that came, which may be fewer; returns how many were right."""
+        for i, (drafted, token) in enumerate(zip(draft.tokens, tokens, strict=False)):
+            matched = min(draft.num_matched + i, MAX_NGRAM) - 1
+            self._seen[matched] = DECAY * self._seen[matched] + 1
+            self._right[matched] = DECAY * self._right[matched] + (drafted == token)
+            if drafted != token:
+                return i
+        return min(len(draft.tokens), len(tokens))
 
 
 @dataclass(slots=True, kw_only=True)
-class Watched:
-    """A proposal for what follows the first `num_tokens` tokens of a row; `num_fed` of it were fed."""
+class PendingDraft:
+    """A draft of what follows the first `num_tokens` tokens of a sequence; `num_fed` of it were fed."""
 
-    proposal: DraftTokens
+    draft: Draft
     num_tokens: int
     num_fed: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestDrafts:
-    """The rows of one request, which learn from one another."""
+    """Lookup and rates that the sequences of one request share."""
 
-    rows: set[Sequence] = field(default_factory=set)
+    lookup: NgramLookup
+    rates: AcceptanceRates = field(default_factory=AcceptanceRates)
+    sequences: set[Sequence] = field(default_factory=set)
     ended: list[Sequence] = field(default_factory=list)
-    """That the lookup has not seen whole."""
-    rates: Rates = field(default_factory=Rates)
-    lookup: NgramLookup | None = None
+    """Sequences whose last tokens the lookup has not indexed."""
 
 
-class NgramSpeculation:
-    """Drafts from what a request has said already."""
-
-    def __init__(self, settings: SpeculationSettings, *, is_on: bool, max_context: int) -> None:
-        """`is_on`: whether the model's rows can feed several tokens, and it shall pay here."""
+class Speculation:
+    def __init__(self, settings: SpeculationSettings, *, is_on: bool) -> None:
         self.num_drafts = 0
+        """Times that a sequence was fed drafts."""
         self.num_drafted = 0
+        """Tokens of these drafts."""
         self.num_accepted = 0
-        self._most = settings.num_tokens
+        """Draft tokens that the policy sampled, too, as far as later steps have shown."""
+        self._max_tokens = settings.num_tokens
         self._is_on = is_on
-        self._max_context = max_context
-        self._groups: dict[str, RequestDrafts] = {}
-        self._watched: dict[Sequence, Watched] = {}
+        self._requests: dict[str, RequestDrafts] = {}
+        self._pending: dict[Sequence, PendingDraft] = {}
 
-    def join(self, rows: Ordered[Sequence]) -> None:
-        for row in rows if self._is_on else ():
-            self._groups.setdefault(row.request.request_id, RequestDrafts()).rows.add(row)
+    def join(self, sequences: Ordered[Sequence]) -> None:
+        """Take sequences that decode from now on."""
+        for sequence in sequences if self._is_on else ():
+            request = sequence.request
+            if request.request_id not in self._requests:
+                self._requests[request.request_id] = RequestDrafts(lookup=NgramLookup(request.prompt_tokens))
+            self._requests[request.request_id].sequences.add(sequence)
 
-    def leave(self, rows: Ordered[Sequence]) -> None:
-        for row in rows if self._is_on else ():
-            group = self._groups[row.request.request_id]
-            self._learn(group, row)
-            group.rows.remove(row)
-            group.ended.append(row)
-            if not group.rows:
-                del self._groups[row.request.request_id]
+    def leave(self, sequences: Ordered[Sequence]) -> None:
+        """Forget sequences, which may come back after a preemption."""
+        for sequence in sequences if self._is_on else ():
+            drafts = self._requests[sequence.request.request_id]
+            self._learn(drafts, sequence)
+            drafts.sequences.remove(sequence)
+            drafts.ended.append(sequence)
+            if not drafts.sequences:
+                del self._requests[sequence.request.request_id]
 
-    def feed(self, rows: Ordered[Sequence], num_positions: int) -> Fed | None:
-        if not self._is_on or not 0 < len(rows) <= MAX_ROWS:
+    def feed(self, sequences: Ordered[Sequence], num_positions: int) -> Fed | None:
+        """Tokens and drafts to feed for the sequences of a stream, whose slots have `num_positions`; None: the newest
+        token of each.
+
+        Sequences whose tokens are still in flight get no drafts.
+        """
+        if not self._is_on or not 0 < len(sequences) <= MAX_ROWS:
             return None
-        drafts: list[Ordered[int]] = [()] * len(rows)
-        found: list[tuple[float, int, int]] = []  # (how likely it is right, place of its row, place in the proposal)
-        for place, row in enumerate(rows):
-            room = min(self._most, row.num_left(self._max_context) - 1, num_positions - row.num_cached - 1)
-            watched = self._propose(row, room)
-            if watched is not None:
-                drafts[place] = watched.proposal.tokens
-                rates = self._groups[row.request.request_id].rates
-                found += [(-one, place, i) for i, one in enumerate(rates.survivals(watched.proposal))]
-        widths = _widths(sorted(found), len(rows))
-        if max(widths) == 1 or any(row.num_launched != len(row.tokens) for row in rows):
+        drafts: list[Ordered[int]] = [()] * len(sequences)
+        candidates: list[tuple[float, int, int]] = []  # (-chance, index of the sequence, index in its draft)
+        for index, sequence in enumerate(sequences):
+            most = min(self._max_tokens, sequence.num_left - 1, num_positions - sequence.num_cached - 1)
+            pending = self._propose(sequence, most)
+            if pending is not None:
+                drafts[index] = pending.draft.tokens
+                survivals = self._requests[sequence.request.request_id].rates.survivals(pending.draft)
+                candidates += [(-chance, index, i) for i, chance in enumerate(survivals)]
+        query_lengths = _query_lengths(sorted(candidates), len(sequences))
+        if max(query_lengths) == 1 or any(one.num_launched != len(one.tokens) for one in sequences):
             return None
         tokens: list[int] = []
-        for row, draft, width in zip(rows, drafts, widths, strict=True):
-            tokens += [row.tokens[-1], *draft[: width - 1]]
-            if width > 1:
-                self._watched[row].num_fed = width - 1
-                row.num_drafted += width - 1
+        for sequence, draft, length in zip(sequences, drafts, query_lengths, strict=True):
+            tokens += [sequence.tokens[-1], *draft[: length - 1]]
+            if length > 1:
+                self._pending[sequence].num_fed = length - 1
+                sequence.num_drafted += length - 1
                 self.num_drafts += 1
-                self.num_drafted += width - 1
-        return Fed(tokens_F=mx.array(tokens, mx.int32), widths=widths)
+                self.num_drafted += length - 1
+        return Fed(tokens_F=mx.array(tokens, mx.int32), query_lengths=query_lengths)
 
-    def is_worth_waiting(self, rows: Ordered[Sequence]) -> bool:
-        if not self._is_on or not 0 < len(rows) <= MAX_ROWS:
+    def is_worth_waiting(self, sequences: Ordered[Sequence]) -> bool:
+        """Whether enough drafts for these sequences, whose newest tokens are in flight, are likely to be accepted."""
+        if not self._is_on or not 0 < len(sequences) <= MAX_ROWS:
             return False
         expected = 0.0
-        for row in rows:
-            if row in self._watched:
-                rates = self._groups[row.request.request_id].rates
-                expected += sum(rates.survivals(self._watched[row].proposal))
-        return expected >= WORTH_WAITING * len(rows)
+        for sequence in sequences:
+            if sequence in self._pending:
+                rates = self._requests[sequence.request.request_id].rates
+                expected += sum(rates.survivals(self._pending[sequence].draft))
+        return expected >= WORTH_WAITING * len(sequences)
 
-    def _propose(self, row: Sequence, most: int) -> Watched | None:
-        """Look up what may follow the tokens of a row that are known, and learn from what did follow before."""
-        sampling, group = row.request.sampling, self._groups[row.request.request_id]
-        self._learn(group, row)
-        if most <= 0 or not row.tokens or sampling.has_penalties or sampling.grammar is not None:
-            return None  # a penalty counts the tokens before, and a grammar's mask follows from them
-        if group.lookup is None:
-            group.lookup = NgramLookup(row.request.prompt_tokens)
-        for one in group.ended:
-            group.lookup.learn(one, one.tokens)
-        group.ended.clear()
-        proposal = group.lookup.propose(row, row.tokens, most)
-        if proposal is None:
+    def _propose(self, sequence: Sequence, max_tokens: int) -> PendingDraft | None:
+        """Look up what may follow the tokens of a sequence, and learn from what did follow before."""
+        sampling, drafts = sequence.request.sampling, self._requests[sequence.request.request_id]
+        self._learn(drafts, sequence)
+        if max_tokens <= 0 or not sequence.tokens or sampling.has_penalties or sampling.grammar is not None:
+            return None  # a penalty counts the tokens before, and a grammar's mask depends on them
+        for ended in drafts.ended:
+            drafts.lookup.learn(ended, ended.tokens)
+        drafts.ended.clear()
+        draft = drafts.lookup.propose(sequence, sequence.tokens, max_tokens)
+        if draft is None:
             return None
-        self._watched[row] = Watched(proposal=proposal, num_tokens=len(row.tokens))
-        return self._watched[row]
+        self._pending[sequence] = PendingDraft(draft=draft, num_tokens=len(sequence.tokens))
+        return self._pending[sequence]
 
-    def _learn(self, group: RequestDrafts, row: Sequence) -> None:
-        watched = self._watched.pop(row, None)
-        if watched is not None:
-            num_right = group.rates.learn(watched.proposal, row.tokens[watched.num_tokens :])
-            self.num_accepted += min(num_right, watched.num_fed)
+    def _learn(self, drafts: RequestDrafts, sequence: Sequence) -> None:
+        pending = self._pending.pop(sequence, None)
+        if pending is not None:
+            num_right = drafts.rates.learn(pending.draft, sequence.tokens[pending.num_tokens :])
+            self.num_accepted += min(num_right, pending.num_fed)
 
 
-def _widths(found: Ordered[tuple[float, int, int]], num_rows: int) -> list[int]:
-    """How many tokens to feed each row: the drafts that are worth their time, of those that are likeliest right."""
-    widths, num_fed, expected = [1] * num_rows, num_rows, float(num_rows)
-    for negative, place, _ in found:
-        is_free = num_fed < MIN_ROWS and -negative >= MIN_CHANCE
-        if not is_free and -negative * (FIXED_COST + num_fed) < expected:
+def make_speculation(settings: SpeculationSettings, model: SharedModel) -> Speculation:
+    """Raises ConfigError where the settings ask for speculation by name and the model does not allow it."""
+    is_on = settings.method == "ngram"
+    if settings.method != "none" and not model.is_batch_invariant:
+        reason = f"{model.name} runs row by row, and what a row has computed cannot be taken back"
+        if is_on:
+            raise ConfigError(f"engine.speculation.method=ngram: {reason}; use auto or none")
+        logger.info("no speculation: %s", reason)
+    elif settings.method == "auto":
+        # on a GPU Python bounds a step, which is launched ahead and has kernels for one token per sequence
+        is_on = mx.default_device() == mx.Device(mx.cpu)
+    return Speculation(settings, is_on=is_on)
+
+
+def _query_lengths(candidates: Ordered[tuple[float, int, int]], num_sequences: int) -> list[int]:
+    """Tokens to feed of each sequence: the likeliest drafts, as long as they are worth their time."""
+    lengths, num_fed, expected = [1] * num_sequences, num_sequences, float(num_sequences)
+    for negative_chance, index, _ in candidates:
+        is_free = num_fed < MIN_ROWS and -negative_chance >= MIN_CHANCE
+        if not is_free and -negative_chance * (FIXED_COST + num_fed) < expected:
             break
-        widths[place] += 1
+        lengths[index] += 1
         num_fed += 1
-        expected -= negative
-    return widths
+        expected -= negative_chance
+    return lengths

@@ -1,8 +1,9 @@
-"""Rows for which the model computes NaN: finite weights whose products are not, as of an adapter that has diverged.
+"""Failures of a step that are not the code's: NaN for some sequences, and a device without memory.
 
-Their numbers touch no other row: products and attention keep rows apart, and their slots are cleared when they leave
-(`SlotCache.clear`). A client's request fails with the name of the adapter. A rollout ends where it is, with the NaN
-among its log-probabilities, by which the learner knows what to leave out.
+NaN comes from finite weights whose products are not finite, as of an adapter that has diverged. It touches no other
+sequence: products and attention keep rows apart, and a slot is cleared when its sequence leaves (`SlotCache.clear`). A
+client's request fails with the name of the adapter. A rollout ends where it is, with the NaN among its log-probs, which
+the learner leaves out.
 """
 
 import logging
@@ -16,41 +17,44 @@ from parallm.errors import NotFinite
 from parallm.model.adapters.names import versioned
 from parallm.types import PromptLogprob
 
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE
+)
+"""Messages of CUDA, MLX on a CPU, Metal's command buffers, and MLX on Metal."""
+
 logger = logging.getLogger(__name__)
 
 
-class BrokenRows:
-    """Tells what becomes of them."""
+class BrokenSequences:
+    """Warns of each model once."""
 
     def __init__(self) -> None:
-        self._warned: set[str] = set()  # of each model once
+        self._warned: set[str] = set()
 
-    def failures(self, rows: Iterable[Sequence]) -> dict[str, NotFinite]:
-        """The errors of clients' requests that have a broken row, by their ids. Warns of broken rollouts."""
-        errors = [(row.request, _error(row)) for row in rows if row.is_broken]
+    def failures(self, sequences: Iterable[Sequence]) -> dict[str, NotFinite]:
+        """Errors of clients' requests with a broken sequence, by request id; warns of broken rollouts."""
+        errors = [(sequence.request, _error(sequence)) for sequence in sequences if sequence.is_broken]
         for message in {str(error) for request, error in errors if request.traffic == "rollout"} - self._warned:
             self._warned.add(message)
             logger.warning("a rollout ends where it is: %s", message)
         return {request.request_id: error for request, error in errors if request.traffic == "serving"}
 
 
-def has_nan(scores: Ordered[PromptLogprob | None]) -> bool:
-    return any(score is not None and math.isnan(score.logprob) for score in scores)
+def has_nan(logprobs: Ordered[PromptLogprob | None]) -> bool:
+    return any(one is not None and math.isnan(one.logprob) for one in logprobs)
 
 
-def _error(row: Sequence) -> NotFinite:
-    if row.adapter is None:
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
+    )
+
+
+def _error(sequence: Sequence) -> NotFinite:
+    if sequence.adapter is None:
         return NotFinite("the base computes numbers that are not finite for this prompt; try model.dtype=float32")
-    model = versioned(row.adapter.name, row.adapter.version)
+    model = versioned(sequence.adapter.name, sequence.adapter.version)
     return NotFinite(
         f"with {model} the model computes numbers that are not finite, so no token can be sampled; ask another model, "
         "or load other weights under this name"
     )
-
-
-_SIGNS = re.compile(r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE)
-"""CUDA's, MLX's on a CPU, Metal's command buffers, MLX's on Metal."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_SIGNS.search(str(error))))

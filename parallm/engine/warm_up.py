@@ -1,4 +1,7 @@
-"""Work whose answers nobody reads, so that what is made once for each number of rows is made before clients come."""
+"""Warm-up requests, so that what is compiled or planned for each number of rows is made before clients come.
+
+`run/runtime.py` calls it at the start, `POST /v1/warmup` later.
+"""
 
 import time
 import uuid
@@ -8,7 +11,7 @@ from parallm.types import GenerationRequest, SamplingParams
 
 PROMPT_TOKENS = 64
 TOKENS = 4
-"""Of each completion: the first comes from the prompt, and the others from steps."""
+"""Tokens of a completion: the first comes from the prompt, and the others from steps."""
 
 
 async def warm_up(
@@ -19,21 +22,16 @@ async def warm_up(
     rows: int,
     prompt_tokens: int = PROMPT_TOKENS,
 ) -> dict[int, float]:
-    """Generate for 1, 2, 4 and more rows up to `rows` after prompts of `token`; seconds by the number of rows.
+    """Generate for 1, 2, 4 and more rows up to `rows` after prompts of `token`; returns seconds by number of rows.
 
-    No later prompt begins as these do. Raises as `AsyncEngine.generate` does.
+    Raises as `AsyncEngine.generate` does.
     """
     seconds = {}
-    for count in row_counts(rows):
+    for count in [*(2**power for power in range(rows.bit_length()) if 2**power < rows), rows]:
         began = time.perf_counter()
         await generate(_request([token] * prompt_tokens, count, model))
         seconds[count] = round(time.perf_counter() - began, 6)
     return seconds
-
-
-def row_counts(most: int) -> list[int]:
-    """Powers of two below `most`, and `most`."""
-    return [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
 
 
 def _request(prompt: list[int], rows: int, model: str) -> GenerationRequest:
@@ -45,5 +43,5 @@ def _request(prompt: list[int], rows: int, model: str) -> GenerationRequest:
         n=rows,
         model=model,
         is_continued=False,
-        cache_salt=name,  # else the second prompt would be known from the first
+        cache_salt=name,  # so that no prompt hits the prefix cache
     )

@@ -121,7 +121,7 @@ class Learner:
         self._settings = settings
         self._objective = resolve_objective(settings)
         self._streams = streams
-        self._builder = GraphBuilder(streams.streams[0])
+        self._builder = GraphBuilder(streams.handles[0])
         self._model = model
         self._packs = can_pack(model)
         self._total_steps = total_steps

@@ -110,5 +110,3 @@ class LearnerSettings:
     of the memory that the base leaves."""
     head_chunk_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Bytes of the logits that are computed at once; those of two such chunks may exist at the same time."""
-    engine_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of device seconds for the engine while serving traffic is live and an update is under way."""

@@ -1,4 +1,4 @@
-"""One completion as Python gets it, and the bodies that ask for it."""
+"""`Answer`: a completion for Python, and the request bodies that ask for it."""
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ Prompt: TypeAlias = str | Sequence[int] | Messages
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MAX_PROMPTS, MAX_COMPLETIONS = 8, 256
 MAX_CHARACTERS = 200_000
-"""Of one request; servers take 256 completions and 4 MiB of JSON."""
+"""Limits of one request; servers take 256 completions and 4 MiB of JSON."""
 SET_HERE = {
     "model": "it is an argument of its own",
     "messages": "the first argument holds them",
@@ -31,11 +31,11 @@ class Answer:
     """One completion."""
 
     text: str
-    """Without the end token; of a chat without reasoning and calls of tools."""
+    """Text without the end token; for a chat without reasoning and tool calls."""
     tokens: tuple[int, ...] = field(repr=False)
-    """Those that were sampled, the end token included."""
+    """Sampled token ids, the end token included."""
     logprobs: tuple[float, ...] = field(repr=False)
-    """Natural logarithms, one for each of `tokens`, after temperature."""
+    """Log-prob of each token after temperature."""
     prompt_tokens: tuple[int, ...] = field(repr=False)
     finish_reason: str
     """`stop`, `length`, `tool_calls` or `abort`."""
@@ -46,12 +46,12 @@ class Answer:
     model: str
     """Name with the exact version, such as `policy@12`."""
     trajectory_id: str | None
-    """Where its reward goes, if it was sampled with `collect_trajectory=True`."""
+    """Id for its reward, if it was sampled with `collect_trajectory=True`."""
     choice: Mapping[str, Any] = field(repr=False)
-    """All that the route of HTTP says of it: `message` with reasoning and tool calls, `weight_versions` and more."""
+    """The choice in the HTTP response: `message` with reasoning and tool calls, `weight_versions` and more."""
 
     def rewarded(self, reward: float, *, group: str | int | None = None) -> dict[str, Any]:
-        """Return a trajectory for `Training.train_on`. It is compared with others of its `group`, or of its prompt."""
+        """Return a trajectory for `Training.train_on`; rewards are compared within `group`, or within the prompt."""
         return {
             "prompt_ids": list(self.prompt_tokens),
             "completion_ids": list(self.tokens),
@@ -66,9 +66,9 @@ class Answer:
 
 
 def requests_of(prompts: Sequence[Prompt], model: str, fields: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the path and the body of each request for completions of `prompts`, in their order.
+    """Return path and body of each request for completions of `prompts`, in their order.
 
-    A chat is a request of its own; texts and token ids share one. Raises InvalidRequest.
+    Each chat is a request; texts and token ids share requests. Raises InvalidRequest.
     """
     for name in fields.keys() & SET_HERE.keys():
         raise InvalidRequest(f"{name} cannot be given: {SET_HERE[name]}", name)
@@ -91,7 +91,7 @@ def is_chat(prompt: Prompt) -> bool:
 
 
 def _is_list(prompt: object) -> bool:
-    """Whether it has items by number; arrays of token ids do."""
+    """Whether a prompt has items; arrays of token ids have."""
     return isinstance(prompt, Sized) and not isinstance(prompt, Mapping)
 
 
@@ -102,12 +102,12 @@ def answers_of(path: str, body: Mapping[str, Any], response: Mapping[str, Any]) 
 
 
 def _parts(prompts: Sequence[Any], n: object) -> Iterator[list[Any]]:
-    """Yield parts of a size that one request may have; what is too large alone is for the server to refuse."""
-    most = min(MAX_PROMPTS, MAX_COMPLETIONS // n) if isinstance(n, int) and n > 0 else MAX_PROMPTS
+    """Yield parts that fit one request; the server refuses a prompt that is too large alone."""
+    max_prompts = min(MAX_PROMPTS, MAX_COMPLETIONS // n) if isinstance(n, int) and n > 0 else MAX_PROMPTS
     part: list[Any] = []
     size = 0
     for prompt in prompts:
-        if part and (len(part) >= most or size + len(prompt) > MAX_CHARACTERS):
+        if part and (len(part) >= max_prompts or size + len(prompt) > MAX_CHARACTERS):
             yield part
             part, size = [], 0
         part.append(prompt)

@@ -1,6 +1,6 @@
-"""A thread with an event loop of its own, on which a model lives from the call that loads it to `close`.
+"""A thread with an event loop, on which a model lives from the call that loads it to `close`.
 
-So the methods of a model can be called where no event loop runs, and where one does, as in a notebook.
+Methods of a model can therefore be called with and without a running event loop, such as a notebook's.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from parallm.server.app import forget_applications
 Session = TypeVar("Session", covariant=True)
 Result = TypeVar("Result")
 Main = Callable[[Callable[[Session], None], asyncio.Event], Coroutine[Any, Any, None]]
-"""Takes a function that it calls with its session, and an event after which it ends."""
+"""Coroutine function: gets a function to call with its session, and an event after which it ends."""
 
 
 class LoopThread(Generic[Session]):
-    """Runs `main`; at most one in a process. Methods can be called from any thread."""
+    """Runs `main` on a thread; at most one in a process. For any thread."""
 
     def __init__(self, main: Main[Session], name: str, release: Callable[[], object]) -> None:
-        """Wait until the session is there. `name` is for messages, and `release` is called after `main`.
+        """Wait for the session. `name` is for messages, and `release` is called after `main`.
 
-        Raises ConfigError where another one is open, and what `main` raises before it has a session.
+        Raises ConfigError if another one is open, and errors of `main` before it has a session.
         """
         self.name = name
         self._end = asyncio.Event()
@@ -36,11 +36,11 @@ class LoopThread(Generic[Session]):
         self._session: Session | None = None
         self._release = release
         self.ended: Future[None] = Future()
-        """Done when the thread is; with what `main` has raised."""
+        """Done when the thread has ended, with the error of `main`."""
         started: Future[None] = Future()
         self._error: BaseException | None = None
         self._is_ending = False
-        _take_place(self)
+        _take_slot(self)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(main, started), name="parallm", daemon=True)
         self._thread.start()
@@ -63,9 +63,9 @@ class LoopThread(Generic[Session]):
         return not self._is_ending and not self.ended.done()
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of `work`, which an exception such as KeyboardInterrupt cancels.
+        """Return the result of `work`; an exception such as KeyboardInterrupt cancels it.
 
-        Raises Unavailable on the runtime's own event loop, which cannot wait for itself, and after its end.
+        Raises Unavailable on this thread, which cannot wait for itself, and after its end.
         """
         if threading.current_thread() is self._thread:
             work.close()
@@ -82,7 +82,7 @@ class LoopThread(Generic[Session]):
             raise
 
     async def await_(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of `work` on the caller's event loop; cancelled with it. Raises Unavailable."""
+        """Await `work` on the caller's event loop. Cancelling the caller cancels it. Raises Unavailable."""
         future = self._submit(work)
         try:
             return await asyncio.wrap_future(future)
@@ -103,7 +103,7 @@ class LoopThread(Generic[Session]):
         if threading.current_thread() is not self._thread:
             self._thread.join()
             forget_applications()
-            gc.collect()  # the parts of a model know each other; its memory and the threads of its pools go with them
+            gc.collect()  # the parts of a model refer to each other
             self._release()
         atexit.unregister(self.close)
 
@@ -111,7 +111,7 @@ class LoopThread(Generic[Session]):
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._live(main, started))
-        except BaseException as error:  # noqa: BLE001  # belongs to the readers of `ended`, or to the caller of the constructor
+        except BaseException as error:  # noqa: BLE001  # raised by `ended`, or by the constructor
             self._error = error
         finally:
             self._session = self._task = None
@@ -158,7 +158,7 @@ _lock = threading.Lock()
 _present: LoopThread[Any] | None = None
 
 
-def _take_place(runtime: LoopThread[Any]) -> None:
+def _take_slot(thread: LoopThread[Any]) -> None:
     """Two device threads would share one BLAS and its number of threads. Raises ConfigError."""
     global _present
     with _lock:
@@ -168,5 +168,5 @@ def _take_place(runtime: LoopThread[Any]) -> None:
                 "adapters into it in place of a second model, or open the other one in a process of its own"
             )
         if _present is not None:
-            _present.close()  # it may be ending, or have ended by itself
-        _present = runtime
+            _present.close()  # it may still be ending
+        _present = thread

@@ -1,4 +1,4 @@
-"""Problems and a reward function of a program, as an environment."""
+"""An environment made of a program's problems and reward function."""
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,9 +13,9 @@ GivenProblem: TypeAlias = str | Mapping[str, Any] | Problem
 """A question; a question or a chat with an answer, `{"prompt": ..., "answer": ...}`; or a `Problem`."""
 Parts: TypeAlias = float | Mapping[str, float]
 Reward: TypeAlias = Callable[[Problem, str], Parts | Awaitable[Parts]]
-"""Gets the problem and the text of a completion.
+"""Scores the text of a completion.
 
-Of a mapping the part `reward` counts; others are logged, and `correct`, 0 or 1, makes the accuracy of evaluations.
+In a mapping, `reward` is the reward, `correct` (0 or 1) counts for the accuracy of evaluations; all parts are logged.
 """
 
 REWARD = "reward"
@@ -24,7 +24,7 @@ KEYS = {"prompt", "answer", "id"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnProblems:
-    """An environment of one turn. What `reward` raises costs one completion."""
+    """An environment of one turn. An error of `reward` fails one completion."""
 
     reward: Reward
     train: tuple[Problem, ...]
@@ -45,7 +45,7 @@ def own_environment(
     held_out: Sequence[GivenProblem],
     reward: Reward | None,
 ) -> AnyEnvironment | None:
-    """The environment that a program has given in either form, if any. Raises ConfigError."""
+    """Return the environment that a program has given in either form, if any. Raises ConfigError."""
     if (problems is None) != (reward is None):
         raise ConfigError("problems and reward belong together; give both, or an environment")
     if problems is None or reward is None:
@@ -58,7 +58,7 @@ def own_environment(
 
 
 def own_problems(problems: Sequence[GivenProblem], held_out: Sequence[GivenProblem], reward: Reward) -> OwnProblems:
-    """Raises ConfigError for a problem of another form, and for ids that occur twice."""
+    """Raises ConfigError for a malformed problem and for repeated ids."""
     train = tuple(_problem(given, f"problems/{index}") for index, given in enumerate(problems))
     test = tuple(_problem(given, f"held_out/{index}") for index, given in enumerate(held_out))
     seen: set[str] = set()

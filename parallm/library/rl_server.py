@@ -28,7 +28,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLConfig:
-    """How the policy learns; `learner`, `rollout` and `trainer` have further keys."""
+    """Hyperparameters of training; `learner`, `rollout` and `trainer` have further keys."""
 
     algorithm: str = "grpo"
     """One of conf/learner: grpo, dapo, dr_grpo, rloo, gspo and others."""
@@ -93,7 +93,7 @@ class RLServer:
 
     @property
     def run(self) -> Training:
-        """The model and its training, once a coroutine has loaded it. Raises Unavailable before and after."""
+        """The model and its training while it is loaded. Raises Unavailable before and after."""
         if self._starting is None or not self.is_loaded:
             raise Unavailable("nothing is loaded; await run_inference or run_training_loop first")
         return self._starting.result()
@@ -108,9 +108,9 @@ class RLServer:
                 await asyncio.to_thread(server.close)
 
     async def run_training_loop(self) -> TrainingResult:
-        """Train until the last step. A task that is cancelled ends after its present step.
+        """Train until the last step. Cancelling the task pauses training after its present step.
 
-        Call it again to go on, as long as the model is loaded. Raises ParallmError.
+        Call it again to continue, as long as the model is loaded. Raises ParallmError.
         """
         async with self._used() as run:
             if not run.has_ended:

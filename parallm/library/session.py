@@ -1,35 +1,106 @@
-"""What the methods of a model share: the application, the server that is open on it, and how adapters come in."""
+"""The state behind the methods of a model: its application, a client of it in this process, and the open server."""
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+import httpx
 from fastapi import FastAPI
 from pydantic import ValidationError
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from parallm.errors import ConfigError, Unavailable
-from parallm.library.local import LocalClient
+from parallm.client import ApiError, AsyncClient
+from parallm.client.calls import Call
+from parallm.errors import (
+    AdapterError,
+    AdapterMissing,
+    CheckpointError,
+    ConfigError,
+    ContextTooLong,
+    EngineFull,
+    EngineStopped,
+    InvalidRequest,
+    NotFinite,
+    ParallmError,
+    Unavailable,
+    UnknownModel,
+    UnknownTrajectory,
+)
+from parallm.library.training_result import TrainingResult
 from parallm.server.operation.http_server import HttpServer
+from parallm.server.operation.request_context import LOCAL
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard
 
+ADDRESS = "http://localhost"
+ERRORS: Mapping[str, type[ParallmError]] = {
+    "model_not_found": UnknownModel,
+    "trajectory_not_found": UnknownTrajectory,
+    "engine_full": EngineFull,
+    "not_finite": NotFinite,
+    "engine_stopped": EngineStopped,
+    "unavailable": Unavailable,
+    "checkpoint_failed": CheckpointError,
+    "adapter_not_found": AdapterMissing,
+    "invalid_adapter": AdapterError,
+}
+"""Errors by the codes of `server/failures.py`; `_error` has those with a parameter."""
+
+Result = TypeVar("Result")
+
+
+class LocalClient:
+    """A client of the application in this process, on its event loop. Failures are errors of `parallm.errors`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        async def local(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, LOCAL: True}, receive, send)
+
+        transport = httpx.ASGITransport(local)
+        self._http = httpx.AsyncClient(transport=transport, base_url=ADDRESS, timeout=None, trust_env=False)
+        self.client = AsyncClient("", http=self._http)
+        """A client for `ask`, whose methods raise ApiError."""
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Return the answer's JSON. Raises ParallmError."""
+        call: Call[Any] = Call(method="POST", path=path, read=lambda answer: answer, fields=body)
+        response = await self._http.request(call.method, call.path, **call.options())
+        try:
+            return call.result(response)
+        except ApiError as error:
+            raise _error(error) from None
+
+    async def ask(self, asked: Awaitable[Result]) -> Result:
+        """Await a method of `client`. Raises ParallmError."""
+        try:
+            return await asked
+        except ApiError as error:
+            raise _error(error) from None
+        except ValueError as error:  # JSON has no infinite numbers
+            raise InvalidRequest(str(error)) from error
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
 
 @dataclass(slots=True, kw_only=True)
 class Session:
-    """Used on the event loop of its runtime."""
+    """The application of a loaded model. Used on the event loop of its thread."""
 
     app: FastAPI
     local: LocalClient
     settings: ServerSettings
     give: Callable[[str, str], Coroutine[Any, Any, AdapterCard]]
-    """Serve the adapter, run or checkpoint at a path as the next version of a name."""
+    """Serves the adapter, run or checkpoint at a path as the next version of a name."""
     server: HttpServer | None = None
 
     async def listen(self, host: str | None, port: int | None) -> HttpServer:
-        """Answer HTTP from now on, at the address of the settings where none is given.
+        """Answer HTTP from now on; the settings have the address if it is None.
 
-        Raises ConfigError, ListenError, and Unavailable where HTTP is answered already.
+        Raises ConfigError, ListenError, and Unavailable if a server is open already.
         """
         if self.server is not None:
             raise Unavailable(f"HTTP is answered at {self.server.url} already; close that server first")
@@ -49,6 +120,14 @@ class Session:
         await self.local.close()
 
 
+@dataclass(slots=True, kw_only=True)
+class TrainingSession(Session):
+    folder: Path
+    stop: Callable[[], None]
+    """Let training end after the present step. For any thread."""
+    result: Future[TrainingResult]
+
+
 def _at(settings: ServerSettings, host: str | None, port: int | None) -> ServerSettings:
     if not settings.enabled:
         raise ConfigError("server.enabled=false forbids to answer HTTP; leave it out to call serve()")
@@ -59,3 +138,11 @@ def _at(settings: ServerSettings, host: str | None, port: int | None) -> ServerS
     except ValidationError as error:
         wrong = error.errors()[0]
         raise ConfigError(f"{wrong['loc'][0]} is {wrong['input']!r}: {wrong['msg']}") from error
+
+
+def _error(error: ApiError) -> ParallmError:
+    if error.code == "context_length_exceeded":
+        return ContextTooLong(str(error), error.param)
+    if error.status in (400, 413) and error.code not in ERRORS:
+        return InvalidRequest(str(error), error.param)
+    return ERRORS.get(error.code or "", ParallmError)(str(error))

@@ -1,4 +1,4 @@
-"""`train`, `training` and `Training`: recipes and objects of a program, trained while the model is used."""
+"""`train`, `training` and `Training`: training by a recipe or a program's objects while the model is used."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
@@ -16,8 +16,8 @@ from parallm.library.answer import Answer
 from parallm.library.loop_thread import LoopThread
 from parallm.library.model import Model
 from parallm.library.problems import GivenProblem, Reward, own_environment
+from parallm.library.session import TrainingSession
 from parallm.library.training_result import TrainingResult
-from parallm.library.training_session import TrainingSession
 from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.types import GivenUpdate
 
@@ -36,7 +36,7 @@ def train(
     held_out: Sequence[GivenProblem] = (),
     reward: Reward | None = None,
 ) -> TrainingResult:
-    """Train to the end and return what the run has left. Arguments and errors are those of `training`.
+    """Train to the end and return the result. Arguments and errors are those of `training`.
 
     KeyboardInterrupt ends it after the present step, which is saved.
     """
@@ -64,12 +64,12 @@ def training(
     held_out: Sequence[GivenProblem] = (),
     reward: Reward | None = None,
 ) -> "Training":
-    """Begin to train, and return while it goes on; use it in a `with`, or call its `close`.
+    """Start training and return while it runs; use it in a `with`, or call its `close`.
 
     `recipe` and `overrides` are those of `python -m parallm.train`: a name and `["trainer.steps=20"]`. `model` is a
-    folder or an id of the hub, `adapter` what to go on from. `environment` is an object such as those of
-    parallm/environment/README.md; `problems` with `reward` are the short form of one, and `held_out` are for
-    evaluations. Without any of these the recipe says what to learn from. Nothing is shown unless `overrides` has
+    folder or an id of the hub, `adapter` the adapter to start from. `environment` is an object as described in
+    parallm/environment/README.md; `problems` with `reward` are the short form of one, with `held_out` for evaluations.
+    Without any of these the recipe names the environment. Nothing is displayed unless `overrides` has
     `metrics.display=lines`, and the model stays until `close`, whatever `trainer.keep_serving` is. Raises
     ParallmError.
     """
@@ -87,7 +87,7 @@ def start(
     *,
     is_paused: bool = False,
 ) -> "Training":
-    """As `training`; `given` are values by dotted keys. With `is_paused` the first step waits for `resume`."""
+    """Start like `training`; `given` has values by dotted keys. With `is_paused` the first step waits for `resume`."""
     first = ["metrics.display=off"] + ([] if recipe is None else [f"+recipe={recipe}"])
     if environment is not None:
         kind = type(environment)
@@ -98,62 +98,62 @@ def start(
         raise ConfigError("policies: each has an environment of its own; leave environment and problems out")
     blas = load_blas(composed.config.device)
     load_mlx()
-    # not at the top: it loads MLX, which takes whatever BLAS the process has by then
-    from parallm.library.training_main import release_memory, training_main  # noqa: PLC0415
+    # not at the top: it imports MLX, and the BLAS must be loaded first
+    from parallm.library import background  # noqa: PLC0415
 
-    main = training_main(composed, blas, environment, is_paused=is_paused)
-    return Training(LoopThread(main, f"the run {composed.config.name}", release_memory))
+    main = background.training(composed, blas, environment, is_paused=is_paused)
+    return Training(LoopThread(main, f"the run {composed.config.name}", background.release_memory))
 
 
 class Training:
-    """A run that goes on in the background. Methods may be called from any thread, in notebooks, too.
+    """A training run in the background. Any thread may call its methods, also in notebooks.
 
-    `policy` names one of several policies that are trained; None means all of them.
+    `policy` names one of several policies; None means all of them.
     """
 
-    def __init__(self, runtime: LoopThread[TrainingSession]) -> None:
-        self._runtime = runtime
-        self._result = runtime.session.result
-        self._is_told = False
-        self.folder = runtime.session.folder
+    def __init__(self, thread: LoopThread[TrainingSession]) -> None:
+        self._thread = thread
+        self._result = thread.session.result
+        self._is_awaited = False
+        self.folder = thread.session.folder
         """The folder of the run."""
-        self.model = Model(runtime)
+        self.model = Model(thread)
         """The model in training. `policy` means the newest version, unless `trainer.publish_if` says otherwise."""
 
     def status(self) -> TrainingStatus:
         """Return the state, the step, the newest version and the metrics of the last step."""
-        return self._call(self._runtime.session.local.client.training_status())
+        return self._call(self._thread.session.local.client.training_status())
 
     def pause(self, policy: str | None = None) -> None:
-        """Begin no further step; the present one ends first."""
-        self._call(self._runtime.session.local.client.pause_training(policy))
+        """Pause after the present step."""
+        self._call(self._thread.session.local.client.pause_training(policy))
 
     def resume(self, policy: str | None = None) -> None:
-        """Begin steps again."""
-        self._call(self._runtime.session.local.client.resume_training(policy))
+        """Continue a paused training."""
+        self._call(self._thread.session.local.client.resume_training(policy))
 
     def step(self, policy: str | None = None) -> TrainingStatus:
-        """Wait for one more step: a new one where training is paused, which it stays, else the one at work."""
-        return self._call(self._runtime.session.local.client.train_step(policy))
+        """Wait for one more step: a new one if training is paused, which it stays, otherwise the running one."""
+        return self._call(self._thread.session.local.client.train_step(policy))
 
     def checkpoint(self, policy: str | None = None) -> dict[str, Path]:
-        """Save after the present step; the folder of each policy's checkpoint."""
-        folders = self._call(self._runtime.session.local.client.checkpoint(policy))
+        """Save after the present step; return the folder of each policy's checkpoint."""
+        folders = self._call(self._thread.session.local.client.checkpoint(policy))
         return {name: Path(folder) for name, folder in folders.items()}
 
     def reward(self, answer: Answer | str, value: float | Mapping[str, float]) -> float:
-        """Set the reward of an answer that was asked for with `collect_trajectory=True`, or of its `trajectory_id`.
+        """Set the reward of an answer that was sampled with `collect_trajectory=True`, or of its `trajectory_id`.
 
         Needs `rollout=live`, which the recipe live_traffic has. Returns the sum of the parts.
         """
         given = answer.trajectory_id if isinstance(answer, Answer) else answer
         if given is None:
             raise ConfigError("the answer is no trajectory; ask for it with collect_trajectory=True")
-        return self._call(self._runtime.session.local.client.reward(given, value))
+        return self._call(self._thread.session.local.client.reward(given, value))
 
     def trajectories(self) -> dict[str, TrajectoryReport]:
-        """Return what became of the answers that were asked for with `collect_trajectory=True`, by policy."""
-        return self._call(self._runtime.session.local.client.trajectories())
+        """Return the counts of answers with `collect_trajectory=True`, by policy."""
+        return self._call(self._thread.session.local.client.trajectories())
 
     def train_on(
         self,
@@ -163,12 +163,12 @@ class Training:
         update_inference: bool | None = None,
         checkpoint_name: str | None = None,
     ) -> GivenUpdate:
-        """Make one update on trajectories, which `Answer.rewarded` returns, after the present step.
+        """Make one update on trajectories of `Answer.rewarded`, after the present step.
 
-        `update_inference` says whether the policy's name means the new version from now on; None leaves that to
+        `update_inference` is whether the policy's name means the new version from now on; None follows
         `trainer.publish_if`. `checkpoint_name` saves the version under that name.
         """
-        client = self._runtime.session.local.client
+        client = self._thread.session.local.client
         return self._call(
             client.train_on(
                 trajectories, policy=policy, update_inference=update_inference, checkpoint_name=checkpoint_name
@@ -176,12 +176,12 @@ class Training:
         )
 
     def stop(self) -> None:
-        """Let training end after the present step, which is saved; return at once. The model goes on."""
-        self._runtime.session.stop()
+        """End training after the present step, which is saved; return at once. The model stays."""
+        self._thread.session.stop()
 
     def wait(self) -> TrainingResult:
-        """Wait for the end of training; raises what has ended it, such as TrainingStopped. The model goes on."""
-        self._is_told = True
+        """Wait for the end of training; raises the error that ended it, such as TrainingStopped. The model stays."""
+        self._is_awaited = True
         return self._result.result()
 
     @property
@@ -190,17 +190,17 @@ class Training:
         return self._result.done()
 
     async def await_close(self) -> None:
-        """Wait until the model is gone, by `close` or by an error, which is raised."""
-        await asyncio.shield(asyncio.wrap_future(self._runtime.ended))
+        """Wait until the model is closed; raises the error that closed it."""
+        await asyncio.shield(asyncio.wrap_future(self._thread.ended))
 
     async def await_end(self) -> TrainingResult:
-        """The same as `wait`, awaited."""
-        self._is_told = True
+        """Await the result; like `wait`."""
+        self._is_awaited = True
         return await asyncio.shield(asyncio.wrap_future(self._result))
 
     def close(self) -> None:
         """End training after the present step, which is saved, then the model. Does nothing the second time."""
-        self._runtime.close()
+        self._thread.close()
 
     def __enter__(self: Self) -> Self:
         return self
@@ -210,12 +210,12 @@ class Training:
     ) -> None:
         self.close()
         failure = self._result.exception()
-        if failure is not None and kind is None and not self._is_told:
+        if failure is not None and kind is None and not self._is_awaited:
             raise failure
 
     def __repr__(self) -> str:
-        return f"<{self._runtime.name} in {self.folder}{'' if self._runtime.is_open else ', closed'}>"
+        return f"<{self._thread.name} in {self.folder}{'' if self._thread.is_open else ', closed'}>"
 
     def _call(self, asked: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of a method of the local client."""
-        return self._runtime.call(self._runtime.session.local.ask(asked))
+        return self._thread.call(self._thread.session.local.ask(asked))

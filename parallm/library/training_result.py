@@ -1,4 +1,4 @@
-"""What a run has left, read from its folder."""
+"""The result of a run, read from its folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,24 +13,24 @@ ADAPTER = "adapter"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """One policy after training."""
+    """The result of training one policy."""
 
     folder: Path
-    """Metrics, samples, checkpoints and adapters, as parallm/metrics/README.md lists them."""
+    """Folder with metrics, samples, checkpoints and adapters; see parallm/metrics/README.md."""
     steps: Sequence[Mapping[str, Any]] = field(repr=False)
-    """A row of metrics for each step, such as `row["reward/mean"]`."""
+    """Rows of metrics, one for each step, such as `row["reward/mean"]`."""
     evaluations: Sequence[Mapping[str, Any]] = field(repr=False)
-    """A row for each evaluation, such as `row["heldout/accuracy"]`."""
+    """Rows of evaluations, such as `row["heldout/accuracy"]`."""
     version: int
-    """The newest version; 0 where no update has moved the adapter."""
+    """The newest version; 0 if no update changed the adapter."""
     best_version: int | None
     """The best version by evaluation; None without evaluations."""
     adapter: Path | None
-    """The adapter that the run leaves for use elsewhere; None where there is none."""
+    """Folder of the final adapter; None if no update changed it."""
     was_stopped: bool
-    """Whether it was stopped before its last step."""
+    """Whether training was stopped before its last step."""
     policies: "Mapping[str, TrainingResult]" = field(default_factory=dict)
-    """By name, where several are trained; the fields above are then those of the first."""
+    """Results by policy if several are trained; the fields above are then those of the first."""
 
 
 def read_result(folder: Path, *, version: int, was_stopped: bool) -> TrainingResult:

@@ -77,11 +77,11 @@ def short_titles(models: Sequence[tuple[str, int]]) -> list[str]:
     """A short and distinct title for each model, from its folder and version."""
     titles = [_title(name, version) for name, version in models]
     seen: Counter[str] = Counter()
-    found = []
+    numbered = []
     for title in titles:
         seen[title] += 1
-        found.append(f"{title} #{seen[title]}" if titles.count(title) > 1 else title)
-    return found
+        numbered.append(f"{title} #{seen[title]}" if titles.count(title) > 1 else title)
+    return numbered
 
 
 def _title(name: str, version: int) -> str:

@@ -1,4 +1,7 @@
-"""curves.png: how a run went, two panels beside each other."""
+"""curves.png: the panels that a kind of run has numbers for, two beside each other.
+
+`RunRecorder.finish` draws it from the rows that are on disk.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +13,13 @@ MetricsRow = Mapping[str, Any]
 Points = tuple[tuple[int, float], ...]
 Scale = Literal["share", "from zero", "free"]
 MAX_PARTS = 8
-"""Lines of one panel that can still be told apart."""
+"""Lines of one panel that can still be distinguished."""
+BLUE, ORANGE, GREEN, GREY = "#1f5fa8", "#d9730d", "#2a8a4a", "#8a8a8a"
+COLOURS = (BLUE, ORANGE, GREEN, "#a83255", "#6d4bb0", "#2b8f94", "#8a6d1f", GREY)
+MARKER_STEPS = 60
+"""Up to this many steps each one gets a dot; beyond, dots would hide the line."""
+NUM_SMOOTHED = 10
+NUM_COLUMNS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +31,7 @@ class Series:
     is_noisy: bool = False
     """Single steps scatter, so that a long run shows their running mean, too."""
     intervals: tuple[tuple[float, float], ...] = ()
-    """Of held-out measures, one for each point: drawn as marks with bars."""
+    """Intervals of held-out measures, one for each point: drawn as marks with bars."""
     is_marked: bool = False
     """Drawn as marks without bars."""
 
@@ -34,6 +43,85 @@ class Panel:
     scale: Scale = "from zero"
     right: Series | None = None
     """A share with an axis of its own."""
+
+
+def draw_curves(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow], *, file: Path, title: str) -> None:
+    """Write `file`. Rows may miss numbers. Raises OSError if it cannot be written."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second, and only the end of a run needs it
+
+    panels = panels_of(steps, evaluations)
+    num_rows = max(1, -(-len(panels) // NUM_COLUMNS))
+    figure = Figure(figsize=(12, 0.6 + 3.1 * num_rows), dpi=110, layout="constrained")
+    figure.suptitle(f"{title}: {len(steps)} {'step' if len(steps) == 1 else 'steps'}", fontsize=14)
+    grid = figure.subplots(num_rows, NUM_COLUMNS, squeeze=False, sharex=True).flat
+    for axes, panel in zip(grid, panels, strict=False):
+        draw_panel(axes, panel)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    if not panels:
+        figure.text(0.5, 0.5, "no step has ended", color=GREY, ha="center", va="center")
+    temporary = file.with_name(file.name + ".tmp")
+    figure.savefig(temporary, format="png")
+    temporary.replace(file)
+
+
+def draw_panel(axes: Any, panel: Panel) -> None:
+    for series, colour in zip(panel.series, COLOURS, strict=False):
+        draw_series(axes, series, colour)
+    set_scale(axes, panel)
+    if panel.right is not None:
+        draw_on_the_right(axes, panel.right)
+    axes.set_title(panel.title, fontsize=11, loc="left")
+    if panel.right is None and any(series.label for series in panel.series):
+        axes.legend(loc="best", fontsize=9, framealpha=0.85)
+    axes.grid(visible=True, color="#e4e4e4", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.tick_params(labelbottom=True)
+    axes.set_xlabel("step", fontsize=9)
+
+
+def draw_series(axes: Any, series: Series, colour: str) -> None:
+    x, y = [step for step, _ in series.points], [value for _, value in series.points]
+    if series.intervals:
+        below = [value - low for value, (low, _) in zip(y, series.intervals, strict=True)]
+        above = [high - value for value, (_, high) in zip(y, series.intervals, strict=True)]
+        axes.errorbar(x, y, yerr=[below, above], color=colour, marker="s", markersize=5, capsize=4, label=series.label)
+    elif series.is_marked:
+        axes.plot(x, y, color=colour, marker="s", markersize=5, label=series.label)
+    elif series.is_noisy and len(x) > MARKER_STEPS:
+        axes.plot(x, y, color=colour, alpha=0.35, label=series.label)
+        mean = running_mean(y, NUM_SMOOTHED)
+        axes.plot(x, mean, color=colour, label=f"its mean over {NUM_SMOOTHED} steps")
+    else:
+        axes.plot(x, y, color=colour, marker=marker(x), markersize=3, label=series.label)
+
+
+def set_scale(axes: Any, panel: Panel) -> None:
+    if panel.scale == "share":
+        axes.set_ylim(-0.02, 1.02)
+    elif panel.scale == "from zero":
+        low, high = min(0.0, axes.dataLim.y0), max(0.0, axes.dataLim.y1)
+        axes.set_ylim(1.08 * low, 1.08 * high if high > low else 1.0)
+
+
+def draw_on_the_right(axes: Any, series: Series) -> None:
+    """A share with an axis of its own; the legend of both lines stands above them."""
+    right = axes.twinx()
+    x = [step for step, _ in series.points]
+    right.plot(
+        x, [value for _, value in series.points], color=ORANGE, marker=marker(x), markersize=3, label=series.label
+    )
+    right.set_ylim(-0.02, 1.02)
+    right.spines["top"].set_visible(False)
+    right.tick_params(axis="y", colors=ORANGE)
+    axes.set_ylim(0, 1.3 * axes.dataLim.y1)
+    axes.legend(handles=[*axes.get_lines(), *right.get_lines()], loc="upper right", fontsize=9, framealpha=0.85)
+
+
+def marker(x: Sequence[int]) -> str:
+    return "o" if len(x) <= MARKER_STEPS else ""
 
 
 def panels_of(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> list[Panel]:
@@ -59,34 +147,34 @@ def panels_of(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) ->
 def series(rows: Sequence[MetricsRow], name: str, label: str, *, is_noisy: bool = False) -> Series:
     """The numbers under `name`; without points if there are none."""
     points = tuple((row["step"], _number(row.get(name))) for row in rows)
-    is_known = any(not math.isnan(value) for _, value in points)
-    return Series(label=label, points=points if is_known else (), is_noisy=is_noisy)
+    has_numbers = any(not math.isnan(value) for _, value in points)
+    return Series(label=label, points=points if has_numbers else (), is_noisy=is_noisy)
 
 
 def held_out(evaluations: Sequence[MetricsRow], name: str, low: str, high: str, label: str) -> Series:
     """Measures with their 95% intervals; without points if there are none."""
-    known = [row for row in evaluations if not math.isnan(_number(row.get(name)))]
+    rows = [row for row in evaluations if not math.isnan(_number(row.get(name)))]
     return Series(
         label=label,
-        points=tuple((row["step"], _number(row[name])) for row in known),
-        intervals=tuple((_number(row.get(low)), _number(row.get(high))) for row in known),
+        points=tuple((row["step"], _number(row[name])) for row in rows),
+        intervals=tuple((_number(row.get(low)), _number(row.get(high))) for row in rows),
     )
 
 
 def running_mean(values: Sequence[float], count: int) -> list[float]:
     """Return the mean of each value and up to `count - 1` before it, gaps left out."""
     windows = [values[max(0, end - count) : end] for end in range(1, len(values) + 1)]
-    known = [[value for value in window if not math.isnan(value)] for window in windows]
-    return [sum(window) / len(window) if window else math.nan for window in known]
+    numbers = [[value for value in window if not math.isnan(value)] for window in windows]
+    return [sum(window) / len(window) if window else math.nan for window in numbers]
 
 
 def _panel(
     title: str, lines: Iterable[Series], *, least: int = 1, scale: Scale | None = "from zero"
 ) -> Iterator[Panel]:
     """A panel of the lines that have points, if there are at least `least` of them; without a scale, as they need."""
-    known = tuple(line for line in lines if line.points)
-    if len(known) >= least:
-        yield Panel(title=title, series=known, scale=scale or _scale_of(known))
+    drawn = tuple(line for line in lines if line.points)
+    if len(drawn) >= least:
+        yield Panel(title=title, series=drawn, scale=scale or _scale_of(drawn))
 
 
 def _scale_of(lines: Sequence[Series]) -> Scale:
@@ -95,18 +183,18 @@ def _scale_of(lines: Sequence[Series]) -> Scale:
 
 
 def _of_loss(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow]) -> Iterator[Panel]:
-    """Of supervised runs; the loss of a policy's objective says nothing about how good it is."""
+    """Panels of supervised runs; the loss of a policy's objective says nothing about how good it is."""
     if any("reward/mean" in row for row in steps):
         return
     is_of_pairs = any("update/margin" in row for row in steps)
-    known = [row for row in evaluations if row.get("heldout/loss") is not None]
-    marks = replace(series(known, "heldout/loss", "held out"), is_marked=True)
+    rows = [row for row in evaluations if row.get("heldout/loss") is not None]
+    marks = replace(series(rows, "heldout/loss", "held out"), is_marked=True)
     loss = series(steps, "update/loss", "training", is_noisy=True)
     yield from _panel(f"loss (nats per {'pair' if is_of_pairs else 'token'})", [loss, marks], scale="free")
     margins = held_out(evaluations, "heldout/margin", "heldout/margin_low", "heldout/margin_high", "held out (95%)")
-    told_apart = series(steps, "update/accuracy", "training", is_noisy=True)
     if is_of_pairs:
-        yield from _panel("pairs told apart", [told_apart, _accuracy(evaluations, "held out (95%)")], scale="share")
+        training = series(steps, "update/accuracy", "training", is_noisy=True)
+        yield from _panel("accuracy on pairs", [training, _accuracy(evaluations, "held out (95%)")], scale="share")
         yield from _panel("margin", [series(steps, "update/margin", "training", is_noisy=True), margins], scale="free")
     elif steps:
         yield from _panel("held-out accuracy", [_accuracy(evaluations, "greedy (95%)")], scale="share")
@@ -161,91 +249,3 @@ def _if_it_varies(line: Series) -> list[Series]:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-BLUE, ORANGE, GREEN, GREY = "#1f5fa8", "#d9730d", "#2a8a4a", "#8a8a8a"
-COLOURS = (BLUE, ORANGE, GREEN, "#a83255", "#6d4bb0", "#2b8f94", "#8a6d1f", GREY)
-MARKER_STEPS = 60
-"""Up to this many steps each one gets a dot; beyond, dots would hide the line."""
-NUM_SMOOTHED = 10
-NUM_COLUMNS = 2
-
-
-def draw_curves(steps: Sequence[MetricsRow], evaluations: Sequence[MetricsRow], *, file: Path, title: str) -> None:
-    """Write `file`. Rows may miss numbers. Raises OSError if it cannot be written."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second, and only the end of a run needs it
-
-    panels = panels_of(steps, evaluations)
-    num_rows = max(1, -(-len(panels) // NUM_COLUMNS))
-    figure = Figure(figsize=(12, 0.6 + 3.1 * num_rows), dpi=110, layout="constrained")
-    figure.suptitle(f"{title}: {len(steps)} {'step' if len(steps) == 1 else 'steps'}", fontsize=14)
-    places = figure.subplots(num_rows, NUM_COLUMNS, squeeze=False, sharex=True).flat
-    for place, panel in zip(places, panels, strict=False):
-        draw_panel(place, panel)
-    for place in places[len(panels) :]:
-        place.set_axis_off()
-    if not panels:
-        figure.text(0.5, 0.5, "no step has ended", color=GREY, ha="center", va="center")
-    temporary = file.with_name(file.name + ".tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(file)
-
-
-def draw_panel(place: Any, panel: Panel) -> None:
-    """Draw on the axes `place`."""
-    for series, colour in zip(panel.series, COLOURS, strict=False):
-        draw_series(place, series, colour)
-    set_scale(place, panel)
-    if panel.right is not None:
-        draw_on_the_right(place, panel.right)
-    place.set_title(panel.title, fontsize=11, loc="left")
-    if panel.right is None and any(series.label for series in panel.series):
-        place.legend(loc="best", fontsize=9, framealpha=0.85)
-    place.grid(visible=True, color="#e4e4e4", linewidth=0.8)
-    place.set_axisbelow(True)
-    place.spines[["top", "right"]].set_visible(False)
-    place.xaxis.get_major_locator().set_params(integer=True)
-    place.tick_params(labelbottom=True)
-    place.set_xlabel("step", fontsize=9)
-
-
-def draw_series(place: Any, series: Series, colour: str) -> None:
-    x, y = [step for step, _ in series.points], [value for _, value in series.points]
-    if series.intervals:
-        below = [value - low for value, (low, _) in zip(y, series.intervals, strict=True)]
-        above = [high - value for value, (_, high) in zip(y, series.intervals, strict=True)]
-        place.errorbar(x, y, yerr=[below, above], color=colour, marker="s", markersize=5, capsize=4, label=series.label)
-    elif series.is_marked:
-        place.plot(x, y, color=colour, marker="s", markersize=5, label=series.label)
-    elif series.is_noisy and len(x) > MARKER_STEPS:
-        place.plot(x, y, color=colour, alpha=0.35, label=series.label)
-        mean = running_mean(y, NUM_SMOOTHED)
-        place.plot(x, mean, color=colour, label=f"its mean over {NUM_SMOOTHED} steps")
-    else:
-        place.plot(x, y, color=colour, marker=marker(x), markersize=3, label=series.label)
-
-
-def set_scale(place: Any, panel: Panel) -> None:
-    if panel.scale == "share":
-        place.set_ylim(-0.02, 1.02)
-    elif panel.scale == "from zero":
-        low, high = min(0.0, place.dataLim.y0), max(0.0, place.dataLim.y1)
-        place.set_ylim(1.08 * low, 1.08 * high if high > low else 1.0)
-
-
-def draw_on_the_right(place: Any, series: Series) -> None:
-    """A share with an axis of its own; the legend of both lines stands above them."""
-    right = place.twinx()
-    x = [step for step, _ in series.points]
-    right.plot(
-        x, [value for _, value in series.points], color=ORANGE, marker=marker(x), markersize=3, label=series.label
-    )
-    right.set_ylim(-0.02, 1.02)
-    right.spines["top"].set_visible(False)
-    right.tick_params(axis="y", colors=ORANGE)
-    place.set_ylim(0, 1.3 * place.dataLim.y1)
-    place.legend(handles=[*place.get_lines(), *right.get_lines()], loc="upper right", fontsize=9, framealpha=0.85)
-
-
-def marker(x: Sequence[int]) -> str:
-    return "o" if len(x) <= MARKER_STEPS else ""

@@ -1,4 +1,4 @@
-"""What people see while a run goes on: one interface, three kinds (live table, one line per step, nothing)."""
+"""The display of a run: one interface, three kinds (live table, one line per step, nothing)."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""How long a run still takes: remaining steps and evaluations, each as long as the recent ones were."""
+"""ETA of a run, from its remaining steps and evaluations and the duration of recent ones; progress of long work."""
 
 import time
 from collections.abc import Callable
@@ -15,13 +15,13 @@ SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """What a run is going to do."""
+    """Steps and evaluations of a run."""
 
     total_steps: int
     evaluate_every: int | None = None
-    """Steps between evaluations; 0: only before the first and after the last step; None: there are none."""
+    """Steps between evaluations; 0: only before the first and after the last step; None: no evaluations."""
     waits_for_others: bool = False
-    """A step begins when clients or environments have brought enough for it, so nothing tells when a run ends."""
+    """A step begins when clients or environments have brought enough for it, so the end of a run is unknown."""
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation follows `step`."""
@@ -38,10 +38,10 @@ class Schedule:
 
 
 class Eta:
-    """An estimate that goes down between steps, too. Properties may be read on any thread."""
+    """An estimate that also falls between steps. Any thread may read its properties."""
 
     def __init__(self, schedule: Schedule | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Without a schedule nothing is told."""
+        """Without a schedule there is no estimate."""
         self._schedule = schedule
         self._clock = clock
         self._steps: tuple[float, ...] = ()  # seconds of the recent ones
@@ -56,7 +56,7 @@ class Eta:
         self._done, self._began = metrics.step, self._clock()
 
     def phase(self, status: TrainingStatus) -> None:
-        """Told of each state; the one before may come again."""
+        """Note a state of the trainer, which may come again."""
         if status.state == "evaluating" and not self._is_evaluating:
             self._is_evaluating, self._began = True, self._clock()
 
@@ -67,7 +67,7 @@ class Eta:
 
     @property
     def seconds(self) -> float | None:
-        """None before the first step, and where others decide when a step begins."""
+        """None before the first step, and where clients or environments decide when a step begins."""
         schedule = self._schedule
         if schedule is None or schedule.waits_for_others or not self._steps:
             return None
@@ -79,14 +79,14 @@ class Eta:
 
     @property
     def text(self) -> str:
-        """What is left, or how fast steps come where nothing tells when they end; empty where neither is known."""
+        """Time left, or the rate of steps where the end is unknown; empty before the first step."""
         schedule, seconds = self._schedule, self.seconds
         if schedule is None or not self._steps:
             return ""
         if seconds is None:
             per_hour = SECONDS_PER_HOUR / max(fmean(self._steps), 1e-9)
             return f"{number(per_hour / 60)} steps/min" if per_hour >= 60 else f"{number(per_hour)} steps/h"
-        # evaluations that were never seen, in a run that was resumed, take longer than nothing
+        # a resumed run that has not evaluated yet does not know how long an evaluation takes
         is_more = self._num_evaluations(schedule) > 0 and not self._evaluations
         return f"{'over ' if is_more else ''}{duration(seconds)} left"
 
@@ -99,7 +99,7 @@ SECONDS_BETWEEN = 10.0
 
 
 class ThrottledProgress:
-    """Speaks once in `SECONDS_BETWEEN`, and never of work that has just begun or has ended."""
+    """Shows progress every `SECONDS_BETWEEN`, and never of work that has just begun or has ended."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -107,7 +107,7 @@ class ThrottledProgress:
         self._spoke = 0.0
 
     def text(self, done: int, total: int) -> str:
-        """Such as `128 of 512`; empty where nothing is to be said."""
+        """`128 of 512`, or empty while it is too early for the next text."""
         if self._last_done is None or done <= self._last_done:  # other work
             self._spoke = self._clock()
         self._last_done = done

@@ -1,4 +1,4 @@
-"""What does not change during a run and stands above its progress."""
+"""The header of a run: what does not change and stands above its progress."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ class RunHeader:
     model: str
     device: str
     blas: str
-    """Which library multiplies matrices; empty where that is no question."""
+    """Library that multiplies matrices; empty on a GPU."""
     url: str | None
-    """Where the server answers; None without a server."""
+    """Address of the server; None without one."""
     folder: str | None = None
-    """Where the run writes; None where it writes nothing."""
+    """Folder that the run writes to; None without one."""
     adapter: str | None = None
     """The folder of the adapter that it begins with."""
     policies: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class RunHeader:
     """None where nothing is trained."""
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return name and value of what is known; `files` comes last."""
+        """Return names and values of what is set; `files` comes last."""
         named = {
             "run": self.name,
             "model": self.model,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 64 * 1024 * 1024
-"""Of rows that wait in memory for a disk that takes them."""
+"""Most bytes of rows that wait in memory while the disk refuses them."""
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class _Line:
 
 
 def open_to_append(file: Path) -> FileIO:
-    """Without a buffer, so that it is known how much a full disk has taken."""
+    """Open without a buffer, so that `write` returns how much a full disk has taken."""
     return FileIO(file, "ab")
 
 

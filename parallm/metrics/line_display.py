@@ -122,15 +122,15 @@ def _of_training(metrics: StepMetrics) -> list[str]:
 
 def evaluation_line(report: EvaluationReport) -> str:
     """Return one evaluation in one line."""
-    found = [loss_text(report)] if report.num_demonstrations else []
+    texts = [loss_text(report)] if report.num_demonstrations else []
     if not report.is_of_loss:
         unit = "problems" if report.margin is None else "pairs"
-        found.append(f"held-out accuracy {accuracy(report.accuracy, report.low, report.high)}")
-        found.append(f"{report.num_problems} {unit}")
-    found.append(f"version {report.version}")
+        texts.append(f"held-out accuracy {accuracy(report.accuracy, report.low, report.high)}")
+        texts.append(f"{report.num_problems} {unit}")
+    texts.append(f"version {report.version}")
     if not report.is_of_loss:
-        found += _of_problems(report)
-    return f"evaluation at step {report.step}: {', '.join(found)}"
+        texts += _of_problems(report)
+    return f"evaluation at step {report.step}: {', '.join(texts)}"
 
 
 def loss_text(report: EvaluationReport) -> str:

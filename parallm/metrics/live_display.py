@@ -1,4 +1,4 @@
-"""The display on a terminal: progress, the numbers of now and a table of the last steps, drawn in place."""
+"""The display on a terminal: progress, current numbers and a table of the last steps, drawn in place."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -21,25 +21,30 @@ from parallm.metrics.log_capture import LogCapture
 from parallm.metrics.step import FlatRow, StepMetrics
 from parallm.reports import EvaluationReport, TrainingStatus
 
+NUM_KEPT = 40
+LINES_AROUND = 14
+"""Lines of the display that are not rows of the table, with some to spare for messages."""
+STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the table of steps."""
+    """A column of the table of steps."""
 
     title: str
     name: str
-    """Its flat name."""
+    """Flat name of the metric."""
     show: Callable[[object], str] = number
     width: int = 8
     supervised: bool = True
-    """Whether it means something where nothing is sampled."""
+    """Whether a supervised run has it."""
 
 
 def _seconds(value: object) -> str:
     return duration(value if isinstance(value, float) else None)
 
 
-# in order of display; the last ones of KEPT_FIRST go first where the terminal is narrow
+# in order of display; a narrow terminal drops the last ones of KEPT_FIRST first
 COLUMNS = (
     Column("step", "step", width=5),
     Column("loss", "update/loss", width=7),
@@ -76,97 +81,6 @@ KEPT_FIRST = (
     "cut",
     "serving tok/s",
 )
-
-
-def step_table(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationReport], width: int) -> Table:
-    """Return one row per step with as many columns as fit into `width` characters."""
-    columns = fitting_columns(width, steps)
-    held_out = {
-        report.step: number(report.loss) if report.is_of_loss else percent(report.accuracy) for report in evaluations
-    }
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True, width=column.width)
-    for metrics in steps:
-        groups = f"{metrics.groups_with_signal}/{metrics.groups_sampled}"
-        row: FlatRow = {**metrics.to_flat(), "groups": groups, "held out": held_out.get(metrics.step)}
-        is_skipped = row.get("update/skipped") is not None
-        table.add_row(*(column.show(row.get(column.name)) for column in columns), style="yellow" if is_skipped else "")
-    return table
-
-
-def fitting_columns(width: int, steps: Sequence[StepMetrics] = ()) -> list[Column]:
-    """Return the most wanted columns of such a run whose widths, with two characters between them, fit; at least one.
-
-    The loss stands there for supervised runs alone: that of a policy gradient tells nothing. Skipped problems are
-    those of a curriculum.
-    """
-    is_supervised = any(metrics.is_supervised for metrics in steps)
-    without = {"loss"} if not is_supervised else {column.title for column in COLUMNS if not column.supervised}
-    if not any(metrics.problems_skipped for metrics in steps):
-        without.add("skipped")
-    by_title = {column.title: column for column in COLUMNS}
-    chosen: set[str] = set()
-    used = 0
-    for title in KEPT_FIRST:
-        if title in without:
-            continue
-        used += by_title[title].width + 2
-        if used > width and chosen:
-            break
-        chosen.add(title)
-    return [column for column in COLUMNS if column.title in chosen]
-
-
-def numbers_now(
-    steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationReport], status: TrainingStatus, width: int
-) -> Text:
-    """Return the newest numbers, those of the trainer's status before those of the last step, wrapped at `width`."""
-    row = {**(steps[-1].to_flat() if steps else {}), **status.metrics}
-    report = evaluations[-1] if evaluations else None
-    held_out = MISSING if report is None else _held_out(report)
-    shown = (
-        {"loss": number(row.get("update/loss")), "held out": held_out}
-        if any(metrics.is_supervised for metrics in steps)
-        else {
-            "reward": number(row.get("reward/mean")),
-            "held out": held_out,
-            "KL": number(row.get("update/kl_to_behaviour")),
-            "entropy": number(row.get("update/entropy")),
-            "rollout": _speed(row.get("rollout/tokens_per_second")),
-        }
-    )
-    shown |= {
-        "serving": _speed(row.get("serving/tokens_per_second")),
-        "version": number(max(status.version, int(row.get("update/version") or 0))),
-    }
-    text, used = Text(), 0
-    for name, value in shown.items():
-        length = len(name) + 1 + len(value)
-        if used and used + 3 + length > width:
-            text.append("\n")
-            used = 0
-        text.append("   " if used else "")
-        text.append(f"{name} ", style="dim").append(value, style="bold")
-        used += length + (3 if used else 0)
-    return text.append("\n")
-
-
-def _held_out(report: EvaluationReport) -> str:
-    if report.is_of_loss:
-        return f"loss {number(report.loss)}"
-    return accuracy(report.accuracy, report.low, report.high)
-
-
-def _speed(value: object) -> str:
-    text = number(value)
-    return text if text == MISSING else f"{text} tok/s"
-
-
-NUM_KEPT = 40
-LINES_AROUND = 14
-"""Lines of the display that are not rows of the table, with some to spare for messages."""
-STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "bold red"}
 
 
 class LiveDisplay:
@@ -247,7 +161,7 @@ class LiveDisplay:
         self._show(Text(text, style=STYLES.get(level, "dim")))
 
     def _show(self, text: Text) -> None:
-        """Print what stays. The terminal wraps it, not we, so that a long path can be copied as one."""
+        """Print above the display. The terminal wraps it, not we, so that a long path can be copied as one."""
         self._console.print(text, soft_wrap=True)
 
     def _progress(self, width: int) -> Table:
@@ -269,3 +183,87 @@ class LiveDisplay:
         message = status.message if status.state != "failed" else ""
         grid.add_row(self._spinner, bar, Text(message or waiting_text(status.metrics)))
         return grid
+
+
+def step_table(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationReport], width: int) -> Table:
+    """Return one row per step with as many columns as fit into `width` characters."""
+    columns = fitting_columns(width, steps)
+    held_out = {
+        report.step: number(report.loss) if report.is_of_loss else percent(report.accuracy) for report in evaluations
+    }
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for column in columns:
+        table.add_column(column.title, justify="right", no_wrap=True, width=column.width)
+    for metrics in steps:
+        groups = f"{metrics.groups_with_signal}/{metrics.groups_sampled}"
+        row: FlatRow = {**metrics.to_flat(), "groups": groups, "held out": held_out.get(metrics.step)}
+        is_skipped = row.get("update/skipped") is not None
+        table.add_row(*(column.show(row.get(column.name)) for column in columns), style="yellow" if is_skipped else "")
+    return table
+
+
+def fitting_columns(width: int, steps: Sequence[StepMetrics] = ()) -> list[Column]:
+    """Return the first columns of `KEPT_FIRST` that fit, with two characters between them; at least one.
+
+    Only supervised runs show the loss, since a policy gradient's tells nothing; only a curriculum skips problems.
+    """
+    is_supervised = any(metrics.is_supervised for metrics in steps)
+    without = {"loss"} if not is_supervised else {column.title for column in COLUMNS if not column.supervised}
+    if not any(metrics.problems_skipped for metrics in steps):
+        without.add("skipped")
+    by_title = {column.title: column for column in COLUMNS}
+    chosen: set[str] = set()
+    used = 0
+    for title in KEPT_FIRST:
+        if title in without:
+            continue
+        used += by_title[title].width + 2
+        if used > width and chosen:
+            break
+        chosen.add(title)
+    return [column for column in COLUMNS if column.title in chosen]
+
+
+def numbers_now(
+    steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationReport], status: TrainingStatus, width: int
+) -> Text:
+    """Return the newest numbers, of the trainer's status or else of the last step, wrapped at `width`."""
+    row = {**(steps[-1].to_flat() if steps else {}), **status.metrics}
+    report = evaluations[-1] if evaluations else None
+    held_out = MISSING if report is None else _held_out(report)
+    shown = (
+        {"loss": number(row.get("update/loss")), "held out": held_out}
+        if any(metrics.is_supervised for metrics in steps)
+        else {
+            "reward": number(row.get("reward/mean")),
+            "held out": held_out,
+            "KL": number(row.get("update/kl_to_behaviour")),
+            "entropy": number(row.get("update/entropy")),
+            "rollout": _speed(row.get("rollout/tokens_per_second")),
+        }
+    )
+    shown |= {
+        "serving": _speed(row.get("serving/tokens_per_second")),
+        "version": number(max(status.version, int(row.get("update/version") or 0))),
+    }
+    text, used = Text(), 0
+    for name, value in shown.items():
+        length = len(name) + 1 + len(value)
+        if used and used + 3 + length > width:
+            text.append("\n")
+            used = 0
+        text.append("   " if used else "")
+        text.append(f"{name} ", style="dim").append(value, style="bold")
+        used += length + (3 if used else 0)
+    return text.append("\n")
+
+
+def _held_out(report: EvaluationReport) -> str:
+    if report.is_of_loss:
+        return f"loss {number(report.loss)}"
+    return accuracy(report.accuracy, report.low, report.high)
+
+
+def _speed(value: object) -> str:
+    text = number(value)
+    return text if text == MISSING else f"{text} tok/s"

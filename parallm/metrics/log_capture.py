@@ -16,7 +16,7 @@ PROGRESS = "parallm.progress"
 class LogCapture:
     """Between `start` and `stop`, takes the place of the handlers that write text to the console.
 
-    Shows warnings of everybody and all that our own loggers let pass, unless all of it goes to the console as JSON.
+    Shows all warnings, and all that our own loggers let pass, unless the log goes to the console as JSON.
     Both methods may be called twice.
     """
 

@@ -1,4 +1,4 @@
-"""Where and from what a figure was measured: machine, commit, peak memory. Knows nothing of MLX devices."""
+"""Machine, commit and peak memory that stand beside each figure. MLX devices are not its business."""
 
 import os
 import platform

@@ -1,4 +1,5 @@
-"""What a run leaves in its folder: metrics, evaluations and samples as lines of JSON, a summary, curves, wandb."""
+"""The files that a run leaves in its folder: metrics, evaluations and samples as lines of JSON, a summary, curves,
+wandb."""
 
 import logging
 from collections.abc import Mapping, Sequence

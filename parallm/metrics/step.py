@@ -1,4 +1,4 @@
-"""What one training step and one evaluation report, and the flat names under which the numbers are written."""
+"""Metrics of one training step and one evaluation, and the flat names under which all files write them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import TypeAlias
 from parallm.reports import EvaluationReport, OffPolicyReport, PairsReport, UpdateReport
 
 FlatRow: TypeAlias = dict[str, float | int | str | None]
-OF_SAMPLES = ("update/clip_fraction", "update/kl_to_behaviour", "guard/empty_completions", "seconds/rollout")
+SAMPLING_ONLY = ("update/clip_fraction", "update/kl_to_behaviour", "guard/empty_completions", "seconds/rollout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class StepMetrics:
     rollout_tokens: int
     """Tokens sampled for this step, those of dropped groups included."""
     rollout_seconds: float
-    """From the first request to the last score; steps that are sampled ahead overlap with others."""
+    """Time from the first request to the last score; steps that are sampled ahead overlap with others."""
     update_seconds: float
     """Wall time; `update.seconds` is device time."""
     total_seconds: float
@@ -44,7 +44,7 @@ class StepMetrics:
     serving_tokens_per_second: float
     off_policy: OffPolicyReport = OffPolicyReport(lag_mean=0.0, lag_max=0, dropped=0)
     source: Mapping[str, float] = field(default_factory=dict)
-    """Of those who have brought the groups, under their flat names."""
+    """Metrics of the source of groups, under their flat names."""
     guard: FlatRow = field(default_factory=dict)
     """Faults and roll-backs of the run so far, under their flat names."""
     is_supervised: bool = False
@@ -87,9 +87,9 @@ class StepMetrics:
 
 
 def _is_supervised(name: str) -> bool:
-    """Whether the name means something where nothing was sampled."""
+    """Whether a supervised run has this metric."""
     part = name.partition("/")[0]
-    return part in ("step", "update", "guard", "seconds", "serving") and name not in OF_SAMPLES
+    return part in ("step", "update", "guard", "seconds", "serving") and name not in SAMPLING_ONLY
 
 
 def update_row(update: UpdateReport | None) -> FlatRow:
@@ -149,7 +149,7 @@ def evaluation_row(report: EvaluationReport) -> FlatRow:
 
 
 def problems_row(report: EvaluationReport) -> FlatRow:
-    """Return the flat names of what was found on problems or pairs."""
+    """Return the flat names of results on problems or pairs."""
     means = {"heldout/reward": report.reward}
     means |= {f"heldout/pass@{k}": estimate for k, estimate in report.pass_at.items()}
     means |= {} if report.margin is None else {"heldout/margin": report.margin}

@@ -13,11 +13,17 @@ from parallm.metrics.header import FILES
 MetricsRow = Mapping[str, Any]
 NUM_LAST = 3
 """`reward_last` is the mean over this many steps, since a single step's reward is noisy."""
+MIN_STEPS = 6
+"""Steps of a run that is long enough for a trend."""
+SURE = 2.0
+"""Standard errors of the slope that make a trend: noise alone shows that in one run of forty, rising."""
+LITTLE_SIGNAL = 0.1
+"""Share of groups with signal below which the problems are to blame."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Rows of metrics.jsonl and evaluations.jsonl in order of steps, with what is only known at the end."""
+    """Rows of metrics.jsonl and evaluations.jsonl in order of steps, and what is known at the end."""
 
     folder: Path
     steps: Sequence[MetricsRow]
@@ -25,7 +31,7 @@ class RunSummary:
     peak_memory_gb: float | None
 
     def figures(self, prefix: str) -> dict[str, float | None]:
-        """Return `{prefix}.{name}` for each figure of this kind of run; null where a number is not known."""
+        """Return `{prefix}.{name}` for each figure of this kind of run; null where a number is missing."""
         named = {
             "steps": len(self.steps),
             **(self._figures_of_training() if self.is_supervised else self._figures_of_sampling()),
@@ -76,8 +82,8 @@ class RunSummary:
     @property
     def best(self) -> MetricsRow | None:
         """The evaluation with the highest accuracy, the newest of equal ones; without accuracies, the lowest loss."""
-        known = [row for row in self.evaluations if score_of(row) is not None]
-        return max(reversed(known), key=lambda row: score_of(row) or 0.0, default=None)
+        scored = [row for row in self.evaluations if score_of(row) is not None]
+        return max(reversed(scored), key=lambda row: score_of(row) or 0.0, default=None)
 
     @property
     def train_seconds(self) -> float:
@@ -98,13 +104,13 @@ class RunSummary:
     def bit_equal_fraction(self) -> float | None:
         """Over all tokens that were compared in the run."""
         fractions, counts = column(self.steps, "parity/bit_equal_fraction"), column(self.steps, "parity/tokens")
-        known = [
+        compared = [
             (fraction, tokens)
             for fraction, tokens in zip(fractions, counts, strict=True)
             if fraction is not None and tokens
         ]
-        total = sum(tokens for _, tokens in known)
-        return sum(fraction * tokens for fraction, tokens in known) / total if total else None
+        total = sum(tokens for _, tokens in compared)
+        return sum(fraction * tokens for fraction, tokens in compared) / total if total else None
 
     def _figures_of_sampling(self) -> dict[str, float | None]:
         return {
@@ -117,9 +123,9 @@ class RunSummary:
 
     def _figures_of_training(self) -> dict[str, float | None]:
         names = {"loss": "update/loss", "training_accuracy": "update/accuracy", "training_margin": "update/margin"}
-        known = {name: column_name for name, column_name in names.items() if column_name in self.steps[0]}
-        firsts = {f"{name}_first": column(self.steps[:1], column_name)[0] for name, column_name in known.items()}
-        return firsts | {f"{name}_last": self._last(column_name) for name, column_name in known.items()}
+        present = {name: column_name for name, column_name in names.items() if column_name in self.steps[0]}
+        firsts = {f"{name}_first": column(self.steps[:1], column_name)[0] for name, column_name in present.items()}
+        return firsts | {f"{name}_last": self._last(column_name) for name, column_name in present.items()}
 
     def _figures_of_evaluations(self) -> dict[str, float | None]:
         """Accuracies; of supervised runs the measures that there are."""
@@ -135,20 +141,20 @@ class RunSummary:
 
     def _rows_of_evaluations(self) -> list[tuple[str, str]]:
         best = self.best
-        found = []
+        rows = []
         if any("heldout/loss" in row for row in self.evaluations):
-            found += [("held-out loss before", loss_text(self.before)), ("held-out loss after", loss_text(self.after))]
+            rows += [("held-out loss before", loss_text(self.before)), ("held-out loss after", loss_text(self.after))]
         if not self.is_supervised or any("heldout/accuracy" in row for row in self.evaluations):
-            found.append(("held-out accuracy before", accuracy_text(self.before)))
-            found.append(("held-out accuracy after", accuracy_text(self.after)))
+            rows.append(("held-out accuracy before", accuracy_text(self.before)))
+            rows.append(("held-out accuracy after", accuracy_text(self.after)))
         if any("heldout/margin" in row for row in self.evaluations):
-            found += [
+            rows += [
                 ("held-out margin before", margin_text(self.before)),
                 ("held-out margin after", margin_text(self.after)),
             ]
-        if found:
-            found.append(("best version", MISSING if best is None else f"{version_text(best)} ({score_text(best)})"))
-        return found
+        if rows:
+            rows.append(("best version", MISSING if best is None else f"{version_text(best)} ({score_text(best)})"))
+        return rows
 
     def _progress(self) -> list[tuple[str, str]]:
         """Reward at the beginning and at the end; of a supervised run, which has none, the loss."""
@@ -175,9 +181,9 @@ class RunSummary:
 
 def score_of(row: MetricsRow) -> float | None:
     """Return what versions are compared by: the accuracy of an evaluation, or the loss times -1 without one."""
-    accuracy_found, loss = row.get("heldout/accuracy"), row.get("heldout/loss")
-    if accuracy_found is not None or loss is None:
-        return accuracy_found
+    accuracy_value, loss = row.get("heldout/accuracy"), row.get("heldout/loss")
+    if accuracy_value is not None or loss is None:
+        return accuracy_value
     return -float(loss)
 
 
@@ -225,20 +231,14 @@ def column(rows: Sequence[MetricsRow], name: str) -> list[float | None]:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
-MIN_STEPS = 6
-SURE = 2.0
-"""Standard errors of the slope that make a trend: what noise alone shows in one run of forty, rising."""
-LITTLE_SIGNAL = 0.1
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def flat_reward_advice(steps: Sequence[MetricsRow]) -> str | None:
-    """Return a text for a run whose reward has not risen beyond its noise, and what to try.
+    """Return a text for a run whose reward has not risen beyond its noise, with what to try.
 
-    None for one that has risen, that is too short to tell, that has no rewards, or that was not to learn.
+    None for a run that has risen, is too short, has no rewards, or was not to learn.
     """
     rewards = [float(row["reward/mean"]) for row in steps if isinstance(row.get("reward/mean"), int | float)]
     has_moved = any((row.get("update/adapter_delta_norm") or 0) > 0 for row in steps)
@@ -254,10 +254,10 @@ def flat_reward_advice(steps: Sequence[MetricsRow]) -> str | None:
 
 def _trend(rewards: Sequence[float]) -> float:
     """Slope over the steps, in its standard errors; 0 where all are equal."""
-    places = range(len(rewards))
-    slope, intercept = linear_regression(places, rewards)
-    squares = sum((reward - intercept - slope * place) ** 2 for place, reward in zip(places, rewards, strict=True))
-    spread = sum((place - fmean(places)) ** 2 for place in places)
+    steps = range(len(rewards))
+    slope, intercept = linear_regression(steps, rewards)
+    squares = sum((reward - intercept - slope * step) ** 2 for step, reward in zip(steps, rewards, strict=True))
+    spread = sum((step - fmean(steps)) ** 2 for step in steps)
     error = math.sqrt(squares / (len(rewards) - 2) / spread)
     return slope / error if error > 0 else math.copysign(math.inf, slope) if slope else 0.0
 

@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepRow:
-    """What one run of a job, one for each of its policies, came to."""
+    """Result of one run of a job; a job has one for each of its policies."""
 
     job: int
     policy: str
@@ -116,7 +116,7 @@ def _rows(jobs: Sequence[Job]) -> Iterator[SweepRow]:
 
 
 def _changes(jobs: Sequence[Job]) -> list[dict[str, str]]:
-    """Of each job the values that differ between jobs; all of them where there is one job only."""
+    """The values that differ between jobs, of each job; all values where there is only one job."""
     given = [dict(override.split("=", 1) for override in job.overrides if "=" in override) for job in jobs]
     keys = dict.fromkeys(key for values in given for key in values)
     swept = [key for key in keys if len(jobs) == 1 or len({values.get(key) for values in given}) > 1]

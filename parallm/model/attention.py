@@ -1,54 +1,20 @@
 """Attention with one order of reduction, so that decoding and training compute the same numbers.
 
-mlx-lm's models call the `scaled_dot_product_attention` of their module; `install_attention` puts `attention` in its
-place for our own caches, and leaves mlx-lm's caches to mlx-lm.
-
-On a CPU a product's result can depend on its shape: BLAS libraries take other kernels for fewer than four rows (MKL
-2026.2 on an AMD EPYC: also for fewer than twelve columns), and cut a long inner dimension where its length suggests.
-Here there are never fewer rows or columns, and the inner dimension is cut every 192 positions, whoever asks. Other
-places that multiply keep to `MIN_ROWS` too.
+`patches/attention.py` lets mlx-lm's models call it. On a CPU a product's result can depend on its shape: BLAS libraries
+take other kernels for fewer than four rows (MKL 2026.2 on an AMD EPYC: also for fewer than twelve columns), and split a
+long inner dimension where its length suggests. Here there are never fewer rows or columns, and the inner dimension is
+split every 192 positions for every caller. Other products keep to `MIN_ROWS` too.
 
 Axes: B rows, H key-value heads, R query heads per key-value head, T queries, L positions, D head size.
 """
 
-import sys
-from typing import Any
-
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models import base as mlx_lm_base
 
 from parallm.model.exponentials import softmax
 
 MIN_ROWS = 4
 MIN_COLUMNS = 16
 KEY_BLOCK = 192
-
-_mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
-
-
-class OwnCache:
-    """Marks the caches whose attention is computed here."""
-
-    def attend(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        *,
-        scale: float,
-        mask: Any,
-        sinks: mx.array | None,
-    ) -> mx.array:
-        """What a layer with this cache computes; `mask` is what the cache's own `make_mask` gave."""
-        return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-
-
-def install_attention(model: nn.Module) -> None:
-    """Let the modules that define `model`'s layers call `_dispatch`. Changes mlx-lm's modules; safe to repeat."""
-    for name in {type(module).__module__ for module in model.modules()}:
-        if getattr(sys.modules[name], "scaled_dot_product_attention", None) is _mlx_lm_attention:
-            sys.modules[name].scaled_dot_product_attention = _dispatch  # type: ignore[attr-defined]
 
 
 def attention(
@@ -91,9 +57,9 @@ def at_least_rows(array: mx.array, axis: int) -> mx.array:
     return _at_least(array, axis, MIN_ROWS)
 
 
-def _at_least(array: mx.array, axis: int, least: int) -> mx.array:
-    size = array.shape[axis]
-    return array if size >= least else mx.concatenate([array] * -(-least // size), axis=axis)
+def _at_least(array: mx.array, axis: int, size: int) -> mx.array:
+    present = array.shape[axis]
+    return array if present >= size else mx.concatenate([array] * -(-size // present), axis=axis)
 
 
 def _masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
@@ -109,19 +75,3 @@ def _masked(scores: mx.array, mask: mx.array | str | None) -> mx.array:
         heads = scores.shape[1:3] if mask.shape[1] > 1 else (1, 1)
         grouped = mask.reshape(mask.shape[0], *heads, *mask.shape[2:])
     return mx.where(grouped, scores, -mx.inf) if grouped.dtype == mx.bool_ else scores + grouped
-
-
-def _dispatch(
-    queries: mx.array,
-    keys: Any,
-    values: Any,
-    cache: Any,
-    scale: float,
-    mask: Any,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Stands in for mlx-lm's function of the same signature."""
-    if isinstance(cache, OwnCache):
-        return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
-    result: mx.array = _mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
-    return result

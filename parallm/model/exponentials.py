@@ -33,30 +33,30 @@ def is_slow(x: mx.array) -> bool:
 
 def clipped_exp(x: mx.array) -> mx.array:
     """exp; where `is_slow`, 0 from -88 down, and above 88 that of 88."""
-    found: mx.array = _exp(x) if is_slow(x) else mx.exp(x)
-    return found
+    result: mx.array = _exp(x) if is_slow(x) else mx.exp(x)
+    return result
 
 
 def sigmoid(x: mx.array) -> mx.array:
     """1 / (1 + exp(-x))."""
-    found: mx.array = _sigmoid(x) if is_slow(x) else mx.sigmoid(x)
-    return found
+    result: mx.array = _sigmoid(x) if is_slow(x) else mx.sigmoid(x)
+    return result
 
 
 def softmax(x: mx.array) -> mx.array:
-    """Along the last axis."""
-    found: mx.array = _softmax(x) if is_slow(x) else mx.softmax(x, axis=-1)
-    return found
+    """Softmax along the last axis."""
+    result: mx.array = _softmax(x) if is_slow(x) else mx.softmax(x, axis=-1)
+    return result
 
 
 @mx.custom_function  # type: ignore[untyped-decorator]
 def _exp(x: mx.array) -> mx.array:
     clipped = mx.clip(x, -MAX_EXPONENT, MAX_EXPONENT)
     rounded = _rounded(clipped)
-    rest = _rest(clipped, rounded)
+    remainder = _remainder(clipped, rounded)
     # 2**n, n in the lowest bits: these become the exponent; -127 gives 0
     power = (rounded.view(mx.int32) << MANTISSA_BITS).view(mx.float32)
-    return _completed(rest, _upper_part(rest)) * power
+    return _completed(remainder, _upper_part(remainder)) * power
 
 
 @_exp.vjp  # type: ignore[untyped-decorator]
@@ -95,24 +95,24 @@ def _rounded(x: mx.array) -> mx.array:
 
 
 @partial(mx.compile, shapeless=True)
-def _rest(x: mx.array, rounded: mx.array) -> mx.array:
+def _remainder(x: mx.array, rounded: mx.array) -> mx.array:
     """x less the nearest multiple of ln 2."""
     power = rounded - ROUNDING
     return x - power * LN2_HIGH - power * LN2_LOW
 
 
 @partial(mx.compile, shapeless=True)
-def _upper_part(rest: mx.array) -> mx.array:
+def _upper_part(remainder: mx.array) -> mx.array:
     first, second, third, fourth, *_ = COEFFICIENTS
-    square = rest * rest
-    return (rest * third + fourth + square * (rest * first + second)) * square
+    square = remainder * remainder
+    return (remainder * third + fourth + square * (remainder * first + second)) * square
 
 
 @partial(mx.compile, shapeless=True)
-def _completed(rest: mx.array, upper_part: mx.array) -> mx.array:
-    """exp of `rest`."""
+def _completed(remainder: mx.array, upper_part: mx.array) -> mx.array:
+    """exp of `remainder`."""
     *_, fifth, sixth = COEFFICIENTS
-    return rest * rest * (rest * fifth + sixth + upper_part) + (rest + 1.0)
+    return remainder * remainder * (remainder * fifth + sixth + upper_part) + (remainder + 1.0)
 
 
 @partial(mx.compile, shapeless=True)

@@ -1,4 +1,8 @@
-"""Path or hub id -> SharedModel, through mlx-lm. Call it on the device thread: the arrays are evaluated there."""
+"""Path or hub id -> `SharedModel`, through mlx-lm, and every way in which a model folder can be broken.
+
+`load_shared_model` runs on the device thread: the arrays are evaluated there. Code that a folder brings along runs with
+the rights of the process, and only where `model.trust_remote_code` asks for it.
+"""
 
 import hashlib
 import json
@@ -24,60 +28,22 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _download, load_model, load_tokenizer
 
 from parallm.errors import ModelError
-from parallm.model.attention import install_attention
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.lora.merged import merge_linears
-from parallm.model.lora.single import LoraContext
+from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
+from parallm.model.patches.attention import install_attention
 from parallm.model.patches.rotary import install_rotary
 from parallm.model.patches.swiglu import install_swiglu
+from parallm.model.patches.trunk import find_trunk
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
-from parallm.model.shared_model import SharedModel, can_batch, find_trunk
-
-KEY = "model.trust_remote_code"
-
-
-def own_class(folder: Path) -> str | None:
-    """Return the file with the model's own class, which mlx-lm would run in place of a class that it knows."""
-    config = json.loads((folder / "config.json").read_text())
-    name = config.get("model_file") if isinstance(config, dict) else None
-    return None if name is None else str(name)
-
-
-def refuse_code(folder: Path, path: str) -> None:
-    """Raise ModelError for a model that cannot be loaded without code of its own."""
-    name = own_class(folder)
-    if name is not None:
-        raise ModelError(f"model.path={path}: {folder} {way_out(name)}")
-
-
-def way_out(name: str) -> str:
-    """Return the end of an error about a folder whose code `name` does not run."""
-    return f"brings code of its own ({name}), which is not run; read it, then set {KEY}=true to run it with your rights"
-
-
-NUM_VALUES = 16  # of each array
-
-
-def fingerprint(base: nn.Module) -> str:
-    """SHA-256 over names, shapes, types and a few values of the arrays of a model."""
-    arrays = dict(tree_flatten(base.parameters()))
-    values = {
-        name: array.reshape(-1)[:: max(1, array.size // NUM_VALUES)].astype(mx.float32)
-        for name, array in arrays.items()
-    }
-    mx.eval(values)
-    digest = hashlib.sha256()
-    for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.shape} {array.dtype} {values[name].tolist()}".encode())
-    return digest.hexdigest()
-
+from parallm.model.shared_model import SharedModel, can_batch
 
 logger = logging.getLogger(__name__)
 
 NANO = Path(__file__).parent / "nano"
+FINGERPRINT_VALUES = 16  # of each array
 MAX_REASON = 500  # characters of an error of the libraries, which may list every tensor
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
 UNBOUNDED = sys.maxsize
@@ -100,7 +66,7 @@ def load_shared_model(settings: ModelSettings) -> SharedModel:
 def share_model(
     base: nn.Module, config: Mapping[str, Any], tokenizer: ChatTokenizer, settings: ModelSettings
 ) -> SharedModel:
-    """Freeze and evaluate a model of mlx-lm, and put LoRA sites on it. `config` is that of its config.json.
+    """Freeze and evaluate a model of mlx-lm, and make its linear layers LoRA targets. `config` is its config.json.
 
     Raises AdapterError for targets that the model does not have, ModelError for a way to keep quantized weights of a
     model that has none, and for a model that cannot compute on this device.
@@ -136,7 +102,6 @@ def share_model(
         joined=(),
         groups=(),
         is_batch_invariant=can_batch(base, model_type),
-        trusts_code=settings.trust_remote_code,
     )
     try:
         return _with_joined(_checked_split(model, model_type))
@@ -144,6 +109,20 @@ def share_model(
         raise ModelError(
             f"model.path={settings.path}: {model_type} cannot compute a first token here: {_reason(error)}"
         ) from error
+
+
+def fingerprint(base: nn.Module) -> str:
+    """SHA-256 over names, shapes, types and a few values of a model's arrays; it tells one base from another."""
+    arrays = dict(tree_flatten(base.parameters()))
+    values = {
+        name: array.reshape(-1)[:: max(1, array.size // FINGERPRINT_VALUES)].astype(mx.float32)
+        for name, array in arrays.items()
+    }
+    mx.eval(values)
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.shape} {array.dtype} {values[name].tolist()}".encode())
+    return digest.hexdigest()
 
 
 def check_local(path: str) -> None:
@@ -189,17 +168,18 @@ def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Mod
     `trusted` lets the folder's own code run.
     """
     _check_complete(folder, path)
-    if not trusted:
-        refuse_code(folder, path)
+    own_class = _own_class(folder)
+    if own_class is not None and not trusted:
+        raise ModelError(f"model.path={path}: {folder} {_way_out(own_class)}")
     try:
         return load_model(folder, lazy=True, trust_remote_code=trusted)
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, AttributeError) as error:
         # mlx-lm reports unknown architectures, missing tensors and broken files through all of these
         raise ModelError(f"model.path={path}: {folder} cannot be loaded: {_reason(error)}") from error
     except Exception as error:
-        if own_class(folder) is None:
+        if own_class is None:
             raise
-        raise ModelError(f"model.path={path}: {folder}/{own_class(folder)} fails: {_reason(error)}") from error
+        raise ModelError(f"model.path={path}: {folder}/{own_class} fails: {_reason(error)}") from error
 
 
 def read_model_type(path: str) -> str:
@@ -207,6 +187,21 @@ def read_model_type(path: str) -> str:
     folder = find_folder(path)
     _check_complete(folder, path)
     return _model_type(json.loads((folder / "config.json").read_text()))
+
+
+def _own_class(folder: Path) -> str | None:
+    """The file with the model's own class, which mlx-lm would run in place of a class that it knows."""
+    config = json.loads((folder / "config.json").read_text())
+    name = config.get("model_file") if isinstance(config, dict) else None
+    return None if name is None else str(name)
+
+
+def _way_out(name: str) -> str:
+    """The end of an error about a folder whose code `name` does not run."""
+    return (
+        f"brings code of its own ({name}), which is not run; read it, then set model.trust_remote_code=true to run it "
+        "with your rights"
+    )
 
 
 def _check_complete(folder: Path, path: str) -> None:
@@ -231,7 +226,7 @@ def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> C
         return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=_as_list(config.get("eos_token_id"))))
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         if not trusted and "trust_remote_code" in str(error):
-            raise ModelError(f"{folder}: the tokenizer {way_out('auto_map in its configuration')}") from error
+            raise ModelError(f"{folder}: the tokenizer {_way_out('auto_map in its configuration')}") from error
         reason = _reason(error)
         if not (folder / "tokenizer.json").is_file():  # what transformers says then is about packages
             reason = f"there is no tokenizer.json; copy or download it again ({reason})"
@@ -241,7 +236,7 @@ def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> C
 def _freeze(base: nn.Module, path: str, model_type: str) -> None:
     try:
         base.freeze()
-    except AttributeError as error:  # of a class that never calls the constructor of nn.Module
+    except AttributeError as error:  # a class that never calls the constructor of nn.Module
         raise ModelError(
             f"model.path={path}: mlx-lm's class of {model_type} cannot be frozen ({_reason(error)}), so no adapter can "
             "be trained beside it; choose a base of another architecture"
@@ -250,7 +245,7 @@ def _freeze(base: nn.Module, path: str, model_type: str) -> None:
 
 
 def _with_joined(model: SharedModel) -> SharedModel:
-    """`model` with the groups of sites that a forward calls with one input; nothing is computed to find them."""
+    """`model` with the groups of targets that a forward calls with one input; nothing is computed to find them."""
     recorder = InputRecorder()
     model.hidden(mx.array([[0, 1, 2, 3]]), model.make_cache(), recorder)
     joined = recorder.groups()
@@ -277,14 +272,14 @@ def _splits_exactly(model: SharedModel, tokens_1T: mx.array, whole_TV: mx.array)
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
-    """Positions that the model knows: those it was trained for, times what its rotary scaling stretches them by."""
-    known = next((int(config[key]) for key in CONTEXT_KEYS if config.get(key)), UNBOUNDED)
+    """Positions that the model can use: those it was trained for, times the factor of its rotary scaling."""
+    positions = next((int(config[key]) for key in CONTEXT_KEYS if config.get(key)), UNBOUNDED)
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if known == UNBOUNDED or kind in ROPE_WITHIN:
-        return known
-    trained = int(scaling.get("original_max_position_embeddings") or known)
-    return max(known, int(trained * float(scaling.get("factor") or 1)))
+    if positions == UNBOUNDED or kind in ROPE_WITHIN:
+        return positions
+    trained = int(scaling.get("original_max_position_embeddings") or positions)
+    return max(positions, int(trained * float(scaling.get("factor") or 1)))
 
 
 def _model_type(config: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The one place where logits become log-probabilities: engine and learner both call it, so they cannot differ.
+"""Logits -> log-probabilities, for engine and learner alike, so that they cannot differ.
 
 Axes: N tokens, V vocabulary. All of it is float32, after temperature.
 """
@@ -14,18 +14,18 @@ MIN_FLOAT = float(mx.finfo(mx.float32).min)
 
 @dataclass(frozen=True, slots=True)
 class Softmax:
-    """The softmax of each row, in parts: everything that is asked of it shares one pass of exponentials."""
+    """The softmax of each row, in parts: log-probs, probabilities and entropies share one pass of exponentials."""
 
     scaled_NV: mx.array
     """Logits after temperature."""
     exponentials_NV: mx.array
     """exp(scaled - the row's largest)."""
     sums_N: mx.array
-    """Of the exponentials."""
+    """Sums of the exponentials."""
     logsumexp_N: mx.array
 
     def of_rows(self, rows_R: mx.array) -> "Softmax":
-        """Those of some rows, (R,) indices."""
+        """The softmax of some rows, (R,) indices."""
         return Softmax(
             *(array[rows_R] for array in (self.scaled_NV, self.exponentials_NV, self.sums_N, self.logsumexp_N))
         )

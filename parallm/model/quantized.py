@@ -1,4 +1,4 @@
-"""A quantized base: kept packed, as it is stored, or unpacked into the model's floating type when it is loaded.
+"""How the base's weights are kept: their floating type, and whether quantized ones stay packed. Called by `load.py`.
 
 MLX multiplies by packed weights on GPUs. Its product for CPUs unpacks them anew for every row: 64 rows take about 30
 times as long as unpacked weights and a BLAS do. So on a CPU weights are unpacked first, all of them once where memory
@@ -21,6 +21,11 @@ from mlx_lm.utils import dequantize_model
 from parallm.device.memory import free_memory
 from parallm.errors import ModelError
 
+UNPACKED_SHARE = 0.5
+"""Share of the free memory that unpacked weights may take with `auto`."""
+
+Storage = Literal["auto", "packed", "unpacked"]
+
 
 def cast(base: nn.Module, dtype: mx.Dtype) -> None:
     """Cast the floating arrays of `base`, except those that mlx-lm never casts. Evaluates nothing.
@@ -28,7 +33,7 @@ def cast(base: nn.Module, dtype: mx.Dtype) -> None:
     These are named by the model's `cast_predicate`, such as A_log of gated delta layers and the correction biases of
     routers. In fewer bits they give other log-probs and choose other experts than mlx-lm's own forward.
     """
-    is_cast = _cast_predicate(base)
+    is_cast: Callable[[str], bool] = getattr(base, "cast_predicate", lambda _: True)
 
     def changed(name: str, array: mx.array) -> mx.array:
         return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) and is_cast(name) else array
@@ -45,45 +50,35 @@ def stored_dtype(base: nn.Module) -> mx.Dtype:
     return sizes.most_common(1)[0][0]
 
 
-def choose_dtype(wanted: str, base: nn.Module) -> mx.Dtype:
+def choose_dtype(name: str, base: nn.Module) -> mx.Dtype:
     """The type that `model.dtype` asks for; `auto` is float32 on a CPU and the stored type elsewhere."""
-    if wanted != "auto":
-        return getattr(mx, wanted)  # the settings allow only names of dtypes
+    if name != "auto":
+        return getattr(mx, name)  # the settings allow only names of dtypes
     # bfloat16 products run at 7 GFLOP/s on a CPU, float32 ones at 200
-    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else stored_dtype(base)
+    return mx.float32 if _on_cpu() else stored_dtype(base)
 
 
-def _cast_predicate(base: nn.Module) -> Callable[[str], bool]:
-    return getattr(base, "cast_predicate", lambda _: True)
+def arrange_quantized(base: nn.Module, storage: Storage, dtype: mx.Dtype) -> None:
+    """Keep the quantized layers of `base` as `storage` says. Changes `base`; evaluates nothing.
 
-
-UNPACKED_SHARE = 0.5
-"""Of the free memory: what unpacked weights may take where nobody has chosen."""
-
-Choice = Literal["auto", "packed", "unpacked"]
-
-
-def arrange_quantized(base: nn.Module, choice: Choice, dtype: mx.Dtype) -> None:
-    """Keep the quantized layers of `base` as `choice` says. Changes `base`; evaluates nothing.
-
-    Raises ModelError for a choice other than `auto` where nothing is quantized.
+    Raises ModelError for another choice than `auto` where nothing is quantized.
     """
-    if choice != "auto" and not unpacked_bytes(base, dtype):
-        raise ModelError(f"model.quantized={choice}: no layer of this model is quantized; leave the setting out")
-    if _unpacks(base, choice, dtype):
+    if storage != "auto" and not unpacked_bytes(base, dtype):
+        raise ModelError(f"model.quantized={storage}: no layer of this model is quantized; leave the setting out")
+    if _unpacks(base, storage, dtype):
         dequantize_model(base)
         cast(base, dtype)  # formats whose scales are no floats are unpacked into bfloat16
     elif _on_cpu():
-        own = [(name, _unpacking(module)) for name, module in base.named_modules() if type(module) in UNPACKING]
-        base.update_modules(tree_unflatten(own))
+        layers = [(name, _unpacking(module)) for name, module in base.named_modules() if type(module) in UNPACKING]
+        base.update_modules(tree_unflatten(layers))
 
 
-def check_experts(base: nn.Module, choice: Choice, dtype: mx.Dtype, model_type: str) -> None:
+def check_experts(base: nn.Module, storage: Storage, dtype: mx.Dtype, model_type: str) -> None:
     """Raise ModelError for a mixture whose experts MLX cannot multiply in `dtype` here. Evaluates nothing."""
     if dtype == mx.float32 or not _on_cpu():
         return
-    kinds = (SwitchLinear, QuantizedSwitchLinear) if _unpacks(base, choice, dtype) else SwitchLinear
-    if any(isinstance(module, kinds) for module in base.modules()):
+    refused = (SwitchLinear, QuantizedSwitchLinear) if _unpacks(base, storage, dtype) else SwitchLinear
+    if any(isinstance(module, refused) for module in base.modules()):
         name = str(dtype).removeprefix("mlx.core.")
         raise ModelError(
             f"model.dtype={name}: {model_type} has experts, which MLX multiplies only in float32 on a CPU; "
@@ -92,7 +87,7 @@ def check_experts(base: nn.Module, choice: Choice, dtype: mx.Dtype, model_type: 
 
 
 def unpacked_bytes(base: nn.Module, dtype: mx.Dtype) -> int:
-    """What the weights of the quantized layers take once they are unpacked."""
+    """Size of the unpacked weights of the quantized layers."""
     packed = (nn.QuantizedLinear, nn.QuantizedEmbedding, QuantizedSwitchLinear)
     layers = [module for module in base.modules() if isinstance(module, packed)]
     return sum(layer.weight.size * 32 // layer.bits for layer in layers) * dtype.size
@@ -124,10 +119,10 @@ UNPACKING: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def _unpacks(base: nn.Module, choice: Choice, dtype: mx.Dtype) -> bool:
+def _unpacks(base: nn.Module, storage: Storage, dtype: mx.Dtype) -> bool:
     """Whether the weights of quantized layers are written out; true also where there are none to keep packed."""
     fits = unpacked_bytes(base, dtype) <= UNPACKED_SHARE * free_memory()
-    return choice == "unpacked" or (choice == "auto" and _on_cpu() and fits)
+    return storage == "unpacked" or (storage == "auto" and _on_cpu() and fits)
 
 
 def _on_cpu() -> bool:
@@ -142,7 +137,7 @@ def _unpacking(layer: nn.Module) -> nn.Module:
 
 
 def _product(layer: nn.Module, x: mx.array) -> mx.array:
-    """What a plain linear layer with the unpacked weights gives for `x` (..., inputs)."""
+    """The output of a plain linear layer with the unpacked weights for `x` (..., inputs)."""
 
     @mx.custom_function  # type: ignore[untyped-decorator]
     def forward(x: mx.array) -> mx.array:

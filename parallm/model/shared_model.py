@@ -1,7 +1,7 @@
-"""The frozen base with its LoRA sites: one copy of the weights for serving and learning.
+"""The frozen base with its LoRA targets: one copy of the weights for serving and learning.
 
-The forward is split in two, trunk (tokens -> hidden states) and head (hidden states -> logits), so that nobody has to
-hold logits of more tokens than needed. Everything here runs on the device thread.
+The forward is split in two, trunk (tokens -> hidden states) and head (hidden states -> logits), so that no more logits
+are held than needed. Everything here runs on the device thread.
 
 Axes: B rows, T tokens, H hidden, N tokens of any rows, V vocabulary.
 """
@@ -15,12 +15,12 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from parallm.model.attention import OwnCache, at_least_rows
+from parallm.model.attention import at_least_rows
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.lora.single import LoraBinding, LoraContext
-
-TRUNK_NAMES = ("model", "transformer", "backbone")
+from parallm.model.lora.linear import LoraBinding, LoraContext
+from parallm.model.patches.attention import OwnCache
+from parallm.model.patches.trunk import Replay
 
 
 class PlainCache(KVCache, OwnCache):
@@ -29,19 +29,19 @@ class PlainCache(KVCache, OwnCache):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedModel:
-    """Frozen base arrays, tokenizer and LoRA sites. Built by `model.load`, changed by nobody."""
+    """Frozen base arrays, tokenizer and LoRA targets. Built by `load.py`, never changed."""
 
     name: str
     model_type: str
-    """Of config.json: the architecture."""
+    """The architecture, by config.json."""
     base: nn.Module
     dtype: mx.Dtype
-    """The floating type of the base, in which it computes; see `precision.cast` for the few arrays of another one."""
+    """The floating type of the base, in which it computes; see `quantized.cast` for the few arrays of another one."""
     sha256: str
-    """The base's fingerprint; see `fingerprint.py`."""
+    """The base's fingerprint; see `load.fingerprint`."""
     lora_context: LoraContext
     targets: Mapping[str, tuple[int, int]]
-    """LoRA site -> (inputs, outputs)."""
+    """LoRA target -> (inputs, outputs)."""
     tokenizer: ChatTokenizer
     vocabulary_size: int
     max_context: int
@@ -49,31 +49,34 @@ class SharedModel:
     """The module whose attribute `trunk_name` maps tokens to hidden states; None: the model cannot be split."""
     trunk_name: str
     joined: tuple[tuple[str, ...], ...]
-    """Sites that are called with the same input."""
+    """Targets that are called with the same input."""
     groups: tuple[tuple[str, ...], ...]
-    """Sites whose outputs are computed at once, with MLX's CUDA build; see `MergedLinear`."""
+    """Targets whose outputs are computed at once, with MLX's CUDA build; see `MergedLinear`."""
     is_batch_invariant: bool
     """Whether rows of different lengths can share one forward; see `can_batch`."""
-    trusts_code: bool = False
-    """Whether code that came with the model, or with a draft model beside it, may run."""
+
+    @property
+    def trunk(self) -> nn.Module:
+        """The trunk, or the base where it cannot be split."""
+        trunk: nn.Module = self.base if self.trunk_owner is None else getattr(self.trunk_owner, self.trunk_name)
+        return trunk
 
     def hidden(self, tokens_BT: mx.array, cache: Sequence[Any] | None, lora: LoraBinding | None) -> mx.array:
         """Hidden states (B, T, H) before the head; `cache` is written as mlx-lm's models do.
 
         A model that cannot be split gives its logits here, and `head` passes them on.
         """
-        trunk = self.base if self.trunk_owner is None else getattr(self.trunk_owner, self.trunk_name)
         with self.lora_context.applied(lora):
-            hidden: mx.array = trunk(tokens_BT, cache=cache)
+            hidden: mx.array = self.trunk(tokens_BT, cache=cache)
         return hidden
 
     def head(self, hidden_NH: mx.array) -> mx.array:
         """Logits (N, V) in the model's dtype, final scaling and soft-capping of the architecture included."""
         if self.trunk_owner is None:
             return hidden_NH
-        trunk = getattr(self.trunk_owner, self.trunk_name)
+        trunk = self.trunk
         padded = hidden_NH if on_cuda() else at_least_rows(hidden_NH, axis=0)
-        setattr(self.trunk_owner, self.trunk_name, _Replay(trunk, padded[None]))
+        setattr(self.trunk_owner, self.trunk_name, Replay(trunk, padded[None]))
         try:
             logits: mx.array = self.base(mx.zeros((1, padded.shape[0]), mx.int32))
         finally:
@@ -94,19 +97,6 @@ class SharedModel:
         return sum(array.nbytes for _, array in tree_flatten(self.base.parameters()))
 
 
-def find_trunk(base: nn.Module) -> tuple[nn.Module | None, str]:
-    """The owner and name of the part of an mlx-lm model that maps tokens to hidden states.
-
-    mlx-lm's models call `self.model(inputs, cache)` (or transformer, backbone; multimodal ones under language_model)
-    and then the head. Whether the split reproduces the whole forward is checked when the model is loaded.
-    """
-    owner = getattr(base, "language_model", base)
-    for name in TRUNK_NAMES:
-        if isinstance(getattr(owner, name, None), nn.Module):
-            return owner, name
-    return None, ""
-
-
 def can_batch(base: nn.Module, model_type: str) -> bool:
     """Whether rows of different lengths give the same numbers together as alone.
 
@@ -120,17 +110,3 @@ def can_batch(base: nn.Module, model_type: str) -> bool:
 ONE_ROW_MODELS = frozenset({"gpt_bigcode", "afm7", "longcat_flash_ngram", "llama4", "gemma2", "phi3small"})
 """Model types of mlx-lm that use plain caches and still need one common offset (gpt_bigcode, llama4), take no mask per
 row (gemma2 and phi3small, whose grouped scores have five axes), or differ when batched."""
-
-
-class _Replay:
-    """Stands in for the trunk while the head runs: gives the hidden states that are already known."""
-
-    def __init__(self, trunk: nn.Module, hidden_BTH: mx.array) -> None:
-        self._trunk = trunk
-        self._hidden_BTH = hidden_BTH
-
-    def __call__(self, *_: Any, **__: Any) -> mx.array:
-        return self._hidden_BTH
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trunk, name)

@@ -1,14 +1,20 @@
-"""The trainer of one policy of a run: its parts wired to each other, and the checkpoint that it goes on from."""
+"""Builds the trainer of one policy: wires its parts, then restores its newest checkpoint.
+
+`run/train.py` calls it for each policy as soon as the model is loaded.
+"""
 
 import dataclasses
 import logging
+from contextlib import AsyncExitStack
 from functools import partial
 
 from parallm.checkpoint.manager import CheckpointManager
-from parallm.checkpoint.state import RunFacts
+from parallm.checkpoint.state import RunFacts, TrainingState
+from parallm.config.run_folder import TRAJECTORIES
 from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys
 from parallm.config.schema import RunConfig
 from parallm.errors import CheckpointError, ConfigError
+from parallm.integrations.atropos.api import Registration
 from parallm.integrations.atropos.intake import Rescorer
 from parallm.integrations.atropos.scored_group import Limits
 from parallm.integrations.atropos.source import AtroposSource
@@ -19,8 +25,11 @@ from parallm.model.adapters.names import of_alias
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
+from parallm.rollout.live.source import LiveSource
 from parallm.rollout.problems import Stream, make_stream
-from parallm.run.policy_runs import PolicyRun
+from parallm.rollout.reward_model import RewardModel
+from parallm.rollout.scoring import MAX_REWARD
+from parallm.run.policy_runs import PolicyRun, PolicySpec
 from parallm.run.runtime import Runtime, on_device
 from parallm.run.training_data import TrainingData
 from parallm.trainer.context import TrainerContext
@@ -35,165 +44,121 @@ from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_l
 from parallm.trainer.trainer import Trainer
 from parallm.types import LATEST
 
-
-async def resume(run: PolicyRun, runtime: Runtime, parts: TrainerContext, trainer: Loop) -> None:
-    """Go on after the newest checkpoint, if there is one, with what clients have sent, and say so."""
-    config, texts = run.config, []
-    load = partial(parts.checkpoints.load, config.checkpoint.resume, parts.fingerprint, parts.facts)
-    state = await on_device(runtime.device, load)
-    if config.checkpoint.resume == "auto":
-        run.recorder.go_on_after(0 if state is None else state.step)
-    if state is not None:
-        await on_device(runtime.device, partial(restore, parts, state, serve=config.trainer.publish_if == "always"))
-        trainer.resume(state)
-        texts.append(f"resumed after step {state.step}, version {state.version}")
-    run.resumed_version = parts.learner.adapter.version
-    await _renumber(run, runtime, parts, trainer)
-    if run.traffic is not None:
-        step, now = 0 if state is None else state.step, parts.learner.adapter.version
-        texts.append(run.traffic.resume(step, version=run.resumed_version, now=now))
-    if text := "; ".join(filter(None, texts)):
-        parts.display.message(text)
-    if state is not None and state.facts is not None and (changes := parts.facts.changes(state.facts)):
-        parts.display.message(f"other values than in the run that is gone on with: {', '.join(changes)}")
-
-
-async def _renumber(run: PolicyRun, runtime: Runtime, parts: TrainerContext, trainer: Loop) -> None:
-    """Where operators have named versions that no checkpoint holds the trainer goes on with numbers above those."""
-    pinned, learner = runtime.kept.state.pinned(run.name), parts.learner
-    if isinstance(learner, Learner) and pinned > learner.adapter.version:
-        trainer.renumbered(await on_device(runtime.device, partial(learner.renumber, pinned + 1)))
-
-
 logger = logging.getLogger(__name__)
 
 
-async def make_trainer(run: PolicyRun, runtime: Runtime, training_data: TrainingData) -> Loop:
-    """A trainer that goes on where its checkpoints end."""
-    config, parts = run.config, await _make_parts(run, runtime, training_data)
-    per_step, save_every = config.rollout.problems_per_step, config.checkpoint.every
+async def build_policy_run(
+    spec: PolicySpec, runtime: Runtime, data: TrainingData, sources: AsyncExitStack
+) -> PolicyRun:
+    """Build a trainer that continues after its newest checkpoint. `sources` closes where its trajectories come from.
+
+    Raises ConfigError, CheckpointError.
+    """
+    config, save_every = spec.config, spec.config.checkpoint.every
+    rollout, settings = config.rollout, config.trainer
+    reward_model = await open_reward_model(
+        rollout.reward_model, config.learner, runtime.device, runtime.model, runtime.streams
+    )
+    context = await _trainer_context(spec, runtime, data, reward_model)
+    live: LiveSource | None = None
+    atropos: AtroposSource | None = None
     trainer: Loop
-    if training_data.pairs is not None:
-        make = partial(
-            reward_model_context, parts, training_data.pairs, config.learner, config.trainer, start=runtime.start
-        )
-        make = partial(make, model=runtime.model, streams=runtime.streams, seed=config.seed)
-        parts = await on_device(runtime.device, make)
-        given = tokenize_pairs(training_data.pairs.train, runtime.model, per_step=per_step, seed=config.seed)
-        parts = _drawing_from(parts, given.stream)
-        trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
-    elif training_data.demonstrations is not None:
-        held_out = training_data.demonstrations.held_out[: config.trainer.evaluate_problems]
-        parts = add_held_out_loss(parts, held_out, runtime.model)
-        given = tokenize_demonstrations(
-            training_data.demonstrations.train, runtime.model, per_step=per_step, seed=config.seed
-        )
-        parts = _drawing_from(parts, given.stream)
-        trainer = SupervisedTrainer(parts, given, config.trainer, save_every=save_every)
-    elif run.traffic is not None:
-        trainer = ClientTrainer(parts, run.traffic, config.trainer, config.rollout, save_every=save_every)
-    elif run.atropos is not None:
-        trainer = LiveTrainer(parts, run.atropos, config.trainer, config.rollout, save_every=save_every)
+    if data.pairs is not None or data.demonstrations is not None:
+        context, trainer = await _supervised(context, config, runtime, data)
+    elif rollout.source == "live":
+        min_reward = 0.0 if resolve_objective(config.learner).advantage == "max_rl" else -MAX_REWARD
+        live = LiveSource(rollout, spec.folder / TRAJECTORIES, min_reward=min_reward)
+        sources.push_async_callback(live.close)
+        trainer = ClientTrainer(context, live, settings, rollout, save_every=save_every)
+    elif rollout.source == "atropos":
+        _check_atropos_context(config, runtime)
+        atropos = AtroposSource(rollout, spec.folder, lambda: _registration(spec, trainer))
+        sources.push_async_callback(atropos.close)
+        trainer = LiveTrainer(context, atropos, settings, rollout, save_every=save_every)
     else:
-        parts = _drawing_from(parts, parts.collector.stream)
-        trainer = Trainer(parts, config.trainer, config.rollout, save_every=save_every)
-    run.adapters = parts.adapters
-    await resume(run, runtime, parts, trainer)
-    if run.traffic is not None:
-        scores = environment_scoring_functions(config.environment.name, training_data.environment)
-        run.traffic.connect(partial(runtime.model.tokenizer.decode, special=True), scores)
-    if training_data.pairs is None and training_data.demonstrations is None:
-        run.given_updates = GivenUpdates(
+        context = _drawing_from(context, context.collector.stream)
+        trainer = Trainer(context, settings, rollout, save_every=save_every)
+    state, resumed_version = await _restore(spec, runtime, context, trainer)
+    _report_resumption(context, state, live, resumed_version)
+    if live is not None:
+        scores = environment_scoring_functions(config.environment.name, data.environment)
+        live.connect(partial(runtime.model.tokenizer.decode, special=True), scores)
+    given_updates = None
+    if data.pairs is None and data.demonstrations is None:
+        given_updates = GivenUpdates(
             trainer,
-            parts,
+            context,
             advantage=resolve_objective(config.learner).advantage,
-            max_off_policy_steps=config.trainer.max_off_policy_steps,
-            max_tokens=config.rollout.max_tokens,
+            max_off_policy_steps=settings.max_off_policy_steps,
+            max_tokens=rollout.max_tokens,
             num_token_ids=runtime.model.vocabulary_size,
         )
+    return PolicyRun(
+        spec=spec,
+        trainer=trainer,
+        adapters=context.adapters,
+        resumed_version=resumed_version,
+        version=context.learner.adapter.version,
+        reward_model=reward_model,
+        live=live,
+        atropos=atropos,
+        given_updates=given_updates,
+    )
+
+
+def connect_atropos(run: PolicyRun, runtime: Runtime) -> None:
+    """Let a source of Atropos register and ask for batches, once run-api is started."""
     if run.atropos is not None:
-        _connect(run.atropos, config, runtime, parts.policy, version=parts.learner.adapter.version)
-    return trainer
+        run.atropos.connect(
+            Limits(
+                max_tokens=run.spec.config.rollout.atropos.max_token_len,
+                num_token_ids=runtime.model.vocabulary_size,
+            ),
+            Rescorer(runtime.engine.generate_all, of_alias(LATEST, run.name)),
+            partial(runtime.model.tokenizer.decode, special=True),
+            run.version,
+        )
 
 
-async def leave_adapter(run: PolicyRun, runtime: Runtime) -> None:
+async def write_final_adapter(run: PolicyRun, runtime: Runtime) -> None:
     """Write the adapter that the run leaves into its folder, or say that there is none. Raises CheckpointError."""
     try:
-        kept = await _write_adapter(run, runtime)
+        adapter = await _write_adapter(run, runtime)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; the same adapter is in the last checkpoint") from error
-    if kept is None:
-        run.display.message("no update has moved the adapter, so the run leaves none")
+    if adapter is None:
+        run.spec.display.message("no update has moved the adapter, so the run leaves none")
 
 
 async def rescue_adapter(run: PolicyRun, runtime: Runtime) -> None:
-    """A disk that has no room for the last checkpoint may have some for the adapter alone."""
+    """Try to write the adapter alone, after the last checkpoint did not fit on the disk."""
     try:
-        kept = await _write_adapter(run, runtime)
+        adapter = await _write_adapter(run, runtime)
     except CheckpointError as error:
         logger.warning("%s", error)
         return
-    if kept is not None:
-        logger.warning("version %d is in %s; the state of its training is lost", kept.version, run.folder / "adapter")
+    if adapter is not None:
+        path = run.spec.folder / "adapter"
+        logger.warning("version %d is in %s; the state of its training is lost", adapter.version, path)
 
 
 async def _write_adapter(run: PolicyRun, runtime: Runtime) -> Adapter | None:
-    """Write the adapter that the run leaves for use elsewhere, if there is one."""
-    assert run.adapters is not None, "its trainer has run"
-    kept = final_adapter(run.adapters, run.name, run.config.trainer.keep_best)
-    if kept is not None:
-        await on_device(runtime.device, partial(write_adapter, kept, run.folder, runtime.model))
-    return kept
+    adapter = final_adapter(run.adapters, run.name, run.spec.config.trainer.keep_best)
+    if adapter is not None:
+        await on_device(runtime.device, partial(write_adapter, adapter, run.spec.folder, runtime.model))
+    return adapter
 
 
-def _connect(source: AtroposSource, config: RunConfig, runtime: Runtime, policy: str, *, version: int) -> None:
-    """Raises ConfigError for sequences that no model here could compute."""
-    longest = config.rollout.atropos.max_token_len
-    if longest > runtime.engine.max_context:
-        raise ConfigError(
-            f"rollout.atropos.max_token_len={longest} is more than the context of {runtime.engine.max_context} tokens "
-            "(engine.max_context); lower it"
-        )
-    source.connect(
-        Limits(max_tokens=longest, num_token_ids=runtime.model.vocabulary_size),
-        Rescorer(runtime.engine.generate_all, of_alias(LATEST, policy)),
-        partial(runtime.model.tokenizer.decode, special=True),
-        version,
-    )
-
-
-def _check_context(config: RunConfig, runtime: Runtime) -> None:
-    """Raise ConfigError for completions that leave no room for a prompt."""
-    longest = config.rollout.max_tokens
-    if longest >= runtime.engine.max_context:
-        raise ConfigError(
-            f"rollout.max_tokens={longest}: prompt and completion together have {runtime.engine.max_context} tokens "
-            f"(engine.max_context), and the model knows {runtime.model.max_context} positions; lower it"
-        )
-
-
-async def _make_parts(run: PolicyRun, runtime: Runtime, training_data: TrainingData) -> TrainerContext:
-    config = run.config
-    kind = kind_of(config)
-    if kind == "rollouts" or (kind != "reward_model" and training_data.splits.test):
+async def _trainer_context(
+    spec: PolicySpec, runtime: Runtime, data: TrainingData, reward_model: RewardModel | None
+) -> TrainerContext:
+    config, kind = spec.config, kind_of(spec.config)
+    if kind == "rollouts" or (kind != "reward_model" and data.splits.test):
         _check_context(config, runtime)
-    learner = await on_device(
-        runtime.device,
-        partial(
-            Learner,
-            runtime.model,
-            runtime.streams,
-            config.learner,
-            start=runtime.start,
-            total_steps=config.trainer.steps,
-            seed=config.seed,
-        ),
-    )
+    make_learner = partial(Learner, runtime.model, runtime.streams, config.learner, start=runtime.start)
+    make_learner = partial(make_learner, total_steps=config.trainer.steps, seed=config.seed)
+    learner = await on_device(runtime.device, make_learner)
     fingerprint = await on_device(runtime.device, partial(fingerprint_of, runtime.model, runtime.start))
-    reward_model = run.reward_model = await open_reward_model(
-        config.rollout.reward_model, config.learner, runtime.device, runtime.model, runtime.streams
-    )
-    checkpoints = CheckpointManager(run.folder, config.checkpoint)
     facts = RunFacts(
         kind=CHOICES[kind],
         seed=config.seed,
@@ -203,8 +168,8 @@ async def _make_parts(run: PolicyRun, runtime: Runtime, training_data: TrainingD
     collector = Collector(
         runtime.engine.generate_all,
         runtime.model.tokenizer,
-        training_data.environment,
-        make_stream(training_data.environment, training_data.splits.train, config.seed),
+        data.environment,
+        make_stream(data.environment, data.splits.train, config.seed),
         config.rollout,
         config.seed,
         reward_model,
@@ -212,8 +177,8 @@ async def _make_parts(run: PolicyRun, runtime: Runtime, training_data: TrainingD
     evaluator = Evaluator(
         generate_all=runtime.engine.generate_all,
         tokenizer=runtime.model.tokenizer,
-        environment=training_data.environment,
-        problems=training_data.splits.test,
+        environment=data.environment,
+        problems=data.splits.test,
         max_tokens=config.rollout.max_tokens,
         samples=evaluation_samples(config.trainer, config.seed),
         rollout=config.rollout,
@@ -225,14 +190,101 @@ async def _make_parts(run: PolicyRun, runtime: Runtime, training_data: TrainingD
         learner=learner,
         adapters=runtime.adapters,
         collector=collector,
-        evaluator=evaluator if training_data.splits.test else None,
-        checkpoints=checkpoints,
+        evaluator=evaluator if data.splits.test else None,
+        checkpoints=CheckpointManager(spec.folder, config.checkpoint),
         fingerprint=fingerprint,
         facts=facts,
-        recorder=run.recorder,
-        display=run.display,
+        recorder=spec.recorder,
+        display=spec.display,
     )
 
 
-def _drawing_from(parts: TrainerContext, stream: Stream) -> TrainerContext:
-    return dataclasses.replace(parts, facts=dataclasses.replace(parts.facts, problems=stream.digest))
+async def _supervised(
+    context: TrainerContext, config: RunConfig, runtime: Runtime, data: TrainingData
+) -> tuple[TrainerContext, Loop]:
+    """Return the trainer of demonstrations or pairs, and the context that it uses."""
+    per_step = config.rollout.problems_per_step
+    if data.pairs is not None:
+        make = partial(reward_model_context, context, data.pairs, config.learner, config.trainer, start=runtime.start)
+        make = partial(make, model=runtime.model, streams=runtime.streams, seed=config.seed)
+        context = await on_device(runtime.device, make)
+        given = tokenize_pairs(data.pairs.train, runtime.model, per_step=per_step, seed=config.seed)
+    else:
+        assert data.demonstrations is not None, "a supervised run has pairs or demonstrations"
+        held_out = data.demonstrations.held_out[: config.trainer.evaluate_problems]
+        context = add_held_out_loss(context, held_out, runtime.model)
+        train = data.demonstrations.train
+        given = tokenize_demonstrations(train, runtime.model, per_step=per_step, seed=config.seed)
+    context = _drawing_from(context, given.stream)
+    return context, SupervisedTrainer(context, given, config.trainer, save_every=config.checkpoint.every)
+
+
+def _drawing_from(context: TrainerContext, stream: Stream) -> TrainerContext:
+    return dataclasses.replace(context, facts=dataclasses.replace(context.facts, problems=stream.digest))
+
+
+async def _restore(
+    spec: PolicySpec, runtime: Runtime, context: TrainerContext, trainer: Loop
+) -> tuple[TrainingState | None, int]:
+    """Restore the newest checkpoint, if there is one. Return it, and the version that the trainer continues from."""
+    config = spec.config
+    load = partial(context.checkpoints.load, config.checkpoint.resume, context.fingerprint, context.facts)
+    state = await on_device(runtime.device, load)
+    if config.checkpoint.resume == "auto":
+        spec.recorder.go_on_after(0 if state is None else state.step)
+    if state is not None:
+        await on_device(runtime.device, partial(restore, context, state, serve=config.trainer.publish_if == "always"))
+        trainer.resume(state)
+    resumed_version = context.learner.adapter.version
+    # operators may have named versions that no checkpoint holds: their numbers must not be given again
+    pinned, learner = runtime.kept.state.pinned(spec.name), context.learner
+    if isinstance(learner, Learner) and pinned > resumed_version:
+        trainer.renumbered(await on_device(runtime.device, partial(learner.renumber, pinned + 1)))
+    return state, resumed_version
+
+
+def _report_resumption(
+    context: TrainerContext, state: TrainingState | None, live: LiveSource | None, resumed_version: int
+) -> None:
+    """Resume the trajectories of clients, and show what the run continues from."""
+    texts = [] if state is None else [f"resumed after step {state.step}, version {state.version}"]
+    if live is not None:
+        step, now = 0 if state is None else state.step, context.learner.adapter.version
+        texts.append(live.resume(step, version=resumed_version, now=now))
+    if text := "; ".join(filter(None, texts)):
+        context.display.message(text)
+    if state is not None and state.facts is not None and (changes := context.facts.changes(state.facts)):
+        context.display.message(f"other values than in the run that is gone on with: {', '.join(changes)}")
+
+
+def _check_context(config: RunConfig, runtime: Runtime) -> None:
+    """Raise ConfigError for completions that leave no room for a prompt."""
+    max_tokens = config.rollout.max_tokens
+    if max_tokens >= runtime.engine.max_context:
+        raise ConfigError(
+            f"rollout.max_tokens={max_tokens}: prompt and completion together have {runtime.engine.max_context} tokens "
+            f"(engine.max_context), and the model knows {runtime.model.max_context} positions; lower it"
+        )
+
+
+def _check_atropos_context(config: RunConfig, runtime: Runtime) -> None:
+    """Raise ConfigError for sequences that are longer than the context."""
+    max_tokens = config.rollout.atropos.max_token_len
+    if max_tokens > runtime.engine.max_context:
+        raise ConfigError(
+            f"rollout.atropos.max_token_len={max_tokens} is more than the context of "
+            f"{runtime.engine.max_context} tokens (engine.max_context); lower it"
+        )
+
+
+def _registration(spec: PolicySpec, trainer: Loop) -> Registration:
+    """Return what the API of an Atropos run needs to know of this run now."""
+    rollout = spec.config.rollout
+    return Registration(
+        batch_size=rollout.problems_per_step * rollout.group_size,
+        max_token_len=rollout.atropos.max_token_len,
+        checkpoint_dir=str(spec.folder.absolute()),
+        save_checkpoint_interval=spec.config.checkpoint.every,
+        starting_step=trainer.status.step,
+        num_steps=spec.config.trainer.steps,
+    )

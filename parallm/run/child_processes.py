@@ -1,4 +1,4 @@
-"""The processes that belong to runs on Atropos: run-api and environments, from before the first step to the last."""
+"""The child processes of runs on Atropos, run-api and environments, from before the first step to the last."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -11,43 +11,44 @@ from parallm.integrations.atropos.launcher import LaunchContext, Launcher
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.model.load import find_folder
 from parallm.run.policy_runs import PolicyRun
-from parallm.server.operation.http_server import HttpServer
 
 
 @asynccontextmanager
-async def child_processes(runs: Sequence[PolicyRun], server: HttpServer | None) -> AsyncIterator[None]:
-    """Start what the runs name, watch it meanwhile, and end it. Raises ConfigError for what cannot be started."""
+async def child_processes(runs: Sequence[PolicyRun], url: str | None) -> AsyncIterator[None]:
+    """Start the processes of the runs, supervise them, and end them. `url` is the server's, if there is one.
+
+    Raises ConfigError for a process that cannot be started.
+    """
     async with AsyncExitStack() as stack:
         for run in runs:
             if run.atropos is not None:
-                await stack.enter_async_context(_launched(run, run.atropos, server))
+                await stack.enter_async_context(_launched(run, run.atropos, url or ""))
         yield
 
 
 @asynccontextmanager
-async def _launched(run: PolicyRun, source: AtroposSource, server: HttpServer | None) -> AsyncIterator[None]:
-    settings = run.config.rollout.atropos
+async def _launched(run: PolicyRun, source: AtroposSource, url: str) -> AsyncIterator[None]:
+    settings = run.spec.config.rollout.atropos
     api = TrajectoryApi(settings)
-    told = _surroundings(run, server)
-    launcher = Launcher(settings.start, told, run.folder.absolute(), api=api, facts=source.facts)
+    context = _launch_context(run, url)
+    launcher = Launcher(settings.start, context, run.spec.folder.absolute(), api=api, facts=source.facts)
     source.explain = launcher.explain
-    watching: asyncio.Task[None] | None = None
+    supervision: asyncio.Task[None] | None = None
     try:
         await launcher.start()
-        watching = asyncio.create_task(launcher.run())
+        supervision = asyncio.create_task(launcher.run())
         yield
     finally:
-        if watching is not None:
-            watching.cancel()
+        if supervision is not None:
+            supervision.cancel()
             with suppress(asyncio.CancelledError):
-                await watching
+                await supervision
         await launcher.close()
         await api.close()
 
 
-def _surroundings(run: PolicyRun, server: HttpServer | None) -> LaunchContext:
-    rollout = run.config.rollout
-    url = "" if server is None else server.url
+def _launch_context(run: PolicyRun, url: str) -> LaunchContext:
+    config, rollout = run.spec.config, run.spec.config.rollout
     if rollout.atropos.start.environments and not url.startswith("http"):
         raise ConfigError(
             "rollout.atropos.start.environments: they ask this process for completions over HTTP; leave server.uds "
@@ -57,7 +58,7 @@ def _surroundings(run: PolicyRun, server: HttpServer | None) -> LaunchContext:
         api=rollout.atropos.url.rstrip("/"),
         server=url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:"),
         recipes=str(shipped("recipes")),
-        tokenizer=str(find_folder(run.config.model.path)),
+        tokenizer=str(find_folder(config.model.path)),
         model=run.name,
         sizes=Sizes(
             batch_size=rollout.problems_per_step * rollout.group_size, max_token_len=rollout.atropos.max_token_len

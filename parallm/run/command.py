@@ -1,12 +1,13 @@
-"""What all commands share: compose, check, load the BLAS, run, and turn errors into one line and an exit code."""
+"""The life of every command: compose, check, load BLAS and MLX, run, turn errors into one line and an exit code."""
 
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 try:
     import hydra
@@ -28,35 +29,40 @@ from parallm.config.run_folder import (
     CONFIG,
     LOG,
     RUNS_FOLDER,
-    alone_in,
     check_writable,
     folder_error,
+    locked_run_folder,
     remove_unused,
 )
-from parallm.config.schema import keys_elsewhere, known_keys, shipped, to_config
+from parallm.config.schema import COMMANDS, keys_elsewhere, known_keys, shipped, to_config
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
-from parallm.device.settings import DeviceSettings
+from parallm.device.settings import BlasSettings
 from parallm.errors import ConfigError, ParallmError
 from parallm.metrics.machine import describe_versions
 from parallm.metrics.sweep import Job, report_sweep
 
 
 class CommandConfig(Protocol):
-    """What every command's configuration has."""
+    """Keys of every command's configuration."""
 
     @property
     def log_level(self) -> LogLevel | None: ...
     @property
     def log_format(self) -> LogForm: ...
     @property
-    def device(self) -> DeviceSettings:
-        """Must be followed before MLX is loaded."""
+    def device(self) -> BlasSettings: ...
 
 
-Config = TypeVar("Config", bound=CommandConfig)
-Run = Callable[[Config, Path, BlasReport], int]
-"""Runs to the end in the given folder and returns an exit code."""
+Run = Callable[[Any, Path, BlasReport], int]
+"""Runs a configuration to its end in a folder and returns an exit code."""
+WIRING: Mapping[str, str] = {
+    "train": "parallm.run.train:run_training",
+    "serve": "parallm.run.serve:run_serving",
+    "evaluate": "parallm.run.evaluate:run_evaluation",
+    "export": "parallm.run.export:run_export",
+}
+"""Module and `Run` of each command. They import MLX, so the BLAS must be loaded first."""
 
 SUCCESS, FAILED, WRONG_CONFIG, INTERRUPTED = 0, 1, 2, 130
 
@@ -64,13 +70,13 @@ logger = logging.getLogger(__name__)
 
 
 class _NoFurtherJob(KeyboardInterrupt):
-    """A signal has stopped a job of a sweep, which ends then. Hydra reports every other kind of exception."""
+    """Ends a sweep after a signal has stopped one of its jobs. Hydra reports every other kind of exception."""
 
 
-def run_command(name: str, kind: type[Config], run: Run[Config]) -> int:
-    """Answer a question, or compose conf/`name`.yaml with the command line and run it, or each job of a sweep.
+def run_command(name: str, run: Run | None = None) -> int:
+    """Answer --help or --version; or compose conf/`name`.yaml with the command line and run each job.
 
-    Returns the worst exit code.
+    Returns the worst exit code. `run` replaces the command's own.
     """
     arguments = sys.argv[1:]
     if asks_version(arguments):
@@ -81,27 +87,28 @@ def run_command(name: str, kind: type[Config], run: Run[Config]) -> int:
         if topics is not None:
             sys.stdout.write(help_page(name, topics))
             return SUCCESS
-        register(name, kind, arguments)
-        return _compose_and_run(name, kind, run)
+        register(name, COMMANDS[name], arguments)
+        return _compose_and_run(name, run)
     except ConfigError as error:
         return _complain(str(error), WRONG_CONFIG)
 
 
-def _compose_and_run(name: str, kind: type[Config], run: Run[Config]) -> int:
+def _compose_and_run(name: str, run: Run | None) -> int:
+    kind = COMMANDS[name]
     jobs: list[Job] = []
     is_in_job = is_sweep = False
 
     def job(composed: DictConfig) -> None:
         nonlocal is_in_job, is_sweep
         is_in_job, is_sweep = True, HydraConfig.get().mode == RunMode.MULTIRUN
-        code = _run_job(composed, kind, run, keeps_log=name == TRAIN)
+        code = _run_job(composed, name, run)
         jobs.append(_this_job(len(jobs), code))
         is_in_job = False
         if interrupts.were_received():
             raise _NoFurtherJob
 
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it would else print and exit for
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing them and exiting
     try:
         hydra.main(version_base="1.3", config_path=str(shipped("conf")), config_name=name)(job)()
     except (HydraException, OmegaConfBaseException) as error:
@@ -123,25 +130,25 @@ def _compose_and_run(name: str, kind: type[Config], run: Run[Config]) -> int:
     return max((job.exit_code for job in jobs), default=SUCCESS)
 
 
-def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keeps_log: bool) -> int:
-    folder = Path(HydraConfig.get().runtime.output_dir)
+def _run_job(composed: DictConfig, name: str, run: Run | None) -> int:
+    folder, keeps_log = Path(HydraConfig.get().runtime.output_dir), name == TRAIN
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
     code = FAILED
     form: LogForm = "text"
     try:
-        config = to_config(with_asked_environment(composed), kind)
+        config: CommandConfig = to_config(with_asked_environment(composed), COMMANDS[name])
         form = config.log_format
         if keeps_log:
             check_writable(folder)
         log = folder / LOG if keeps_log else None
-        with alone_in(folder) if keeps_log else nullcontext(), logging_to(log, config.log_level, form):
+        with locked_run_folder(folder) if keeps_log else nullcontext(), logging_to(log, config.log_level, form):
             blas = load_blas(config.device)
             logger.info(blas.message)
             load_mlx()
             if keeps_log:
                 (folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
-            code = run(config, folder, blas)
+            code = (run or _wiring(name))(config, folder, blas)
     except ConfigError as error:
         code = _complain(str(error), WRONG_CONFIG, form)
     except ParallmError as error:
@@ -152,13 +159,19 @@ def _run_job(composed: DictConfig, kind: type[Config], run: Run[Config], *, keep
     return code
 
 
+def _wiring(name: str) -> Run:
+    module, _, function = WIRING[name].partition(":")
+    run: Run = getattr(import_module(module), function)
+    return run
+
+
 def _this_job(number: int, exit_code: int) -> Job:
     overrides, folder = HydraConfig.get().overrides.task, HydraConfig.get().runtime.output_dir
     return Job(number=number, overrides=tuple(overrides), folder=Path(folder), exit_code=exit_code)
 
 
 def _end_sweep(jobs: list[Job]) -> None:
-    """Say what became of the jobs, and write it beside them."""
+    """Print the results of all jobs and write them beside the jobs."""
     folder = jobs[0].folder.parent
     remove_unused(folder)
     if folder.is_dir():

@@ -1,4 +1,4 @@
-"""EvaluateConfig -> a comparison of adapters and base: the wiring of `parallm.evaluate`."""
+"""The wiring of `parallm.evaluate`: compares adapters and the base on held-out problems."""
 
 import asyncio
 import dataclasses
@@ -27,13 +27,11 @@ from parallm.model.adapters.files import read_adapter
 from parallm.model.adapters.reward_head import refuse_reward_model
 from parallm.model.load import check_local
 from parallm.model.settings import ModelSettings
-from parallm.reports import TrainingStatus
 from parallm.rollout.confidence_intervals import share_difference
 from parallm.rollout.evaluation import EvaluationOutcomes, Evaluator
 from parallm.rollout.judge import Judge
 from parallm.run.environments import build_environment
-from parallm.run.runtime import Runtime, RuntimeSettings, open_runtime
-from parallm.server.operation.http_server import HttpServer
+from parallm.run.runtime import Runtime, RuntimeSettings, on_device, open_runtime
 from parallm.trainer.evaluators import evaluation_samples
 from parallm.trainer.reward_training import find_reward_model, open_reward_model
 from parallm.types import BASE, Problem
@@ -44,20 +42,25 @@ COMPLETIONS = "completions.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One model to evaluate."""
+    """A model to evaluate."""
 
     name: str
-    """For people: the adapter's folder, or `base`."""
+    """Name for people: the adapter's folder, or `base`."""
     model: str
-    """What requests call it."""
+    """Name in requests."""
     version: int = 0
     step: int = 0
 
 
 def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> int:
     """Evaluate, print the table and write evaluation.json. Returns the exit code; raises ParallmError."""
+    asyncio.run(_evaluate(config, folder, blas))
+    return 0
+
+
+async def _evaluate(config: EvaluateConfig, folder: Path, blas: BlasReport) -> None:
     named = (config.model.adapter, *config.adapters) if config.model.adapter is not None else config.adapters
-    adapters = [found for where in named for found in find_adapters(where)]
+    adapters = dict.fromkeys(path for name in named for path in find_adapters(name))
     if not adapters and not config.base:
         raise ConfigError("base=false leaves nothing to evaluate; name an adapter with model.adapter=FOLDER")
     check_local(config.model.path)
@@ -65,11 +68,12 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
     check_writable(folder)
     environment = build_environment(config.environment)
     problems = _held_out(config, environment)
-
-    async def work(runtime: Runtime, _: HttpServer | None) -> None:
+    # adapters are read one by one: each may have its own rank and targets
+    model = ModelSettings(path=config.model.path, dtype=config.model.dtype, quantized=config.model.quantized)
+    async with open_runtime(RuntimeSettings(model=model, engine=config.engine), blas) as runtime:
         candidates = [Candidate(name=BASE, model=BASE)] if config.base else []
-        for path in dict.fromkeys(adapters):
-            candidates.append(await _published(runtime, path, f"candidate-{len(candidates)}"))
+        for path in adapters:
+            candidates.append(await _publish(runtime, path, f"candidate-{len(candidates)}"))
         connect(environment, Judge(runtime.engine.generate_all, runtime.model.tokenizer))
         reward_model = await open_reward_model(
             config.rollout.reward_model, LearnerSettings(), runtime.device, runtime.model, runtime.streams
@@ -85,15 +89,9 @@ def run_evaluation(config: EvaluateConfig, folder: Path, blas: BlasReport) -> in
             reward_model=reward_model,
         )
         compared = await _compare(evaluator, candidates, JsonLines(folder / COMPLETIONS))
-        print_comparison(compared, sys.stdout)
-        _write(config, folder / REPORT, compared)
-        sys.stdout.write(f"completions: {short_path(folder / COMPLETIONS)}\n")
-
-    # the adapters are read by themselves: each may have a rank and targets of its own
-    model = ModelSettings(path=config.model.path, dtype=config.model.dtype, quantized=config.model.quantized)
-    settings = RuntimeSettings(model=model, engine=config.engine)
-    asyncio.run(open_runtime(settings, blas, None, lambda: TrainingStatus(state="evaluating"), work))
-    return 0
+    print_comparison(compared, sys.stdout)
+    _write(config, folder / REPORT, compared)
+    sys.stdout.write(f"completions: {short_path(folder / COMPLETIONS)}\n")
 
 
 def _held_out(config: EvaluateConfig, environment: AnyEnvironment) -> Sequence[Problem]:
@@ -105,8 +103,8 @@ def _held_out(config: EvaluateConfig, environment: AnyEnvironment) -> Sequence[P
     return problems
 
 
-async def _published(runtime: Runtime, folder: Path, name: str) -> Candidate:
-    """Read an adapter and make it a model of the engine. Raises AdapterError if it does not fit the base."""
+async def _publish(runtime: Runtime, folder: Path, name: str) -> Candidate:
+    """Read an adapter and publish it. Raises AdapterError if it does not fit the base."""
 
     def publish() -> Adapter:
         adapter = read_adapter(folder, runtime.model.targets, model_type=runtime.model.model_type, name=name)
@@ -114,13 +112,13 @@ async def _published(runtime: Runtime, folder: Path, name: str) -> Candidate:
         runtime.adapters.publish(adapter)
         return adapter
 
-    adapter = await asyncio.wrap_future(runtime.device.call(publish))
+    adapter = await on_device(runtime.device, publish)
     shown = folder.parent if folder.name == "adapter" else folder
     return Candidate(name=str(shown), model=name, version=adapter.version, step=adapter.step)
 
 
-async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate], kept: JsonLines) -> list[Compared]:
-    """Evaluate one after the other, write each completion to `kept`, and say on standard error how far it is."""
+async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate], file: JsonLines) -> list[Compared]:
+    """Evaluate one after the other, write completions to `file` and progress to standard error."""
     compared: list[Compared] = []
     first: EvaluationOutcomes | None = None
     for candidate in candidates:
@@ -130,8 +128,8 @@ async def _compare(evaluator: Evaluator, candidates: Sequence[Candidate], kept: 
         )
         report = evaluator.report(outcomes, candidate.step, candidate.version)
         sys.stderr.write(f"{candidate.name}: {evaluation_line(report)}\n")
-        whose = {"step": candidate.step, "model": candidate.name}
-        kept.append(*({**whose, **dataclasses.asdict(one)} for one in outcomes.completions))
+        origin = {"step": candidate.step, "model": candidate.name}
+        file.append(*({**origin, **dataclasses.asdict(completion)} for completion in outcomes.completions))
         compared.append(
             Compared(
                 name=candidate.name,
@@ -151,7 +149,7 @@ def _say_progress(name: str, seldom: ThrottledProgress, done: int, total: int) -
 
 
 def _correct(outcomes: EvaluationOutcomes) -> list[bool]:
-    return [one.is_correct for one in outcomes.greedy]
+    return [completion.is_correct for completion in outcomes.greedy]
 
 
 def _write(config: EvaluateConfig, path: Path, compared: Sequence[Compared]) -> None:

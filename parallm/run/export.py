@@ -1,4 +1,4 @@
-"""ExportConfig -> folders: the wiring of `parallm.export`."""
+"""The wiring of `parallm.export`: writes an adapter for mlx-lm and PEFT, and a fused model."""
 
 import os
 import shutil
@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from parallm.checkpoint.adapter_paths import find_adapter
 from parallm.config.schema import ExportConfig
+from parallm.device.blas import BlasReport
 from parallm.errors import CheckpointError, ConfigError
 from parallm.metrics.formatting import short_path
 from parallm.model.adapters.adapter import Adapter
@@ -20,11 +21,11 @@ from parallm.model.load import check_local, find_folder, load_base, read_model_t
 
 FOLDERS = {"mlx": "adapter", "peft": "adapter_peft", "fused": "fused"}
 SPARE_BYTES = 32 << 20
-"""For tokenizer, config and headers."""
+"""Bytes of tokenizer, config and headers."""
 
 
-def run_export(config: ExportConfig, folder: Path) -> int:
-    """Write the folders and say where they are. Returns the exit code; raises ParallmError, leaving nothing behind."""
+def run_export(config: ExportConfig, folder: Path, _: BlasReport) -> int:
+    """Write the folders and print where they are. Returns the exit code; raises ParallmError."""
     output = _output(config, folder)
     check_local(config.model.path)
     adapter = read_adapter(_named_adapter(config), model_type=read_model_type(config.model.path))
@@ -49,7 +50,7 @@ def run_export(config: ExportConfig, folder: Path) -> int:
 
 
 def _output(config: ExportConfig, folder: Path) -> Path:
-    """Where to write. Raises ConfigError where that would mix with what is there, or where settings contradict."""
+    """Return the folder to write to. Raises ConfigError if it is not empty, and for contradicting settings."""
     if config.quantize.bits is not None and "fused" not in config.formats:
         raise ConfigError(
             f"quantize.bits={config.quantize.bits} is for the fused model, which formats={list(config.formats)} leaves "
@@ -74,7 +75,7 @@ def _named_adapter(config: ExportConfig) -> Path:
 
 
 def _write(config: ExportConfig, adapter: Adapter, folder: Path) -> dict[str, str]:
-    """Write every format into `folder`. Returns names of its folders with a description. Raises OSError and more."""
+    """Write every format into `folder`. Return descriptions by the names of its folders. Raises OSError."""
     if config.formats != ("peft",):
         refuse_reward_model(adapter, f"model.adapter={config.model.adapter}", "export it with formats=[peft] alone")
     source = find_folder(config.model.path)

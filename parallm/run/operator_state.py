@@ -1,4 +1,7 @@
-"""What operators have set in earlier processes, and the adapters that this one is started with: opened and restored."""
+"""The state that operators have set in earlier processes, and the adapters of `server.adapters`.
+
+`run/runtime.py` opens the table, and the commands restore it before the server answers.
+"""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -22,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_given(adapters: Mapping[str, str], taken: Mapping[str, str]) -> None:
-    """Raise ConfigError with a line for each name in `server.adapters` that means something else.
+    """Raise ConfigError with a line for each name in `server.adapters` that is taken.
 
-    `taken` are names with what they mean.
+    `taken` has further names with their meanings.
     """
     meanings = {BASE: "the model without an adapter", LATEST: "the newest version", BEST: "the best version", **taken}
     wrong = [
@@ -44,21 +47,21 @@ def open_table(
     table: AdapterTable,
     *,
     trained: Iterable[str],
-    goes_on: bool,
+    continues: bool,
 ) -> PersistentTable:
-    """`table`, with what operators have left in a folder below `folder`, as `server.state` says.
+    """Return `table` with the state of operators, which `server.state` finds below `folder`.
 
-    The state of another process that is still there is not gone on with. Where not `goes_on` a state in `folder` is set
-    aside. Raises CheckpointError for a state that cannot be read.
+    The state of another running process is not used. Unless the run `continues`, a state in `folder` is set aside.
+    Raises CheckpointError for a state that cannot be read.
     """
     if settings.state == OFF or folder is None:
         return PersistentTable(device, table, trained=trained)
-    place = Path(settings.state).expanduser()
+    path = Path(settings.state).expanduser()
     if settings.state == AUTO:
-        place = folder / f"{SERVING}{model.sha256[:12]}"  # another base under the same name has a state of its own
-        if not goes_on and place.exists():
-            set_aside(place, "this run begins anew (checkpoint.resume)")
-    kept, state = ServingFolder(place, model), ServingState()
+        path = folder / f"{SERVING}{model.sha256[:12]}"  # another base under the same name has its own state
+        if not continues and path.exists():
+            set_aside(path, "this run begins anew (checkpoint.resume)")
+    kept, state = ServingFolder(path, model), ServingState()
     try:
         state = kept.read()
     except FolderInUse as error:
@@ -69,19 +72,19 @@ def open_table(
 async def restore(
     kept: PersistentTable, store: AdapterStore, given: Mapping[str, str], versions: Mapping[str, int]
 ) -> list[str]:
-    """Go on with what operators have left, and serve the adapters `given`; what was done, a line each.
+    """Restore the state of operators and serve the adapters `given`. Return a line about each.
 
-    `versions` as in `PersistentTable.restore`. Raises CheckpointError, AdapterError.
+    `versions` are those of `PersistentTable.restore`. Raises CheckpointError, AdapterError.
     """
     await kept.restore(versions)
     texts = [f"restored {summary} from {kept.folder}"] if (summary := kept.state.summary()) else []
-    for name, where in given.items():
+    for name, path in given.items():
         if name in kept.state.highest:
-            texts.append(f"{name} is as operators have left it, not as server.adapters.{name}={where}")
+            texts.append(f"{name} is as operators have left it, not as server.adapters.{name}={path}")
             continue
         try:
-            card = await store.give(name, where)
+            card = await store.give(name, path)
         except AdapterError as error:
-            raise AdapterError(f"server.adapters.{name}={where}: {error}") from error
-        texts.append(f"{name}@{card.version} is {where}")
+            raise AdapterError(f"server.adapters.{name}={path}: {error}") from error
+        texts.append(f"{name}@{card.version} is {path}")
     return texts

@@ -1,4 +1,4 @@
-"""Sampling defaults of clients' requests, from the configuration and the model."""
+"""Sampling defaults of clients' requests, from `server.generation_config` and the model's generation_config.json."""
 
 import dataclasses
 import json
@@ -13,31 +13,11 @@ from parallm.errors import ConfigError
 from parallm.server.openai.translate import MIN_TEMPERATURE
 from parallm.server.settings import SamplingDefaults, ServerSettings
 
-FILE = "generation_config.json"
-NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-"""Fields of the file that count, as in vLLM."""
-
-
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """Return the file's fields about sampling, unchecked; none where there is no file. Raises ConfigError.
-
-    `do_sample: false` is a temperature of 0.
-    """
-    file = folder / FILE
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"server.generation_config: {file} cannot be read: {error}") from error
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"server.generation_config: {file} is no JSON object")
-    sampling = {name: values[name] for name in NAMES if values.get(name) is not None}
-    return sampling | ({"temperature": 0.0} if values.get("do_sample") is False else {})
-
-
 AUTO = "auto"
 NEUTRAL = "parallm"
+FILE = "generation_config.json"
+NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+"""Fields of the file that are used, as in vLLM."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +45,24 @@ def sampling_defaults(settings: ServerSettings, model: Path) -> SamplingDefaults
 def set_values(defaults: SamplingDefaults) -> dict[str, float]:
     """Return the defaults that are not null."""
     return {name: value for name, value in dataclasses.asdict(defaults).items() if value is not None}
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """Return the file's sampling fields, unchecked; none without a file. Raises ConfigError.
+
+    `do_sample: false` is a temperature of 0.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"server.generation_config: {file} cannot be read: {error}") from error
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"server.generation_config: {file} is no JSON object")
+    sampling = {name: values[name] for name in NAMES if values.get(name) is not None}
+    return sampling | ({"temperature": 0.0} if values.get("do_sample") is False else {})
 
 
 def _folder(choice: str, model: Path) -> Path:

@@ -1,4 +1,4 @@
-"""What one policy or reward model learns from; read before the model, since a large one takes minutes to load."""
+"""The training data of one policy or reward model, read before the model, which may take minutes to load."""
 
 from dataclasses import dataclass
 
@@ -18,21 +18,21 @@ class TrainingData:
     environment: AnyEnvironment
     splits: ProblemSplits
     demonstrations: Dataset[Problem] | None
-    """Of a supervised run."""
+    """Demonstrations of a supervised run."""
     pairs: Pairs | None
-    """Of a run that trains a reward model."""
+    """Pairs of a run that trains a reward model."""
 
     @property
     def has_held_out(self) -> bool:
         """Whether there is something to evaluate on."""
-        given = [data.held_out for data in (self.pairs, self.demonstrations) if data is not None]
-        return any(given) or (self.pairs is None and bool(self.splits.test))
+        held_out = [data.held_out for data in (self.pairs, self.demonstrations) if data is not None]
+        return any(held_out) or (self.pairs is None and bool(self.splits.test))
 
 
 def read_training_data(config: RunConfig, environment: AnyEnvironment | None = None) -> TrainingData:
-    """`environment` takes the place of the one that `config` names.
+    """Read the data that `config` names; `environment` replaces the one that it names.
 
-    Raises ConfigError, ProblemError, and AdapterError for a reward model that is not there.
+    Raises ConfigError, ProblemError, and AdapterError for a missing reward model.
     """
     find_reward_model(config.rollout.reward_model)
     num_held_out = config.trainer.evaluate_problems
@@ -40,5 +40,5 @@ def read_training_data(config: RunConfig, environment: AnyEnvironment | None = N
     pairs = read_pairs(config.learner, holds_out=num_held_out > 0)
     environment = build_environment(config.environment) if environment is None else environment
     num_played = num_held_out if plays_environment(config) else 0
-    splits = load_problems(environment, num_played)  # may download, so it comes last
+    splits = load_problems(environment, num_played)  # last, since it may download
     return TrainingData(environment=environment, splits=splits, demonstrations=demonstrations, pairs=pairs)

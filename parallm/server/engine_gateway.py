@@ -115,15 +115,15 @@ class EngineGateway:
         """Admit no new requests; return once running ones have done what `mode` says, or at `resume`."""
         self._open.clear()
         if mode == "keep":
-            await self._engine.hold()
+            await self._engine.pause()
             return
         if mode == "abort":
             await self._engine.cancel(tuple(self._running))
-        await self._engine.release()  # frozen requests could not come to their ends
+        await self._engine.resume()  # frozen requests could not come to their ends
         await _first_of(self._empty, self._open)
 
     async def resume(self) -> None:
-        await self._engine.release()
+        await self._engine.resume()
         self._open.set()
         for held in self._held.values():
             held.end(is_admitted=True)

@@ -77,11 +77,11 @@ class EngineClient(Protocol):
         """End requests: they answer with their tokens so far, and `abort` as the reason. Returns how many ran."""
         ...
 
-    async def hold(self) -> None:
-        """Freeze serving traffic until `release`."""
+    async def pause(self) -> None:
+        """Freeze serving traffic until `resume`."""
         ...
 
-    async def release(self) -> None: ...
+    async def resume(self) -> None: ...
 
     async def reset_caches(self) -> None:
         """Forget what only saves work."""

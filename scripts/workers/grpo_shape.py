@@ -42,7 +42,7 @@ def main(job: GrpoJob) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         sys.argv[1:] = arguments(job, folder)
-        if code := run_command("train", RunConfig, measured):
+        if code := run_command("train", measured):
             sys.exit(code)
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     scoring = [sum(NumberWords.score_seconds[place : place + job.completions]) for place in starts(job)]

@@ -15,8 +15,8 @@ from job import Job, read_job
 
 from parallm.model.adapters.adapter import make_adapter
 from parallm.model.adapters.files import write_peft
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import ModelSettings
 
 RANK = 4

@@ -13,7 +13,7 @@ from parallm.device.streams import DeviceStreams
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import make_adapter
-from parallm.model.lora.single import initial_arrays
+from parallm.model.adapters.initial import initial_arrays
 from parallm.types import Problem, Trajectory, TrajectoryGroup
 
 

@@ -19,10 +19,9 @@ from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, AdapterMissing, UnknownModel
 from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.files import write_mlx, write_peft
-from parallm.model.adapters.initial import starting_adapter
+from parallm.model.adapters.initial import initial_arrays, starting_adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 

@@ -78,6 +78,17 @@ def test_a_key_that_only_training_uses_is_refused_by_other_commands() -> None:
     assert line == "model.lora: belongs to parallm.train and parallm.serve; this command does not use it"
 
 
+def test_shares_of_the_device_are_refused_by_their_former_names() -> None:
+    assert complaint_about("engine.serving_share=0.5", "learner.engine_share=0.2") == [
+        "engine.serving_share: renamed, set device.serving_share",
+        "learner.engine_share: renamed, set device.engine_share",
+    ]
+    (line,) = complaint_about("policies={poet: {learner: {engine_share: 0.2}}}")
+    assert line == "policies.poet.learner.engine_share: renamed, set device.engine_share"
+    (line,) = complaint_about("+device.engine_share=0.2", command="serve")
+    assert line == "device.engine_share: belongs to parallm.train; this command does not use it"
+
+
 def test_a_misspelt_key_is_no_key_of_another_command() -> None:
     (line,) = complaint_about("+rollout.group_siz=4", command="evaluate")
     assert line == "rollout.group_siz: unknown key; choices: max_tokens, max_turns, score_seconds, reward_model"

@@ -50,7 +50,9 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKL_CBWR", "AUTO")
 
 
-load = blas.load_blas.__wrapped__  # without the memory of earlier calls
+def load(settings: DeviceSettings) -> blas.BlasReport:
+    """`load_blas` without the cache of earlier calls."""
+    return blas._load.__wrapped__(settings.blas, is_strict=settings.blas_strict)
 
 
 @pytest.mark.parametrize("settings", [DeviceSettings(blas="mkl"), DeviceSettings(blas="openblas")])

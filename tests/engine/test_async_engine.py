@@ -12,7 +12,7 @@ import pytest
 from parallm.device.governor import Governor
 from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
-from parallm.engine.async_engine import AsyncEngine
+from parallm.engine.async_engine import AsyncEngine, joined
 from parallm.engine.engine import Engine
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
@@ -21,7 +21,7 @@ from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
-from parallm.types import GenerationRequest, TokenEvent
+from parallm.types import Completion, GenerationRequest, TokenEvent, TopLogprob
 
 Ask = Callable[..., GenerationRequest]
 Work = Callable[[AsyncEngine, DeviceThread], Awaitable[None]]
@@ -37,7 +37,7 @@ def device() -> Iterator[DeviceThread]:
 
 @pytest.fixture(scope="module")
 def core(device: DeviceThread, tiny_model: Callable[[str], Path]) -> tuple[SharedModel, DeviceStreams]:
-    """The model and the lanes, made on the device thread."""
+    """The model and the streams, made on the device thread."""
     model = device.call(partial(load_shared_model, ModelSettings(path=str(tiny_model("llama"))))).result(60)
     return model, device.call(lambda: DeviceStreams(lambda _: None)).result(60)
 
@@ -368,11 +368,11 @@ def test_a_cancelled_request_answers_with_what_it_has(with_engine: Callable[...,
 def test_frozen_requests_go_on_after_their_release(with_engine: Callable[..., None], ask: Ask) -> None:
     async def work(engine: AsyncEngine, device: DeviceThread) -> None:
         alone = (await engine.generate(ask("alone", PROMPT, 30)))[0]
-        await engine.hold()
+        await engine.pause()
         task = asyncio.create_task(engine.generate(ask("r", PROMPT, 30)))
         await asyncio.sleep(0.1)
         assert (task.done(), engine.stats().num_waiting) == (False, 1)
-        await engine.release()
+        await engine.resume()
         assert (await task)[0].tokens == alone.tokens
 
     with_engine(work)
@@ -389,3 +389,37 @@ def test_warming_up_computes_all_numbers_of_rows_and_leaves_nothing(with_engine:
         assert (stats.prompt_tokens_total, stats.cached_prompt_tokens_total) == (4 * 40, 0)
 
     with_engine(work, max_rows=6)
+
+
+def token_event(name: str, index: int, token: int, completion: Completion | None = None) -> TokenEvent:
+    return TokenEvent(
+        request_id=name,
+        index=index,
+        tokens=(token,),
+        logprobs=(-float(token),),
+        top_logprobs=((TopLogprob(token, -1.0),),),
+        text=f"<{token}>",
+        completion=completion,
+    )
+
+
+def test_what_piles_up_of_one_completion_becomes_one_event() -> None:
+    end = Completion(
+        request_id="a",
+        index=0,
+        tokens=(1, 2),
+        logprobs=(-1.0, -2.0),
+        top_logprobs=((), ()),
+        text="<1><2>",
+        finish_reason="stop",
+        weight_versions=(),
+    )
+    first, other, last = token_event("a", 0, 1), token_event("a", 1, 7), token_event("a", 0, 2, end)
+    one, two = joined([first, other, last])
+    assert (one.tokens, one.logprobs, one.text, one.completion) == ((1, 2), (-1.0, -2.0), "<1><2>", end)
+    assert one.top_logprobs == ((TopLogprob(1, -1.0),), (TopLogprob(2, -1.0),))
+    assert two is other
+
+
+def test_completions_of_two_requests_stay_apart() -> None:
+    assert joined([token_event("a", 0, 1), token_event("b", 0, 2)]) == [token_event("a", 0, 1), token_event("b", 0, 2)]

@@ -26,7 +26,7 @@ def run(
     """The completions, and the shapes that the prompts were computed in."""
     events: list[TokenEvent] = []
     engine = make_engine(model, events=events, **more)
-    engine.prefill.positions_together = together
+    engine.prefill.max_positions = together
     counts: list[list[int]] = []
     compute = engine.prefill.compute_together
 

@@ -10,9 +10,9 @@ import pytest
 from parallm.engine.compiled_forward import CompiledForward, row_bucket
 from parallm.engine.decode_batch import DecodeBatchFactory, SlotDecodeBatch
 from parallm.engine.kv.attention_metadata import AttentionMetadata
-from parallm.engine.kv.cost import KvFormat, measure_cost
+from parallm.engine.kv.cost import measure_cost
 from parallm.engine.kv.shapes import in_quarters
-from parallm.engine.sequence import Sequence
+from parallm.engine.request_queue import make_sequences
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
@@ -23,25 +23,26 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="MLX com
 
 def make_batch(model: SharedModel, *, compiles: bool) -> SlotDecodeBatch:
     compiled = CompiledForward(model) if compiles else None
-    return SlotDecodeBatch(model, len(model.make_cache()), compiled=compiled, kv_format=KvFormat(), bytes_of_position=1)
+    return SlotDecodeBatch(model, len(model.make_cache()), bytes_per_position=1, compiled=compiled)
 
 
 def joined_rows(batch: SlotDecodeBatch, model: SharedModel, ask: Callable[..., GenerationRequest], count: int) -> None:
-    for row in range(len(batch.rows), count):
+    for row in range(len(batch.sequences), count):
         request, cache = ask(f"r{row}", [5 + row, 7, 9 + 2 * row][: 1 + row % 3], 40), model.make_cache()
         mx.eval(model.hidden(mx.array([request.prompt_tokens]), cache, None))
-        joining = Sequence(request=request, index=0, seed=0, adapter=None, streams=False, tokens=[3 + row])
+        (joining,) = make_sequences(request, None, is_streaming=False, arrival=row, max_context=64)
+        joining.tokens.append(3 + row)
         batch.join([joining], cache, [0])
 
 
 def steps(batch: SlotDecodeBatch, loras: LoraSelector, adapter: Adapter | None, num_rows: int, count: int) -> mx.array:
     """Hidden states of the last of `count` steps."""
-    for row in batch.rows:
+    for row in batch.sequences:
         row.adapter = adapter
     for _ in range(count):
-        hidden_BH = batch.forward(loras, num_rows, mx.array([row.tokens[-1] for row in batch.rows[:num_rows]]))
+        hidden_BH = batch.forward(loras, num_rows, mx.array([row.tokens[-1] for row in batch.sequences[:num_rows]]))
         mx.eval(hidden_BH)
-        for row in batch.rows[:num_rows]:
+        for row in batch.sequences[:num_rows]:
             row.tokens.append(11 + len(row.tokens))
     return hidden_BH
 
@@ -88,12 +89,12 @@ def test_a_step_of_known_shapes_runs_no_module_again(
 
 
 @needs_compiler
-def test_shards_do_not_trace_for_themselves_what_another_has(
+def test_batches_share_their_traces(
     load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_tiny("llama")
     monkeypatch.setattr("parallm.engine.decode_batch.on_cuda", lambda: True)
-    make = DecodeBatchFactory(model, measure_cost(model), KvFormat())
+    make = DecodeBatchFactory(model, measure_cost(model))
     traced = 0
     set_traced = AttentionMetadata.set_traced
 
@@ -112,20 +113,20 @@ def test_shards_do_not_trace_for_themselves_what_another_has(
 
 
 @needs_compiler
-def test_shards_know_from_each_other_that_their_rows_must_stand_side_by_side(
+def test_batches_know_from_each_other_that_slots_must_be_contiguous(
     load_tiny: Callable[..., SharedModel], ask: Callable[..., GenerationRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load_tiny("llama")
-    for module in ("shard", "active_rows"):
+    for module in ("decode_batch", "kv.attention_metadata"):
         monkeypatch.setattr(f"parallm.engine.{module}.on_cuda", lambda: True)
-    make = DecodeBatchFactory(model, measure_cost(model), KvFormat())
+    make = DecodeBatchFactory(model, measure_cost(model))
     for _ in range(2):
         batch = make()
         assert isinstance(batch, SlotDecodeBatch)
         joined_rows(batch, model, ask, 3)
-        assert not batch._slots.active.by_place
+        assert not batch._slots.metadata.is_contiguous
         steps(batch, LoraSelector(model), None, 3, 2)
-        assert batch._slots.active.by_place
+        assert batch._slots.metadata.is_contiguous
 
 
 @pytest.mark.parametrize(
@@ -144,12 +145,12 @@ def test_a_compiled_step_writes_into_the_pools_without_a_copy(
     joined_rows(batch, model, ask, 8)
     batch._reserve(8, 32768)
     steps(batch, loras, None, 8, 2)
-    pools = sum(pool.nbytes for pool in batch._slots.pools)
+    pools = sum(pool.nbytes for pool in batch._slots.buffers)
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    tokens = mx.array([row.tokens[-1] for row in batch.rows])
+    tokens = mx.array([row.tokens[-1] for row in batch.sequences])
     hidden_BH = batch.forward(loras, 8, tokens)
-    mx.eval(hidden_BH, *batch._slots.pools)
+    mx.eval(hidden_BH, *batch._slots.buffers)
     assert mx.get_peak_memory() - before < pools // 2
 
 

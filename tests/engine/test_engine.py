@@ -12,7 +12,7 @@ from parallm.engine.kv.budget import max_rows
 from parallm.engine.prefill import Prefill
 from parallm.engine.sequence import PrefillJob
 from parallm.engine.settings import EngineSettings
-from parallm.errors import EngineFull, InvalidRequest, UnknownModel
+from parallm.errors import EngineFull, UnknownModel
 from parallm.model.logprobs import token_logprobs
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
@@ -146,7 +146,7 @@ def test_a_prompt_without_a_row_is_computed_where_a_lane_had_nothing_to_do(
 
     monkeypatch.setattr(Prefill, "compute", noted)
     engine = make_engine(load_tiny("llama"), settings=EngineSettings(max_rows=1))
-    monkeypatch.setattr(engine._streams, "streams", engine._streams.streams[:1] * 2)
+    monkeypatch.setattr(engine._streams, "handles", engine._streams.handles[:1] * 2)
     for name in "abc":
         engine.add(ask(name, PROMPT, 5), False)
     engine.step("serving")
@@ -228,18 +228,6 @@ def test_a_request_too_many_is_refused(load_tiny: LoadTiny, ask: Ask, make_engin
         engine.add(ask("c", PROMPT), False)
     run(engine)
     engine.add(ask("c", PROMPT), False)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_name_in_use_is_refused(steps: int, load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine) -> None:
-    engine = make_engine(load_tiny("llama"))
-    engine.add(ask("a", PROMPT), False)
-    for _ in range(steps):
-        engine.step("serving")
-    with pytest.raises(InvalidRequest, match="'a' is in use"):
-        engine.add(ask("a", PROMPT), False)
-    run(engine)
-    engine.add(ask("a", PROMPT), False)
 
 
 def test_an_unknown_model_is_refused(load_tiny: LoadTiny, ask: Ask, make_engine: MakeEngine) -> None:

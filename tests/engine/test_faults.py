@@ -148,7 +148,7 @@ def test_nobody_fails_where_memory_runs_out_and_fewer_rows_fit(
         forgotten: list[int] = []
         monkeypatch.setattr(engine._loras, "clear", partial(forgotten.append, 1))
         if raises:
-            # as many rows as fill more than eight slots of either lane, or a prompt beside many rows
+            # as many rows as fill more than eight slots of either stream, or a prompt beside many rows
             failing_hidden(
                 monkeypatch,
                 RuntimeError(NO_MEMORY),
@@ -167,7 +167,7 @@ def test_nobody_fails_where_memory_runs_out_and_fewer_rows_fit(
     assert failures == []
     assert 1 <= num_errors <= 12
     assert len(forgotten) == num_errors
-    assert engine.memory.limit < 2 * 10**6
+    assert engine.kv_budget.limit < 2 * 10**6
     assert "engine.kv_cache_bytes" in caplog.text
 
 

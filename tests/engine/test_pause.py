@@ -2,6 +2,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from parallm.engine.engine import Engine
+from parallm.engine.settings import EngineSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest, TokenEvent
 
@@ -23,8 +24,7 @@ def test_of_waiting_requests_the_lowest_priority_number_goes_first(
     load_tiny: Callable[[str], SharedModel], ask: Ask, make_engine: Callable[..., Engine]
 ) -> None:
     events: list[TokenEvent] = []
-    engine = make_engine(load_tiny("mamba"), events=events)
-    engine.settings = replace(engine.settings, max_rows=1)
+    engine = make_engine(load_tiny("mamba"), events=events, settings=EngineSettings(max_rows=1))
     for name, priority in (("a", 0), ("b", 0), ("late", 5), ("c", 0), ("first", -1), ("second", -1)):
         engine.add(replace(ask(name, PROMPT, 2), priority=priority), False)
     steps(engine)
@@ -57,7 +57,7 @@ def test_a_cancelled_request_tells_what_it_has_and_others_go_on(
     assert ends(events)[3:] == ["kept"]
 
 
-def test_what_is_held_stays_as_it_is_until_it_is_released(
+def test_a_paused_class_stays_as_it_is_until_it_is_resumed(
     load_tiny: Callable[[str], SharedModel], ask: Ask, make_engine: Callable[..., Engine]
 ) -> None:
     for async_scheduling in (False, True):
@@ -65,12 +65,12 @@ def test_what_is_held_stays_as_it_is_until_it_is_released(
         engine = make_engine(load_tiny("llama"), events=events, async_scheduling=async_scheduling)
         engine.add(ask("a", PROMPT, 8), True)
         steps(engine, 4)
-        engine.hold("serving")
+        engine.pause("serving")
         before = len(events)
         engine.add(ask("b", PROMPT, 8), True)
         assert not engine.has_work("serving")
         assert (engine.num_running(), engine.num_waiting(), len(events)) == (1, 1, before)
-        engine.release("serving")
+        engine.resume("serving")
         engine.reset_caches()
         steps(engine)
         whole = {event.request_id: event.completion for event in events if event.completion is not None}
@@ -86,6 +86,6 @@ def test_caches_that_are_reset_hold_no_memory_at_once(
     engine = make_engine(load_tiny("llama"), events=[])
     engine.add(ask("a", PROMPT * 20, 2), False)
     steps(engine)
-    assert engine.memory.used == engine.memory.prefixes.nbytes > 0
+    assert engine.kv_budget.used == engine.kv_budget.prefixes.nbytes > 0
     engine.reset_caches()
-    assert engine.memory.used == 0
+    assert engine.kv_budget.used == 0

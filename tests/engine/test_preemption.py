@@ -33,7 +33,7 @@ def unit(engine: Engine) -> bool:
     ready = [traffic for traffic in TRAFFIC_CLASSES if engine.has_work(traffic)]
     for traffic in ready:
         engine.step(traffic)
-        assert engine.memory.used <= engine.memory.limit
+        assert engine.kv_budget.used <= engine.kv_budget.limit
     return bool(ready)
 
 
@@ -69,7 +69,7 @@ def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
             load_tiny(architecture), events=events, settings=settings, async_scheduling=async_scheduling
         )
         for request in many(ask):
-            engine.memory.check(request)
+            engine.kv_budget.check(request)
             engine.add(request, True)
         while unit(engine):
             pass
@@ -78,7 +78,7 @@ def test_with_little_memory_everybody_gets_the_bits_that_he_gets_with_room(
     assert found[0] == found[1]
     assert len(found[0]) == 16
     assert engine.scheduler.num_preempted >= 5
-    assert engine.memory.used == engine.memory.prefixes.nbytes
+    assert engine.kv_budget.used == engine.kv_budget.prefixes.nbytes
 
 
 @needs_strict
@@ -108,7 +108,7 @@ def test_a_prompt_that_was_begun_makes_room_for_one_that_goes_before_it(
 ) -> None:
     model, events = load_tiny("llama"), list[TokenEvent]()
     requests = [replace(ask(name, prompt(1, 90), 4), priority=-place) for place, name in enumerate(("late", "first"))]
-    most = make_engine(model, events=[]).memory.needed(requests[0])
+    most = make_engine(model, events=[]).kv_budget.needed(requests[0])
     engine = make_engine(model, events=events, settings=EngineSettings(kv_cache_bytes=most, prefill_chunk=16))
     for request in requests:
         engine.add(request, False)
@@ -127,13 +127,13 @@ def test_a_storm_of_short_and_long_requests_never_holds_more_than_the_limit(
     lengths = [int(random.integers(200, 500) if place % 20 == 7 else random.integers(5, 60)) for place in range(200)]
     for place, length in enumerate(lengths):
         request = ask(f"r{place}", prompt(place, length), int(random.integers(2, 48)), temperature=1.0, seed=place)
-        engine.memory.check(request)
+        engine.kv_budget.check(request)
         engine.add(replace(request, traffic=TRAFFIC_CLASSES[place % 2]), False)
     while unit(engine):
         pass
     assert len(made(events)) == 200
     assert engine.scheduler.num_preempted > 0
-    assert engine.memory.used == engine.memory.prefixes.nbytes
+    assert engine.kv_budget.used == engine.kv_budget.prefixes.nbytes
 
 
 @pytest.mark.parametrize("architecture", ["mamba", "jamba", "gemma2"])
@@ -145,7 +145,7 @@ def test_rows_that_run_one_by_one_are_preempted_too(
     engine = make_engine(model, events=events, settings=EngineSettings(kv_cache_bytes=limit))
     requests = [ask(f"r{i}", prompt(i, 5 + i), 30) for i in range(6)]
     for request in requests:
-        engine.memory.check(request)
+        engine.kv_budget.check(request)
         engine.add(request, False)
     num_running = 0
     while unit(engine):
@@ -174,8 +174,8 @@ def test_rollouts_give_way_to_serving_and_the_newest_first(
     engine.add(ask("s", prompt(9, 12), 30), False)
     for _ in range(3):
         engine.step("serving")
-    names = [row.request.request_id for row in engine._traffic["rollout"].rows()]
-    assert [row.request.request_id for row in engine._traffic["serving"].rows()] == ["s"]
+    names = [row.request.request_id for row in engine._queues["rollout"].running()]
+    assert [row.request.request_id for row in engine._queues["serving"].running()] == ["s"]
     assert sorted(names) == [f"o{i}" for i in range(len(names))]
     assert len(names) < running
     while unit(engine):
@@ -202,10 +202,10 @@ def test_a_row_that_switched_versions_is_computed_again_with_each_of_them(
             version = {3: 2, 4: 3, 9: 4}.get(num_tokens)
             if version and table.resolve("policy").version != version:  # type: ignore[union-attr]  # it is published
                 table.publish(random_adapter(model, version))
-            state = engine._traffic["serving"]
-            if preempts and num_tokens in (2, 4, 9, 15) and state.num_rows:
-                decoder = next(decoder for decoder in state.decoders if decoder.rows)
-                engine.scheduler.preempt(state, decoder, decoder.rows[0])
+            state = engine._queues["serving"]
+            if preempts and num_tokens in (2, 4, 9, 15) and state.num_running:
+                decoder = next(decoder for decoder in state.decoders if decoder.sequences)
+                engine.scheduler.preempt(state, decoder, decoder.sequences[0])
             engine.step("serving")
         found.append(made(events)["r", 0])
         assert engine.scheduler.num_preempted == 4 * preempts
@@ -224,9 +224,9 @@ def test_an_aborted_request_is_gone_while_it_waits_to_be_computed_again(
     engine.add(ask("a", prompt(1, 9), 20, n=2), True)
     for _ in range(3):
         engine.step("serving")
-    state = engine._traffic["serving"]
-    for decoder in [decoder for decoder in state.decoders if decoder.rows]:
-        engine.scheduler.preempt(state, decoder, decoder.rows[0])
+    state = engine._queues["serving"]
+    for decoder in [decoder for decoder in state.decoders if decoder.sequences]:
+        engine.scheduler.preempt(state, decoder, decoder.sequences[0])
     assert (engine.num_running(), engine.num_waiting()) == (0, 2)
     engine.abort("a")
     assert not engine.has_work("serving")
@@ -245,9 +245,9 @@ def test_what_one_long_row_needed_is_given_back_while_others_run(
     most = 0
     while engine.num_waiting() or engine.num_running() == 5 or not most:
         engine.step("serving")
-        most = max(most, engine.memory.used)
+        most = max(most, engine.kv_budget.used)
     for _ in range(3):
         engine.step("serving")
-    batches = [decoder.batch for decoder in engine._traffic["serving"].decoders]
+    batches = [decoder.batch for decoder in engine._queues["serving"].decoders]
     assert (engine.num_running(), most >= 8 * 1504 * 512) == (4, True)
-    assert engine.memory.used - engine.memory.prefixes.nbytes == len(batches) * 8 * 80 * 512
+    assert engine.kv_budget.used - engine.kv_budget.prefixes.nbytes == len(batches) * 8 * 80 * 512

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import LoraLinear
+from parallm.model.lora.linear import LoraLinear
 from parallm.model.quantized import UnpackingLinear
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.types import Completion, GenerationRequest

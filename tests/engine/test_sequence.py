@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from parallm.engine.sequence import Sequence as Row
+from parallm.engine.request_queue import make_sequences
+from parallm.engine.sequence import Sequence as EngineSequence
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, SamplingParams
@@ -22,19 +23,21 @@ def play(
     tokens: Sequence[int],
     *,
     stop: tuple[str, ...] = (),
-    streams: bool = True,
+    is_streaming: bool = True,
     max_tokens: int = 100,
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
 ) -> tuple[list[str], Completion | None]:
-    """Feed `tokens` until the row ends; the streamed pieces of text and the completion."""
+    """Feed `tokens` until the sequence ends; the streamed pieces of text and the completion."""
     sampling = SamplingParams(max_tokens=max_tokens, stop=stop, stop_token_ids=stop_token_ids, ignore_eos=ignore_eos)
     request = GenerationRequest(request_id="r", prompt_tokens=(5, 6), sampling=sampling)
-    row = Row(request=request, index=0, seed=0, adapter=None, streams=streams)
+    sequence = EngineSequence(
+        request=request, index=0, seed=0, adapter=None, is_streaming=is_streaming, max_tokens=max_tokens
+    )
     pieces: list[str] = []
     for token in tokens:
-        row.append(token, -0.5, (), tokenizer, 1000)
-        event = row.event(tokenizer)
+        sequence.append(token, -0.5, (), tokenizer)
+        event = sequence.event(tokenizer)
         if event is not None:
             pieces.append(event.text)
             if event.completion is not None:
@@ -42,11 +45,13 @@ def play(
     return pieces, None
 
 
-@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("is_streaming", [True, False])
 @pytest.mark.parametrize("stop", ["4\n#", "= 24", "#### 2", "\n", "12 + "])
-def test_text_ends_before_a_stop_string_that_spans_tokens(tokenizer: ChatTokenizer, stop: str, streams: bool) -> None:
+def test_text_ends_before_a_stop_string_that_spans_tokens(
+    tokenizer: ChatTokenizer, stop: str, is_streaming: bool
+) -> None:
     text = "12 + 12 = 24\n#### 24"
-    pieces, completion = play(tokenizer, tokenizer.encode(text), stop=(stop,), streams=streams)
+    pieces, completion = play(tokenizer, tokenizer.encode(text), stop=(stop,), is_streaming=is_streaming)
     assert completion is not None
     assert completion.finish_reason == "stop"
     assert completion.text == "".join(pieces) == text[: text.index(stop)]
@@ -83,10 +88,10 @@ def test_an_ignored_end_token_goes_on(tokenizer: ChatTokenizer) -> None:
     assert completion.text == "".join(pieces) == "22"
 
 
-@pytest.mark.parametrize("streams", [True, False])
-def test_a_stop_token_ends_without_its_text(tokenizer: ChatTokenizer, streams: bool) -> None:
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_a_stop_token_ends_without_its_text(tokenizer: ChatTokenizer, is_streaming: bool) -> None:
     tokens = tokenizer.encode("2 + 3")
-    _, completion = play(tokenizer, tokens, stop_token_ids=(tokens[-1],), streams=streams)
+    _, completion = play(tokenizer, tokens, stop_token_ids=(tokens[-1],), is_streaming=is_streaming)
     assert completion is not None
     assert (completion.text.rstrip(), completion.finish_reason, completion.tokens) == ("2 +", "stop", tokens)
 
@@ -108,17 +113,14 @@ def test_a_character_that_stays_incomplete_is_shown_at_the_end(tokenizer: ChatTo
     assert "\ufffd" in completion.text[1:]
 
 
-def test_a_row_that_nobody_streams_makes_one_event(tokenizer: ChatTokenizer) -> None:
-    pieces, completion = play(tokenizer, tokenizer.encode("2 + 2"), streams=False, max_tokens=3)
+def test_a_sequence_that_does_not_stream_makes_one_event(tokenizer: ChatTokenizer) -> None:
+    pieces, completion = play(tokenizer, tokenizer.encode("2 + 2"), is_streaming=False, max_tokens=3)
     assert len(pieces) == 1
     assert completion is not None
     assert completion.finish_reason == "length"
 
 
-def test_a_row_ends_where_the_context_ends(tokenizer: ChatTokenizer) -> None:
+def test_a_sequence_ends_where_the_context_ends() -> None:
     request = GenerationRequest(request_id="r", prompt_tokens=(5, 6), sampling=SamplingParams(max_tokens=100))
-    row = Row(request=request, index=0, seed=0, adapter=None, streams=False)
-    for _ in range(6):
-        assert row.finish_reason is None
-        row.append(9, -1.0, (), tokenizer, 8)
-    assert row.finish_reason == "length"
+    (sequence,) = make_sequences(request, None, is_streaming=False, arrival=1, max_context=8)
+    assert sequence.max_tokens == 6

@@ -1,22 +1,17 @@
 """Speculation changes how many tokens a step brings, and nothing else."""
 
-import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine import speculation
-from parallm.engine.draft_speculation import DraftSpeculation
 from parallm.engine.engine import TRAFFIC_CLASSES, Engine
 from parallm.engine.sequence import Sequence as Row
 from parallm.engine.settings import EngineSettings, SpeculationSettings
-from parallm.engine.speculation import DraftTokens, NgramLookup, Rates
+from parallm.engine.speculation import AcceptanceRates, Draft, NgramLookup
 from parallm.errors import ConfigError
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
@@ -38,24 +33,6 @@ SPECULATING = EngineSettings(speculation=SpeculationSettings(method="ngram"))
 def repeating(place: int, length: int) -> tuple[int, ...]:
     """A prompt that repeats itself every few tokens."""
     return tuple(5 + (place * 31 + i % (3 + place % 4)) % 300 for i in range(length))
-
-
-def step(engine: Engine) -> bool:
-    """One unit of each class that has work; False if there was none."""
-    ready = [traffic for traffic in TRAFFIC_CLASSES if engine.has_work(traffic)]
-    for traffic in ready:
-        engine.step(traffic)
-    return bool(ready)
-
-
-def by_request(requests: Sequence[GenerationRequest], events: Sequence[TokenEvent]) -> dict[str, list[Completion]]:
-    made = [event.completion for event in events if event.completion]
-    return {
-        request.request_id: sorted(
-            (one for one in made if one.request_id == request.request_id), key=lambda one: one.index
-        )
-        for request in requests
-    }
 
 
 def varied_requests(ask: Ask) -> list[GenerationRequest]:
@@ -87,9 +64,9 @@ def test_completions_are_those_without_speculation_to_the_bit(
 def foresee(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[Completion]], wrong_by: int = 0) -> None:
     """Propose what a run before has sampled, or tokens that it has not."""
 
-    def propose(lookup: NgramLookup, row: Row, completion: Sequence[int], most: int) -> DraftTokens | None:
+    def propose(lookup: NgramLookup, row: Row, completion: Sequence[int], most: int) -> Draft | None:
         truth = known[row.request.request_id][row.index].tokens[len(completion) :][:most]
-        return DraftTokens([(token + wrong_by) % 385 for token in truth], 4) if truth else None
+        return Draft([(token + wrong_by) % 385 for token in truth], 4) if truth else None
 
     monkeypatch.setattr(NgramLookup, "propose", propose)
 
@@ -216,84 +193,19 @@ def test_rows_that_cannot_be_taken_back_do_not_speculate(
 
 def test_lookup_proposes_what_followed_the_longest_match_last() -> None:
     lookup = NgramLookup((1, 2, 3, 9, 1, 2, 4, 7, 3))
-    assert lookup.propose("a", (5, 1, 2), 3) == DraftTokens([4, 7, 3], 2)
-    assert lookup.propose("a", (5, 1, 2, 3), 2) == DraftTokens([9, 1], 3)
+    assert lookup.propose("a", (5, 1, 2), 3) == Draft([4, 7, 3], 2)
+    assert lookup.propose("a", (5, 1, 2, 3), 2) == Draft([9, 1], 3)
     assert lookup.propose("b", (8,), 4) is None
-    assert lookup.propose("b", (8, 5), 4) == DraftTokens([1, 2, 3], 1)  # what the other row has sampled
-    assert lookup.propose("b", (8, 5, 2, 3), 1) == DraftTokens([9], 2)
+    assert lookup.propose("b", (8, 5), 4) == Draft([1, 2, 3], 1)  # what the other row has sampled
+    assert lookup.propose("b", (8, 5, 2, 3), 1) == Draft([9], 2)
 
 
 def test_rates_follow_what_was_right() -> None:
-    rates, proposal = Rates(), DraftTokens([1, 2, 3], 2)
-    before = rates.survivals(proposal)
+    rates, draft = AcceptanceRates(), Draft([1, 2, 3], 2)
+    before = rates.survivals(draft)
     assert before == pytest.approx([0.3, 0.3 * 0.4, 0.3 * 0.4 * 0.5])
-    assert rates.learn(proposal, [1, 2, 9, 9]) == 2
-    after = rates.survivals(proposal)
+    assert rates.learn(draft, [1, 2, 9, 9]) == 2
+    after = rates.survivals(draft)
     assert after[0] == pytest.approx((0.97 * 1.2 + 1) / (0.97 * 4 + 1))
     assert after[1] > after[0] * 0.4
     assert after[2] < after[1] * 0.5
-
-
-@needs_strict
-@pytest.mark.parametrize(("draft", "least_rate"), [("llama", 0.9), ("qwen2", 0.0)])
-@pytest.mark.parametrize("async_scheduling", [False, True])
-def test_a_draft_model_changes_nothing_but_the_number_of_steps(
-    draft: str,
-    least_rate: float,
-    async_scheduling: bool,
-    load_tiny: LoadTiny,
-    tiny_model: Callable[[str], Path],
-    ask: Ask,
-    make_engine: MakeEngine,
-    complete: Complete,
-) -> None:
-    model, requests = load_tiny("llama"), varied_requests(ask)
-    chosen = SpeculationSettings(method="draft", draft_model=str(tiny_model(draft)))
-    events: list[TokenEvent] = []
-    settings = EngineSettings(speculation=chosen, max_rows=3)
-    engine = make_engine(model, events=events, settings=settings, async_scheduling=async_scheduling)
-    counts = engine.speculation
-    assert isinstance(counts, DraftSpeculation)
-    counts.cost = 0.5  # as of a model that is much smaller
-    for request in requests:
-        engine.add(request, False)
-    while step(engine):
-        pass
-    assert by_request(requests, events) == complete(model, requests, settings=PLAIN)
-    assert counts.num_drafted > 50
-    assert counts.num_accepted >= least_rate * counts.num_drafted
-    assert counts.num_accepted == sum(event.completion.num_accepted_tokens for event in events if event.completion)
-
-
-def test_a_draft_model_that_is_never_right_is_asked_seldom(
-    load_tiny: LoadTiny, tiny_model: Callable[[str], Path], ask: Ask, complete: Complete
-) -> None:
-    chosen = SpeculationSettings(method="draft", draft_model=str(tiny_model("qwen2")))
-    request = ask("r", PROMPT, 300, temperature=1.0, seed=1)
-    ((made,),) = complete(load_tiny("llama"), [request], settings=EngineSettings(speculation=chosen)).values()
-    assert made.num_accepted_tokens < made.num_draft_tokens < 60
-
-
-def test_draft_models_that_cannot_serve_are_refused(
-    load_tiny: LoadTiny, tiny_model: Callable[[str], Path], make_engine: MakeEngine, tmp_path: Path
-) -> None:
-    def refused(path: str | Path, reason: str) -> None:
-        chosen = SpeculationSettings(method="draft", draft_model=str(path))
-        with pytest.raises(ConfigError, match=rf"engine\.speculation\.draft_model=.*{reason}"):
-            make_engine(load_tiny("llama"), settings=EngineSettings(speculation=chosen))
-
-    refused(tmp_path / "nothing", "no such folder")
-    refused(tiny_model("mamba"), "use a model with plain attention")
-    folder = tmp_path / "other"
-    shutil.copytree(tiny_model("llama"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 3}))
-    refused(folder, "its tokenizer is not that of")
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
-    refused(folder, "it knows 256 positions; set engine.max_context")
-
-
-def test_a_draft_model_is_named_with_its_method_and_only_then() -> None:
-    for fields in ({"method": "draft"}, {"method": "ngram", "draft_model": "nano"}):
-        with pytest.raises(ValidationError, match="do not go together"):
-            SpeculationSettings(**fields)  # type: ignore[arg-type]

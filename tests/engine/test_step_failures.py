@@ -12,7 +12,6 @@ from parallm.engine.settings import EngineSettings, SpeculationSettings
 from parallm.errors import NotFinite
 from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.table import AdapterTable
-from parallm.model.kernels.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -22,7 +21,6 @@ MakeEngine = Callable[..., Engine]
 Failures = list[tuple[list[str], Exception]]
 
 NGRAM = EngineSettings(speculation=SpeculationSettings(method="ngram"))
-EIGHT = EngineSettings(kv_bits=8)
 
 
 def hot_adapter(model: SharedModel, version: int = 1, *, name: str = "hot", rank: int = 4) -> Adapter:
@@ -80,7 +78,7 @@ def answers(make_engine: MakeEngine, ask: Ask, random_adapter: Callable[..., Ada
     ("architecture", "num_good", "settings"),
     [
         *(("llama", number, None) for number in (1, 3, 5)),
-        *(("llama", 1, settings) for settings in ((NGRAM,) if on_cuda() else (NGRAM, EIGHT))),  # CUDA refuses 8 bits
+        ("llama", 1, NGRAM),
         *((name, 1, None) for name in ("gemma3_text", "deepseek_v3", "gpt_oss", "qwen3_moe", "mamba")),
     ],
 )
@@ -113,7 +111,7 @@ def around_a_switch(
         table.publish(random_adapter(model, 1))
         engine = make_engine(model, events=events, failures=failures, table=table, async_scheduling=async_scheduling)
         engine.add(replace(ask("switching", (3, 4, 5) * 9, 20), switches_in_flight=True), False)
-        for place in range(2):  # which all rows read as far as, on each lane
+        for place in range(2):  # which all rows read as far as, on each stream
             engine.add(ask(f"long{place}", range(place, 40), 24, model="base"), False)
         for place in range(3):  # of the last rows one moves to where one leaves
             engine.add(ask(f"early{place}", (7, 8 + place), 24, model="base"), False)

@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from parallm.model.adapters.adapter import Adapter, make_adapter
-from parallm.model.lora.single import initial_arrays
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.shared_model import SharedModel
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup, WeightSpan
 

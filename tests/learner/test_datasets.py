@@ -15,7 +15,7 @@ from parallm.learner.datasets import Dataset, read_demonstrations, to_group
 from parallm.learner.learner import Learner
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import make_adapter
-from parallm.model.lora.single import initial_arrays
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.shared_model import SharedModel
 from parallm.reports import UpdateReport
 from parallm.types import Message, Problem

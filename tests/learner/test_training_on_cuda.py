@@ -7,10 +7,11 @@ from mlx_lm.utils import load_tokenizer
 
 from parallm.learner.passes.last_layer import can_trim, hidden_at
 from parallm.learner.passes.packing import Segment, packed_hidden
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.load import NANO, share_model
-from parallm.model.lora.single import LoraScaling, initial_arrays, single_lora
+from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 

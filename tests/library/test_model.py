@@ -27,7 +27,7 @@ from parallm.errors import (
 from parallm.library.answer import Answer, Prompt
 from parallm.model.adapters.adapter import make_adapter
 from parallm.model.adapters.files import write_mlx
-from parallm.model.lora.single import initial_arrays
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.shared_model import SharedModel
 from parallm.server.operation.sockets import ListenError
 

@@ -168,9 +168,9 @@ def test_the_model_is_used_while_it_is_trained_and_training_is_steered() -> None
 
 
 def raise_of_second_run(folder: Path) -> None:
-    from parallm.config.run_folder import alone_in  # noqa: PLC0415
+    from parallm.config.run_folder import locked_run_folder  # noqa: PLC0415
 
-    with alone_in(folder):
+    with locked_run_folder(folder):
         pass
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from parallm.metrics.eta import Eta, Schedule
+from parallm.metrics.eta import Eta, Schedule, ThrottledProgress
 from parallm.metrics.step import StepMetrics
 from parallm.reports import EvaluationReport, TrainingStatus
 
@@ -95,3 +95,26 @@ def test_where_others_decide_when_a_step_begins_its_rate_is_said(seconds: float,
     left = Eta(Schedule(total_steps=1000, waits_for_others=True), Clock())
     left.step(step(1, total_seconds=seconds))
     assert (left.text, left.seconds) == (text, None)
+
+
+def test_progress_is_told_every_ten_seconds() -> None:
+    now = 100.0
+    seldom = ThrottledProgress(lambda: now)
+    assert seldom.text(1, 512) == ""
+    now = 109.0
+    assert seldom.text(60, 512) == ""
+    now = 110.5
+    assert seldom.text(70, 512) == "70 of 512"
+    assert seldom.text(71, 512) == ""
+    now = 121.0
+    assert seldom.text(512, 512) == ""
+
+
+def test_other_work_begins_anew() -> None:
+    now = 0.0
+    seldom = ThrottledProgress(lambda: now)
+    seldom.text(5, 8)
+    now = 60.0
+    assert seldom.text(1, 8) == ""
+    now = 71.0
+    assert seldom.text(2, 8) == "2 of 8"

@@ -4,8 +4,8 @@ import mlx.core as mx
 import pytest
 
 from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.lora.dora import initial_magnitudes
-from parallm.model.lora.single import initial_arrays
 from parallm.model.lora.targets import target_ranks
 from parallm.model.settings import LoraSettings
 from parallm.model.shared_model import SharedModel

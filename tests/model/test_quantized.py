@@ -89,13 +89,13 @@ def test_a_backward_keeps_no_unpacked_weights(tmp_path: Path) -> None:
 
 
 class _Scaled:
-    """Multiplies the outputs of all sites."""
+    """Multiplies the outputs of all targets."""
 
     def __init__(self, scale: mx.array) -> None:
         self._scale = scale
 
-    def added(self, target: str, x: mx.array, y: mx.array) -> mx.array:
+    def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
         return y * self._scale
 
-    def stretch(self, target: str) -> None:
+    def dora_scale(self, target: str) -> None:
         return None

@@ -17,10 +17,9 @@ from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError, ConfigError
 from parallm.model.adapters.adapter import make_adapter
 from parallm.model.adapters.files import write_mlx
-from parallm.model.adapters.initial import starting_adapter
+from parallm.model.adapters.initial import initial_arrays, starting_adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.run.operator_state import check_given, open_table, restore
@@ -58,11 +57,11 @@ def start(device: DeviceThread, model: SharedModel, tmp_path: Path) -> Iterator[
     """Begins a process after the one before it has ended; what it serves, and what it says."""
     begun: list[PersistentTable] = []
 
-    def begin(*, state: str = "auto", goes_on: bool = True, **given: str) -> tuple[PersistentTable, list[str]]:
+    def begin(*, state: str = "auto", continues: bool = True, **given: str) -> tuple[PersistentTable, list[str]]:
         for one in begun:
             one.close()
         settings = ServerSettings(state=state)
-        kept = open_table(settings, tmp_path, device, model, AdapterTable(), trained=(), goes_on=goes_on)
+        kept = open_table(settings, tmp_path, device, model, AdapterTable(), trained=(), continues=continues)
         begun.append(kept)
         return kept, asyncio.run(restore(kept, store_of(device, model, kept), given, {}))
 
@@ -170,7 +169,7 @@ def test_a_run_that_begins_anew_sets_what_was_kept_aside(
 ) -> None:
     kept, _ = start(poet=adapter)
     asyncio.run(store_of(device, model, kept).set_alias("good", "poet", 1))
-    anew, texts = start(goes_on=False)
+    anew, texts = start(continues=False)
     assert (names(anew), texts) == ([], [])
     (folder,) = tmp_path.iterdir()
     assert folder.name == f"aside_serving-{model.sha256[:12]}.0"

@@ -140,7 +140,7 @@ class EchoEngine:
     num_aborted: int = 0
     cancelled: set[str] = field(default_factory=set)
     """Ids of endless requests that end with what they have."""
-    is_held: bool = False
+    is_paused: bool = False
     num_resets: int = 0
 
     def stats(self) -> Load:
@@ -181,11 +181,11 @@ class EchoEngine:
         self.cancelled |= set(request_ids)
         return len(request_ids)
 
-    async def hold(self) -> None:
-        self.is_held = True
+    async def pause(self) -> None:
+        self.is_paused = True
 
-    async def release(self) -> None:
-        self.is_held = False
+    async def resume(self) -> None:
+        self.is_paused = False
 
     async def reset_caches(self) -> None:
         self.num_resets += 1
@@ -297,25 +297,28 @@ def hermes() -> ChatTokenizer:
         return ChatTokenizer(load_tokenizer(Path(folder)))
 
 
+def make_app(engine: Any, tokenizer: Any, **fields: Any) -> FastAPI:
+    """Return the application over a service with these fields, and with plain ones in place of the others."""
+    plain: dict[str, Any] = {
+        "catalog": tuple,
+        "status": lambda: TrainingStatus(state="serving"),
+        "settings": ServerSettings(),
+        "base_name": "nano",
+    }
+    return create_app(Service(engine=engine, tokenizer=tokenizer, **(plain | fields)))
+
+
 def application(engine: EchoEngine, tokenizer: Any) -> FastAPI:
-    return create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=lambda: (card(3), card(2, "best")),
-            status=lambda: TrainingStatus(
-                state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")}
-            ),
-            settings=ServerSettings(
-                max_n=8,
-                max_completions=16,
-                max_stop=4,
-                max_top_logprobs=5,
-                max_body_bytes=20_000,
-                max_grammar_bytes=8_000,
-            ),
-            base_name="nano",
-        )
+    return make_app(
+        engine,
+        tokenizer,
+        catalog=lambda: (card(3), card(2, "best")),
+        status=lambda: TrainingStatus(
+            state="updating", step=4, total_steps=9, version=3, metrics={"loss": float("nan")}
+        ),
+        settings=ServerSettings(
+            max_n=8, max_completions=16, max_stop=4, max_top_logprobs=5, max_body_bytes=20_000, max_grammar_bytes=8_000
+        ),
     )
 
 

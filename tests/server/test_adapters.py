@@ -9,10 +9,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parallm.errors import AdapterError, AdapterMissing, FolderInUse, NotStored, UnknownModel
-from parallm.server.app import create_app
-from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard
+from tests.server.conftest import make_app
 
 POET = AdapterCard(
     name="poet",
@@ -85,16 +84,13 @@ def adapters() -> FakeAdapters:
 @pytest.fixture
 def client(engine: Any, tokenizer: Any, adapters: FakeAdapters) -> TestClient:
     return TestClient(
-        create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=lambda: (POET,),
-                status=lambda: pytest.fail("nobody asks"),
-                settings=ServerSettings(max_adapter_bytes=2048),
-                base_name="nano",
-                adapters=adapters,
-            )
+        make_app(
+            engine,
+            tokenizer,
+            catalog=lambda: (POET,),
+            status=lambda: pytest.fail("nobody asks"),
+            settings=ServerSettings(max_adapter_bytes=2048),
+            adapters=adapters,
         ),
         base_url="http://localhost",
     )

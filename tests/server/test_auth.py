@@ -8,12 +8,10 @@ import httpx
 import pytest
 
 from parallm.errors import ConfigError
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation.auth import ROLES, read_keys
 from parallm.server.operation.sockets import ListenError, bind
-from parallm.server.service import Service
 from parallm.server.settings import ApiKey, KeyRole, ServerSettings
+from tests.server.conftest import make_app
 
 KEYS = {role: f"{role}-0123456789abcdef" for role in ("inference", "training", "admin")}
 BODY = {"model": "policy", "prompt": "hello", "max_tokens": 2}
@@ -30,17 +28,7 @@ def send(engine: Any, tokenizer: Any) -> Send:
     with_keys = ServerSettings(api_keys=(stored("inference"), stored("training"), stored("admin")))
 
     async def call(method: str, path: str, settings: ServerSettings = with_keys, **options: Any) -> httpx.Response:
-        app = create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=tuple,
-                status=lambda: TrainingStatus(state="starting"),
-                settings=settings,
-                base_name="nano",
-                keys=read_keys(settings),
-            )
-        )
+        app = make_app(engine, tokenizer, settings=settings, keys=read_keys(settings))
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **options)

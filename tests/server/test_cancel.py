@@ -8,11 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation.auth import StoredKey
-from parallm.server.service import Service
 from parallm.server.settings import KeyRole, ServerSettings
+from tests.server.conftest import make_app
 
 NAMES: dict[str, KeyRole] = {"reader": "inference", "other": "inference", "trainer": "training", "boss": "admin"}
 SENT = {"model": "policy", "prompt": "hi", "request_id": "r1", "max_tokens": 2}
@@ -32,16 +30,11 @@ def on_one_loop(engine: Any, tokenizer: Any) -> Callable[..., None]:
         work: Callable[[httpx.AsyncClient], Awaitable[None]], names: dict[str, KeyRole], settings: ServerSettings
     ) -> None:
         digests = {name: hashlib.sha256(key_of(name)["x-api-key"].encode()).digest() for name in names}
-        app = create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=tuple,
-                status=lambda: TrainingStatus(state="serving"),
-                settings=settings,
-                base_name="nano",
-                keys=tuple(StoredKey(name=name, role=role, digest=digests[name]) for name, role in names.items()),
-            )
+        app = make_app(
+            engine,
+            tokenizer,
+            settings=settings,
+            keys=tuple(StoredKey(name=name, role=role, digest=digests[name]) for name, role in names.items()),
         )
         transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=10) as client:

@@ -19,13 +19,11 @@ from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
-from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import TrafficClass
+from tests.server.conftest import make_app
 
 SECONDS_OF_A_STEP = 0.06  # long beside what a busy machine lets threads wait
 
@@ -61,16 +59,7 @@ async def steps_around_leaving(device: DeviceThread, path: str, stream: bool) ->
     core = device.call(build).result(60)
     core.steps = []
     engine.attach(core)
-    app = create_app(
-        Service(
-            engine=engine,
-            tokenizer=model.tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="serving"),
-            settings=ServerSettings(),
-            base_name="tiny",
-        )
-    )
+    app = make_app(engine, model.tokenizer, base_name="tiny")
     server = HttpServer(app, bind(ServerSettings(port=0)), ServerSettings(drain_seconds=0))
     await server.start()
     _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(server.url).port)

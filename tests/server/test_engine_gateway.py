@@ -34,13 +34,13 @@ def test_while_paused_requests_wait_and_then_go_on(engine: Any) -> None:
     async def main() -> None:
         gateway = gateway_of(engine)
         await gateway.pause("keep")
-        assert engine.is_held
+        assert engine.is_paused
         work = asyncio.create_task(gateway.generate(REQUEST))
         await soon(lambda: gateway.num_held == 1)
         assert engine.requests == []
         await gateway.resume()
         assert [completion.text for completion in await work] == ["hi", "hi"]
-        assert (engine.is_held, gateway.num_held, gateway.num_in_flight) == (False, 0, 0)
+        assert (engine.is_paused, gateway.num_held, gateway.num_in_flight) == (False, 0, 0)
 
     asyncio.run(main())
 

@@ -10,11 +10,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parallm.errors import UnknownModel
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
-from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard
+from tests.server.conftest import make_app
 
 Call = Callable[..., httpx.Response]
 
@@ -118,16 +116,13 @@ def adapters() -> Adapters:
 def served(engine: Any, tokenizer: Any, adapters: Adapters) -> TestClient:
     """A process that serves two versions of the policy."""
     return TestClient(
-        create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=lambda: (card("policy", 3), card("policy", 2, "best")),
-                status=lambda: TrainingStatus(state="serving"),
-                settings=ServerSettings(max_adapter_bytes=2048),
-                base_name="models/Llama-3-8B",
-                adapters=adapters,  # type: ignore[arg-type]  # these routes need no more of it
-            )
+        make_app(
+            engine,
+            tokenizer,
+            catalog=lambda: (card("policy", 3), card("policy", 2, "best")),
+            settings=ServerSettings(max_adapter_bytes=2048),
+            base_name="models/Llama-3-8B",
+            adapters=adapters,
         ),
         base_url="http://localhost",
     )
@@ -272,17 +267,7 @@ def test_lora_adapter_and_another_model_are_refused(served: TestClient, path: st
 
 
 def test_of_several_policies_a_bare_checkpoint_is_none(engine: Any, tokenizer: Any) -> None:
-    app = create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=lambda: (card("poet", 2),),
-            status=lambda: TrainingStatus(state="serving"),
-            settings=ServerSettings(),
-            base_name="nano",
-            policies=("poet", "coder"),
-        )
-    )
+    app = make_app(engine, tokenizer, catalog=lambda: (card("poet", 2),), policies=("poet", "coder"))
     answer = TestClient(app, base_url="http://localhost").post(
         "/v1/completions", json={"model": "base", "lora_adapter": "latest", "prompt": "a"}
     )

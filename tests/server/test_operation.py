@@ -10,14 +10,12 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from starlette.types import Message
 
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation import routes_operation
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
-from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.server.streaming import EventStream
+from tests.server.conftest import make_app
 
 FREE_PORT = ServerSettings(port=0)
 BODY = {"model": "policy", "prompt": "hello"}
@@ -28,16 +26,7 @@ Chat = Callable[..., httpx.Response]
 @pytest.fixture
 def app_with(engine: Any, tokenizer: Any) -> Callable[..., FastAPI]:
     """An application with these settings."""
-    return lambda **settings: create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="serving"),
-            settings=ServerSettings(**settings),
-            base_name="nano",
-        )
-    )
+    return lambda **settings: make_app(engine, tokenizer, settings=ServerSettings(**settings))
 
 
 def series(text: str) -> dict[str, float]:

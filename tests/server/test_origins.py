@@ -11,11 +11,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation.auth import read_keys
-from parallm.server.service import Service
 from parallm.server.settings import ApiKey, ServerSettings
+from tests.server.conftest import make_app
 
 KEY = "admin-0123456789abcdef"
 API_KEYS = (ApiKey(name="admin", role="admin", sha256=hashlib.sha256(KEY.encode()).hexdigest()),)
@@ -41,17 +39,7 @@ def ask(engine: Any, tokenizer: Any) -> Ask:
 
 def application(engine: Any, tokenizer: Any, **settings: Any) -> FastAPI:
     found = ServerSettings(**settings)
-    return create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="starting"),
-            settings=found,
-            base_name="nano",
-            keys=read_keys(found),
-        )
-    )
+    return make_app(engine, tokenizer, settings=found, keys=read_keys(found))
 
 
 async def send_all(app: FastAPI, requests: list[tuple[str, str, Mapping[str, str]]]) -> list[httpx.Response]:

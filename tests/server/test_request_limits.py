@@ -10,8 +10,6 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parallm.errors import EngineFull
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation.request_context import RequestContext, current_request
 from parallm.server.request_limits import (
     MAX_BODIES,
@@ -21,8 +19,7 @@ from parallm.server.request_limits import (
     BodyBudget,
     WorkerPool,
 )
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
+from tests.server.conftest import make_app
 
 Work = Callable[[], Any]
 
@@ -141,16 +138,7 @@ def test_a_body_counts_while_it_comes_in(
     engine: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, length: int, status: int
 ) -> None:
     monkeypatch.setattr("parallm.server.request_limits.MAX_BODIES", 0)
-    app = create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="serving"),
-            settings=ServerSettings(),
-            base_name="nano",
-        )
-    )
+    app = make_app(engine, tokenizer)
     client = TestClient(app, base_url="http://localhost")
     answer = client.post("/v1/completions", json={"model": "base", "prompt": "a" * length})
     assert answer.status_code == status, answer.text

@@ -11,12 +11,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from parallm.errors import ConfigError
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation.auth import StoredKey
 from parallm.server.operation.request_log import request_log, writing_request_log
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
+from tests.server.conftest import make_app
 
 BODY = {"model": "policy", "prompt": "hello", "max_tokens": 3}
 Call = Callable[..., httpx.Response]
@@ -46,17 +43,7 @@ def test_each_request_is_one_line_of_json(call: Call, tmp_path: Path, stream: bo
 def test_the_line_of_a_refused_request_names_its_key(engine: Any, tokenizer: Any, tmp_path: Path) -> None:
     key = "reader-0123456789abcdef"
     stored = StoredKey(name="reader", role="inference", digest=hashlib.sha256(key.encode()).digest())
-    app = create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="serving"),
-            settings=ServerSettings(),
-            base_name="nano",
-            keys=(stored,),
-        )
-    )
+    app = make_app(engine, tokenizer, keys=(stored,))
     with writing_request_log(str(tmp_path / "log")), TestClient(app, base_url="http://localhost") as client:
         for path, presented in (("/pause", key), ("/resume", "another"), ("/pause?mode=keep", None)):
             client.post(path, headers={} if presented is None else {"x-api-key": presented})

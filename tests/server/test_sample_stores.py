@@ -6,11 +6,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, Completion, GenerationRequest
+from tests.server.conftest import make_app
 
 
 class Memory:
@@ -30,17 +27,7 @@ def memory() -> Memory:
 def client(engine: Any, tokenizer: Any, memory: Memory) -> TestClient:
     cards: tuple[AdapterCard, ...] = ()
     return TestClient(
-        create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=lambda: cards,
-                status=lambda: TrainingStatus(state="collecting"),
-                settings=ServerSettings(),
-                base_name="nano",
-                sample_stores={"policy": memory},
-            )
-        ),
+        make_app(engine, tokenizer, catalog=lambda: cards, sample_stores={"policy": memory}),
         base_url="http://localhost",
     )
 

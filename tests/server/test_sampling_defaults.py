@@ -7,13 +7,10 @@ import httpx
 import pytest
 
 from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.openai.completion_schemas import CompletionBody
 from parallm.server.openai.translate import with_defaults
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
 from parallm.types import SamplingParams
-from tests.server.conftest import EchoEngine, card, send_to
+from tests.server.conftest import EchoEngine, card, make_app, send_to
 
 DEFAULTS = {"temperature": 0.25, "top_p": 0.5, "top_k": 20.0, "min_p": 0.1, "repetition_penalty": 1.5}
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
@@ -25,16 +22,12 @@ Call = Callable[..., httpx.Response]
 
 @pytest.fixture
 def call(engine: EchoEngine, tokenizer: Any) -> Call:
-    app = create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=lambda: (card(3),),
-            status=lambda: TrainingStatus(state="serving", step=0, total_steps=0, version=3, metrics={}),
-            settings=ServerSettings(),
-            base_name="nano",
-            sampling_defaults=DEFAULTS,
-        )
+    app = make_app(
+        engine,
+        tokenizer,
+        catalog=lambda: (card(3),),
+        status=lambda: TrainingStatus(state="serving", step=0, total_steps=0, version=3, metrics={}),
+        sampling_defaults=DEFAULTS,
     )
     return lambda method, path, **options: send_to(app, method, path, **options)
 

@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
-from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
 from parallm.types import ScoringRequest
+from tests.server.conftest import make_app
 
 SEEN: list[ScoringRequest] = []
 
@@ -23,16 +21,11 @@ async def length(items: Sequence[ScoringRequest]) -> list[float]:
 @pytest.fixture
 def score(engine: Any, tokenizer: Any) -> Callable[..., Any]:
     def send(names: Sequence[str] = ("reward",), **body: Any) -> Any:
-        app = create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=tuple,
-                status=lambda: TrainingStatus(state="serving"),
-                settings=ServerSettings(max_completions=3),
-                base_name="nano",
-                reward_models=lambda: dict.fromkeys(names, length),
-            )
+        app = make_app(
+            engine,
+            tokenizer,
+            settings=ServerSettings(max_completions=3),
+            reward_models=lambda: dict.fromkeys(names, length),
         )
         return TestClient(app, base_url="http://localhost").post("/v1/rewards/score", json=body)
 

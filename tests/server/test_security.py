@@ -27,14 +27,12 @@ from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation.auth import RANK, ROLES, read_keys
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
 from parallm.server.route_documents import DOCUMENTS
-from parallm.server.service import Service
 from parallm.server.settings import ApiKey, ServerSettings
+from tests.server.conftest import make_app
 
 KEYS = {role: f"{role}-0123456789abcdef" for role in ("inference", "training", "admin")}
 API_KEYS = tuple(
@@ -69,18 +67,7 @@ def make(engine: Any, tokenizer: Any) -> Make:
 
     def build(adapters: AdapterStore | None = None, **settings: Any) -> FastAPI:
         found = ServerSettings(**{"max_body_bytes": 20_000, "max_adapter_bytes": 100_000} | settings)
-        return create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=tuple,
-                status=lambda: TrainingStatus(state="starting"),
-                settings=found,
-                base_name="nano",
-                keys=read_keys(found),
-                adapters=adapters,
-            )
-        )
+        return make_app(engine, tokenizer, settings=found, keys=read_keys(found), adapters=adapters)
 
     return build
 

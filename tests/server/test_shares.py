@@ -7,9 +7,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
+from tests.server.conftest import make_app
 
 
 class FakeDevice:
@@ -34,17 +32,7 @@ class FakeDevice:
 
 def client_of(engine: Any, tokenizer: Any, device: FakeDevice | None) -> TestClient:
     return TestClient(
-        create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=tuple,
-                status=lambda: TrainingStatus(state="updating", checkpoint_saves=4),
-                settings=ServerSettings(),
-                base_name="nano",
-                device=device,
-            )
-        ),
+        make_app(engine, tokenizer, status=lambda: TrainingStatus(state="updating", checkpoint_saves=4), device=device),
         base_url="http://localhost",
     )
 

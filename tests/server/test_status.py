@@ -5,9 +5,7 @@ import httpx
 from fastapi.testclient import TestClient
 
 from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
+from tests.server.conftest import make_app
 
 Call = Callable[..., httpx.Response]
 
@@ -35,16 +33,11 @@ def test_several_policies_are_in_the_list_before_their_first_version_and_each_in
     engine: Any, tokenizer: Any
 ) -> None:
     poet, coder = TrainingStatus(state="starting"), TrainingStatus(state="updating", step=2, metrics={"loss": 0.5})
-    app = create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="starting", policies={"poet": poet, "coder": coder}),
-            settings=ServerSettings(),
-            base_name="nano",
-            policies=("poet", "coder"),
-        )
+    app = make_app(
+        engine,
+        tokenizer,
+        status=lambda: TrainingStatus(state="starting", policies={"poet": poet, "coder": coder}),
+        policies=("poet", "coder"),
     )
     with TestClient(app, base_url="http://localhost") as client:
         assert [entry["id"] for entry in client.get("/v1/models").json()["data"]] == ["poet", "coder", "base"]

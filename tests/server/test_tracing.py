@@ -7,11 +7,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parallm.errors import ConfigError
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.operation.tracing import SpanExporter, Traces, exporting_traces
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
+from tests.server.conftest import make_app
 
 export = pytest.importorskip("opentelemetry.sdk.trace.export")
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
@@ -20,17 +17,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 def test_a_request_becomes_a_span_of_the_callers_trace(engine: Any, tokenizer: Any) -> None:
     exporter = memory.InMemorySpanExporter()
-    app = create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=tuple,
-            status=lambda: TrainingStatus(state="serving"),
-            settings=ServerSettings(),
-            base_name="nano",
-            traces=Traces(export.SimpleSpanProcessor(exporter)),
-        )
-    )
+    app = make_app(engine, tokenizer, traces=Traces(export.SimpleSpanProcessor(exporter)))
     body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
     with TestClient(app, base_url="http://localhost") as client:
         client.post("/v1/chat/completions", json=body, headers={"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"})

@@ -8,12 +8,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from parallm.errors import UnknownModel
-from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
 from parallm.server.control.traffic_splits import TrafficSplits
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, GenerationRequest, SamplingParams
+from tests.server.conftest import make_app
 
 Call = Callable[..., httpx.Response]
 REQUEST = GenerationRequest(request_id="r", prompt_tokens=(1,), sampling=SamplingParams(max_tokens=1), model="policy")
@@ -156,16 +153,7 @@ def test_another_version_answers_where_one_is_unloaded_between_its_choice_and_th
         check(request)
 
     monkeypatch.setattr(engine, "_check", unload)
-    app = create_app(
-        Service(
-            engine=engine,
-            tokenizer=tokenizer,
-            catalog=lambda: tuple(cards),
-            status=lambda: TrainingStatus(state="serving"),
-            settings=ServerSettings(),
-            base_name="nano",
-        )
-    )
+    app = make_app(engine, tokenizer, catalog=lambda: tuple(cards))
     with TestClient(app, base_url="http://localhost") as client:
         client.put("/v1/splits/policy", json={"weights": {"policy@2": 1, "policy@3": 1e-9}})
         answer = client.post(path, json={"model": "policy", "stream": stream, **body})

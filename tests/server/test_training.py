@@ -9,10 +9,8 @@ from fastapi.testclient import TestClient
 
 from parallm.errors import CheckpointError, Unavailable, UnknownModel
 from parallm.reports import TrainingStatus
-from parallm.server.app import create_app
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
 from parallm.types import GivenTrajectory, GivenUpdate, WeightSpan
+from tests.server.conftest import make_app
 
 
 @dataclass
@@ -79,17 +77,7 @@ def training() -> FakeTraining:
 @pytest.fixture
 def client(engine: Any, tokenizer: Any, training: FakeTraining) -> TestClient:
     return TestClient(
-        create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=tuple,
-                status=lambda: TrainingStatus(state=training.state, step=4),
-                settings=ServerSettings(),
-                base_name="nano",
-                training=training,
-            )
-        ),
+        make_app(engine, tokenizer, status=lambda: TrainingStatus(state=training.state, step=4), training=training),
         base_url="http://localhost",
     )
 

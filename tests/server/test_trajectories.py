@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from parallm.reports import TrainingStatus
 from parallm.rollout.live.journal import Journal
 from parallm.rollout.live.source import LiveSource
 from parallm.rollout.settings import LiveSettings, RolloutSettings
-from parallm.server.app import create_app
-from parallm.server.service import Service
-from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, TrajectoryGroup, WeightSpan
 from tests.rollout.live.conftest import completion_of, request_of
+from tests.server.conftest import make_app
 
 Post = Callable[..., Any]
 
@@ -39,17 +36,7 @@ def policy_card(version: int) -> AdapterCard:
 
 def make_client(engine: Any, tokenizer: Any, **trajectories: LiveSource) -> TestClient:
     return TestClient(
-        create_app(
-            Service(
-                engine=engine,
-                tokenizer=tokenizer,
-                catalog=lambda: (policy_card(2), policy_card(3)),
-                status=lambda: TrainingStatus(state="collecting"),
-                settings=ServerSettings(),
-                base_name="nano",
-                trajectories=trajectories,
-            )
-        ),
+        make_app(engine, tokenizer, catalog=lambda: (policy_card(2), policy_card(3)), trajectories=trajectories),
         base_url="http://localhost",
     )
 

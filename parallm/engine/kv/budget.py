@@ -1,4 +1,4 @@
-"""The memory of keys, values and states: what is held, what may be held, and what could never fit."""
+"""The memory budget of keys, values and states: what is held, what may be held, and what could never fit."""
 
 import logging
 from collections.abc import Iterable
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 import mlx.core as mx
 
 from parallm.device.memory import free_memory
-from parallm.engine.decode_batch import DecodeBatchFactory
-from parallm.engine.kv.cost import KvCost, format_for, measure_cost
+from parallm.engine.decode_batch import DecodeBatch
+from parallm.engine.kv.cost import KvCost
 from parallm.engine.kv.prefix_cache import PrefixCache
 from parallm.engine.kv.shapes import allocated
 from parallm.engine.request_queue import RequestQueue
@@ -17,48 +17,48 @@ from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 
 DEVICE_SHARE = 0.4
-"""Of what an accelerator has left beside the base: the learner keeps up to half of it for its backward."""
+"""Share of what an accelerator has left beside the base: the learner keeps up to half of that for its backward."""
 CPU_SHARE = 0.25
-"""Of the free RAM: other programs live there too, and on a CPU time runs out long before keys and values do."""
+"""Share of the free RAM: other programs need some, and on a CPU time runs out long before keys and values do."""
 MAX_DEFAULT_CONTEXT = 8192
-"""Models claim up to a million tokens; more than this is asked for by engine.max_context."""
-ROWS, CPU_ROWS = 128, 256
+"""Models claim up to a million tokens; engine.max_context asks for more than this."""
+DEFAULT_ROWS, DEFAULT_CPU_ROWS = 128, 256
 """On a CPU a row takes less time the more there are; see the README. None takes memory before it runs."""
 PREFIX_SHARE = 0.5
-"""Of the limit, for what other prompts may begin with: rows get it back at once, but tight pools cost copies."""
+"""Share of the limit for the prefix cache: running requests get it back at once, but resizing to fit costs copies."""
 LOWERED_SHARE = 0.8
-"""Of what was held when memory ran out: what may be held from then on."""
+"""Share of what was held when memory ran out that may be held from then on."""
 
 logger = logging.getLogger(__name__)
 
 
 class KvBudget:
-    """Adds up what the rows and prompts of an engine hold. Used on the device thread; its numbers from any."""
+    """Adds up what an engine holds. Used on the device thread; any thread may read its numbers."""
 
-    def __init__(self, model: SharedModel, settings: EngineSettings) -> None:
-        """Raises ConfigError where the settings do not fit the model or the device."""
-        kv_format = format_for(model, settings.kv_bits)
-        self.cost: KvCost = measure_cost(model)
+    def __init__(self, settings: EngineSettings, cost: KvCost, empty_batch: DecodeBatch) -> None:
+        self.cost = cost
         self.limit = settings.kv_cache_bytes or default_limit()
         self.used = 0
-        """As of the engine's last unit."""
+        """Bytes held after the engine's last unit."""
         self.prefixes = PrefixCache(int(self.limit * PREFIX_SHARE))
-        self.batch = DecodeBatchFactory(model, self.cost, kv_format)
-        self._empty_shard = self.batch()
+        self._empty_batch = empty_batch
 
-    def held(self, states: Iterable[RequestQueue]) -> int:
-        """Bytes that rows and prompts hold now."""
-        return sum(map(self._held_by, states))
+    def held(self, queues: Iterable[RequestQueue]) -> int:
+        """Bytes that running sequences and admitted jobs hold now."""
+        return sum(
+            sum(decoder.batch.nbytes for decoder in queue.decoders) + sum(job.num_bytes for job in queue.admitted())
+            for queue in queues
+        )
 
-    def total(self, states: Iterable[RequestQueue]) -> int:
-        """With what is kept for other prompts."""
-        return self.held(states) + self.prefixes.nbytes
+    def total(self, queues: Iterable[RequestQueue]) -> int:
+        """`held`, and what the prefix cache holds."""
+        return self.held(queues) + self.prefixes.nbytes
 
     def needed(self, request: GenerationRequest) -> int:
-        """Bytes that a request takes at most when it has all memory to itself."""
+        """Bytes that a sequence of this request takes at most."""
         num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
-        own = self.cost.of(allocated(num_tokens))  # of its prompt, or of all its tokens if it is computed again
-        return own + self._empty_shard.bytes_for([num_tokens + 1], end=None)
+        prefill = self.cost.of(allocated(num_tokens))  # all its tokens, if it is preempted near its end
+        return prefill + self._empty_batch.bytes_for([num_tokens + 1], end=None)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ContextTooLong for a request that would not fit if it had all memory to itself."""
@@ -72,30 +72,25 @@ class KvBudget:
             )
 
     def lower(self, requests: Iterable[GenerationRequest]) -> bool:
-        """Lower the limit below what was held when memory ran out; False if `requests` leave no room for that."""
-        most = int(LOWERED_SHARE * self.used)
-        floor = max(map(self.needed, requests), default=0)
-        if max(most, floor) >= self.limit:
+        """Lower the limit below what was held when memory ran out; False if `requests` need more than that."""
+        limit = max(int(LOWERED_SHARE * self.used), max(map(self.needed, requests), default=0))
+        if limit >= self.limit:
             return False
         logger.warning(
             "memory ran out with %d bytes of keys and values; the limit is %d from now on instead of %d; lower "
             "engine.kv_cache_bytes, or what else is in memory",
             self.used,
-            max(most, floor),
+            limit,
             self.limit,
         )
-        self.limit = max(most, floor)
-        self.prefixes.limit = int(self.limit * PREFIX_SHARE)
+        self.limit = limit
+        self.prefixes.limit = int(limit * PREFIX_SHARE)
         return True
-
-    def _held_by(self, state: RequestQueue) -> int:
-        rows = sum(decoder.batch.nbytes for decoder in state.decoders)
-        return rows + sum(prompt.num_bytes for prompt in state.admitted())
 
 
 def max_rows(settings: EngineSettings) -> int:
-    """Rows of a class that decode at the same time."""
-    return settings.max_rows or (CPU_ROWS if mx.default_device() == mx.Device(mx.cpu) else ROWS)
+    """Sequences of a traffic class that decode at the same time."""
+    return settings.max_rows or (DEFAULT_CPU_ROWS if mx.default_device() == mx.Device(mx.cpu) else DEFAULT_ROWS)
 
 
 def max_context(settings: EngineSettings, model: SharedModel) -> int:

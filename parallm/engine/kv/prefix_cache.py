@@ -1,10 +1,10 @@
 """Keys and values of computed tokens, for prompts that begin with the same ones.
 
 A radix tree for each adapter version and salt, over blocks of 16 tokens. A node holds a run of blocks; where another
-prompt leaves it, a child goes on. The least recently used leaf goes first, and before all others what belongs to a
-version that nobody can ask for any more.
+prompt diverges, a child goes on. The least recently used leaf is evicted first, and before all others the nodes of
+adapter versions that no request can name any more.
 
-Axes: N layers' keys and values, H key-value heads, T positions, D head size.
+Axes: N layers' keys and values, B rows, H key-value heads, T positions, D head size.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ Block = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose keys and values: different adapters compute different ones, and a salt keeps users apart."""
+    """Namespace of keys and values: each adapter computes its own, and a salt keeps users apart."""
 
     name: str
     version: int
@@ -41,9 +41,9 @@ class Node:
     """Blocks of the parent before it."""
     blocks: list[Block]
     arrays: list[mx.array]
-    """Of keys and values, (N, H, T, D), see `kv_stack`."""
+    """Keys and values, (N, H, T, D), see `row_copies`."""
     children: dict[tuple[int, Block], "Node"] = field(default_factory=dict)
-    """By how many of this node's blocks come before them, and their first block."""
+    """Keyed by the number of this node's blocks before them, and their first block."""
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +52,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest known beginning of a prompt."""
+    """The longest cached prefix of a prompt."""
 
     num_tokens: int
     pieces: list[list[mx.array]]
@@ -64,7 +64,7 @@ class Hit:
 
 
 class PrefixCache:
-    """Used on the device thread; its numbers from any."""
+    """Used on the device thread; any thread may read its numbers."""
 
     def __init__(self, limit: int) -> None:
         self.nbytes = 0
@@ -75,10 +75,10 @@ class PrefixCache:
         self._roots: dict[Owner, Node] = {}
         self._nodes: OrderedDict[Node, None] = OrderedDict()  # a node comes before its parent, so the first is a leaf
 
-    def match(self, owner: Owner, tokens: Tokens, most: int) -> Hit | None:
-        """What is known of the first `most` of `tokens`."""
+    def match(self, owner: Owner, tokens: Tokens, max_tokens: int) -> Hit | None:
+        """The longest cached prefix of the first `max_tokens` of `tokens`."""
         self.num_lookups += 1
-        path = self._walk(owner, tokens[: most // BLOCK * BLOCK])
+        path = self._walk(owner, tokens[: max_tokens // BLOCK * BLOCK])
         num_blocks = _num_blocks(path)
         if num_blocks == 0:
             return None
@@ -87,44 +87,45 @@ class PrefixCache:
         pieces = [[array[:, :, : used * BLOCK] for array in node.arrays] for node, used in path if used]
         return Hit(num_blocks * BLOCK, pieces)
 
-    def num_known(self, owner: Owner, tokens: Tokens, most: int) -> int:
-        """How many tokens `match` would find; that does not count as a use."""
-        return _num_blocks(self._walk(owner, tokens[: most // BLOCK * BLOCK])) * BLOCK
+    def num_cached(self, owner: Owner, tokens: Tokens, max_tokens: int) -> int:
+        """Tokens that `match` would find; does not count as a use."""
+        return _num_blocks(self._walk(owner, tokens[: max_tokens // BLOCK * BLOCK])) * BLOCK
 
     def add(
-        self, owner: Owner, tokens: Tokens, make: Callable[[int, int], list[mx.array]], per_token: int, room: int
+        self, owner: Owner, tokens: Tokens, copy: Callable[[int, int], list[mx.array]], per_token: int, num_free: int
     ) -> list[mx.array]:
-        """Keep the whole blocks of `tokens` that are not known yet, of which `make(start, end)` gives copies.
+        """Cache the whole blocks of `tokens` that are not cached yet, of which `copy(start, end)` makes copies.
 
-        `room` is how many bytes more may be held. Returns the copies, to be evaluated before what they are of changes.
+        `num_free` is how many more bytes may be held. Returns the copies; evaluate them before their source changes.
         """
         path = self._walk(owner, tokens)
-        known = _num_blocks(path)
-        whole = len(tokens) // BLOCK
-        needed = (whole - known) * BLOCK * per_token
-        if whole == known or needed > self.limit:
+        num_cached = _num_blocks(path)
+        num_blocks = len(tokens) // BLOCK
+        needed = (num_blocks - num_cached) * BLOCK * per_token
+        if num_blocks == num_cached or needed > self.limit:
             return []
         if path:
             self._touch(path[-1][0])
         on_path = {node for node, _ in path}
-        if not self._shrink(max(self.nbytes + needed - self.limit, needed - room), on_path):
+        if not self._shrink(max(self.nbytes + needed - self.limit, needed - num_free), on_path):
             return []
-        parent = path[-1] if path else (self._root(owner), 0)
-        arrays = make(known * BLOCK, whole * BLOCK)
-        node = Node(parent[0], owner, parent[1], _blocks(tokens[known * BLOCK : whole * BLOCK]), arrays)
-        parent[0].children[node.at, node.blocks[0]] = node
+        parent, at = path[-1] if path else (self._root(owner), 0)
+        start, end = num_cached * BLOCK, num_blocks * BLOCK
+        arrays = copy(start, end)
+        node = Node(parent, owner, at, _blocks(tokens[start:end]), arrays)
+        parent.children[at, node.blocks[0]] = node
         self._nodes[node] = None
         self._touch(node)
         self.nbytes += node.nbytes
         return arrays
 
     def shrink(self, num_bytes: int) -> bool:
-        """Give back at least so many bytes; False if there were not as many."""
+        """Evict at least `num_bytes`; False if it holds less."""
         return self._shrink(num_bytes, set())
 
-    def forget(self, is_known: Callable[[str, int], bool]) -> None:
-        """Drop what belongs to adapter versions that `is_known` denies."""
-        gone = {owner for owner in self._roots if owner.name and not is_known(owner.name, owner.version)}
+    def forget(self, is_servable: Callable[[str, int], bool]) -> None:
+        """Evict adapter versions that `is_servable` denies."""
+        gone = {owner for owner in self._roots if owner.name and not is_servable(owner.name, owner.version)}
         if gone:
             for node in [node for node in self._nodes if node.owner in gone]:
                 self._remove(node)
@@ -152,16 +153,16 @@ class PrefixCache:
         del node.parent.children[node.at, node.blocks[0]]
 
     def _walk(self, owner: Owner, tokens: Tokens) -> list[tuple[Node, int]]:
-        """The nodes that `tokens` begin with, root first, and how many blocks of each."""
-        blocks, place = _blocks(tokens), 0
+        """The nodes along `tokens`, root first, and the number of matching blocks of each."""
+        blocks, position = _blocks(tokens), 0
         path: list[tuple[Node, int]] = []
         node = self._roots.get(owner)
         while node is not None:
             used = 0
-            while used < len(node.blocks) and place < len(blocks) and node.blocks[used] == blocks[place]:
-                used, place = used + 1, place + 1
+            while used < len(node.blocks) and position < len(blocks) and node.blocks[used] == blocks[position]:
+                used, position = used + 1, position + 1
             path.append((node, used))
-            node = node.children.get((used, blocks[place])) if place < len(blocks) else None
+            node = node.children.get((used, blocks[position])) if position < len(blocks) else None
         return path
 
     def _touch(self, node: Node | None) -> None:
@@ -182,19 +183,19 @@ def _blocks(tokens: Tokens) -> list[Block]:
 
 
 def row_copies(layers_1HTD: Sequence[mx.array]) -> list[mx.array]:
-    """A copy of one row's keys and values, (N, H, T, D); or of each array, N = 1, where they are not alike."""
+    """A copy of one row's keys and values in one array, (N, H, T, D); with unequal shapes one each, N = 1."""
     if _are_alike(layers_1HTD):
         return [mx.concatenate(list(layers_1HTD))]
     return [mx.contiguous(array) for array in layers_1HTD]
 
 
 def stacks_of(layers_BHTD: Sequence[mx.array]) -> list[mx.array]:
-    """Keys and values of several rows, (N, B, H, T, D), as `row_copies` has those of one row."""
+    """Keys and values of several rows, (N, B, H, T, D), in the form of `row_copies`."""
     return [mx.stack(list(layers_BHTD))] if _are_alike(layers_BHTD) else [array[None] for array in layers_BHTD]
 
 
 def layers_of(rows: Sequence[Sequence[mx.array]]) -> list[mx.array]:
-    """Keys and values of each layer in turn, (B, H, T, D), of rows that `row_copies` made."""
+    """Keys and values of each layer in turn, (B, H, T, D), from the `row_copies` of B rows."""
     stacks = [mx.stack(list(copies), axis=1) for copies in zip(*rows, strict=True)]
     return [stack[layer] for stack in stacks for layer in range(stack.shape[0])]
 

@@ -1,11 +1,15 @@
-"""How many slots of how many positions a shard's pools have: a rectangle that changes in few steps.
+"""Shapes of KV buffers, and the few lengths to which prompts are padded.
 
-Roomy, both sides double, so a row of any length costs a handful of copies in its life, and a compiled step sees a
-handful of shapes. Where no step is compiled (`fitting`), positions go as far as the rows may come to need, if that is
-near, and pools that are copied anyway have slots for the present rows only: memory that is written for the first time
-costs a CPU more than anything else here. Tight, for when memory is short, both are what the rows need now; where steps
-are compiled, a fifth more at most, so that four shapes are seen where doubling sees one. Positions that one long row
-needed are given back when they are four times what the others need.
+A decode batch has buffers of slots x positions. With spare memory both sides double (`grown`), so a sequence of any
+length costs a handful of copies and a compiled step sees a handful of shapes. Without compiled steps (`grown_to_end`)
+positions reach the end of the longest request at once if that is near, and buffers that are copied anyway keep slots
+for the present sequences only, because memory that is written for the first time is what costs a CPU most here. When
+memory is short, buffers are exactly as large as needed; with compiled steps up to a fifth more, which is four shapes
+for each doubling. Positions that one long sequence needed are given back when they are four times what the others need.
+
+Prompts are computed at their own length on a CPU, in products of enough rows. With MLX's CUDA build lengths come in few
+sizes: MLX plans cuDNN's attention for each new shape, strides included, and keeps 256 plans. Causal attention hides the
+padding.
 """
 
 from dataclasses import dataclass
@@ -18,7 +22,9 @@ MIN_SLOTS = 8
 MIN_POSITIONS = 256
 TOO_LONG = 4
 NEAR = 1.5
-"""Positions that are all that rows may need are taken at once if they are no more than so many times the doubled."""
+"""If a request's longest length is at most this times the next power of two, it is allocated at once."""
+STEP = 128
+"""Tokens to a multiple of which prompts are padded with MLX's CUDA build."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,55 +43,49 @@ class BufferShape:
 EMPTY = BufferShape(0, 0)
 
 
-def roomy(needed: BufferShape, present: BufferShape) -> BufferShape:
-    """The layout to change to from `present` where there is memory; `present` itself where it does."""
+def grown(needed: BufferShape, present: BufferShape) -> BufferShape:
+    """The shape to change to from `present` with spare memory; `present` itself where it suffices."""
     if needed.area == 0:
         return EMPTY
-    wanted = BufferShape(_doubled(MIN_SLOTS, needed.num_slots), _doubled(MIN_POSITIONS, needed.num_positions))
-    num_positions = max(wanted.num_positions, present.num_positions)
-    if wanted.num_positions * TOO_LONG <= present.num_positions:
-        num_positions = wanted.num_positions
-    return BufferShape(max(wanted.num_slots, present.num_slots), num_positions)
+    num_slots, num_positions = _doubled(MIN_SLOTS, needed.num_slots), _doubled(MIN_POSITIONS, needed.num_positions)
+    if num_positions * TOO_LONG > present.num_positions:
+        num_positions = max(num_positions, present.num_positions)
+    return BufferShape(max(num_slots, present.num_slots), num_positions)
 
 
-def fitting(needed: BufferShape, present: BufferShape, end: int) -> BufferShape:
-    """`roomy` where shapes need not be few; `end`: positions that the longest row may come to need, in whole blocks."""
-    wanted = roomy(needed, present)
-    if present.holds(needed) and wanted.num_positions >= present.num_positions:
+def grown_to_end(needed: BufferShape, present: BufferShape, end: int) -> BufferShape:
+    """`grown` where shapes need not be few; `end`: most positions of the longest sequence, in whole blocks."""
+    if present.holds(needed) and grown(needed, present).num_positions >= present.num_positions:
         return present
-    fresh = roomy(needed, EMPTY)
-    if present != EMPTY:  # one copy, and not one for each row that may end a little later than those before
+    fresh = grown(needed, EMPTY)
+    if present != EMPTY:  # one copy, and not one for each request that may end a little later than those before
         end = in_quarters(BLOCK, end)
     return BufferShape(fresh.num_slots, end) if needed.num_positions <= end <= NEAR * fresh.num_positions else fresh
 
 
-def in_quarters(least: int, number: int) -> int:
-    """The next of so many: multiples of `least` up to four times it, then four steps for each doubling."""
-    step = least
+def in_quarters(step: int, number: int) -> int:
+    """Round up: to multiples of `step` up to four times it, then to four sizes for each doubling."""
     while step * 8 <= number - 1:
         step *= 2
     return -(-number // step) * step
 
 
-def _doubled(least: int, number: int) -> int:
-    while least < number:
-        least *= 2
-    return least
-
-
-STEP = 128
-
-
 def padded(num_tokens: int) -> int:
-    """Positions that are computed: on CUDA multiples of 128, and beyond 1,024 four sizes for each doubling."""
+    """Positions to compute for a prompt or chunk of `num_tokens`."""
     return in_quarters(STEP, num_tokens) if on_cuda() else max(MIN_ROWS, num_tokens)
 
 
 def allocated(num_tokens: int) -> int:
-    """Positions of the keys and values of a prompt that is computed."""
+    """Positions of the cache of a prompt that is computed."""
     return in_quarters(STEP, num_tokens) if on_cuda() else num_tokens + MIN_ROWS
 
 
-def reusable(num_known: int) -> int:
-    """Of so many tokens that are known from before, those behind which the rest is computed."""
-    return num_known // STEP * STEP if on_cuda() else num_known
+def reusable(num_cached: int) -> int:
+    """Tokens that a prompt takes of `num_cached` in the prefix cache."""
+    return num_cached // STEP * STEP if on_cuda() else num_cached
+
+
+def _doubled(size: int, number: int) -> int:
+    while size < number:
+        size *= 2
+    return size

@@ -1,15 +1,15 @@
-"""Top-k, top-p and min-p of rows that ask for them, without sorting the vocabulary.
+"""Top-k, top-p and min-p, without sorting the vocabulary.
 
-Tokens stand in the order of their logits, the largest first and of equals the lowest id first. A row keeps a token if
-fewer than `top_k` tokens and less than `top_p` of the probability stand before it, and if its probability is at least
-`min_p` times the largest. All three look at the whole distribution, each alone; what they leave is drawn from in
-proportion to its probabilities.
+Tokens are ordered by logit, the largest first, and equal logits by id. A row keeps a token if fewer than `top_k` tokens
+and less than `top_p` of the probability come before it, and if its probability is at least `min_p` times the largest.
+Each filter looks at the whole distribution; the sampler draws from the kept tokens in proportion to their
+probabilities.
 
-The first two keep a beginning of that order, so all that is to be found is the logit where it ends, and how many of
-the tokens with this logit belong to it. With MLX's CUDA build a kernel finds both (`filter_kernel.py`). Elsewhere few
-candidates are sorted where top-k says that they are enough, or the vocabulary where it is small; else the 32 bits of
-the logit are found one by one, by counting what lies above it. Probabilities are added as integers: their sums do not
-depend on the order, so all ways give the same tokens.
+The first two keep a prefix of that order, which is known by the logit where it ends and the number of kept tokens with
+this logit. With MLX's CUDA build a kernel finds both (`model/kernels/token_filter.py`). Elsewhere a small top-k sorts
+that many candidates, and a small vocabulary is sorted; else the 32 bits of the logit are determined one by one, by
+counting the tokens above it. Probabilities are added as integers: their sums do not depend on the order, so all ways
+give the same tokens.
 
 Axes: R rows that filter, V vocabulary.
 """
@@ -28,49 +28,51 @@ from parallm.types import SamplingParams
 
 NO_TOP_K = 2**31 - 1
 NO_TOP_P = 2**43  # above the sum of all probabilities
-MAX_CANDIDATES = 1024  # of a row, to be looked for apart
+MAX_CANDIDATES = 1024
+"""Largest top-k for which candidates are selected before they are sorted."""
 MAX_SORTED = 16_384
+"""Largest vocabulary that is sorted."""
 KEY_BITS = 32
 SIGN = 1 << 31
-MINUS_INFINITY = 0xFF800000  # its bits, and its place in the order: behind it are values that are no numbers
+MINUS_INFINITY = 0xFF800000  # its bits, and its rank in the order; NaN comes after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """Limits of rows that are filtered in the same way, (R,) each; one that a row does not ask for excludes nothing."""
+    """Limits of rows that are filtered in the same way, (R,) each; an unset limit excludes nothing."""
 
     rows: Sequence[int] | None
-    """Which rows of the step these are; None: all of them."""
-    most: int | None
-    """The largest top-k where that is small, 0 where there is neither top-k nor top-p, else None."""
+    """Rows of the step; None: all of them."""
+    max_top_k: int | None
+    """The largest top-k if that is small; 0 with neither top-k nor top-p; else None."""
     top_k_R: mx.array
     """uint64."""
     top_p_R: mx.array
-    """uint64, where `PROBABILITY_ONE` is 1."""
+    """uint64, in units of 1 / `PROBABILITY_ONE`."""
     min_p_R: mx.array
 
 
 def filters_of(params_B: Sequence[SamplingParams]) -> list[Filters]:
-    """Empty where no row filters; a greedy row has nothing to filter."""
+    """The filters of a step's rows; a greedy row has none."""
     ways: dict[int, list[int]] = defaultdict(list)
-    for place, params in enumerate(params_B):
+    for row, params in enumerate(params_B):
         cuts = params.top_k > 0 or params.top_p < 1
         if params.temperature > 0 and (cuts or params.min_p > 0):
             is_small = 0 < params.top_k <= MAX_CANDIDATES
-            ways[0 if on_cuda() else cuts + is_small].append(place)
+            ways[0 if on_cuda() else cuts + is_small].append(row)
     return [limits_of(rows, params_B) for rows in ways.values()]
 
 
 def limits_of(rows: Sequence[int], params_B: Sequence[SamplingParams]) -> Filters:
-    """Of these rows, together."""
+    """The limits of these rows, which are filtered together."""
     params_R = [params_B[row] for row in rows]
     tops_R = [params.top_k or NO_TOP_K for params in params_R]
     shares_R = [max(1, int(params.top_p * PROBABILITY_ONE)) if params.top_p < 1 else NO_TOP_P for params in params_R]
     has_cuts = min(tops_R) < NO_TOP_K or min(shares_R) < NO_TOP_P
-    most = max(tops_R) if max(tops_R) <= MAX_CANDIDATES else None
+    max_top_k = max(tops_R) if max(tops_R) <= MAX_CANDIDATES else None
     return Filters(
         rows=rows if len(rows) < len(params_B) else None,
-        most=most if has_cuts else 0,
+        max_top_k=max_top_k if has_cuts else 0,
         top_k_R=mx.array(np.array(tops_R, np.uint64)),
         top_p_R=mx.array(np.array(shares_R, np.uint64)),
         min_p_R=mx.array([params.min_p for params in params_R], mx.float32),
@@ -80,19 +82,18 @@ def limits_of(rows: Sequence[int], params_B: Sequence[SamplingParams]) -> Filter
 def filtered(softmax: Softmax, filters: Sequence[Filters]) -> mx.array:
     """Weights (B, V) to draw from: zero for tokens that top-k, top-p or min-p exclude."""
     weights_BV = softmax.exponentials_NV
-    for some in filters:
-        if some.rows is None:
-            return _weights(softmax, some)
-        rows_R = mx.array(some.rows)
-        asked = softmax.of_rows(rows_R)
-        weights_BV = weights_BV[...]  # a name of its own for what is written
-        weights_BV[rows_R] = _weights(asked, some)
+    for group in filters:
+        if group.rows is None:
+            return _weights(softmax, group)
+        rows_R = mx.array(group.rows)
+        weights_BV = weights_BV[...]  # a new name for the written array
+        weights_BV[rows_R] = _weights(softmax.of_rows(rows_R), group)
     return weights_BV
 
 
 def _weights(softmax: Softmax, filters: Filters) -> mx.array:
-    """(R, V), for the rows that `filters` are of."""
-    if filters.most == 0:
+    """(R, V), for the rows of `filters`."""
+    if filters.max_top_k == 0:
         return mx.where(softmax.exponentials_NV >= filters.min_p_R[:, None], softmax.exponentials_NV, 0)
     if on_cuda():
         ends = ends_by_kernel(softmax, filters.top_k_R, filters.top_p_R)
@@ -108,9 +109,10 @@ def _weights(softmax: Softmax, filters: Filters) -> mx.array:
 def _ends(softmax: Softmax, filters: Filters) -> tuple[mx.array, mx.array]:
     """The lowest logit that top-k and top-p keep, (R,), and how many tokens of this logit they keep, (R,)."""
     values_RV, packed_RV = softmax.scaled_NV, packed(softmax)
-    if filters.most is not None and filters.most < values_RV.shape[1]:
-        found_RK = mx.argpartition(-values_RV, kth=filters.most - 1, axis=-1)[:, : filters.most]
-        values_RV, packed_RV = (mx.take_along_axis(some_RV, found_RK, axis=-1) for some_RV in (values_RV, packed_RV))
+    count = filters.max_top_k
+    if count is not None and count < values_RV.shape[1]:
+        top_RK = mx.argpartition(-values_RV, kth=count - 1, axis=-1)[:, :count]
+        values_RV, packed_RV = (mx.take_along_axis(array, top_RK, axis=-1) for array in (values_RV, packed_RV))
     ends = ends_by_sorting if values_RV.shape[1] <= MAX_SORTED else ends_by_counting
     return ends(values_RV, packed_RV, filters)
 
@@ -150,7 +152,7 @@ def packed(softmax: Softmax) -> mx.array:
 
 
 def _keeps_next(before_RK: mx.array, filters: Filters) -> mx.array:
-    """Whether a token is kept that these packed sums stand before."""
+    """Whether a token is kept, from the packed sums before it."""
     return (_count(before_RK) < filters.top_k_R[:, None]) & (_mass(before_RK) < filters.top_p_R[:, None])
 
 
@@ -163,6 +165,6 @@ def _mass(packed_RK: mx.array) -> mx.array:
 
 
 def _value(order_R1: mx.array) -> mx.array:
-    """The float32 at a place in the order of all float32, the largest first."""
+    """The float32 of a rank in the order of all float32, the largest first."""
     bits_R1 = mx.minimum(order_R1, MINUS_INFINITY)
     return mx.where(bits_R1 >= SIGN, bits_R1, ~bits_R1 & (SIGN - 1)).view(mx.float32)

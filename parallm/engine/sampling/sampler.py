@@ -20,6 +20,7 @@ from parallm.types import SamplingParams
 
 DRAW_BLOCK = 128
 STEPS_AHEAD = 16
+"""Steps for which random numbers are made together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +34,11 @@ class SampledTokens:
 
 
 class Noise:
-    """The random numbers of rows: of several steps at once, as these cost hardly more than those of one."""
+    """Random numbers of rows, for several steps at once, which costs hardly more than one."""
 
     def __init__(self, seeds_B: Sequence[int]) -> None:
         self._seeds_B = np.array(seeds_B, np.uint64)
-        self._first_B: list[int] = []  # positions of the first of the steps that are known
+        self._first_B: list[int] = []  # positions in the first of these steps
         self._uniforms_NB2: mx.array | None = None
 
     def uniforms(self, positions_B: Sequence[int]) -> mx.array:
@@ -53,17 +54,16 @@ class Noise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSampling:
-    """What rows ask of the sampler: the same in every step, so made once for each set of rows."""
+    """Sampling parameters of a set of rows, as arrays that serve every step."""
 
     temperatures_B: mx.array
     greedy_B: mx.array | None
-    """Which rows take the most likely token; None where no row does."""
+    """Rows that take the most likely token; None without such rows."""
     all_greedy: bool
-    noise: "Noise"
+    noise: Noise
     filters: Sequence[Filters]
-    most_alternatives: int
+    max_alternatives: int
     has_logits_processors: bool
-    """Whether a row asks for tokens from other logits than the policy's."""
 
 
 def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> RowSampling:
@@ -75,22 +75,22 @@ def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> 
         all_greedy=all(is_greedy),
         noise=Noise(seeds_B),
         filters=filters_of(params_B),
-        most_alternatives=max(params.top_logprobs for params in params_B),
+        max_alternatives=max(params.top_logprobs for params in params_B),
         has_logits_processors=any(params.has_logits_processors for params in params_B),
     )
 
 
 def sample(
-    logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int], adjusted_BV: mx.array | None = None
+    logits_BV: mx.array, rows: RowSampling, positions_B: Sequence[int], processed_BV: mx.array | None = None
 ) -> SampledTokens:
     """Sample one token per row.
 
-    `positions_B` counts the tokens that the row has sampled before; `adjusted_BV` are logits to sample from in place of
-    the policy's own. Log-probabilities are float32, after temperature and before adjustments, top-k, top-p and min-p:
-    those of the policy itself.
+    `positions_B` counts the tokens that the row has sampled before; logits processors made `processed_BV`, from which
+    it samples in place of the policy's logits. Log-probabilities are float32, after temperature and before logits
+    processors, top-k, top-p and min-p: those of the policy itself.
     """
     softmax = softmax_of(logits_BV, rows.temperatures_B)
-    chosen = softmax if adjusted_BV is None else softmax_of(adjusted_BV, rows.temperatures_B)
+    chosen = softmax if processed_BV is None else softmax_of(processed_BV, rows.temperatures_B)
     if rows.all_greedy:
         tokens_B = _most_likely(chosen)
     else:
@@ -98,7 +98,7 @@ def sample(
         if rows.greedy_B is not None:
             tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
-    top_tokens_BK, top_logprobs_BK = alternatives(softmax, rows.most_alternatives)
+    top_tokens_BK, top_logprobs_BK = alternatives(softmax, rows.max_alternatives)
     return SampledTokens(
         tokens_B=tokens_B, logprobs_B=logprobs_B, top_tokens_BK=top_tokens_BK, top_logprobs_BK=top_logprobs_BK
     )
@@ -132,19 +132,19 @@ def _inverted(weights_BK: mx.array, uniforms_B: mx.array) -> mx.array:
 
 
 def _uniforms(seeds_B: npt.NDArray[np.uint64], positions_NB: npt.NDArray[np.uint64]) -> mx.array:
-    """Two multiples of 2**-24 in [0, 1) per position, (N, B, 2): exact in float32, and times a total they stay below
-    it."""
+    """Two multiples of 2**-24 in [0, 1) per position, (N, B, 2): exact in float32, so that a product with a total stays
+    below the total."""
     bits_NB = mix_all(seeds_B, positions_NB)
     pairs_NB2 = np.stack([bits_NB >> np.uint64(40), bits_NB & np.uint64(0xFFFFFF)], axis=-1)
     return mx.array(pairs_NB2.astype(np.float32) * np.float32(2.0**-24))
 
 
-def alternatives(softmax: Softmax, most: int) -> tuple[mx.array | None, mx.array | None]:
-    """The `most` likely tokens and their log-probs, the likeliest first, (N, K) each; None where none are asked for."""
-    if most == 0:
+def alternatives(softmax: Softmax, count: int) -> tuple[mx.array | None, mx.array | None]:
+    """The `count` likeliest tokens and their log-probs, the likeliest first, (N, K) each; None for a count of 0."""
+    if count == 0:
         return None, None
-    most = min(most, softmax.scaled_NV.shape[-1])
-    found_BK = mx.argpartition(-softmax.scaled_NV, kth=most - 1, axis=-1)[:, :most]
-    logprobs_BK = softmax.logprobs(found_BK)
+    count = min(count, softmax.scaled_NV.shape[-1])
+    top_BK = mx.argpartition(-softmax.scaled_NV, kth=count - 1, axis=-1)[:, :count]
+    logprobs_BK = softmax.logprobs(top_BK)
     order_BK = mx.argsort(-logprobs_BK, axis=-1)
-    return mx.take_along_axis(found_BK, order_BK, axis=-1), mx.take_along_axis(logprobs_BK, order_BK, axis=-1)
+    return mx.take_along_axis(top_BK, order_BK, axis=-1), mx.take_along_axis(logprobs_BK, order_BK, axis=-1)

@@ -16,7 +16,8 @@ from parallm.device.memory import device_memory
 from parallm.errors import ConfigError
 from parallm.learner.settings import LearnerSettings
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.lora.single import LoraContext, LoraLinear, SingleLora
+from parallm.model.lora.linear import LoraContext, LoraLinear
+from parallm.model.lora.single import SingleLora
 from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel
 

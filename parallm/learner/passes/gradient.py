@@ -29,8 +29,9 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.module_names import layer_of
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.single import LoraBinding, LoraScaling, SingleLora, single_lora
-from parallm.model.lora.training import training_lora
+from parallm.model.lora.linear import LoraBinding
+from parallm.model.lora.selector import training_lora
+from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.shared_model import SharedModel
 
 FIRST = 8  # the gradients of the last eighth of the layers are evaluated first

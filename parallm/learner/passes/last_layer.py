@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from parallm.learner.passes.checkpointing import can_checkpoint, trunk_of
 from parallm.learner.passes.packing import Segment, num_padding_rows, packed_hidden, padded_hidden
-from parallm.model.lora.single import LoraBinding
+from parallm.model.lora.linear import LoraBinding
 from parallm.model.shared_model import SharedModel
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")

@@ -15,11 +15,12 @@ from itertools import accumulate
 import mlx.core as mx
 import numpy as np
 
-from parallm.model.attention import MIN_ROWS, OwnCache, attention
+from parallm.model.attention import MIN_ROWS, attention
 from parallm.model.kernels.cuda import VECTOR_BYTES, on_cuda
-from parallm.model.kernels.rotary import rotated
-from parallm.model.lora.single import LoraBinding
-from parallm.model.patches.rotary import Rotation, before_rotation
+from parallm.model.kernels.rotary import Rotation, rotated
+from parallm.model.lora.linear import LoraBinding
+from parallm.model.patches.attention import OwnCache
+from parallm.model.patches.rotary import before_rotation
 from parallm.model.shared_model import SharedModel
 
 FUSED_LENGTH = 128

@@ -19,7 +19,7 @@ from parallm.learner.loss.kl import kl_estimate
 from parallm.learner.loss.objective import Objective
 from parallm.learner.passes.batch import MicroBatch
 from parallm.learner.passes.lm_head import Scores
-from parallm.model.lora.single import LoraBinding
+from parallm.model.lora.linear import LoraBinding
 from parallm.types import TrajectoryGroup
 
 ScoreFunction = Callable[[LoraBinding | None, Sequence[MicroBatch]], list[Scores]]

@@ -24,8 +24,9 @@ from parallm.learner.reward_model.scorer import RewardScorer, last_hidden, rewar
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.single import LoraBinding, LoraScaling, single_lora
-from parallm.model.lora.training import training_lora
+from parallm.model.lora.linear import LoraBinding
+from parallm.model.lora.selector import training_lora
+from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.shared_model import SharedModel
 from parallm.reports import PairsReport, ParityReport, RatioReport, UpdateReport
 from parallm.seeds import mix

@@ -15,7 +15,8 @@ from parallm.learner.passes.batch import make_passes
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.single import LoraBinding, single_lora
+from parallm.model.lora.linear import LoraBinding
+from parallm.model.lora.single import single_lora
 from parallm.model.shared_model import SharedModel
 from parallm.types import ScoringRequest
 

@@ -1,6 +1,7 @@
-"""What adapter_config.json of mlx-lm's and PEFT's adapters may say; every value that is used is checked here.
+"""adapter_config.json of mlx-lm's and PEFT's adapters, read and written by `files.py`.
 
-Keys that change nothing of what is computed from the weights, such as those of training, are not looked at.
+Every value that is used is checked. Keys that do not change what is computed from the weights, such as those of
+training, are ignored.
 """
 
 import json
@@ -17,9 +18,8 @@ from parallm.model.adapters.module_names import check_keys, layered_names, outsi
 
 CONFIG = "adapter_config.json"
 PEFT_HEADS = {"classifier", "score"}
-"""What PEFT saves of a model for sequence classification, whichever of the two it has."""
-MAX_SHOWN = 60
-"""Characters of a value in a message."""
+"""Modules that PEFT saves of a model for sequence classification, which has one of the two."""
+MAX_SHOWN = 60  # characters of a value in a message
 
 PEFT_REFUSED: Mapping[str, str] = {
     "target_parameters": "it adapts experts or other parameters, and only linear layers can be adapted here",
@@ -27,7 +27,7 @@ PEFT_REFUSED: Mapping[str, str] = {
     "trainable_token_indices": "it replaces embeddings of tokens",
     "lora_bias": "it adds biases",
     "layer_replication": "it repeats layers of the base",
-    "alora_invocation_tokens": "it is active behind certain tokens only",
+    "alora_invocation_tokens": "it is active after certain tokens only",
     "use_qalora": "it is a variant of LoRA that is not computed here",
     "use_bdlora": "it is a variant of LoRA that is not computed here",
     "kasa_config": "it is a variant of LoRA that is not computed here",
@@ -56,14 +56,14 @@ class LoraParameters(_Config):
 
 
 class MlxConfig(_Config):
-    """Of mlx-lm."""
+    """mlx-lm's config."""
 
     fine_tune_type: Literal["lora", "dora"] = "lora"
     lora_parameters: LoraParameters
 
 
 class PeftConfig(_Config):
-    """Of PEFT's LoraConfig, with its defaults for what newer versions have added."""
+    """PEFT's LoraConfig, with its defaults for keys that newer versions added."""
 
     peft_type: Literal["LORA"]
     task_type: str | None = None
@@ -142,7 +142,7 @@ def _no_constant(name: str) -> float:
 
 
 def mlx_config(adapter: Adapter, num_layers: int) -> dict[str, Any]:
-    """For mlx-lm, which knows one rank and one scale: those of arrays that are `evened`."""
+    """mlx-lm's config, which has one rank and one scale: those of `with_one_scale`."""
     keys, depth = _mlx_keys(adapter.targets, num_layers)
     rank = max(adapter.ranks.get(target, adapter.rank) for target in adapter.targets)
     scale = adapter.alpha / (math.sqrt(adapter.rank) if adapter.rslora else adapter.rank)
@@ -154,19 +154,19 @@ def mlx_config(adapter: Adapter, num_layers: int) -> dict[str, Any]:
 
 
 def _mlx_keys(targets: tuple[str, ...], num_layers: int) -> tuple[list[str], int]:
-    """What mlx-lm's config names, and how many of the last layers it concerns.
+    """The names in mlx-lm's config, and the number of last layers that they concern.
 
-    Names within a layer where the last layers all have the same targets, which other MLX programs expect; else full
-    paths.
+    They are names within a layer where the last layers all have the same targets, which other MLX programs expect, else
+    full paths.
     """
-    found = layered_names(targets)
-    if found is None or found.layers != tuple(range(num_layers - len(found.layers), num_layers)):
+    layered = layered_names(targets)
+    if layered is None or layered.layers != tuple(range(num_layers - len(layered.layers), num_layers)):
         return list(targets), num_layers
-    return [*found.names, *outside_layers(targets)], len(found.layers)
+    return [*layered.names, *outside_layers(targets)], len(layered.layers)
 
 
-def evened(adapter: Adapter, rank: int, scale: float) -> dict[str, mx.array]:
-    """Arrays with the same products, all of one rank and scale."""
+def with_one_scale(adapter: Adapter, rank: int, scale: float) -> dict[str, mx.array]:
+    """Arrays with the same products, all of this rank and scale."""
     arrays = dict(adapter.arrays)
     for target, own_scale in adapter.scales.items():
         a, b = f"{target}.lora_a", f"{target}.lora_b"
@@ -177,11 +177,11 @@ def evened(adapter: Adapter, rank: int, scale: float) -> dict[str, mx.array]:
 
 
 def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) -> dict[str, Any]:
-    """`modules` are the names of the sites in the file."""
+    """`modules` are the names of the targets in the file."""
     targets = list(modules.values())
     # beside a text model there may be others, whose layers have the same names
     is_wrapped = any("language_model" in target.split(".") for target in targets)
-    found = None if is_wrapped or outside_layers(targets) else layered_names(targets)
+    layered = None if is_wrapped or outside_layers(targets) else layered_names(targets)
     ranks = {modules[target]: rank for target, rank in adapter.ranks.items()}
     alphas = {modules[target]: _whole(alpha) for target, alpha in adapter.alphas.items()}
     is_reward_model = REWARD_HEAD in adapter.arrays
@@ -194,9 +194,9 @@ def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) ->
         "rank_pattern": to_pattern(ranks, targets),
         "alpha_pattern": to_pattern(alphas, targets),
         "lora_dropout": adapter.dropout,
-        "target_modules": list(found.names) if found else targets,
-        "layers_to_transform": list(found.layers) if found else None,
-        "layers_pattern": "layers" if found else None,
+        "target_modules": list(layered.names) if layered else targets,
+        "layers_to_transform": list(layered.layers) if layered else None,
+        "layers_pattern": "layers" if layered else None,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.is_dora,
         "bias": "none",

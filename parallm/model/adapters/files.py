@@ -1,4 +1,9 @@
-"""Arrays and config of an adapter file, of mlx-lm's or PEFT's format, as the parts of an `Adapter`. No files here."""
+"""Adapters on disk, in mlx-lm's and in PEFT's format, LoRA and DoRA, both written and read.
+
+A reward model is written in PEFT's format alone, as transformers' models for sequence classification have it: one
+number for each sequence, read at its last token. Full fine-tunes, adapted embeddings or experts, and pickled PyTorch
+files are refused by name.
+"""
 
 import json
 import logging
@@ -13,13 +18,25 @@ import mlx.core as mx
 
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter, arrays_digest, make_adapter
-from parallm.model.adapters.configs import CONFIG, MlxConfig, PeftConfig, evened, mlx_config, parse_config, peft_config
+from parallm.model.adapters.configs import (
+    CONFIG,
+    MlxConfig,
+    PeftConfig,
+    mlx_config,
+    parse_config,
+    peft_config,
+    with_one_scale,
+)
 from parallm.model.adapters.module_names import left_out_by_peft, modules_of, names_to_read, values_by_name
 from parallm.model.lora.targets import ROUTERS
 from parallm.types import POLICY
 
+logger = logging.getLogger(__name__)
+
+MLX_WEIGHTS = "adapters.safetensors"
+PEFT_WEIGHTS = "adapter_model.safetensors"
 PEFT_TENSOR = re.compile(
-    r"(?:base_model\.model\.)?(?P<site>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight|"
+    r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?:(?P<part>[AB])(?:\.default)?\.weight|"
     r"magnitude_vector(?:\.default)?(?:\.weight)?)"
 )
 PEFT_HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save\.default)?\.weight")
@@ -29,6 +46,8 @@ Arrays = Mapping[str, mx.array]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredAdapter:
+    """A file's arrays and config in the terms of `Adapter`."""
+
     arrays: dict[str, mx.array]
     metadata: Mapping[str, str]
     rank: int
@@ -39,13 +58,13 @@ class StoredAdapter:
     dropout: float
 
     def check_targets(self, targets: Mapping[str, tuple[int, int]]) -> None:
-        """Raise AdapterError unless every array fits a site of the base (site -> inputs, outputs)."""
+        """Raise AdapterError unless every array fits a target of the base (target -> inputs, outputs)."""
         for name in sorted(self.arrays.keys() - {REWARD_HEAD}):
             target, _, part = name.rpartition(".")
             shape = self.arrays[name].shape
             if target not in targets:
                 raise AdapterError(
-                    f"it has {name} {shape}, but {target} is no LoRA site here; {_way_out(target, targets)}"
+                    f"it has {name} {shape}, but {target} is no LoRA target here; {_way_out(target, targets)}"
                 )
             (inputs, outputs), rank = targets[target], self.ranks.get(target, self.rank)
             expected = {"lora_a": (inputs, rank), "lora_b": (rank, outputs), "m": (outputs,)}.get(part, shape)
@@ -77,7 +96,7 @@ def from_peft(config: PeftConfig, tensors: Arrays, metadata: Mapping[str, str], 
     """`model_type` is that of the base, by which its layers are known. Raises AdapterError."""
     names = names_to_read(model_type, is_ours="digest" in metadata)
     arrays: dict[str, mx.array] = {}
-    modules: dict[str, str] = {}  # names in the file by site
+    modules: dict[str, str] = {}  # names in the file by target
     for name, tensor in tensors.items():
         if config.has_reward_head and PEFT_HEAD.fullmatch(name):
             arrays[REWARD_HEAD] = _one_score(tensor)
@@ -85,8 +104,8 @@ def from_peft(config: PeftConfig, tensors: Arrays, metadata: Mapping[str, str], 
         match = PEFT_TENSOR.fullmatch(name)
         if match is None:
             raise AdapterError(f"it holds {name}, which is no lora_A, lora_B or magnitude of a linear layer")
-        target = names.from_peft(match["site"])
-        modules[target] = match["site"]
+        target = names.from_peft(match["module"])
+        modules[target] = match["module"]
         arrays[_array_name(match, target)] = mx.contiguous(tensor.T)
     _check_magnitudes(arrays, config.use_dora)
     ranks = values_by_name(config.rank_pattern or {}, modules.values())
@@ -114,7 +133,7 @@ def from_peft_names(tensors: Arrays, model_type: str) -> dict[str, mx.array]:
         if match is None:
             arrays[name] = tensor
         else:
-            target = names_to_read(model_type, is_ours=False).from_peft(match["site"])
+            target = names_to_read(model_type, is_ours=False).from_peft(match["module"])
             arrays[_array_name(match, target)] = mx.contiguous(tensor.T)
     return arrays
 
@@ -155,12 +174,6 @@ def _way_out(target: str, targets: Mapping[str, tuple[int, int]]) -> str:
     )
 
 
-logger = logging.getLogger(__name__)
-
-MLX_WEIGHTS = "adapters.safetensors"
-PEFT_WEIGHTS = "adapter_model.safetensors"
-
-
 def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
     """Write what `mlx_lm.load(..., adapter_path=folder)` reads; `num_layers` is the depth of the base.
 
@@ -174,7 +187,7 @@ def write_mlx(adapter: Adapter, folder: Path, *, num_layers: int) -> None:
     metadata = {"format": "mlx"} | _metadata(adapter)
     if adapter.ranks or adapter.alphas:
         rank, scale = config["lora_parameters"]["rank"], config["lora_parameters"]["scale"]
-        arrays = evened(adapter, rank, scale)
+        arrays = with_one_scale(adapter, rank, scale)
         metadata |= {"alpha": repr(scale * rank), "rslora": "", "digest": arrays_digest(arrays)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_arrays(folder / MLX_WEIGHTS, arrays, metadata)
@@ -184,7 +197,7 @@ def write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str 
     """Write what `peft.PeftModel.from_pretrained(base, folder)` reads; `base_name` is a hub id or folder for people.
 
     `model_type` is that of the base, by which transformers' names of its layers are known. `base_sha256` is the base's
-    fingerprint, which `base_of` tells whoever reads. Raises AdapterError where these names are not known, OSError if
+    fingerprint, which `base_of` reads. Raises AdapterError where these names are unknown, OSError if
     the disk does not take it.
     """
     modules = modules_of(adapter.targets, model_type)
@@ -208,7 +221,7 @@ def write_exactly(adapter: Adapter, folder: Path, *, num_layers: int, base_name:
 
 
 def _write_peft(adapter: Adapter, folder: Path, base_name: str, base_sha256: str, modules: Mapping[str, str]) -> None:
-    """`modules` are the names of the sites in the file."""
+    """`modules` are the names of the targets in the file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(peft_config(adapter, base_name, modules), indent=2) + "\n")
     tensors: dict[str, mx.array] = {}
@@ -231,23 +244,23 @@ def read_adapter(
     name: str | None = None,
     version: int | None = None,
 ) -> Adapter:
-    """Read an adapter of either format. It may cover fewer sites than the base has.
+    """Read an adapter of either format. It may cover fewer targets than the base has.
 
-    `targets` (site -> inputs, outputs of the base) are what it has to fit. `model_type` is that of the base: files of
+    It must fit `targets` (target -> inputs, outputs of the base). `model_type` is that of the base: files of
     PEFT may call its layers as transformers does. `name` and `version` replace those in the file; a file from
     elsewhere has none and becomes version 0 of `policy`. Raises AdapterError.
     """
     stored = _read_stored(folder, model_type)
-    known = stored.metadata
+    metadata = stored.metadata
     try:
         if targets is not None:
             stored.check_targets(targets)
         adapter = make_adapter(
             stored.arrays,
-            name=name if name is not None else known.get("name", POLICY),
-            version=version if version is not None else int(known.get("version", "0")),
-            parent=int(known["parent"]) if known.get("parent") else None,
-            step=int(known.get("step", "0")),
+            name=name if name is not None else metadata.get("name", POLICY),
+            version=version if version is not None else int(metadata.get("version", "0")),
+            parent=int(metadata["parent"]) if metadata.get("parent") else None,
+            step=int(metadata.get("step", "0")),
             rank=stored.rank,
             alpha=stored.alpha,
             ranks=stored.ranks,
@@ -257,13 +270,13 @@ def read_adapter(
         )
     except (AdapterError, ValueError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be used: {error}") from error
-    if known.get("digest", adapter.digest) != adapter.digest:
+    if metadata.get("digest", adapter.digest) != adapter.digest:
         raise AdapterError(f"the adapter in {folder} is damaged: its arrays are not those that were saved")
     return adapter
 
 
 def base_of(folder: Path) -> str:
-    """Fingerprint of the base that an adapter in PEFT's format was trained on; empty where the file does not say it.
+    """Fingerprint of the base that an adapter in PEFT's format was trained on; empty if the file has none.
 
     Raises AdapterError if the adapter cannot be read.
     """
@@ -271,8 +284,7 @@ def base_of(folder: Path) -> str:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, evaluating the arrays: equal ones make equal bytes. Raises OSError if the disk does not
-    take it."""
+    """Write a safetensors file, evaluating the arrays; equal arrays make equal bytes. Raises OSError."""
     # a file object rather than a path: MLX's own writer loses the reason for a failure
     with path.open("wb") as file:
         mx.save_safetensors(file, dict(sorted(arrays.items())), dict(metadata))
@@ -299,10 +311,10 @@ def _read_stored(folder: Path, model_type: str) -> StoredAdapter:
             return from_mlx(config, arrays, metadata)
         return from_peft(config, arrays, metadata, model_type)
     except FileNotFoundError as error:
-        found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no such folder"
+        present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no such folder"
         raise AdapterError(
             f"{folder} is no adapter: it needs {CONFIG} and {MLX_WEIGHTS} (mlx-lm) or {PEFT_WEIGHTS} (PEFT, saved with "
-            f"safe_serialization=True); found: {found}"
+            f"safe_serialization=True); found: {present}"
         ) from error
     except (OSError, ValueError, AdapterError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be read: {error}") from error

@@ -3,7 +3,7 @@
 The base is read anew and lazily, in the type that it is stored in, and written shard by shard, so that neither the
 serving model nor a second copy of the weights is held in memory.
 
-DoRA: see `dora`. Axes: O outputs, I inputs, R rank.
+DoRA: see `lora/dora.py`. Axes: O outputs, I inputs, R rank.
 """
 
 import json
@@ -29,7 +29,7 @@ from parallm.model.quantized import cast
 logger = logging.getLogger(__name__)
 
 KEPT_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "*.py")
-"""What a model folder holds beside its weights: tokenizer, chat template, generation settings, own code."""
+"""Files of a model folder beside its weights: tokenizer, chat template, generation settings, own code."""
 INDEX = "model.safetensors.index.json"
 REPLACED_FILES = ("config.json", INDEX, "hf_quant_config.json")
 DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -37,7 +37,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How to store the weights of the fused model, in MLX's affine format."""
+    """MLX's affine format for the weights of the fused model."""
 
     bits: int
     group_size: int
@@ -91,18 +91,18 @@ def write_model(base: nn.Module, config: Mapping[str, Any], source: Path, folder
     save_config(dict(config), folder / "config.json", keep_vision_config=True)
     total_size, shards = model_bytes(base), make_shards(dict(tree_flatten(base.parameters())))
     base.update(tree_map(lambda _: mx.array([]), base.parameters()))
-    places: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number in range(1, len(shards) + 1):
         shard, shards[number - 1] = shards[number - 1], {}
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_arrays(folder / name, shard, {"format": "mlx"})
-        places |= dict.fromkeys(shard, name)
-    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(places.items()))}
+        weight_map |= dict.fromkeys(shard, name)
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def model_bytes(base: nn.Module) -> int:
-    """What the arrays of a model take in memory and on disk."""
+    """Size of a model's arrays in memory and on disk."""
     return sum(array.nbytes for _, array in tree_flatten(base.parameters()))
 
 
@@ -134,6 +134,6 @@ def _check_layer(target: str, layer: nn.Module | None, adapter: Adapter) -> None
         )
     if layer.weight.shape != expected:
         raise AdapterError(
-            f"the adapter does not fit this base: {target} has weights of shape {layer.weight.shape}, the adapter is for "
-            f"{expected}; set model.path to the base that it was trained on"
+            f"the adapter does not fit this base: {target} has weights of shape {layer.weight.shape}, the adapter is "
+            f"for {expected}; set model.path to the base that it was trained on"
         )

@@ -1,8 +1,8 @@
-"""How transformers' classes name the layers that mlx-lm's models have, for adapters in PEFT's format.
+"""Names of layers in files of adapters: those of transformers' classes, PEFT's patterns, names within layers.
 
 PEFT finds layers by the names of the class that `AutoModelForCausalLM` makes, or `AutoModelForImageTextToText` where
 that is the only one. It loads an adapter of other names as well, warns about missing keys and serves the plain base:
-so names that were not compared with transformers' own (tests/model/peft_layers.json) are never written.
+so names that were not compared with transformers' own (tests/model/adapters/peft_layers.json) are never written.
 """
 
 import re
@@ -14,6 +14,7 @@ from typing import TypeVar
 from parallm.errors import AdapterError
 from parallm.model.lora.targets import ROUTERS
 
+Value = TypeVar("Value", int, float)
 Pairs = tuple[tuple[str, str], ...]
 """Names of mlx-lm, each with that of transformers."""
 
@@ -23,7 +24,7 @@ class PeftNames:
     """The names of one model type in both libraries."""
 
     heads: Pairs = ()
-    """Beginnings of paths. Of several with one of ours the first is written, and all are read."""
+    """Beginnings of paths. Several pairs may have the same name of mlx-lm: the first is written, all are read."""
     tails: Pairs = ()
     """Ends of paths."""
     lacking: frozenset[str] = ROUTERS
@@ -34,7 +35,7 @@ class PeftNames:
         return _with_tail(_with_head(target, self.heads), self.tails)
 
     def from_peft(self, name: str) -> str:
-        """The site that is called `name` in transformers' class; a name of ours stays as it is."""
+        """The target that is called `name` in transformers' class; a name of mlx-lm stays as it is."""
         if not any(_begins(name, ours) for ours, _ in self.heads):
             # the longest first: model.language_model begins with model
             theirs = sorted(((their, our) for our, their in self.heads), key=lambda pair: -len(pair[0]))
@@ -43,7 +44,7 @@ class PeftNames:
 
 
 SAME = PeftNames()
-"""Of types whose layers have the same names in both libraries."""
+"""Model types whose layers have the same names in both libraries."""
 
 _WRAPPED = PeftNames(heads=(("language_model.model", "model.language_model"),))
 _QWEN3_5 = PeftNames(heads=(("language_model.model", "model"), ("language_model.model", "model.language_model")))
@@ -66,7 +67,7 @@ KNOWN: dict[str, PeftNames] = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN3_5),
     **dict.fromkeys(("gpt2", "gptj"), _GPT2),
     "gpt_neox": PeftNames(heads=(("model.h", "gpt_neox.layers"),)),
-    # a dense one has one input layer in place of gate and up
+    # a dense model has one input layer in place of gate and up
     "granitemoehybrid": PeftNames(lacking=ROUTERS | {"mlp"}),
     "lfm2_moe": PeftNames(
         tails=(
@@ -77,7 +78,7 @@ KNOWN: dict[str, PeftNames] = {
     ),
     "nemotron_h": PeftNames(heads=(("backbone", "model"),)),
 }
-"""By the `model_type` of config.json."""
+"""Keys are the `model_type` of config.json."""
 
 RESCALED = {"falcon_h1": "mlx-lm folds this model's multipliers into its weights"}
 """Types whose layers have transformers' names and other numbers, and why."""
@@ -106,13 +107,13 @@ def left_out_by_peft(targets: Iterable[str], model_type: str) -> list[str]:
 def modules_of(targets: Iterable[str], model_type: str) -> dict[str, str]:
     """The names of `targets` in transformers' class.
 
-    Raises AdapterError for a type whose names, or numbers, in transformers are not known to be the same, and for a site
-    that is no linear layer there.
+    Raises AdapterError for a type whose names, or numbers, in transformers are not known to be the same, and for a
+    target that is no linear layer there.
     """
     if model_type not in KNOWN:
-        why = RESCALED.get(model_type, "the names of its layers in transformers are not known here")
+        reason = RESCALED.get(model_type, "the names of its layers in transformers are not known here")
         raise AdapterError(
-            f"an adapter of {model_type} is not written in PEFT's format: {why}; export it with formats=[mlx,fused]"
+            f"an adapter of {model_type} is not written in PEFT's format: {reason}; export it with formats=[mlx,fused]"
         )
     names, modules = KNOWN[model_type], {}
     for target in targets:
@@ -126,8 +127,8 @@ def modules_of(targets: Iterable[str], model_type: str) -> dict[str, str]:
 
 
 def names_to_read(model_type: str, *, is_ours: bool) -> PeftNames:
-    """Names of unknown types must be those of mlx-lm. Raises AdapterError for numbers that are not: those of another
-    program (not `is_ours`) for a type in `RESCALED`."""
+    """The names of a type, mlx-lm's for an unknown one. Raises AdapterError for an adapter of another program (not
+    `is_ours`) and a type in `RESCALED`."""
     if model_type in RESCALED and not is_ours:
         raise AdapterError(
             f"PEFT's adapters of {model_type} have other numbers: {RESCALED[model_type]}; use an adapter in mlx-lm's "
@@ -153,34 +154,40 @@ def _with_tail(name: str, pairs: Pairs) -> str:
 LETTERS = frozenset(string.ascii_letters + string.digits + "_-.")
 ANYTHING = ".*"
 DOT = "\0"
-"""Stands for an escaped dot while a key is cut."""
+"""Stands for an escaped dot while a key is split."""
 MAX_ANYTHING = 256
-"""Of one pattern: keys with `.*` are compared with every name, while others are looked up."""
-
-Value = TypeVar("Value", int, float)
+"""Limit for one pattern: keys with `.*` are compared with every name, while others are looked up."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Alternative:
+    """One of a key's expressions, which `|` separates.
+
+    PEFT takes a key as a regular expression: the first one that matches the end of a path, from a dot on, counts.
+    Adapters come from strangers, and an expression can take a time that is exponential in its length. So none is run
+    here: a key is names with dots between them, `.*` for anything, `^` for the beginning of the path, and `|` between
+    alternatives. A dot is a dot.
+    """
+
     pieces: tuple[str, ...]
-    """What stands before, between and after each `.*`."""
+    """Texts before, between and after each `.*`."""
     is_whole: bool
     """Whether the first piece begins the path."""
 
     def matches(self, name: str) -> bool:
         begin, last = self._end_of_first(name), self.pieces[-1]
         for piece in self.pieces[1:-1]:
-            found = name.find(piece, begin) if begin >= 0 else -1
-            begin = found + len(piece) if found >= 0 else -1
+            start = name.find(piece, begin) if begin >= 0 else -1
+            begin = start + len(piece) if start >= 0 else -1
         return begin >= 0 and name.endswith(last) and len(name) - len(last) >= begin
 
     def _end_of_first(self, name: str) -> int:
-        """Where the first piece ends, as early as possible; -1: it is not there."""
+        """The earliest end of the first piece, or -1."""
         first = self.pieces[0]
         if name.startswith(first):
             return len(first)
-        found = -1 if self.is_whole else name.find(f".{first}")
-        return found + 1 + len(first) if found >= 0 else -1
+        dot = -1 if self.is_whole else name.find(f".{first}")
+        return dot + 1 + len(first) if dot >= 0 else -1
 
 
 def check_keys(pattern: Iterable[str]) -> None:
@@ -193,27 +200,28 @@ def check_keys(pattern: Iterable[str]) -> None:
 def values_by_name(pattern: Mapping[str, Value], names: Iterable[str]) -> dict[str, Value]:
     """The value of each of `names` that a key fits, as PEFT chooses it. Raises AdapterError for other expressions."""
     check_keys(pattern)
-    places: dict[tuple[str, bool], int] = {}  # of keys that name an end, or the whole path, exactly
+    exact: dict[tuple[str, bool], int] = {}  # index of the key that names an end, or the whole path, without gaps
     gapped: list[tuple[int, _Alternative]] = []
-    for place, key in enumerate(pattern):
+    for index, key in enumerate(pattern):
         for alternative in _alternatives(key):
             if len(alternative.pieces) > 1:
-                gapped.append((place, alternative))
+                gapped.append((index, alternative))
             else:
-                places.setdefault((alternative.pieces[0], alternative.is_whole), place)
+                exact.setdefault((alternative.pieces[0], alternative.is_whole), index)
     values = list(pattern.values())
-    fitting = {name: _fitting(name, places, gapped) for name in names}
-    return {name: values[min(some)] for name, some in fitting.items() if some}
+    matches = {name: _matches(name, exact, gapped) for name in names}
+    return {name: values[min(indices)] for name, indices in matches.items() if indices}
 
 
-def _fitting(name: str, places: Mapping[tuple[str, bool], int], gapped: list[tuple[int, _Alternative]]) -> list[int]:
-    exact = [(name, True), *((end, False) for end in _ends(name))]
-    found = [places[key] for key in exact if key in places]
-    return found + [place for place, alternative in gapped if alternative.matches(name)]
+def _matches(name: str, exact: Mapping[tuple[str, bool], int], gapped: list[tuple[int, _Alternative]]) -> list[int]:
+    """Indices of the keys that fit `name`."""
+    ends = [(name, True), *((end, False) for end in _ends(name))]
+    gapped_matches = [index for index, alternative in gapped if alternative.matches(name)]
+    return [exact[end] for end in ends if end in exact] + gapped_matches
 
 
 def _alternatives(key: str) -> list[_Alternative]:
-    found = []
+    alternatives = []
     for part in key.split("|"):
         text = part.removeprefix("^").removesuffix("$")
         # an escaped dot before a star is no dot of `.*`
@@ -224,22 +232,22 @@ def _alternatives(key: str) -> list[_Alternative]:
                 f"of their paths, such as q_proj or layers.0.mlp.up_proj, with {ANYTHING} for anything and | between "
                 "alternatives"
             )
-        found.append(_Alternative(pieces, part.startswith("^")))
-    return found
+        alternatives.append(_Alternative(pieces, part.startswith("^")))
+    return alternatives
 
 
 def _ends(name: str) -> list[str]:
-    """`name`, and what follows each of its dots."""
+    """`name`, and the text after each of its dots."""
     parts = name.split(".")
-    return [".".join(parts[place:]) for place in range(len(parts))]
+    return [".".join(parts[start:]) for start in range(len(parts))]
 
 
-LAYER_SITE = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<name>.+)")
+LAYER_TARGET = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<name>.+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayeredNames:
-    """Sites of which each of `layers` has all of `names`."""
+    """Targets of which each of `layers` has all of `names`."""
 
     names: tuple[str, ...]
     """Paths within a layer, e.g. "self_attn.q_proj"."""
@@ -247,8 +255,8 @@ class LayeredNames:
 
 
 def layered_names(targets: Sequence[str]) -> LayeredNames | None:
-    """The sites within layers as names times layers; None if that would name others too, or if there are none."""
-    matches = [match for target in targets if (match := LAYER_SITE.fullmatch(target))]
+    """The targets within layers as names times layers; None if that would name others too, or if there are none."""
+    matches = [match for target in targets if (match := LAYER_TARGET.fullmatch(target))]
     within = {(int(match["index"]), match["name"]) for match in matches}
     names, layers = sorted({name for _, name in within}), sorted({index for index, _ in within})
     if len({match["stack"] for match in matches}) != 1 or len(within) != len(names) * len(layers):
@@ -257,13 +265,13 @@ def layered_names(targets: Sequence[str]) -> LayeredNames | None:
 
 
 def layer_of(target: str) -> int | None:
-    """The number of the layer that `target` lies in; None: in none."""
-    match = LAYER_SITE.fullmatch(target)
+    """The number of the layer that `target` lies in, if it lies in one."""
+    match = LAYER_TARGET.fullmatch(target)
     return int(match["index"]) if match else None
 
 
 def outside_layers(targets: Sequence[str]) -> list[str]:
-    return [target for target in targets if not LAYER_SITE.fullmatch(target)]
+    return [target for target in targets if not LAYER_TARGET.fullmatch(target)]
 
 
 def to_pattern(values: Mapping[str, Value], targets: Sequence[str]) -> dict[str, Value]:

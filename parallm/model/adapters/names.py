@@ -1,7 +1,5 @@
-"""How requests name adapters: `poet` (the version that is served), `poet@latest` (the newest one, served or not yet),
-`poet@3`, `poet@best` (an alias).
-
-What stands alone is about `policy`: `latest`, `best`.
+"""Names of adapters in requests: `poet` (the served version), `poet@latest` (the newest version, served or not yet),
+`poet@3`, `poet@best` (an alias). `latest` and `best` alone belong to `policy`.
 """
 
 from parallm.errors import AdapterError
@@ -9,19 +7,19 @@ from parallm.types import LATEST, POLICY
 
 
 def plain(model: str) -> str:
-    """The shortest name for the same: `best` for `policy@best`, `latest` for `policy@latest`."""
+    """Return the shortest name of the same model: `best` for `policy@best`, `latest` for `policy@latest`."""
     name, at, ending = model.partition("@")
     return ending if at and name == POLICY and ending and not is_number(ending) else model
 
 
 def latest_of(model: str) -> str | None:
-    """Of which adapter `model`, a plain name, is the newest version: `policy` for `latest`; None for other names."""
+    """The adapter whose newest version the plain name `model` means: `policy` for `latest`; None for other names."""
     name, _, ending = model.rpartition("@")
     return (name or POLICY) if ending == LATEST else None
 
 
 def of_alias(alias: str, name: str) -> str:
-    """The plain name of the alias of an adapter."""
+    """Return the plain name of an adapter's alias."""
     return alias if name == POLICY else f"{name}@{alias}"
 
 
@@ -30,7 +28,7 @@ def versioned(name: str, version: int) -> str:
 
 
 def check_name(name: str, taken: set[str]) -> None:
-    """Raise AdapterError unless an adapter or an alias can be called `name`."""
+    """Raise AdapterError if no adapter or alias can have this name."""
     if not name or "@" in name or is_number(name) or name in taken:
         raise AdapterError(
             f"{name!r} cannot be a name here: it is empty or a number, holds an @ or is one of {sorted(taken)}"

@@ -1,4 +1,4 @@
-"""Reward models: an adapter with one array more, the head that turns the hidden state of a last token into a score.
+"""Reward models: an adapter with one more array, the head that turns the hidden state of a last token into a score.
 
 The trunk is the base with the adapter's LoRA; nothing of the base is copied. Axes: H hidden.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from parallm.errors import AdapterError
-from parallm.model.adapters.adapter import REWARD_HEAD, Adapter, make_adapter
+from parallm.model.adapters.adapter import REWARD_HEAD, Adapter, with_arrays
 from parallm.model.adapters.files import base_of, read_adapter
 from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix
@@ -22,7 +22,7 @@ def is_reward_model(adapter: Adapter) -> bool:
 
 
 def with_reward_head(adapter: Adapter, model: SharedModel, seed: int) -> Adapter:
-    """`adapter` as version 0 of a reward model, with a new head; one that has a head already stays as it is.
+    """`adapter` as version 0 of a reward model, with a new head; a reward model stays as it is.
 
     The head is drawn from a normal distribution of variance 1 / (hidden + 1), as in section 3.4 of
     https://arxiv.org/abs/2009.01325. Raises AdapterError if the base has no hidden states to read.
@@ -31,17 +31,7 @@ def with_reward_head(adapter: Adapter, model: SharedModel, seed: int) -> Adapter
         return adapter
     hidden = _hidden_size(model)
     head_H = mx.random.normal((hidden,), key=mx.random.key(mix(seed, 1))) / (hidden + 1) ** 0.5
-    return make_adapter(
-        {**adapter.arrays, REWARD_HEAD: head_H},
-        name=adapter.name,
-        version=0,
-        rank=adapter.rank,
-        alpha=adapter.alpha,
-        ranks=adapter.ranks,
-        alphas=adapter.alphas,
-        rslora=adapter.rslora,
-        dropout=adapter.dropout,
-    )
+    return with_arrays(adapter, {**adapter.arrays, REWARD_HEAD: head_H}, version=0)
 
 
 def read_reward_model(folder: Path, model: SharedModel) -> Adapter:

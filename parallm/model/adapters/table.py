@@ -1,4 +1,8 @@
-"""One state of the table of adapter versions."""
+"""The adapter versions in memory: which version a name means, and how long a version stays.
+
+The trainer publishes, the server resolves names and changes aliases, the engine counts running sequences. A change
+replaces one immutable `TableState` by another, so readers need no lock.
+"""
 
 import threading
 from collections import Counter
@@ -6,12 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from parallm.errors import AdapterError, UnknownModel
-from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.adapter import Adapter, Key
 from parallm.model.adapters.names import check_name, is_number, latest_of, of_alias, plain, versioned
 from parallm.types import BASE, BEST, LATEST, POLICY, AdapterCard
 
-Key = tuple[str, int]
-"""Name and version."""
+RESERVED = {BASE, LATEST, BEST}
+"""Names that no adapter can have: trainers and rollouts ask for them."""
 
 
 @dataclass(slots=True)
@@ -30,11 +34,11 @@ class Entry:
             alpha=adapter.alpha,
             rslora=adapter.rslora,
             is_dora=adapter.is_dora,
-            aliases=state.aliases_of((adapter.name, adapter.version)),
+            aliases=state.aliases_of(adapter.key),
             digest=adapter.digest,
             num_running=self.num_running,
             is_served=state.served.get(adapter.name) == adapter.version,
-            num_bytes=sum(array.nbytes for array in adapter.arrays.values()),
+            num_bytes=adapter.nbytes,
         )
 
 
@@ -47,15 +51,14 @@ class TableState:
     newest: dict[str, int] = field(default_factory=dict)
     """Highest published version by name."""
     served: dict[str, int] = field(default_factory=dict)
-    """What a bare name means; a name that is not there is the base if it is the policy, else unknown."""
-
+    """Version that a bare name means; another name is the base if it is a policy's, else unknown."""
     held: frozenset[Key] = frozenset()
-    """Stay in memory though nothing else asks for them."""
+    """Versions that stay in memory though nothing else asks for them."""
     unloaded: frozenset[Key] = frozenset()
-    """In memory for the sequences that run on them alone."""
+    """Versions that are in memory only for the sequences that run on them."""
 
     def present(self) -> list[Key]:
-        """What new requests may ask for."""
+        """Versions that new requests may ask for."""
         return [key for key in self.entries if key not in self.unloaded]
 
     def aliases_of(self, key: Key) -> tuple[str, ...]:
@@ -63,17 +66,13 @@ class TableState:
         return latest + tuple(sorted(alias for alias, target in self.aliases.items() if target == key))
 
 
-RESERVED = {BASE, LATEST, BEST}
-"""Names that no adapter can have: trainers and rollouts ask for them."""
-
-
 class AdapterTable:
     """The adapter versions in memory, for use from any thread.
 
     A publish must not wait for the device thread's unit of work, and sequences end on the device thread: so a lock
-    guards the few pointer moves of each change. Readers need none.
+    guards the few pointer moves of each change.
 
-    A bare name means the version that is served: the newest one, or the one that `promote` has named. Of each name the
+    A bare name means the version that is served: the newest one, or the one that `promote` named. Of each name the
     table keeps the newest `keep` versions that no sequence uses, and all that are served, aliased or in use.
     `policies` are the names that mean the base until their first version is served.
     """
@@ -89,7 +88,7 @@ class AdapterTable:
         self._lock = threading.RLock()
         self._dropped: set[Key] = set()
         self._num_swaps: Counter[str] = Counter()
-        self._highest: dict[str, int] = {}  # ever published by name: what is cached by version must never come again
+        self._highest: dict[str, int] = {}  # version ever published by name: caches rely on none coming again
 
     def publish(self, adapter: Adapter, *, serve: bool = True) -> None:
         """Make `adapter` the newest version of its name. Moves pointers only; no array is touched.
@@ -105,11 +104,11 @@ class AdapterTable:
                     f"not {adapter.version}"
                 )
             check_name(adapter.name, taken=RESERVED | set(self._state.aliases))
-            entries = self._state.entries | {(adapter.name, adapter.version): Entry(adapter)}
-            newest_versions = self._state.newest | {adapter.name: adapter.version}
+            entries = self._state.entries | {adapter.key: Entry(adapter)}
+            newest = self._state.newest | {adapter.name: adapter.version}
             served = self._state.served | ({adapter.name: adapter.version} if serve else {})
             self._highest[adapter.name] = adapter.version
-            self._swap(replace(self._state, entries=entries, newest=newest_versions, served=served))
+            self._swap(replace(self._state, entries=entries, newest=newest, served=served))
 
     def promote(self, version: int, *, name: str = POLICY) -> None:
         """Let the bare name mean `version` from now on, be it older or newer. Sequences that run stay on theirs.
@@ -152,8 +151,8 @@ class AdapterTable:
             state = self._state
             doomed = {key for key in state.present() if key[0] == name and version in (None, key[1])}
             if not doomed:
-                wanted = name if version is None else versioned(name, version)
-                raise UnknownModel(f"{wanted} is not loaded; there are {self._names(state)}")
+                missing = name if version is None else versioned(name, version)
+                raise UnknownModel(f"{missing} is not loaded; there are {self._names(state)}")
             if version is not None and state.served.get(name) == version:
                 raise AdapterError(
                     f"{name} means {name}@{version}; promote another version first, or unload all of {name}"
@@ -177,15 +176,15 @@ class AdapterTable:
         Names that mean nothing any more hold nothing.
         """
         with self._lock:
-            found = [adapter for model in models if (adapter := self._known(model)) is not None]
-            self._swap(replace(self._state, held=frozenset((one.name, one.version) for one in found)))
+            held = [adapter.key for model in models if (adapter := self._resolved(model)) is not None]
+            self._swap(replace(self._state, held=frozenset(held)))
 
     def copy(self) -> "AdapterTable":
-        """A table in the same state, in which changes can be tried out. It shares the arrays."""
-        tried = AdapterTable(self._keep, self.policies)
+        """A table in the same state, to try changes out. It shares the arrays."""
+        copied = AdapterTable(self._keep, self.policies)
         with self._lock:
-            tried._state, tried._highest, tried._dropped = self._state, dict(self._highest), set(self._dropped)
-        return tried
+            copied._state, copied._highest, copied._dropped = self._state, dict(self._highest), set(self._dropped)
+        return copied
 
     def restore(
         self,
@@ -196,23 +195,23 @@ class AdapterTable:
         held: Iterable[Key],
         highest: Mapping[str, int],
     ) -> None:
-        """Put versions of an earlier process back, older ones than the newest, too, in place of those of their numbers.
+        """Put versions of an earlier process back, in place of those with the same key; they may be older than newest.
 
         Bare names in `highest` mean what `served` says, others what they meant; no later version gets a number up to
         the highest. `aliases` are plain names, `held` versions stay in memory until the next `hold`.
         """
         with self._lock:
-            state, found = self._state, {(one.name, one.version): Entry(one) for one in adapters}
+            state, restored = self._state, {adapter.key: Entry(adapter) for adapter in adapters}
             newest = dict(state.newest)
-            for name, version in (*found, *highest.items()):
+            for name, version in (*restored, *highest.items()):
                 self._highest[name] = max(version, self._highest.get(name, 0))
-            for name, version in found:
+            for name, version in restored:
                 newest[name] = max(version, newest.get(name, 0))
             kept = {name: version for name, version in state.served.items() if name not in highest}
             self._swap(
                 replace(
                     state,
-                    entries=state.entries | found,
+                    entries=state.entries | restored,
                     newest=newest,
                     served=kept | dict(served),
                     aliases=state.aliases | dict(aliases),
@@ -222,23 +221,23 @@ class AdapterTable:
 
     @property
     def aliases(self) -> Mapping[str, Key]:
-        """By their plain names, all but that of the newest version."""
+        """Keys by plain alias, without the alias of the newest version."""
         return dict(self._state.aliases)
 
     def resolve(self, model: str) -> Adapter | None:
-        """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias; see `model_names`.
+        """The adapter that `model` means: `base` (None), `policy`, `policy@12` or an alias; see `names.py`.
 
         Before its first version is served a policy is the base. Raises UnknownModel with the choices.
         """
-        state, wanted = self._state, plain(model)
-        name, versions = (latest_of(wanted), state.newest) if latest_of(wanted) else (wanted, state.served)
-        key = (name, versions[name]) if name in versions else state.aliases.get(wanted)
+        state, asked = self._state, plain(model)
+        name, versions = (latest_of(asked), state.newest) if latest_of(asked) else (asked, state.served)
+        key = (name, versions[name]) if name in versions else state.aliases.get(asked)
         if key is not None:
             return state.entries[key].adapter
-        if wanted == BASE or name in self.policies:
+        if asked == BASE or name in self.policies:
             return None
-        if "@" in wanted:
-            return self._pinned(state, *wanted.split("@", 1))
+        if "@" in asked:
+            return self._pinned(state, *asked.split("@", 1))
         raise UnknownModel(f"no model {model!r}; there are {self._names(state)}")
 
     def holds(self, name: str, version: int) -> bool:
@@ -250,7 +249,7 @@ class AdapterTable:
         with self._lock:
             if adapter is None:
                 return
-            entry = self._state.entries.get((adapter.name, adapter.version))
+            entry = self._state.entries.get(adapter.key)
             if entry is None:
                 raise UnknownModel(
                     f"{adapter.name}@{adapter.version} was dropped; there are {self._names(self._state)}"
@@ -262,7 +261,7 @@ class AdapterTable:
         with self._lock:
             if adapter is None:
                 return
-            entry = self._state.entries[(adapter.name, adapter.version)]
+            entry = self._state.entries[adapter.key]
             assert entry.num_running > 0, f"{adapter.name}@{adapter.version} released more often than acquired"
             entry.num_running -= 1
             if entry.num_running == 0:
@@ -284,23 +283,23 @@ class AdapterTable:
     def remove_alias(self, alias: str, *, name: str = POLICY) -> None:
         """Raises UnknownModel."""
         with self._lock:
-            wanted = of_alias(alias, name)
-            if wanted not in self._state.aliases:
-                raise UnknownModel(f"no alias {wanted!r}; there are {self._names(self._state)}")
-            aliases = {other: key for other, key in self._state.aliases.items() if other != wanted}
+            removed = of_alias(alias, name)
+            if removed not in self._state.aliases:
+                raise UnknownModel(f"no alias {removed!r}; there are {self._names(self._state)}")
+            aliases = {other: key for other, key in self._state.aliases.items() if other != removed}
             self._swap(replace(self._state, aliases=aliases))
 
     def cards(self) -> tuple[AdapterCard, ...]:
-        """What can be asked for, newest first within a name."""
+        """Cards of all versions that requests may ask for, newest first within a name."""
         state = self._state
         keys = sorted(state.present(), key=lambda key: (key[0], -key[1]))
         return tuple(state.entries[key].card(state) for key in keys)
 
     def num_swaps(self) -> dict[str, int]:
-        """How often each bare name has come to mean another version."""
+        """Changes of the version that each bare name means."""
         return dict(self._num_swaps)
 
-    def _known(self, model: str) -> Adapter | None:
+    def _resolved(self, model: str) -> Adapter | None:
         try:
             return self.resolve(model)
         except UnknownModel:
@@ -326,17 +325,17 @@ class AdapterTable:
     def _swap(self, state: TableState) -> None:
         held = set(state.aliases.values()) | set(state.newest.items()) | set(state.served.items()) | state.held
         idle = sorted((key for key, entry in state.entries.items() if not entry.num_running), key=lambda key: -key[1])
-        of_names = [[key for key in idle if key[0] == name] for name in state.newest]
-        dropped = {key for keys in of_names for key in keys[self._keep :] if key not in held}
+        by_name = [[key for key in idle if key[0] == name] for name in state.newest]
+        dropped = {key for keys in by_name for key in keys[self._keep :] if key not in held}
         dropped |= state.unloaded.intersection(idle)
-        self._dropped |= dropped  # before the swap: a reader of the new view must find the reason
-        entries = {key: e for key, e in state.entries.items() if key not in dropped}
+        self._dropped |= dropped  # before the swap: a reader of the new state must find the reason
+        entries = {key: entry for key, entry in state.entries.items() if key not in dropped}
         before, after = self._state.served, state.served
         self._num_swaps.update(name for name in before | after if before.get(name) != after.get(name))
         self._state = replace(state, entries=entries, unloaded=state.unloaded - dropped)
 
     def _names(self, state: TableState) -> str:
-        """Every name that resolves, for messages."""
+        """All names that resolve, for messages."""
         pinned = [versioned(*key) for key in sorted(state.present())]
         latest = [of_alias(LATEST, name) for name in sorted(state.newest)]
         names = [BASE, *self.policies, *sorted(state.served), *latest, *sorted(state.aliases), *pinned]

@@ -1,6 +1,6 @@
-"""Texts that a completion may have, as masks over the model's tokens; computed by llguidance.
+"""Grammars of completions as masks over the model's tokens, computed by llguidance; its limits bound the time of each.
 
-Its library limits of fuel and items bound the time of a compilation and of each mask.
+JSON schemas of clients get bounds on white space and integers, which models repeat without end.
 """
 
 import json
@@ -16,6 +16,10 @@ from parallm.conversation import GrammarSource
 from parallm.errors import InvalidRequest
 from parallm.types import Grammar
 
+NUM_CACHED = 128
+TEXT = r"/(.|\n)*/"
+AFTER_REASONING = r"/[ \n]{0,4}/"
+
 WHITESPACE = r"[\x20\x0A]"
 """White space allowed between two tokens of JSON, at most once. Small models fill more room until their tokens are used
 up. Without any they do not end a number, since they learned to end it by a space or a line end."""
@@ -30,60 +34,9 @@ BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 VALUES = {"enum", "const"}
 
 
-def enforceable(schema: Any, whitespace: str | None) -> str:
-    """Return the schema as JSON, with llguidance's options at its top level; the schema's own options win.
-
-    `whitespace` is that of `GrammarSource`. Integers without bounds get those of `MAX_INTEGER`.
-    """
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        return json.dumps(schema)
-    pattern = WHITESPACE if whitespace is None else whitespace
-    usual = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
-    own = schema.get(OPTIONS, {})
-    return json.dumps({**_bounded(schema), OPTIONS: {**usual, **own} if isinstance(own, dict) else own})
-
-
-def _bounded(schema: Any) -> Any:
-    """Return the schema with bounds for each integer. Values of `enum` and the like stay as they are."""
-    if isinstance(schema, list):
-        return [_bounded(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    bounded = {keyword: _bounded_keyword(keyword, value) for keyword, value in schema.items()}
-    return bounded | (_missing_bounds(schema) if _is_integer(schema.get("type")) and not VALUES & schema.keys() else {})
-
-
-def _bounded_keyword(keyword: str, value: Any) -> Any:
-    if keyword in BY_NAME and isinstance(value, dict):
-        return {name: _bounded(schema) for name, schema in value.items()}
-    return _bounded(value) if keyword in SCHEMAS else value
-
-
-def _is_integer(kind: Any) -> bool:
-    """Return whether only integers are numbers here: bounds of an integer would bound a number, too."""
-    return kind == "integer" or (isinstance(kind, list) and "integer" in kind and "number" not in kind)
-
-
-def _missing_bounds(schema: Mapping[str, Any]) -> dict[str, int]:
-    """Return no bounds where a given bound lies beyond `MAX_INTEGER`: together they could allow nothing."""
-    given = [schema[name] for name in BOUNDS & schema.keys()]
-    if any(not isinstance(bound, int | float) or abs(bound) > MAX_INTEGER for bound in given):
-        return {}
-    low = {} if {"minimum", "exclusiveMinimum"} & schema.keys() else {"minimum": -MAX_INTEGER}
-    high = {} if {"maximum", "exclusiveMaximum"} & schema.keys() else {"maximum": MAX_INTEGER}
-    return low | high
-
-
-NUM_CACHED = 128
-TEXT = r"/(.|\n)*/"
-BEHIND_REASONING = r"/[ \n]{0,4}/"
-
-
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """Where all texts of a grammar begin."""
+    """A grammar, before the first token."""
 
     matcher: LLMatcher
 
@@ -93,7 +46,7 @@ class CompiledGrammar:
 
 @dataclass(frozen=True, slots=True)
 class GrammarMask:
-    """Where one text stands."""
+    """The state of one text."""
 
     matcher: LLMatcher
 
@@ -116,7 +69,7 @@ class GrammarCompiler:
         reasoning_marks: tuple[str, str] | None,
         call_marks: tuple[str, str] | None,
     ) -> None:
-        """`call_marks` are those of a model that writes JSON between them."""
+        """`call_marks` are for a model that writes JSON between them."""
         self._tokenizer = tokenizer  # the Hugging Face tokenizer
         self._eos_token_ids = sorted(eos_token_ids)
         self._reasoning_marks = reasoning_marks
@@ -124,7 +77,7 @@ class GrammarCompiler:
         self._compiled = lru_cache(NUM_CACHED)(self._compile)
 
     def compile(self, source: GrammarSource, *, reasoning: bool | None) -> Grammar:
-        """`reasoning`: whether the text begins inside of reasoning, or may begin with some; None where it never does.
+        """`reasoning`: True if the text begins inside of reasoning, False if it may begin with it, None if it does not.
 
         Raises InvalidRequest with the library's reason.
         """
@@ -185,11 +138,11 @@ class GrammarCompiler:
         if self._reasoning_marks is None:
             return ()
         start, end = self._reasoning_marks
-        rules = [f"reasoning_start: {self._special(start) or json.dumps(start)}", "reasoning: thoughts BEHIND"]
-        return [*rules, *self._up_to("thoughts", end), f"BEHIND: {BEHIND_REASONING}"]
+        rules = [f"reasoning_start: {self._special(start) or json.dumps(start)}", "reasoning: thoughts AFTER"]
+        return [*rules, *self._up_to("thoughts", end), f"AFTER: {AFTER_REASONING}"]
 
     def _special(self, mark: str) -> str | None:
-        """The mark as llguidance writes it, where it is a token that no text can contain."""
+        """The mark in llguidance's notation, if it is a token that no text can contain."""
         token = self._tokenizer.convert_tokens_to_ids(mark)
         is_special = isinstance(token, int) and token < self._tokens.vocab_size and self._tokens.is_special_token(token)
         return f"<[{token}]>" if is_special else None
@@ -211,25 +164,71 @@ def _calls(whitespace: str | None, functions: Sequence[dict[str, Any]], several:
 
 
 def _functions(functions: Sequence[dict[str, Any]], whitespace: str | None) -> str:
-    """The rule `call`: a call of one of them."""
-    rules = ["call: " + " | ".join(f"call_{place}" for place in range(len(functions)))]
-    for place, function in enumerate(functions):
+    """The rule `call`: a call of one of the functions."""
+    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+    for number, function in enumerate(functions):
         begin = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
-        rules.append(f'call_{place}: {begin} arguments_{place} "}}"')
-        rules.append(f"arguments_{place}: %json {enforceable(function['parameters'], whitespace)}")
+        rules.append(f'call_{number}: {begin} arguments_{number} "}}"')
+        rules.append(f"arguments_{number}: %json {enforceable(function['parameters'], whitespace)}")
     return "\n".join(rules)
 
 
 def _slashed(regex: str) -> str:
-    """A regular expression as it stands between slashes."""
+    """A regular expression between slashes."""
     return "".join("\\/" if part == "/" else part for part in _pieces(regex)).replace("\n", "\\n")
 
 
 def _pieces(regex: str) -> list[str]:
-    """Characters, with what a backslash escapes in one piece."""
-    pieces, place = [], 0
-    while place < len(regex):
-        length = 2 if regex[place] == "\\" else 1
-        pieces.append(regex[place : place + length])
-        place += length
+    """Characters; an escaped one and its backslash are one piece."""
+    pieces, start = [], 0
+    while start < len(regex):
+        length = 2 if regex[start] == "\\" else 1
+        pieces.append(regex[start : start + length])
+        start += length
     return pieces
+
+
+def enforceable(schema: Any, whitespace: str | None) -> str:
+    """Return the schema as JSON, with llguidance's options at its top level; the schema's own options win.
+
+    `whitespace` is that of `GrammarSource`. Integers without bounds get those of `MAX_INTEGER`.
+    """
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        return json.dumps(schema)
+    pattern = WHITESPACE if whitespace is None else whitespace
+    usual = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
+    own = schema.get(OPTIONS, {})
+    return json.dumps({**_bounded(schema), OPTIONS: {**usual, **own} if isinstance(own, dict) else own})
+
+
+def _bounded(schema: Any) -> Any:
+    """Return the schema with bounds for each integer. Values of `enum` and the like stay as they are."""
+    if isinstance(schema, list):
+        return [_bounded(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bounded = {keyword: _bounded_keyword(keyword, value) for keyword, value in schema.items()}
+    return bounded | (_missing_bounds(schema) if _is_integer(schema.get("type")) and not VALUES & schema.keys() else {})
+
+
+def _bounded_keyword(keyword: str, value: Any) -> Any:
+    if keyword in BY_NAME and isinstance(value, dict):
+        return {name: _bounded(schema) for name, schema in value.items()}
+    return _bounded(value) if keyword in SCHEMAS else value
+
+
+def _is_integer(kind: Any) -> bool:
+    """Return whether only integers are numbers here: bounds of an integer would bound a number, too."""
+    return kind == "integer" or (isinstance(kind, list) and "integer" in kind and "number" not in kind)
+
+
+def _missing_bounds(schema: Mapping[str, Any]) -> dict[str, int]:
+    """Return no bounds where a given bound lies beyond `MAX_INTEGER`: together they could allow nothing."""
+    bounds = [schema[name] for name in BOUNDS & schema.keys()]
+    if any(not isinstance(bound, int | float) or abs(bound) > MAX_INTEGER for bound in bounds):
+        return {}
+    low = {} if {"minimum", "exclusiveMinimum"} & schema.keys() else {"minimum": -MAX_INTEGER}
+    high = {} if {"maximum", "exclusiveMaximum"} & schema.keys() else {"maximum": MAX_INTEGER}
+    return low | high

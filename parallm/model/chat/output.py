@@ -1,4 +1,4 @@
-"""What a model's text means: reasoning, tool calls and the answer itself, by the marks that mlx-lm knows of it."""
+"""Parses a model's text into reasoning, tool calls and the answer itself, by the marks that mlx-lm knows of it."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from parallm.conversation import Section, ToolCall
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
-"""Of a function, as OpenAI's API has it; some parsers take any text for one."""
+"""Name of a function in OpenAI's API; some parsers take any text for one."""
 SECTIONS: Mapping[str, Section] = {"normal": "text", "reasoning": "reasoning", "tool": "tool"}
 """mlx-lm's names of states; text in others, such as headers of turns, is not shown by it either."""
 
@@ -38,17 +38,17 @@ class OutputFormat:
 
     @property
     def tool_marks(self) -> tuple[str, str] | None:
-        """What stands before and behind a tool call; None for a model whose notation is unknown."""
+        """Marks before and after a tool call; None for a model whose notation is unknown."""
         return (self._wrapper.tool_call_start, self._wrapper.tool_call_end or "") if self._parse else None
 
     @property
     def json_call_marks(self) -> tuple[str, str] | None:
-        """The marks of calls, where JSON of a name and arguments stands between them."""
+        """The same, if the text between them is JSON of a name and arguments."""
         parser = getattr(self._parse, "__module__", "")
         return self.tool_marks if parser.endswith(".json_tools") else None
 
     def opens_reasoning(self, text: str) -> bool:
-        """Whether `text` ends inside of reasoning, or as a prompt does that begins some."""
+        """Whether `text` ends inside of reasoning, or opens it at its end."""
         start, end = self._wrapper.think_start, self._wrapper.think_end
         return start is not None and text.rfind(start) > text.rfind(end)
 
@@ -61,7 +61,7 @@ class OutputFormat:
         return OutputReader(self._machines[has_tools].make_state(state))
 
     def parse_calls(self, text: str, tools: Sequence[Mapping[str, object]]) -> list[ToolCall]:
-        """The calls in a section `tool`; none where the model wrote something else there."""
+        """The calls in a section `tool`; none if the model wrote something else there."""
         try:
             parsed = self._parsed(text, [dict(tool) for tool in tools])
             return [_tool_call(item) for item in (parsed if isinstance(parsed, list) else [parsed])]
@@ -78,7 +78,7 @@ class OutputFormat:
 
 
 class OutputReader:
-    """Text of one answer as it comes, in sections. What might become a mark is held back."""
+    """Text of one answer as it comes, in sections. Text that may become a mark is held back."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -89,7 +89,7 @@ class OutputReader:
         return [(SECTIONS[name], piece) for name, piece in pieces if name in SECTIONS]
 
     def finish(self) -> list[tuple[Section, str]]:
-        """What was held back and did not become a mark."""
+        """Text that was held back and did not become a mark."""
         self._state, text, name = TextStateMachine.flush(self._state)
         return [(SECTIONS[name], text)] if name in SECTIONS else []
 

@@ -1,4 +1,11 @@
-"""The model's chat template: what it can be given, and the text that it writes."""
+"""The model's chat template, and control tokens in the contents of messages; called by `ChatTokenizer`.
+
+Control tokens, such as those that begin a turn, are the template's to write: in a content they are text. Tokenizers
+take the text of a control token for the token wherever it stands, so a message could end its turn and begin a turn of
+the system. A content that holds such a text gets a mark inside of it, and the template is rendered with that. The text
+is encoded with a token in place of the mark, which splits it as tokenizers split at every control token, and that
+token is taken out again. Contents without such texts are rendered and encoded as they are.
+"""
 
 import re
 import secrets
@@ -15,7 +22,8 @@ from parallm.errors import InvalidRequest
 
 GENERATION_MARK = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 """A tag of transformers alone, which marks the assistant's turns for training."""
-GIVEN = {
+Value = TypeVar("Value")
+RESERVED = {
     *("messages", "tools", "add_generation_prompt"),
     *("bos_token", "eos_token", "unk_token", "pad_token", "cls_token", "sep_token", "mask_token"),
     *("raise_exception", "strftime_now"),
@@ -24,7 +32,7 @@ GIVEN = {
 
 
 class ChatTemplate:
-    """Pure Python: usable on any thread."""
+    """One model's template. Pure Python: usable on any thread."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer  # the Hugging Face tokenizer
@@ -32,7 +40,7 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """Names that the template reads and a client may set, such as `enable_thinking`."""
-        return self._reads(None) - GIVEN
+        return self._reads(None) - RESERVED
 
     @cached_property
     def knows_tools(self) -> bool:
@@ -46,7 +54,7 @@ class ChatTemplate:
         variables: Mapping[str, object] | None = None,
         end: PromptEnd = "answer",
     ) -> str:
-        """The text of a chat. Raises InvalidRequest where the template refuses it or knows no such thing."""
+        """The text of a chat. Raises InvalidRequest where the template refuses it, or knows no tools or variable."""
         self._check(turns, tools, variables or {})
         try:
             return str(
@@ -91,11 +99,8 @@ class ChatTemplate:
         return frozenset(find_undeclared_variables(environment.parse(GENERATION_MARK.sub("", self._source(tools)))))
 
 
-Value = TypeVar("Value")
-
-
 class ControlTokens:
-    """Those of one tokenizer. Usable on any thread."""
+    """The control tokens of one tokenizer. Usable on any thread."""
 
     def __init__(self, tokenizer: Any, marks: tuple[str, ...]) -> None:
         """`tokenizer` is that of Hugging Face; `marks` begin and end reasoning and tool calls in the model's text.
@@ -106,13 +111,13 @@ class ControlTokens:
         self._tokenizer = tokenizer
         written = (*marks, str(getattr(tokenizer, "chat_template", None)))
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
-        signs = {text for text in added if not text[:1].isalnum() and any(text in one for one in written)}
+        signs = {text for text in added if not text[:1].isalnum() and any(text in source for source in written)}
         named = {text for text, is_special in added.items() if is_special or _is_tag(text)}
         self._texts = {text for text in signs | named if len(text) > 1 and not text.isspace()}
         self._of_marks = {text for text in self._texts if any(text in mark for mark in marks)}
         starts = {text[:2] for text in self._texts}
         self._by_start = {start: tuple(text for text in self._texts if text.startswith(start)) for start in starts}
-        # looking ahead: also places that overlap
+        # looking ahead: matches may overlap
         self._starts = {
             letter: re.compile(f"{re.escape(letter)}(?={'|'.join(re.escape(s[1]) for s in starts if s[0] == letter)})")
             for letter in sorted({start[0] for start in starts})
@@ -121,7 +126,7 @@ class ControlTokens:
         self._splitter = self._choose_splitter()
 
     def may_be_in(self, values: Iterable[object]) -> bool:
-        """False where no text among `values` has a letter with which a control token begins. Takes hardly any time."""
+        """False where no text among `values` has a letter with which a control token begins. It is fast."""
         for value in values:
             for text in (value,) if isinstance(value, str) else _texts_of(value):
                 for letter in self._starts:
@@ -135,7 +140,7 @@ class ControlTokens:
         `by_model`: marks of reasoning and of tool calls are tokens, as the model wrote them. Raises InvalidRequest for
         values that are nested too deeply to be changed.
         """
-        if all(next(self._places(text, by_model), None) is None for text in _texts_of(value)):
+        if all(next(self._starts_in(text, by_model), None) is None for text in _texts_of(value)):
             return value
         try:
             marked: Value = self._marked(value, by_model)
@@ -149,55 +154,55 @@ class ControlTokens:
             return tuple(self._tokenizer.encode(text, add_special_tokens=add_special))
         pieces = text.split(self._mark)
         if self._splitter is None:
-            return self._encoded_apart(pieces, add_special)
+            return self._encoded_in_pieces(pieces, add_special)
         splitter, token = self._splitter
         is_ours = [False] * pieces[0].count(splitter)
         for piece in pieces[1:]:
             is_ours += [True, *[False] * piece.count(splitter)]
         ids = self._tokenizer.encode(splitter.join(pieces), add_special_tokens=add_special)
-        places = [place for place, found in enumerate(ids) if found == token]
-        if len(places) != len(is_ours):
-            return self._encoded_apart(pieces, add_special)
-        dropped = {place for place, ours in zip(places, is_ours, strict=True) if ours}
-        return tuple(found for place, found in enumerate(ids) if place not in dropped)
+        splitters = [index for index, number in enumerate(ids) if number == token]
+        if len(splitters) != len(is_ours):
+            return self._encoded_in_pieces(pieces, add_special)
+        dropped = {index for index, ours in zip(splitters, is_ours, strict=True) if ours}
+        return tuple(number for index, number in enumerate(ids) if index not in dropped)
 
-    def _encoded_apart(self, pieces: list[str], add_special: bool) -> tuple[int, ...]:
-        """A tokenizer may write a space where a piece begins."""
-        first, *rest = pieces
+    def _encoded_in_pieces(self, pieces: list[str], add_special: bool) -> tuple[int, ...]:
+        """Token ids where no token can stand for the mark; a tokenizer may write a space where a piece begins."""
+        first, *others = pieces
         ids = self._tokenizer.encode(first, add_special_tokens=add_special)
-        for piece in rest:
+        for piece in others:
             ids = [*ids, *self._tokenizer.encode(piece, add_special_tokens=False)]
         return tuple(ids)
 
-    def _places(self, text: str, by_model: bool) -> Iterator[int]:
-        """Where texts of control tokens begin."""
+    def _starts_in(self, text: str, by_model: bool) -> Iterator[int]:
+        """Indices at which texts of control tokens begin."""
         for letter, start in self._starts.items():
             for match in start.finditer(text) if letter in text else ():
-                place = match.start()
-                found = [one for one in self._by_start[text[place : place + 2]] if text.startswith(one, place)]
-                if found and not (by_model and max(found, key=len) in self._of_marks):
-                    yield place
+                index = match.start()
+                tokens = [token for token in self._by_start[text[index : index + 2]] if text.startswith(token, index)]
+                if tokens and not (by_model and max(tokens, key=len) in self._of_marks):
+                    yield index
 
     def _marked(self, value: Any, by_model: bool) -> Any:
         if isinstance(value, str):
-            ends = [0, *(place + 1 for place in sorted(self._places(value, by_model))), len(value)]
+            ends = [0, *(start + 1 for start in sorted(self._starts_in(value, by_model))), len(value)]
             return self._mark.join(value[begin:end] for begin, end in pairwise(ends))
         if isinstance(value, Mapping):
-            return {self._marked(key, by_model): self._marked(one, by_model) for key, one in value.items()}
+            return {self._marked(key, by_model): self._marked(item, by_model) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self._marked(one, by_model) for one in value]
+            return [self._marked(item, by_model) for item in value]
         return value
 
     def _choose_splitter(self) -> tuple[str, int] | None:
-        """A control token that nothing else looks like, and that is not written around every text."""
+        """A control token, with its id, that no other one contains and that is not written around every text."""
         around = set(self._tokenizer.encode(""))
-        found = [
+        candidates = [
             (token.lstrip or token.rstrip, str(token), int(number))
             for number, token in self._tokenizer.added_tokens_decoder.items()
             if token.special and not token.single_word and number not in around and str(token) in self._texts
         ]
-        alone = [one for one in found if sum(one[1] in text for text in self._texts) == 1]
-        return min(alone)[1:] if alone else None
+        unique = [candidate for candidate in candidates if sum(candidate[1] in text for text in self._texts) == 1]
+        return min(unique)[1:] if unique else None
 
 
 def _is_tag(text: str) -> bool:
@@ -206,12 +211,12 @@ def _is_tag(text: str) -> bool:
 
 def _texts_of(value: object) -> Iterator[str]:
     """All texts in JSON, keys included."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, str):
-            yield one
-        elif isinstance(one, Mapping):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple):
-            left += one
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            stack += [*item.keys(), *item.values()]
+        elif isinstance(item, list | tuple):
+            stack += item

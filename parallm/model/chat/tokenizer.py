@@ -1,4 +1,7 @@
-"""Text to tokens and back: the chat template, and text that grows token by token."""
+"""Text to tokens and back: chats, text that grows token by token, and tokens between two turns of the model.
+
+Token ids that the model sampled are never re-tokenised: `reply_tokens` gives the ids that follow them.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,16 +18,19 @@ from parallm.model.chat.template import ChatTemplate, ControlTokens
 from parallm.types import Grammar, Message
 
 TEXTS_BY_MODEL = frozenset({"content", "reasoning_content"})
-"""Of a turn of the assistant."""
+"""Keys of an assistant's turn with texts that the model wrote."""
+ASSISTANT = "assistant"
+PLACEHOLDER = "the-turn-7f3a9c51"
+"""Stands for the model's turn while the template is rendered around it; no user's message holds it."""
 REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
 
 
 class ChatTokenizer:
-    """The model's tokenizer as the rest of the program needs it. Pure Python: usable on any thread."""
+    """One model's tokenizer, chat template and notation of answers. Pure Python: usable on any thread."""
 
     def __init__(self, wrapper: TokenizerWrapper) -> None:
         self._tokenizer: Any = wrapper._tokenizer  # the Hugging Face tokenizer inside mlx-lm's wrapper
-        # it would print a warning about each longer text; what is too long, the engine refuses
+        # it would print a warning about each longer text; the engine refuses what is too long
         self._tokenizer.model_max_length = sys.maxsize
         self.eos_token_ids = frozenset(int(token) for token in wrapper.eos_token_ids)
         self.has_chat_template = bool(getattr(self._tokenizer, "chat_template", None))
@@ -32,7 +38,7 @@ class ChatTokenizer:
         self.output = OutputFormat(wrapper)
         self._hidden = self._hidden_tokens()
         self._controls = ControlTokens(self._tokenizer, self.output.marks)
-        self._texts: dict[int, str] = {}  # of single tokens: an answer with log-probs asks for the same ones again
+        self._texts: dict[int, str] = {}  # by token: an answer with log-probs asks for the same ones again
         self._grammars = GrammarCompiler(
             self._tokenizer,
             self.eos_token_ids,
@@ -53,7 +59,7 @@ class ChatTokenizer:
 
     @cached_property
     def max_token_length(self) -> int:
-        """No token stands for more characters. As bytes of a byte-level vocabulary count, it may be fewer."""
+        """Most characters that a token stands for; an upper bound where the vocabulary is one of bytes."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
@@ -78,7 +84,7 @@ class ChatTokenizer:
         return self.encode_more(text) if self.has_chat_template else self.encode(text)
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """What `encode_more` makes the tokens of `encode_chat` of; it may hold marks of `ControlTokens`.
+        """The text that `encode_chat` encodes; it may hold marks of `ControlTokens`.
 
         Raises InvalidRequest where the template refuses the messages.
         """
@@ -95,9 +101,9 @@ class ChatTokenizer:
         variables: Mapping[str, object] | None = None,
         end: PromptEnd = "answer",
     ) -> ChatPrompt:
-        """A chat in the template's own terms: each turn has `role`, `content` and what else the template reads.
+        """A chat in the template's own terms: each turn has `role`, `content` and other keys that the template reads.
 
-        Control tokens in what is given are text. Raises InvalidRequest where the template refuses it or does not know
+        Control tokens in the arguments are text. Raises InvalidRequest where the template refuses them or does not know
         tools or a variable.
         """
         guarded = self._guarded(turns)
@@ -114,32 +120,32 @@ class ChatTokenizer:
         return ChatPrompt(tokens=self.encode_more(text), begins_in_reasoning=in_reasoning)
 
     def compile_grammar(self, source: GrammarSource, *, reasoning: bool | None = None) -> Grammar:
-        """What `source` allows, perhaps behind reasoning; see `GrammarCompiler.compile`. Takes up to a second.
+        """The grammar of `source`, perhaps after reasoning; see `GrammarCompiler.compile`. Takes up to a second.
 
-        Raises InvalidRequest where the source is wrong or asks for what cannot be enforced.
+        Raises InvalidRequest where the source is wrong or cannot be enforced.
         """
         return self._grammars.compile(source, reasoning=reasoning)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Text of `tokens`; of special ones, only marks of reasoning and tool calls unless `special`."""
+        """Text of `tokens`. Of special tokens only marks of reasoning and tool calls are shown, or all if `special`."""
         if special or self._hidden is None:
             return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
         return str(self._tokenizer.decode([token for token in tokens if token not in self._hidden]))
 
     def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
-        """Token ids of `answer` as the template writes it behind the generation prompt, with the token that ends it.
+        """Token ids of `answer` as the template writes it after the generation prompt, with the token that ends it.
 
-        Without a template, or where it changes what stands before the answer, the text itself and the end token.
+        Without a template, or where it changes the text before the answer, these are the text itself and the end token.
         Raises InvalidRequest where the template refuses the messages.
         """
         prompt, whole = (self._rendered(messages, answer=text) for text in (None, answer))
         text = whole[len(prompt) :] if whole.startswith(prompt) else answer
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
-        ends = [place for place, token in enumerate(tokens) if token in self.eos_token_ids]
+        ends = [index for index, token in enumerate(tokens) if token in self.eos_token_ids]
         return tuple(tokens[: ends[0] + 1]) if ends else (*tokens, self._tokenizer.eos_token_id)
 
     def _guarded(self, turns: Sequence[Mapping[str, object]]) -> Sequence[Mapping[str, object]]:
-        """`turns` with their texts guarded; those of the model may hold the marks of its reasoning and its calls."""
+        """`turns` with guarded texts; texts of the model may hold the marks of its reasoning and its calls."""
         if not self._controls.may_be_in([value for turn in turns for value in turn.values()]):
             return turns
         by_model = [TEXTS_BY_MODEL if turn.get("role") == "assistant" else frozenset() for turn in turns]
@@ -163,7 +169,7 @@ class ChatTokenizer:
         return text
 
     def _hidden_tokens(self) -> frozenset[int] | None:
-        """Tokens without text, for a model some of whose marks are special tokens; None where all of these are hidden.
+        """Tokens without text, for a model with special tokens among its marks; None where all special ones are hidden.
 
         Between such marks other special tokens are part of the notation, so only those around a turn stay hidden.
         """
@@ -189,7 +195,7 @@ def _joined(
 
 
 class GrowingText:
-    """Text of a token sequence that grows; decodes only from the last safe place, so cost per token is bounded."""
+    """Text of a token sequence that grows; decodes only from the last safe index, so cost per token is bounded."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -214,52 +220,46 @@ class GrowingText:
         self._context = self._safe = len(self._tokens)
 
 
-ASSISTANT = "assistant"
-PLACE = "the-turn-7f3a9c51"
-"""Stands for the model's turn while the template is rendered around it; no message of a person holds it."""
-
-
 def reply_tokens(
     tokenizer: ChatTokenizer, messages: Sequence[Message], sampled: Sequence[int], reply: Sequence[Message]
 ) -> tuple[int, ...]:
-    """Tokens to put behind `sampled`, the model's newest turn, so that the model goes on after `reply`.
+    """Tokens to append to `sampled`, the model's newest turn, so that the model goes on after `reply`.
 
     `messages` is the conversation before `reply`, the newest turn included. One reply of the role `assistant` goes on
-    with the model's own text; any other reply gets the chat template's marks: those that stand behind an assistant's
-    turn in the rendered conversation. Raises InvalidRequest where the template or the tokenizer allows neither.
+    with the model's own text; any other reply gets the chat template's marks: those after an assistant's turn in
+    the rendered conversation. Raises InvalidRequest where the template or the tokenizer allows neither.
     """
     if [message.role for message in reply] == [ASSISTANT]:
-        return _written_on(tokenizer, sampled, reply[0].content)
+        return _continuation(tokenizer, sampled, reply[0].content)
     before = list(messages)
     while before and before[-1].role == ASSISTANT:
         before.pop()
-    conversation = [*_joined_turns(before), Message(role=ASSISTANT, content=PLACE)]
+    conversation = [*_joined_turns(before), Message(role=ASSISTANT, content=PLACEHOLDER)]
     text = tokenizer.render_chat([*conversation, *reply])
     other = [Message(role=message.role, content=message.content + "!") for message in reply]
-    _, place, behind = text.partition(PLACE)
-    if not place or PLACE in behind or text == tokenizer.render_chat([*conversation, *other]):
+    _, placeholder, after = text.partition(PLACEHOLDER)
+    if not placeholder or PLACEHOLDER in after or text == tokenizer.render_chat([*conversation, *other]):
         roles = sorted({message.role for message in reply})
         raise InvalidRequest(
             f"the model's chat template leaves out the assistant's turn or a reply of the roles {roles}, so the tokens "
-            "between two turns cannot be told; reply in the role user or assistant, or use another model's template",
+            "between two turns are unknown; reply in the role user or assistant, or use another model's template",
             "messages",
         )
-    tokens = tokenizer.encode_more(behind)
+    tokens = tokenizer.encode_more(after)
     ended_itself = bool(sampled) and sampled[-1] in tokenizer.eos_token_ids and tokens[:1] == (sampled[-1],)
     return tokens[1:] if ended_itself else tokens
 
 
-def _written_on(tokenizer: ChatTokenizer, sampled: Sequence[int], text: str) -> tuple[int, ...]:
+def _continuation(tokenizer: ChatTokenizer, sampled: Sequence[int], text: str) -> tuple[int, ...]:
     """Tokens that make exactly `text` where they follow `sampled`."""
-    wanted = tokenizer.decode(sampled) + text
-    for lead in ("", "\n"):  # some tokenizers put a space before the first word of a text: not so behind a line end
+    before = tokenizer.decode(sampled)
+    for lead in ("", "\n"):  # some tokenizers put a space before the first word of a text, but not after a line end
         skipped, whole = tokenizer.encode_more(lead), tokenizer.encode_more(lead + text)
         tokens = whole[len(skipped) :]
-        if whole[: len(skipped)] == skipped and tokenizer.decode([*sampled, *tokens]) == wanted:
+        if whole[: len(skipped)] == skipped and tokenizer.decode([*sampled, *tokens]) == before + text:
             return tokens
     raise InvalidRequest(
-        f"the model's tokenizer cannot write {text!r} behind {wanted[: len(wanted) - len(text)][-40:]!r}; "
-        "reply in the role user instead",
+        f"the model's tokenizer cannot write {text!r} after {before[-40:]!r}; reply in the role user instead",
         "messages",
     )
 

@@ -2,9 +2,8 @@
 
 MLX's own attention takes rows of different lengths with a mask, and is not fused then: 1.17 ms a layer on an H200 for
 128 rows of up to 1,024 tokens. The kernel also writes the step's keys and values into the pool, in place: MLX knows the
-pool as an input that nobody changes, so it neither copies it nor waits for it. That is sound because the only later
-readers are steps and copies that come after this one in the stream. Rotary embeddings are its business as well
-(`rotary.py`).
+pool as an input, so it neither copies it nor waits for it. That is sound because the only later readers are steps and
+copies that come after this one in the stream. The kernel rotates queries and keys too (`patches/rotary.py`).
 
 Softmax is taken online (https://arxiv.org/abs/1805.02867) in float32. A team of lanes takes a token: each lane loads 16
 bytes of its key and of its value. The teams' sums are merged at the end of a block; where there are too few rows for
@@ -20,26 +19,27 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import PACK, VECTOR_BYTES, Kernel, kernel, on_cuda
-from parallm.model.kernels.decode_attention_source import MERGE, PART, THREADS, WHOLE
+from parallm.model.kernels.cuda import VECTOR_BYTES, kernel, on_cuda
 
+THREADS = 128  # of a block
 MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_STEP = 64, 256, 32  # of heads
 MAX_VALUES = 64  # of queries, and as many sums, in a thread's registers
 TARGET_BLOCKS = 6 * 132  # of the grid: for each of an H200's processors a few, so that rows of unlike lengths even out
 MIN_PART, MAX_PART = 64, 512  # positions of a part
 
-_INPUTS = ("queries", "new_keys", "new_values", "keys", "values", "slots", "lengths", "angles")
+INPUTS = ("queries", "new_keys", "new_values", "keys", "values", "slots", "lengths", "angles")
+PARTS = ("sums", "largests", "totals")
 DTYPES = (mx.bfloat16, mx.float16, mx.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryAngles:
-    """How queries and new keys are still to be rotated."""
+    """The rotation of queries and new keys that is still to be done."""
 
     angles: mx.array
     """Cosine and sine for each pair of values of a row's heads, float32 (B, pairs, 2)."""
     traditional: bool
-    """Or else values that are as far apart as there are pairs."""
+    """Pairs are neighbours, or else values that are as far apart as there are pairs."""
 
 
 def fits(queries_BQTD: mx.array, keys_SHLD: mx.array, values_SHLD: mx.array) -> bool:
@@ -82,7 +82,7 @@ def append_and_attend(
     tile = queries_at_once(repeats, size // lanes)
     blocks = rows * query_heads // tile
     parts = num_parts(blocks, positions)
-    angles = rotary.angles if rotary else lengths_B  # which nobody reads
+    angles = rotary.angles if rotary else lengths_B  # not read
     arguments = {
         "inputs": [queries_BQ1D, new_keys_BH1D, new_values_BH1D, keys_SHLD, values_SHLD, slots_B, lengths_B, angles],
         "template": [
@@ -103,14 +103,13 @@ def append_and_attend(
     }
     shape, dtype = (rows, query_heads, 1, size), keys_SHLD.dtype
     if parts == 1:
-        (attended,) = _whole_kernel()(**arguments, output_shapes=[shape], output_dtypes=[dtype])
-        return attended
+        attend = kernel("decode_attention", INPUTS, ("attended",), copies_views=False)
+        return attend(**arguments, output_shapes=[shape], output_dtypes=[dtype])[0]
+    attend = kernel("decode_attention", INPUTS, PARTS, defines=(("PARTS", True),), copies_views=False)
     of_parts = (rows, query_heads, parts)
-    found = _part_kernel()(
-        **arguments, output_shapes=[(*of_parts, size), of_parts, of_parts], output_dtypes=[mx.float32] * 3
-    )
-    (attended,) = _merge_kernel()(
-        inputs=found,
+    partial = attend(**arguments, output_shapes=[(*of_parts, size), of_parts, of_parts], output_dtypes=[mx.float32] * 3)
+    (attended,) = kernel("decode_attention_merge", PARTS, ("attended",))(
+        inputs=partial,
         template=[("T", dtype), ("D", size)],
         grid=(rows * query_heads * size, 1, 1),
         threadgroup=(size, 1, 1),
@@ -133,24 +132,11 @@ def queries_at_once(repeats: int, values: int) -> int:
 
 def num_parts(blocks: int, positions: int) -> int:
     """Blocks that share a row where there are `blocks` without sharing."""
-    wanted = max(-(-TARGET_BLOCKS // blocks), -(-positions // MAX_PART))
-    return max(1, min(wanted, positions // MIN_PART))
+    needed = max(-(-TARGET_BLOCKS // blocks), -(-positions // MAX_PART))
+    return max(1, min(needed, positions // MIN_PART))
 
 
 def _bits(number: float) -> int:
     """A float32 as an integer: kernels take no other constants."""
-    found: int = struct.unpack("<i", struct.pack("<f", number))[0]
-    return found
-
-
-def _whole_kernel() -> Kernel:
-    return kernel("decode_attention", _INPUTS, ("attended",), WHOLE, PACK, copies_views=False)
-
-
-def _part_kernel() -> Kernel:
-    outputs = ("sums", "largests", "totals")
-    return kernel("decode_attention_parts", _INPUTS, outputs, PART, PACK, copies_views=False)
-
-
-def _merge_kernel() -> Kernel:
-    return kernel("decode_attention_merge", ("sums", "largests", "totals"), ("attended",), MERGE)
+    bits: int = struct.unpack("<i", struct.pack("<f", number))[0]
+    return bits

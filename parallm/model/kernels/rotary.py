@@ -1,77 +1,87 @@
-"""Rotary embeddings of the tokens of a pass, as one CUDA kernel forward and backward.
+"""Rotary embeddings (https://arxiv.org/abs/2104.09864) as CUDA kernels: angles, and the rotation of a pass's tokens.
 
 MLX's kernel takes tokens that stand each at a position of its own for rows of one token, and computes a cosine and a
-sine for every few numbers that it moves. Here angles are computed once for all layers. One H200, 4,096 tokens of 32 and
-8 heads of 128, bfloat16: 24 us in place of 59, forward as backward (Nsight Compute, 2026-11-21).
+sine for every few numbers that it moves. Here angles are computed once for all layers, of a decode step and of a
+training pass. Rotation of 4,096 tokens of 32 and 8 heads of 128 in bfloat16 takes an H200 24 us in place of 59, forward
+as backward. `patches/rotary.py` finds out what to rotate; a decode step rotates in `decode_attention.py`.
 
-Axes: M tokens, X heads, D head size, P pairs of values of a head.
+Axes: B rows, M tokens, X heads, D head size, P pairs of values of a head.
 """
+
+import math
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import PACK, VECTOR_BYTES, kernel
-from parallm.model.patches.rotary import Rotation
+from parallm.model.kernels.cuda import VECTOR_BYTES, kernel
 
-THREADS = 256  # of a block
-_ROTATE = """
-  using P = Pack<T>;
-  // A thread moves a vector of a head's first values and the one that it pairs with; BACK is the transpose
-  constexpr int VECTORS = D / P::size, TURNED = DIMS / P::size, UNITS = VECTORS - (PAIRED ? 0 : TURNED / 2);
-  const int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  const float sign = BACK ? -1.0f : 1.0f;
-  if (index >= heads_shape[0] * heads_shape[1] * int64_t(UNITS)) return;
-  const int64_t head = index / UNITS, token = head / heads_shape[1];
-  const int unit = index % UNITS;
-  const P* from = reinterpret_cast<const P*>(heads) + head * VECTORS;
-  P* to = reinterpret_cast<P*>(turned) + head * VECTORS;
-  const float2* turns = reinterpret_cast<const float2*>(angles) + token * (DIMS / 2);
-  if constexpr (PAIRED) {
-    P values = from[unit];
-    if (unit < TURNED)
-      for (int i = 0; i < P::size; i += 2) {
-        float2 turn = turns[unit * P::size / 2 + i / 2];
-        float first = float(values.values[i]), second = float(values.values[i + 1]);
-        values.values[i] = T(first * turn.x - sign * second * turn.y);
-        values.values[i + 1] = T(sign * first * turn.y + second * turn.x);
-      }
-    to[unit] = values;
-  } else if (unit < TURNED / 2) {
-    P low = from[unit], high = from[unit + TURNED / 2];
-    for (int i = 0; i < P::size; i++) {
-      float2 turn = turns[unit * P::size + i];
-      float first = float(low.values[i]), second = float(high.values[i]);
-      low.values[i] = T(first * turn.x - sign * second * turn.y);
-      high.values[i] = T(sign * first * turn.y + second * turn.x);
-    }
-    to[unit] = low;
-    to[unit + TURNED / 2] = high;
-  } else {
-    to[unit + TURNED / 2] = from[unit + TURNED / 2];
-  }
-"""
+ANGLE_THREADS, THREADS = 128, 256  # of a block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rotation:
+    """A rotation that `mx.fast.rope` does to heads. Modules that do the same share one."""
+
+    dims: int
+    """The first values of a head, which are rotated."""
+    traditional: bool
+    """Whether neighbours are a pair, and not values that are `dims / 2` apart."""
+    scale: float
+    """Factor of positions."""
+    base: float | None
+    """Frequency i is base ** (-2 i / dims)."""
+    wavelengths: mx.array | None
+    """In place of `base`: frequency i is 1 over the i-th wavelength, float32 (P,)."""
+
+    def angles(self, offsets_B: mx.array) -> mx.array:
+        """Cosine and sine for each pair of values at these positions, float32 (B, P, 2). CUDA only."""
+        pairs = self.dims // 2
+        log_base = 0.0 if self.base is None else math.log2(self.base)
+        numbers = mx.array([self.scale, log_base], mx.float32)
+        wavelengths = numbers if self.wavelengths is None else self.wavelengths  # not read where there is a base
+        count = offsets_B.shape[0] * pairs
+        return kernel("rotary_angles", ("offsets", "wavelengths", "numbers"), ("angles",))(
+            inputs=[offsets_B, wavelengths, numbers],
+            template=[("PAIRS", pairs), ("BY_BASE", self.base is not None)],
+            grid=(-(-count // ANGLE_THREADS) * ANGLE_THREADS, 1, 1),
+            threadgroup=(ANGLE_THREADS, 1, 1),
+            output_shapes=[(offsets_B.shape[0], pairs, 2)],
+            output_dtypes=[mx.float32],
+        )[0]
+
+    def fits(self, dtype: mx.Dtype) -> bool:
+        """Whether the values of a pair lie in one vector, or at the same index of two."""
+        size = VECTOR_BYTES // dtype.size
+        return self.dims % (size if self.traditional else 2 * size) == 0
+
+    def is_same(self, other: "Rotation") -> bool:
+        mine, others = ((r.dims, r.traditional, r.scale, r.base) for r in (self, other))
+        if mine != others or self.wavelengths is None or other.wavelengths is None:
+            return mine == others and self.wavelengths is other.wavelengths
+        return mx.array_equal(self.wavelengths, other.wavelengths).item() is True
 
 
 def rotated(heads_MXD: mx.array, angles_MP2: mx.array, rotation: Rotation) -> mx.array:
-    """Heads turned by the angles of their tokens (`Rotation.angles`), differentiable by `heads_MXD`. CUDA only, for a
+    """Heads rotated by the angles of their tokens (`Rotation.angles`), differentiable by `heads_MXD`. CUDA only, for a
     rotation that `fits`."""
 
     @mx.custom_function  # type: ignore[untyped-decorator]
-    def turn(heads: mx.array) -> mx.array:
-        return _turned(heads, angles_MP2, rotation, back=False)
+    def rotate(heads: mx.array) -> mx.array:
+        return _rotate(heads, angles_MP2, rotation, back=False)
 
-    @turn.vjp  # type: ignore[untyped-decorator]
-    def turn_back(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
-        return _turned(cotangent, angles_MP2, rotation, back=True)
+    @rotate.vjp  # type: ignore[untyped-decorator]
+    def rotate_back(_: mx.array, cotangent: mx.array, __: mx.array) -> mx.array:
+        return _rotate(cotangent, angles_MP2, rotation, back=True)
 
-    found: mx.array = turn(heads_MXD)
-    return found
+    result: mx.array = rotate(heads_MXD)
+    return result
 
 
-def _turned(heads: mx.array, angles: mx.array, rotation: Rotation, *, back: bool) -> mx.array:
+def _rotate(heads: mx.array, angles: mx.array, rotation: Rotation, *, back: bool) -> mx.array:
     size = VECTOR_BYTES // heads.dtype.size
     units = heads.shape[2] // size - (0 if rotation.traditional else rotation.dims // size // 2)
     threads = heads.shape[0] * heads.shape[1] * units
-    return kernel("rotate", ("heads", "angles"), ("turned",), _ROTATE, PACK)(
+    return kernel("rotate", ("heads", "angles"), ("turned",))(
         inputs=[heads, angles],
         template=[
             ("T", heads.dtype),

@@ -1,13 +1,11 @@
-"""Copies computed prompts into slots of pools of keys and values, in place, and a slot's positions out of them, as CUDA
-kernels.
+"""Copies computed prompts into slots of pools of keys and values, in place, and a slot's positions out of them.
 
 MLX writes into an array in place only while nothing else holds it. A decode step in flight holds all pools, so a row
 that joins by MLX's own operations costs a copy of every pool: 8.6 GB for 16 rows of 2,048 positions of an 8B shape in
-pools of 4,096, where the row itself takes 0.27. Here MLX knows the pools as inputs that nobody changes, as in
-`decode_attention`. That is sound because steps launched before are in front of the copy in the stream, and because
-whatever reads these slots later depends on what the kernel gives back.
-
-A row that ends is copied out for prompts that begin with it: one launch, where MLX takes one for each array.
+pools of 4,096, where the row itself takes 0.27. Here MLX knows the pools as inputs, as in `decode_attention`. That is
+sound because steps launched before precede the copy in the stream, and because later readers of these slots depend on
+the kernel's result. A row that ends is copied out for prompts that begin with it: one launch, where MLX takes one for
+each array.
 
 Axes: N arrays (keys and values of all layers), P prompts, S slots, R rows that join, H key-value heads, T positions of
 the prompts, L positions of the pools, D head size.
@@ -17,9 +15,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import VECTOR_BYTES, Kernel, kernel, on_cuda
-from parallm.model.kernels.slot_copy_source import PACKS_OF_THREAD, THREADS, source_in, source_out
+from parallm.model.kernels.cuda import VECTOR_BYTES, kernel, on_cuda
 
+THREADS = 256  # of a block
+VECTORS_OF_THREAD = 8
 MAX_ARRAYS = 64  # of one launch, and as many pools: its parameters have to fit in 4 KB
 
 
@@ -44,14 +43,14 @@ def copy_to_slots(
 ) -> mx.array:
     """Copy the first `lengths[r]` positions of each prompt's row `rows[r]` to slot `slots[r]` of the pool beside it.
 
-    It happens when the result is evaluated: int32 zero, (1,), on which all that reads these slots has to depend.
+    It happens when the result is evaluated: int32 zero, (1,). Each reader of these slots has to depend on it.
     """
     alike: dict[tuple[object, ...], list[tuple[mx.array, mx.array]]] = {}
     for prompt, pool in zip(prompts_N, pools_N, strict=True):
         alike.setdefault((prompt.shape, pool.shape, pool.dtype), []).append((prompt, pool))
     plan_3R = mx.array([list(rows), list(slots), list(lengths)], mx.int32)
     launches = [
-        _launch(pairs[start : start + MAX_ARRAYS], plan_3R, max(lengths))
+        _copy_in(pairs[start : start + MAX_ARRAYS], plan_3R, max(lengths))
         for pairs in alike.values()
         for start in range(0, len(pairs), MAX_ARRAYS)
     ]
@@ -61,24 +60,38 @@ def copy_to_slots(
 def can_copy_out(pools_N: Sequence[mx.array]) -> bool:
     """Whether `copy_out` can copy from these (S, H, L, D) on this device."""
     first = pools_N[0]
-    alike = all(pool.shape == first.shape and pool.dtype == first.dtype for pool in pools_N)
-    return on_cuda() and alike and _is_aligned(first)
+    are_alike = all(pool.shape == first.shape and pool.dtype == first.dtype for pool in pools_N)
+    return on_cuda() and are_alike and _is_aligned(first)
 
 
 def copy_out(pools_N: Sequence[mx.array], slot: int, start: int, end: int) -> mx.array:
     """These positions of a slot of each pool, (N, H, end - start, D), as they are when it is evaluated."""
-    place_3 = mx.array([slot, start, end - start], mx.int32)
-    most = 2 * MAX_ARRAYS
-    parts = [_launch_out(pools_N[at : at + most], place_3, end - start) for at in range(0, len(pools_N), most)]
+    range_3 = mx.array([slot, start, end - start], mx.int32)
+    count = 2 * MAX_ARRAYS
+    parts = [_copy_out(pools_N[at : at + count], range_3, end - start) for at in range(0, len(pools_N), count)]
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-def _launch_out(pools: Sequence[mx.array], place_3: mx.array, num_positions: int) -> mx.array:
+def _copy_in(pairs: Sequence[tuple[mx.array, mx.array]], plan_3R: mx.array, max_length: int) -> mx.array:
+    prompts, pools = zip(*pairs, strict=True)
+    names = [f"{kind}{index}" for kind in ("prompt", "pool") for index in range(len(pairs))]
+    cases = " ".join(f"case {i}: from = prompt{i}; to = pool{i}; break;" for i in range(1, len(pairs)))
+    return kernel("slot_copy_in", (*names, "plan"), ("done",), defines=(("CASES", cases),))(
+        inputs=[*prompts, *pools, plan_3R],
+        template=[("T", pools[0].dtype)],
+        grid=(plan_3R.shape[1] * pools[0].shape[1] * THREADS, _blocks(max_length, pools[0]), len(pairs)),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )[0]
+
+
+def _copy_out(pools: Sequence[mx.array], range_3: mx.array, num_positions: int) -> mx.array:
     _, heads, _, size = pools[0].shape
-    names = tuple(f"pool{place}" for place in range(len(pools)))
-    out = kernel(f"copy_out_{len(pools)}", (*names, "place"), ("copied",), source_out(len(pools)))
-    return out(
-        inputs=[*pools, place_3],
+    names = [f"pool{index}" for index in range(len(pools))]
+    cases = " ".join(f"case {i}: from = pool{i}; break;" for i in range(1, len(pools)))
+    return kernel("slot_copy_out", (*names, "place"), ("copied",), defines=(("CASES", cases),))(
+        inputs=[*pools, range_3],
         template=[("T", pools[0].dtype)],
         grid=(heads * THREADS, _blocks(num_positions, pools[0]), len(pools)),
         threadgroup=(THREADS, 1, 1),
@@ -92,24 +105,6 @@ def _is_aligned(pool_SHLD: mx.array) -> bool:
 
 
 def _blocks(num_positions: int, pool_SHLD: mx.array) -> int:
-    """That share one head of one row."""
-    packs = num_positions * pool_SHLD.shape[3] * pool_SHLD.dtype.size // VECTOR_BYTES
-    return max(1, -(-packs // (THREADS * PACKS_OF_THREAD)))
-
-
-def _launch(pairs: Sequence[tuple[mx.array, mx.array]], plan_3R: mx.array, longest: int) -> mx.array:
-    heads, blocks = pairs[0][1].shape[1], _blocks(longest, pairs[0][1])
-    (done,) = _kernel(len(pairs))(
-        inputs=[*(prompt for prompt, _ in pairs), *(pool for _, pool in pairs), plan_3R],
-        template=[("T", pairs[0][1].dtype)],
-        grid=(plan_3R.shape[1] * heads * THREADS, blocks, len(pairs)),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int32],
-    )
-    return done
-
-
-def _kernel(num_arrays: int) -> Kernel:
-    names = [f"{kind}{place}" for kind in ("prompt", "pool") for place in range(num_arrays)]
-    return kernel(f"copy_to_slots_{num_arrays}", (*names, "plan"), ("done",), source_in(num_arrays))
+    """Blocks that share one head of one row."""
+    vectors = num_positions * pool_SHLD.shape[3] * pool_SHLD.dtype.size // VECTOR_BYTES
+    return max(1, -(-vectors // (THREADS * VECTORS_OF_THREAD)))

@@ -1,11 +1,12 @@
 """Products of few rows with a linear layer's weights, as one CUDA kernel that multiplies by all A of LoRA as well.
 
-A product of a step's rows takes as long as its weights take to be read, by MLX's kernels as by this one. MLX's cost the
-host 14 microseconds, though, and ours 8; a sum that several blocks share is added up by a kernel of its own there, and
-here by whoever reads it; and A is a few rows more of the weights in place of another kernel (one H200, 2026-11-22).
+A product of a step's rows takes as long as its weights take to be read, by MLX's kernels as by this one. On an H200
+MLX's cost the host 14 microseconds, though, and ours 8; a sum that several blocks share is added up by a kernel of its
+own there, and here by its reader (`segmented_lora.expand`); and A is a few more rows of the weights in place of another
+kernel.
 
 Axes: B rows, T tokens, I input, O output, S parts of the input whose sums are still to be added, V versions, K ranks of
-a group's sites side by side.
+a group's targets side by side.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.kernels.cuda import architecture, kernel, on_cuda
-from parallm.model.kernels.small_batch_gemm_source import HEADER, small_batch_gemm_source
-from parallm.model.lora.segmented import GroupWeights
+from parallm.model.kernels.segmented_lora import GroupWeights
 
-MIN_ROWS, MAX_ROWS = 2, 64  # MLX has a kernel of its own for one, and is faster with many
+MIN_ROWS, MAX_ROWS = 2, 64  # MLX has a kernel of its own for one row, and is faster with many
 MAX_VERSIONS = 16  # of which A is multiplied by, whether a row uses it or not
 MIN_INPUTS = 32  # that a warp multiplies at once: inputs are a multiple of it
 OUTPUTS_OF_WARP = 16
@@ -33,10 +33,10 @@ WEIGHT_OF_ROWS = 0.5  # of a value of the input beside one of the weights: it co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmPlan:
-    """How the blocks share a product."""
+    """The shares of the blocks in a product."""
 
     tiles: int
-    """Of 8 rows: one, or a power of two."""
+    """Tiles of 8 rows: 1, or a power of two."""
     wide: int
     """Warps side by side."""
     deep: int
@@ -49,7 +49,7 @@ class GemmPlan:
 
     @property
     def outputs(self) -> int:
-        """Of a block."""
+        """Outputs of a block."""
         return OUTPUTS_OF_WARP * self.wide
 
     @property
@@ -63,8 +63,8 @@ class GemmPlan:
 
 
 def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
-    """Whether `small_batch_gemm` can compute `linear` of this input on this device. Others than Hopper have not been
-    measured."""
+    """Whether `small_batch_gemm` can compute `linear` of this input on this device. Other GPUs than
+    Hopper have not been measured."""
     if not on_cuda() or type(linear) is not nn.Linear or architecture() != "sm_90":
         return False
     rows, (outputs, inputs) = x_BTI.shape[0] * x_BTI.shape[1], linear.weight.shape
@@ -80,7 +80,7 @@ def fits(x_BTI: mx.array, linear: nn.Module) -> bool:
 def small_batch_gemm(
     x_BTI: mx.array, linear: nn.Linear, weights: GroupWeights | None, *, is_whole: bool
 ) -> tuple[mx.array, mx.array | None]:
-    """Outputs (S, B, T, O) and, with `weights` of few enough versions, `hidden` as `row_lora.shrink` gives it.
+    """Outputs (S, B, T, O) and, with `weights` of few enough versions, `hidden` as `segmented_lora.shrink` gives it.
 
     S is 1, and the type that of the input, if `is_whole`; parts are float32.
     """
@@ -90,24 +90,23 @@ def small_batch_gemm(
     ranks = sum(weights.layout.ranks) if weights else 0
     columns = weights.array_VN.shape[0] * ranks if weights else 0
     chosen = plan(rows * tokens, inputs, outputs, columns, is_whole=is_whole)
-    given = {"x": x_BTI, "weight": linear.weight}
+    arrays = {"x": x_BTI, "weight": linear.weight}
     if "bias" in linear:
-        given["bias"] = linear.bias
+        arrays["bias"] = linear.bias
     if weights:
-        given |= {"starts": weights.starts, "factors": weights.array_VN}
+        arrays |= {"starts": weights.starts, "factors": weights.array_VN}
     multiply = kernel(
-        "skinny_product",
-        tuple(given),
+        "small_batch_gemm",
+        tuple(arrays),
         ("y", "hidden") if weights else ("y",),
-        small_batch_gemm_source(has_bias="bias" in linear, has_lora=weights is not None),
-        HEADER,
+        defines=(("HAS_BIAS", "bias" in linear), ("HAS_LORA", weights is not None)),
         shared_memory=chosen.shared_bytes,
     )
     sums = x_BTI.dtype if chosen.splits == 1 else mx.float32
     blocks = -(-outputs // chosen.outputs) + -(-columns // chosen.outputs)
     shape = (chosen.splits, rows, tokens)
     y_SBTO, *hidden = multiply(
-        inputs=list(given.values()),
+        inputs=list(arrays.values()),
         template=[
             ("T", x_BTI.dtype),
             ("Y", sums),
@@ -128,17 +127,17 @@ def small_batch_gemm(
 
 @cache
 def plan(rows: int, inputs: int, outputs: int, columns: int, *, is_whole: bool) -> GemmPlan:
-    """The one that is expected to take the least time: all processors read as much, all at once."""
+    """The plan that is expected to take the least time: all processors read as much, all at once."""
     tiles = 1
     while tiles * 8 < rows:
         tiles *= 2
-    found = [
-        made
+    plans = [
+        candidate
         for wide in range(1, MAX_WIDE + 1)
         for splits in (SPLITS[:1] if is_whole else SPLITS)
-        if (made := _plan(tiles, wide, splits, inputs)) is not None
+        if (candidate := _plan(tiles, wide, splits, inputs)) is not None
     ]
-    return min(found, key=lambda made: _values_read(made, rows, inputs, outputs, columns))
+    return min(plans, key=lambda candidate: _values_read(candidate, rows, inputs, outputs, columns))
 
 
 def _plan(tiles: int, wide: int, splits: int, inputs: int) -> GemmPlan | None:
@@ -154,12 +153,12 @@ def _plan(tiles: int, wide: int, splits: int, inputs: int) -> GemmPlan | None:
     return None
 
 
-def _values_read(made: GemmPlan, rows: int, inputs: int, outputs: int, columns: int) -> float:
-    """By the processor that reads most, and what it has to do with parts of sums, which are float32."""
-    blocks = (-(-outputs // made.outputs) + -(-columns // made.outputs)) * made.splits
-    length = -(-inputs // made.chunk // made.splits) * made.chunk
-    of_block = (made.outputs + WEIGHT_OF_ROWS * made.tiles * 8) * length
-    parts = 0 if made.splits == 1 else made.splits * rows * outputs * 4 / PROCESSORS
+def _values_read(plan: GemmPlan, rows: int, inputs: int, outputs: int, columns: int) -> float:
+    """Values that the busiest processor reads, and its share of writing parts of sums, which are float32."""
+    blocks = (-(-outputs // plan.outputs) + -(-columns // plan.outputs)) * plan.splits
+    length = -(-inputs // plan.chunk // plan.splits) * plan.chunk
+    of_block = (plan.outputs + WEIGHT_OF_ROWS * plan.tiles * 8) * length
+    parts = 0 if plan.splits == 1 else plan.splits * rows * outputs * 4 / PROCESSORS
     return -(-blocks // PROCESSORS) * of_block + parts
 
 

@@ -12,15 +12,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.lora.single import LoraLinear, LoraScaling
+from parallm.model.lora.linear import LoraLinear
+from parallm.model.lora.single import LoraScaling
 from parallm.model.quantized import unpacked
 from parallm.model.shared_model import SharedModel
 
 
 def lora_scaling(adapter: Adapter, model: SharedModel) -> LoraScaling:
-    """What a view of `adapter` on this base needs beside the arrays. Evaluated; a pass over the weights for DoRA."""
+    """The scaling of `adapter` on this base. Evaluated; DoRA takes a pass over the weights."""
     scales = adapter.scales
-    # No activation has to be widened beside a bfloat16 base; float16 has too small a range for the factors
+    # No activation has to be widened beside a bfloat16 base; float16 has too small a range for LoRA weights
     dtype = mx.bfloat16 if model.dtype == mx.bfloat16 else mx.float32
     if not adapter.is_dora:
         return LoraScaling(scales, {}, dtype, model.joined)
@@ -36,7 +37,7 @@ def lora_scaling(adapter: Adapter, model: SharedModel) -> LoraScaling:
 
 
 def initial_magnitudes(model: SharedModel) -> dict[str, mx.array]:
-    """`{target}.m`, the lengths of the base's own weights: with a product of zero nothing is stretched. Evaluated."""
+    """`{target}.m`, the lengths of the base's own weights: with a product of zero they change nothing. Evaluated."""
     magnitudes = {
         f"{target}.m": mx.linalg.norm(_weight(layer), axis=1) for target, layer in _layers(model.base).items()
     }

@@ -1,9 +1,9 @@
-"""The view of rows that use any number of adapters: their arrays in stacks, one of which each row picks.
+"""LoRA of rows that use any number of adapters: their weights in stacks, and a product for each row (as BGMV).
 
-Axes as in `lora`, and S stacked adapters.
+Axes: B rows, T tokens, S stacked adapters, I input, R rank, O output.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -32,21 +32,21 @@ class GatheredLora:
         return self.dora_scale_SO[target][self.index_B][:, None] if target in self.dora_scale_SO else None
 
 
-def stack_loras(adapters: list[SingleLora | None], targets: Mapping[str, tuple[int, int]]) -> GatheredLora:
+def stack_loras(adapters: Sequence[SingleLora | None], targets: Mapping[str, tuple[int, int]]) -> GatheredLora:
     """Stack adapters (None: the base) for `GatheredLora`; ranks are padded with zeros. `index_B` is empty."""
     present = [adapter for adapter in adapters if adapter is not None]
     stacks_a: dict[str, mx.array] = {}
     stacks_b: dict[str, mx.array] = {}
-    stretches: dict[str, mx.array] = {}
+    scales: dict[str, mx.array] = {}
     for target, (inputs, outputs) in targets.items():
         rank = max((adapter.a_IR[target].shape[1] for adapter in present if target in adapter.a_IR), default=0)
         if rank:
             no_a, no_b = mx.zeros((inputs, rank)), mx.zeros((rank, outputs))
-            some_a = [padded(a.a_IR.get(target, no_a) if a else no_a, 1, 0, rank) for a in adapters]
-            some_b = [padded(a.b_RO.get(target, no_b) if a else no_b, 0, 0, rank) for a in adapters]
-            stacks_a[target] = mx.stack(some_a).astype(mx.float32)
-            stacks_b[target] = mx.stack(some_b).astype(mx.float32)
+            all_a = [padded(a.a_IR.get(target, no_a) if a else no_a, 1, 0, rank) for a in adapters]
+            all_b = [padded(a.b_RO.get(target, no_b) if a else no_b, 0, 0, rank) for a in adapters]
+            stacks_a[target] = mx.stack(all_a).astype(mx.float32)
+            stacks_b[target] = mx.stack(all_b).astype(mx.float32)
         if any(target in adapter.dora_scale_O for adapter in present):
             none = mx.zeros((outputs,))
-            stretches[target] = mx.stack([a.dora_scale_O.get(target, none) if a else none for a in adapters])
-    return GatheredLora(stacks_a, stacks_b, stretches, mx.zeros((0,), mx.uint32))
+            scales[target] = mx.stack([a.dora_scale_O.get(target, none) if a else none for a in adapters])
+    return GatheredLora(stacks_a, stacks_b, scales, mx.zeros((0,), mx.uint32))

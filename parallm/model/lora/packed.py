@@ -1,11 +1,12 @@
-"""All factors of a version in few arrays, as the kernels of `row_lora` read them.
+"""All LoRA weights of a version in few arrays, as `kernels/segmented_lora.py` reads them.
 
-A kernel knows where in an array its own factors begin. As arrays of their own those of eight versions of an 8B shape
-are 2,816, each of which costs the host a microsecond a step; as a single one they would count in full for each kernel
-that is handed over, and MLX launches what it has collected once that is much (one H200, 2026-11-21). Several versions
-are stacked, so that a kernel has one input for all of them.
+A kernel knows where in an array its own weights begin. As arrays of their own the weights of eight versions of an 8B
+shape are 2,816, each of which costs the host a microsecond a step; a single array would count in full for each kernel
+that is handed over, and MLX launches what it has collected once that is much. Several versions are stacked, so that a
+kernel has one input for all of them.
 
-Axes: V versions, N numbers of one in an array, I input, O output, R rank, K ranks of a group's sites side by side.
+Axes: V versions, N numbers of a version in an array, I input, O output, R rank, K ranks of a group's targets side by
+side.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,32 +17,15 @@ from itertools import accumulate, islice
 import mlx.core as mx
 
 from parallm.model.kernels.cuda import VECTOR_BYTES
-from parallm.model.kernels.segmented_lora import COLUMNS
+from parallm.model.kernels.segmented_lora import COLUMNS, PackedGroup, Targets
 from parallm.model.lora.single import SingleLora
 
-MAX_NUMBERS = 1 << 21  # of a version in an array, but one group's are never cut
-
-Targets = tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedGroup:
-    """Sites with one input, and where their factors are among a version's."""
-
-    targets: Targets
-    ranks: tuple[int, ...]
-    """Of each site."""
-    widths: tuple[int, ...]
-    """Outputs of each site."""
-    array: int
-    """Which of the version's arrays has them."""
-    starts: tuple[int, ...]
-    """Of A (K, I), all sites' below each other, and of each site's B (R, O), with the scale multiplied in."""
+MAX_NUMBERS = 1 << 21  # of a version in an array; one group's weights are never split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedLayout:
-    """Of all groups. Versions that are alike have the same one, so comparing them costs nothing."""
+    """The layout of all groups. Versions that are alike share one, so comparing layouts costs nothing."""
 
     groups: Mapping[Targets, PackedGroup]
     num_arrays: int
@@ -49,7 +33,7 @@ class PackedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLora:
-    """All factors of some versions in few arrays (V, N)."""
+    """The weights of some versions in few arrays (V, N)."""
 
     layout: PackedLayout
     arrays: tuple[mx.array, ...]
@@ -58,17 +42,20 @@ class PackedLora:
     def num_versions(self) -> int:
         return self.arrays[0].shape[0]
 
-    def version(self, place: int) -> "PackedLora":
-        """One of them, not evaluated."""
-        return PackedLora(layout=self.layout, arrays=tuple(array[place : place + 1] for array in self.arrays))
+    def version(self, index: int) -> "PackedLora":
+        """One of the versions, not evaluated."""
+        return PackedLora(layout=self.layout, arrays=tuple(array[index : index + 1] for array in self.arrays))
 
 
 def pack_lora(adapter: SingleLora, groups: Sequence[Targets], dtype: mx.Dtype) -> PackedLora | None:
-    """An adapter's factors, one version, or None where the kernels cannot serve it: DoRA, another type than the base's,
-    some sites of a group only, a site in no group, sizes that are no whole vectors. Evaluated."""
+    """An adapter's weights as one version, evaluated.
+
+    None where the kernels cannot serve it: DoRA, another type than the base's, a part of a group's targets, a target in
+    no group, sizes that are no whole vectors.
+    """
     if adapter.dora_scale_O or not {target for targets in groups for target in targets} >= adapter.a_IR.keys():
         return None
-    found: list[PackedGroup] = []
+    layouts: list[PackedGroup] = []
     parts: list[list[mx.array]] = [[]]  # of each array
     for targets in groups:
         present = [target in adapter.a_IR for target in targets]
@@ -81,27 +68,28 @@ def pack_lora(adapter: SingleLora, groups: Sequence[Targets], dtype: mx.Dtype) -
         if parts[-1] and sum(array.size for array in (*parts[-1], *weights)) > MAX_NUMBERS:
             parts.append([])
         ends = accumulate((array.size for array in weights), initial=sum(array.size for array in parts[-1]))
-        layout = PackedGroup(
-            targets=targets,
-            ranks=tuple(array.shape[0] for array in b_RO),
-            widths=tuple(array.shape[1] for array in b_RO),
-            array=len(parts) - 1,
-            starts=tuple(islice(ends, len(weights))),
+        layouts.append(
+            PackedGroup(
+                targets=targets,
+                ranks=tuple(array.shape[0] for array in b_RO),
+                widths=tuple(array.shape[1] for array in b_RO),
+                array=len(parts) - 1,
+                starts=tuple(islice(ends, len(weights))),
+            )
         )
-        found.append(layout)
         parts[-1] += weights
-    if not found:
+    if not layouts:
         return None
-    arrays = tuple(mx.concatenate([array.flatten() for array in some])[None] for some in parts)
+    arrays = tuple(mx.concatenate([array.flatten() for array in part])[None] for part in parts)
     mx.eval(arrays)
-    return PackedLora(layout=_layout(tuple(found)), arrays=arrays)
+    return PackedLora(layout=_layout(tuple(layouts)), arrays=arrays)
 
 
-def stack_packed(weights: Sequence[PackedLora]) -> PackedLora:
-    """All their versions in this order; they have one layout. Evaluated."""
-    arrays = tuple(mx.concatenate(some) for some in zip(*(one.arrays for one in weights), strict=True))
+def stack_packed(versions: Sequence[PackedLora]) -> PackedLora:
+    """All versions in this order; they have one layout. Evaluated."""
+    arrays = tuple(mx.concatenate(parts) for parts in zip(*(version.arrays for version in versions), strict=True))
     mx.eval(arrays)
-    return PackedLora(layout=weights[0].layout, arrays=arrays)
+    return PackedLora(layout=versions[0].layout, arrays=arrays)
 
 
 def _joined_a(adapter: SingleLora, targets: Targets) -> mx.array:

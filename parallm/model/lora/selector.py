@@ -1,213 +1,246 @@
-"""Versions' factors for the kernels of `model/lora/segmented.py`: of one version by themselves, of several in a stack.
+"""Chooses the LoRA implementation of a forward, and keeps the weights that it needs while they are used.
 
-Rows come and end all the time, so the stack serves as long as it holds the versions that they use; it is copied when
-one comes that it lacks. Only one is kept, and no version twice.
+| a forward of | whose rows use | on | runs | in |
+|---|---|---|---|---|
+| the engine | the base alone | any | no binding | - |
+| the engine | versions that pack alike | CUDA | `SegmentedLora`: two kernels for a group of targets | `segmented.py` |
+| the engine | one version | any | `SingleLora`: plain products | `single.py` |
+| the engine | the base, up to 4 versions | any | `ConcatenatedLora`: one product with all A | `concatenated.py` |
+| the engine | more versions | any | `GatheredLora`: a product for each row | `gathered.py` |
+| the learner | the version in training | CUDA | `TrainingLora`: gradients of one input are added | `training.py` |
+| the learner | the version in training | CPU | `SingleLora` | `single.py` |
+| the learner | the version in training, with dropout | any | `DropoutLora` | `training.py` |
+
+`choose` is this table. DoRA, and adapters whose targets or ranks differ, do not pack (`pack_lora`). `SegmentedLora`,
+`TrainingLora` and forwards of the base run through `MergedLinear`, all others through each `LoraLinear` by itself.
 """
 
 import operator
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import mlx.core as mx
 
-from parallm.model.adapters.adapter import Adapter
-from parallm.model.lora.concatenated import MAX_CONCATENATED, ConcatenatedLoras, concatenate_loras
+from parallm.model.adapters.adapter import Adapter, Key
+from parallm.model.kernels.cuda import on_cuda
+from parallm.model.lora.concatenated import ConcatenatedLora, ConcatenatedLoras, concatenate_loras
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.gathered import GatheredLora, stack_loras
+from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.packed import PackedLayout, PackedLora, pack_lora, stack_packed
 from parallm.model.lora.segmented import NO_ADAPTER, SegmentedLora, order_rows
-from parallm.model.lora.single import LoraBinding, SingleLora, single_lora
+from parallm.model.lora.single import SingleLora, single_lora
+from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel
 
-MAX_ALONE = 16  # of 84 MB each for rank 16 on all linears of an 8B shape
-
-VersionKey = tuple[str, int]
-"""An adapter's name and version."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedVersions:
-    """Factors for some rows, and where in them each version's are."""
-
-    weights: PackedLora
-    places: Mapping[VersionKey, int]
-    """Of each version in `weights`, which may have more than were asked for."""
-
-
-class PackedLoraCache:
-    """Owner of the stack, and of versions by themselves. Device thread only."""
-
-    def __init__(self, model: SharedModel) -> None:
-        self._model = model
-        self._alone: OrderedDict[VersionKey, PackedLora | None] = OrderedDict()  # those used last come last
-        self._stack: PackedLora | None = None
-        self._places: OrderedDict[VersionKey, int] = OrderedDict()  # in the stack; those used last come last
-        self._dropped: set[VersionKey] = set()  # when the stack was copied
-
-    def of(self, adapters: Mapping[VersionKey, Adapter]) -> PackedVersions | None:
-        """None where the kernels cannot serve these versions, or not together."""
-        if len(adapters) == 1:
-            [(version, adapter)] = adapters.items()
-            one = self._one(version, adapter)
-            return PackedVersions(weights=one, places={version: 0}) if one else None
-        stack = self._stack if self._places.keys() >= adapters.keys() else self._copied(adapters)
-        if stack is None:
-            return None
-        for version in adapters:
-            self._places.move_to_end(version)
-        return PackedVersions(weights=stack, places=self._places)
-
-    def clear(self) -> None:
-        self._alone.clear()
-        self._stack = None
-        self._places.clear()
-        self._dropped.clear()
-
-    def _one(self, version: VersionKey, adapter: Adapter) -> PackedLora | None:
-        if self._stack is not None and version in self._places:
-            self._places.move_to_end(version)
-            return self._stack.version(self._places[version])
-        if version not in self._alone:
-            one = single_lora(adapter.arrays, lora_scaling(adapter, self._model))
-            self._alone[version] = pack_lora(one, self._model.groups, self._model.dtype)
-            if len(self._alone) > MAX_ALONE:
-                self._alone.popitem(last=False)
-        self._alone.move_to_end(version)
-        return self._alone[version]
-
-    def _copied(self, adapters: Mapping[VersionKey, Adapter]) -> PackedLora | None:
-        """A new stack with `adapters`; None, and the old one stays, where they are not alike."""
-        versions = sorted(adapters)
-        parts: list[PackedLora] = []
-        for version in versions:
-            one = self._one(version, adapters[version])
-            if one is None or (parts and one.layout is not parts[0].layout):
-                return None
-            parts.append(one)
-        kept = self._kept(versions, parts[0].layout)
-        if self._stack is not None:
-            parts += [self._stack.version(self._places[version]) for version in kept]
-        self._stack = stack_packed(parts + parts[:1] * (_num_places(len(parts)) - len(parts)))
-        held = [*versions, *kept]
-        self._dropped = self._places.keys() - set(held)
-        self._places = OrderedDict(zip(held, range(len(held)), strict=True))
-        for version in versions:
-            self._alone.pop(version, None)
-        return self._stack
-
-    def _kept(self, versions: Sequence[VersionKey], layout: PackedLayout) -> list[VersionKey]:
-        """What stays beside `versions`, as far as there is room: what was used last.
-
-        All stays where a version comes back: then rows of two classes take turns, of which each uses others.
-        """
-        if self._stack is None or self._stack.layout is not layout:
-            return []
-        others = [version for version in self._places if version not in versions]
-        room = _num_places(len(versions)) - len(versions)
-        return others if self._dropped.intersection(versions) else others[max(0, len(others) - room) :]
-
-
-def _num_places(num_versions: int) -> int:
-    """Few numbers, as each is compiled anew."""
-    return 1 << (num_versions - 1).bit_length()
-
-
+MAX_CONCATENATED = 4
+"""Beyond it the columns that are dropped cost more than products of their own."""
 MAX_SINGLE = 16
 MAX_SETS = 2  # each is a copy of all its adapters, and rows change sets one way
+MAX_ALONE = 16  # of 84 MB each for rank 16 on all linears of an 8B shape
 
-Kept = TypeVar("Kept")
-Made = TypeVar("Made")
+CacheKey = TypeVar("CacheKey", bound=Hashable)
+Value = TypeVar("Value")
+
+
+def choose(
+    num_versions: int, *, with_base: bool = False, packs: bool = False, trains: bool = False, drops: bool = False
+) -> type[LoraBinding] | None:
+    """The implementation for rows of `num_versions` adapter versions, and of the base if `with_base`.
+
+    `packs`: the kernels can serve the versions together. `trains`: a gradient goes back through the forward, in which
+    inputs are dropped if `drops`.
+    """
+    if num_versions == 0:
+        return None
+    if trains:
+        return DropoutLora if drops else TrainingLora if on_cuda() else SingleLora
+    if packs:
+        return SegmentedLora
+    if num_versions == 1 and not with_base:
+        return SingleLora
+    return ConcatenatedLora if num_versions <= MAX_CONCATENATED else GatheredLora
+
+
+def training_lora(adapter: SingleLora, dropout: float, key: mx.array) -> LoraBinding:
+    """`adapter` for a forward that is differentiated, with `dropout` of its inputs: each target drops its own.
+
+    With dropout `adapter` must not be widened (`single_lora`).
+    """
+    kind = choose(1, trains=True, drops=dropout > 0)
+    if kind is SingleLora:
+        return adapter
+    if kind is TrainingLora:
+        return TrainingLora(adapter)
+    keys = mx.random.split(key, len(adapter.a_IR))
+    split = replace(adapter, joined={})  # joined targets would share their input
+    return DropoutLora(split, dropout, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
 
 
 class LoraSelector:
-    """Views by version, kept while they are used: making one costs a multiplication per site, a stack costs a copy."""
+    """Chooses the binding of an engine's rows. Making one costs a multiplication per target, a stack costs a copy."""
 
     def __init__(self, model: SharedModel) -> None:
         self._model = model
-        self._ones: OrderedDict[VersionKey, SingleLora] = OrderedDict()
-        self._few: OrderedDict[tuple[VersionKey, ...], ConcatenatedLoras] = OrderedDict()
-        self._stacks: OrderedDict[tuple[VersionKey | None, ...], GatheredLora] = OrderedDict()
+        self._singles: OrderedDict[Key, SingleLora] = OrderedDict()
+        self._concatenated: OrderedDict[tuple[Key, ...], ConcatenatedLoras] = OrderedDict()
+        self._stacks: OrderedDict[tuple[Key | None, ...], GatheredLora] = OrderedDict()
         self._last: tuple[Sequence[Adapter | None], LoraBinding | None] = ((), None)  # rows seldom change
         self._packed = PackedLoraCache(model)
 
     def select(self, adapters_B: Sequence[Adapter | None]) -> LoraBinding | None:
-        """The view for rows that use `adapters_B` (None: the base)."""
-        known_B, lora = self._last
-        if len(known_B) != len(adapters_B) or not all(map(operator.is_, known_B, adapters_B)):
+        """The binding for rows that use `adapters_B` (None: the base)."""
+        last_B, lora = self._last
+        if len(last_B) != len(adapters_B) or not all(map(operator.is_, last_B, adapters_B)):
             lora = self._select(adapters_B)
             self._last = (tuple(adapters_B), lora)
         return lora
 
     def _select(self, adapters_B: Sequence[Adapter | None]) -> LoraBinding | None:
-        distinct = {_key(adapter): adapter for adapter in adapters_B}
-        if all(adapter is None for adapter in distinct.values()):
+        keys_B = [None if adapter is None else adapter.key for adapter in adapters_B]
+        adapters = {key: adapter for key, adapter in zip(keys_B, adapters_B, strict=True) if key and adapter}
+        packed = self._packed.of(adapters) if adapters and self._model.groups else None
+        kind = choose(len(adapters), with_base=None in keys_B, packs=packed is not None)
+        if kind is None:
             return None
-        present = {key: adapter for key, adapter in distinct.items() if key is not None and adapter is not None}
-        if self._model.groups and (rows := self._rows([_key(adapter) for adapter in adapters_B], present)):
-            return rows
-        if len(distinct) == 1:
-            return self._one(next(iter(present.values())))
-        if len(present) <= MAX_CONCATENATED:
-            places = {key: place for place, key in enumerate(sorted(present))}
-            few = self._concatenated(tuple(sorted(present)), [present[key] for key in sorted(present)])
-            keys = [_key(adapter) for adapter in adapters_B]
-            return few.select([-1 if key is None else places[key] for key in keys])
-        order = sorted(distinct, key=lambda key: (key is not None, key))
-        stack = self._stack(tuple(order), [distinct[key] for key in order])
-        index = {key: place for place, key in enumerate(order)}
-        return replace(stack, index_B=mx.array([index[_key(adapter)] for adapter in adapters_B], mx.uint32))
-
-    def _rows(self, keys_B: Sequence[VersionKey | None], present: Mapping[VersionKey, Adapter]) -> SegmentedLora | None:
-        """The view of the kernels, or None where they cannot serve these versions together."""
-        found = self._packed.of(present)
-        if found is None:
-            return None
-        index_B = [NO_ADAPTER if key is None else found.places[key] for key in keys_B]
-        return SegmentedLora(weights=found.weights, order_B2=order_rows(index_B, found.weights.num_versions))
+        if packed is not None:
+            index_B = [NO_ADAPTER if key is None else packed.index[key] for key in keys_B]
+            return SegmentedLora(weights=packed.weights, order_B2=order_rows(index_B, packed.weights.num_versions))
+        order = sorted(adapters)
+        if kind is SingleLora:
+            return self._single(order[0], adapters[order[0]])
+        if kind is ConcatenatedLora:
+            loras = _cached(
+                self._concatenated,
+                tuple(order),
+                MAX_SETS,
+                lambda: concatenate_loras([self._single(key, adapters[key]) for key in order], self._model.targets),
+            )
+            return loras.select([NO_ADAPTER if key is None else order.index(key) for key in keys_B])
+        keys = ([None] if None in keys_B else []) + order
+        stack = _cached(self._stacks, tuple(keys), MAX_SETS, lambda: self._stack(keys, adapters))
+        index = {key: number for number, key in enumerate(keys)}
+        return replace(stack, index_B=mx.array([index[key] for key in keys_B], mx.uint32))
 
     def clear(self) -> None:
-        """Forget what is kept; views that are in use go on."""
-        self._ones.clear()
-        self._few.clear()
+        """Forget what is kept; bindings in use stay valid."""
+        self._singles.clear()
+        self._concatenated.clear()
         self._stacks.clear()
         self._packed.clear()
         self._last = ((), None)
 
-    def _one(self, adapter: Adapter) -> SingleLora:
-        key = (adapter.name, adapter.version)
-        if key not in self._ones:
-            lora = single_lora(adapter.arrays, lora_scaling(adapter, self._model))
-            mx.eval(lora.a_IR, lora.b_RO, lora.dora_scale_O)
-            self._ones[key] = lora
-            _shrink(self._ones, MAX_SINGLE)
-        self._ones.move_to_end(key)
-        return self._ones[key]
+    def _single(self, key: Key, adapter: Adapter) -> SingleLora:
+        return _cached(self._singles, key, MAX_SINGLE, lambda: self._make_single(adapter))
 
-    def _concatenated(self, keys: tuple[VersionKey, ...], adapters: Sequence[Adapter]) -> ConcatenatedLoras:
-        if keys not in self._few:
-            self._few[keys] = concatenate_loras([self._one(adapter) for adapter in adapters], self._model.targets)
-            _shrink(self._few, MAX_SETS)
-        self._few.move_to_end(keys)
-        return self._few[keys]
+    def _make_single(self, adapter: Adapter) -> SingleLora:
+        single = single_lora(adapter.arrays, lora_scaling(adapter, self._model))
+        mx.eval(single.a_IR, single.b_RO, single.dora_scale_O)
+        return single
 
-    def _stack(self, keys: tuple[VersionKey | None, ...], adapters: Sequence[Adapter | None]) -> GatheredLora:
-        if keys not in self._stacks:
-            stack = stack_loras(
-                [None if adapter is None else self._one(adapter) for adapter in adapters], self._model.targets
-            )
-            mx.eval(stack.a_SIR, stack.b_SRO, stack.dora_scale_SO)
-            self._stacks[keys] = stack
-            _shrink(self._stacks, MAX_SETS)
-        self._stacks.move_to_end(keys)
-        return self._stacks[keys]
+    def _stack(self, keys: Sequence[Key | None], adapters: Mapping[Key, Adapter]) -> GatheredLora:
+        singles = [None if key is None else self._single(key, adapters[key]) for key in keys]
+        stack = stack_loras(singles, self._model.targets)
+        mx.eval(stack.a_SIR, stack.b_SRO, stack.dora_scale_SO)
+        return stack
 
 
-def _key(adapter: Adapter | None) -> VersionKey | None:
-    return None if adapter is None else (adapter.name, adapter.version)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedVersions:
+    """Packed weights for some rows, and the index of each version in them."""
+
+    weights: PackedLora
+    index: Mapping[Key, int]
+    """It may name more versions than were asked for."""
 
 
-def _shrink(views: OrderedDict[Kept, Made], most: int) -> None:
-    while len(views) > most:
-        views.popitem(last=False)
+class PackedLoraCache:
+    """Packed weights: of one version by themselves, of several in a stack. Device thread only.
+
+    Rows come and end all the time, so the stack serves as long as it holds the versions that they use; it is copied
+    when a version comes that it lacks. There is one stack, and no version is kept twice.
+    """
+
+    def __init__(self, model: SharedModel) -> None:
+        self._model = model
+        self._alone: OrderedDict[Key, PackedLora | None] = OrderedDict()  # those used last come last
+        self._stack: PackedLora | None = None
+        self._index: OrderedDict[Key, int] = OrderedDict()  # in the stack; those used last come last
+        self._dropped: set[Key] = set()  # when the stack was copied
+
+    def of(self, adapters: Mapping[Key, Adapter]) -> PackedVersions | None:
+        """None where the kernels cannot serve these versions, or not together."""
+        if len(adapters) == 1:
+            [(version, adapter)] = adapters.items()
+            weights = self._one(version, adapter)
+            return PackedVersions(weights=weights, index={version: 0}) if weights else None
+        stack = self._stack if self._index.keys() >= adapters.keys() else self._copied(adapters)
+        if stack is None:
+            return None
+        for version in adapters:
+            self._index.move_to_end(version)
+        return PackedVersions(weights=stack, index=self._index)
+
+    def clear(self) -> None:
+        self._alone.clear()
+        self._stack = None
+        self._index.clear()
+        self._dropped.clear()
+
+    def _one(self, version: Key, adapter: Adapter) -> PackedLora | None:
+        if self._stack is not None and version in self._index:
+            self._index.move_to_end(version)
+            return self._stack.version(self._index[version])
+        return _cached(self._alone, version, MAX_ALONE, lambda: self._pack(adapter))
+
+    def _pack(self, adapter: Adapter) -> PackedLora | None:
+        single = single_lora(adapter.arrays, lora_scaling(adapter, self._model))
+        return pack_lora(single, self._model.groups, self._model.dtype)
+
+    def _copied(self, adapters: Mapping[Key, Adapter]) -> PackedLora | None:
+        """A new stack with `adapters`; None, and the old one stays, where they are not alike."""
+        versions = sorted(adapters)
+        parts: list[PackedLora] = []
+        for version in versions:
+            part = self._one(version, adapters[version])
+            if part is None or (parts and part.layout is not parts[0].layout):
+                return None
+            parts.append(part)
+        kept = self._kept(versions, parts[0].layout)
+        if self._stack is not None:
+            parts += [self._stack.version(self._index[version]) for version in kept]
+        self._stack = stack_packed(parts + parts[:1] * (_capacity(len(parts)) - len(parts)))
+        held = [*versions, *kept]
+        self._dropped = self._index.keys() - set(held)
+        self._index = OrderedDict(zip(held, range(len(held)), strict=True))
+        for version in versions:
+            self._alone.pop(version, None)
+        return self._stack
+
+    def _kept(self, versions: Sequence[Key], layout: PackedLayout) -> list[Key]:
+        """The versions that stay beside `versions`: as many as there is capacity for, those used last.
+
+        All stay where a version comes back: then rows of two classes take turns, and each class uses other versions.
+        """
+        if self._stack is None or self._stack.layout is not layout:
+            return []
+        others = [version for version in self._index if version not in versions]
+        free = _capacity(len(versions)) - len(versions)
+        return others if self._dropped.intersection(versions) else others[max(0, len(others) - free) :]
+
+
+def _cached(cache: OrderedDict[CacheKey, Value], key: CacheKey, size: int, make: Callable[[], Value]) -> Value:
+    """The value of `key`, made if it is missing; the `size` values that were used last stay."""
+    if key not in cache:
+        cache[key] = make()
+        if len(cache) > size:
+            cache.popitem(last=False)
+    cache.move_to_end(key)
+    return cache[key]
+
+
+def _capacity(num_versions: int) -> int:
+    """Few numbers, as each is compiled anew."""
+    return 1 << (num_versions - 1).bit_length()

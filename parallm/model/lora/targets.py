@@ -1,4 +1,4 @@
-"""Which linear layers of a base become LoRA sites, and of which rank."""
+"""Chooses the linear layers of a base that adapters may change, and their ranks."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,18 +9,18 @@ from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from parallm.errors import AdapterError
-from parallm.model.lora.single import LoraContext, LoraLinear
+from parallm.model.lora.linear import LoraContext, LoraLinear
 from parallm.model.settings import LoraSettings
 
 logger = logging.getLogger(__name__)
 
 EXPERTS = SwitchLinear | QuantizedSwitchLinear
 ROUTERS = frozenset({"gate", "router"})
-"""How mlx-lm's models call what chooses experts; `gate_proj` and `shared_expert_gate` are other layers."""
+"""Names of the layers that choose experts in mlx-lm's models; `gate_proj` and `shared_expert_gate` are others."""
 
 
 def install_lora(base: nn.Module, settings: LoraSettings, lora_context: LoraContext) -> dict[str, tuple[int, int]]:
-    """Wrap the linear layers of `base` that `settings` chooses. Returns site -> (inputs, outputs).
+    """Wrap the linear layers of `base` that `settings` chooses. Returns target -> (inputs, outputs).
 
     Warns where the experts of a mixture stay without LoRA. Raises AdapterError naming the targets that no linear layer
     of the model has, or the layers that it does not have.
@@ -47,25 +47,25 @@ def install_lora(base: nn.Module, settings: LoraSettings, lora_context: LoraCont
     base.update_modules(tree_unflatten(wrapped))
     if experts := _experts(base):
         logger.warning(
-            "LoRA sites are %d linear layers, without the experts of this mixture (%d layers such as %s)",
+            "LoRA targets are %d linear layers, without the experts of this mixture (%d layers such as %s)",
             *(len(chosen), len(experts), experts[0]),
         )
     return {name: _linear_shape(linears[name]) for name in chosen}
 
 
 def target_ranks(targets: Iterable[str], ranks: Mapping[str, int], rank: int) -> dict[str, int]:
-    """The sites for which `ranks` has another rank than `rank`. Raises AdapterError for a name that fits no site."""
+    """Ranks of the targets whose rank is not `rank`. Raises AdapterError for a name in `ranks` that fits no target."""
     fitting = {target: [name for name in ranks if _is_end(name, target)] for target in targets}
     used = {name for names in fitting.values() for name in names}
     if unused := sorted(ranks.keys() - used):
-        known = sorted({target.rsplit(".", 1)[-1] for target in fitting})
-        raise AdapterError(f"model.lora.ranks: {unused} are no targets of this run; choices: {known}")
-    of_sites = {target: ranks[max(names, key=len)] for target, names in fitting.items() if names}
-    return {target: own for target, own in of_sites.items() if own != rank}
+        choices = sorted({target.rsplit(".", 1)[-1] for target in fitting})
+        raise AdapterError(f"model.lora.ranks: {unused} are no targets of this run; choices: {choices}")
+    own_ranks = {target: ranks[max(names, key=len)] for target, names in fitting.items() if names}
+    return {target: own for target, own in own_ranks.items() if own != rank}
 
 
 class InputRecorder:
-    """A view that changes nothing and notes which sites are called with the same input, one after the other."""
+    """A binding that changes nothing and notes which targets are called with the same input, one after the other."""
 
     def __init__(self) -> None:
         self._x: mx.array | None = None
@@ -82,21 +82,21 @@ class InputRecorder:
         return None
 
     def groups(self) -> tuple[tuple[str, ...], ...]:
-        """Of two sites or more."""
+        """The groups of two targets or more."""
         return tuple(tuple(group) for group in self._groups if len(group) > 1)
 
 
-def _layers(wanted: int | tuple[int, ...] | str, num_layers: int) -> set[int]:
-    if isinstance(wanted, int):
-        chosen = set(range(num_layers - wanted, num_layers))
-    elif isinstance(wanted, str) and wanted != "all":
-        first, last = map(int, wanted.split("-"))
+def _layers(layers: int | tuple[int, ...] | str, num_layers: int) -> set[int]:
+    if isinstance(layers, int):
+        chosen = set(range(num_layers - layers, num_layers))
+    elif isinstance(layers, str) and layers != "all":
+        first, last = map(int, layers.split("-"))
         chosen = set(range(first, last + 1))
     else:
-        chosen = set(range(num_layers)) if wanted == "all" else {int(index) for index in wanted}
+        chosen = set(range(num_layers)) if layers == "all" else {int(index) for index in layers}
     if not chosen or not chosen <= set(range(num_layers)):
         raise AdapterError(
-            f"model.lora.layers={wanted}: the model has {num_layers} layers, 0 to {num_layers - 1}; give all, the "
+            f"model.lora.layers={layers}: the model has {num_layers} layers, 0 to {num_layers - 1}; give all, the "
             "number of last layers, a list, or a range such as 8-15"
         )
     return chosen
@@ -118,18 +118,18 @@ def _experts(base: nn.Module) -> list[str]:
 
 
 def _named(linears: Mapping[str, nn.Module], targets: str | tuple[str, ...], experts: Sequence[str]) -> list[str]:
-    wanted = (targets,) if isinstance(targets, str) else targets
-    chosen = [name for name in linears if any(_is_end(w, name) for w in wanted)]
-    missing = [w for w in wanted if not any(_is_end(w, name) for name in chosen)]
+    names = (targets,) if isinstance(targets, str) else targets
+    chosen = [name for name in linears if any(_is_end(end, name) for end in names)]
+    missing = [end for end in names if not any(_is_end(end, name) for name in chosen)]
     if missing or not chosen:
-        known = sorted({name.rsplit(".", 1)[-1] for name in linears})
-        if expert := next((w for w in missing if any(_is_end(w, name) for name in experts)), None):
+        choices = sorted({name.rsplit(".", 1)[-1] for name in linears})
+        if expert := next((end for end in missing if any(_is_end(end, name) for name in experts)), None):
             raise AdapterError(
                 f"model.lora.targets: {expert} names experts of a mixture, which get no LoRA here; choices: all-linear "
-                f"or of {known}"
+                f"or of {choices}"
             )
         raise AdapterError(
-            f"model.lora.targets: the model has no linear layer {missing}; choices: all-linear or of {known}"
+            f"model.lora.targets: the model has no linear layer {missing}; choices: all-linear or of {choices}"
         )
     return sorted(chosen)
 

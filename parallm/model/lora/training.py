@@ -1,25 +1,43 @@
-"""LoRA sites in training on a GPU: gradients of one input are added by the products that make them.
+"""LoRA of the version in training: with dropout, and on a GPU with gradients that add to one another.
 
-A site's input gets a gradient from the base's product and one from A. MLX adds them with a kernel, as it does those of
-several sites. Here the product with A adds itself to the others. Queries, keys and values each add themselves to the
-one before; gate and up, whose SwiGLU reads them side by side, are one product forward and backward.
+A target's input gets a gradient from the base's product and one from A. MLX adds them with a kernel, as it does for
+several targets of one input. In `TrainingLora` the product with A adds itself to the others. Queries, keys and values
+each add themselves to the one before; gate and up, whose SwiGLU reads them side by side, are one product forward and
+backward.
 
 Axes: M tokens, I input, O output, K columns of all A that one input is multiplied by.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.model.kernels.cuda import on_cuda
-from parallm.model.lora.single import LoraBinding, SingleLora
+from parallm.model.lora.single import SingleLora
+
+
+@dataclass(frozen=True, slots=True)
+class DropoutLora:
+    """`SingleLora` with inverted dropout before the product."""
+
+    adapter: SingleLora
+    probability: float
+    keys: Mapping[str, mx.array]
+
+    def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
+        if target not in self.keys:
+            return y
+        kept = mx.random.bernoulli(1 - self.probability, x.shape, key=self.keys[target])
+        return self.adapter.apply(target, mx.where(kept, x / (1 - self.probability), 0).astype(x.dtype), y)
+
+    def dora_scale(self, target: str) -> mx.array | None:
+        return self.adapter.dora_scale(target)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingLora:
-    """The view of one adapter while it is trained. Sites that it does not serve are computed as `adapter` does."""
+    """`adapter` without dropout, on a GPU. Targets that it does not serve are computed as `adapter` does."""
 
     adapter: SingleLora
 
@@ -39,12 +57,12 @@ class TrainingLora:
         )
 
     def outputs(self, targets: Sequence[str], linears: Sequence[nn.Linear], x: mx.array) -> list[mx.array]:
-        """Of `linears`, which are `targets` that it serves, for their input `x` (..., I)."""
+        """The outputs of `targets`, which it serves and whose layers are `linears`, for their input `x` (..., I)."""
         a_IK = self._shared_a(targets)
         assert a_IK is not None
         is_narrow = all(linear.weight.shape[0] <= linear.weight.shape[1] for linear in linears)
-        products_of = _chained if is_narrow and len(linears) > 1 else _apart
-        hidden_MK, *products = products_of(x.flatten(0, -2), a_IK, linears)
+        multiply = _chained if is_narrow and len(linears) > 1 else _separate
+        hidden_MK, *products = multiply(x.flatten(0, -2), a_IK, linears)
         return [
             mx.addmm(product_MO, hidden_MK, self.adapter.b_RO[target]).reshape(*x.shape[:-1], -1)
             for target, product_MO in zip(targets, products, strict=True)
@@ -55,7 +73,7 @@ class TrainingLora:
         a_IK = self._shared_a(targets)
         assert a_IK is not None
         b_KO = mx.concatenate([self.adapter.b_RO[target] for target in targets], axis=1)
-        return _together(x.flatten(0, -2), a_IK, b_KO, joined).reshape(*x.shape[:-1], -1)
+        return _joined(x.flatten(0, -2), a_IK, b_KO, joined).reshape(*x.shape[:-1], -1)
 
     def _shared_a(self, targets: Sequence[str]) -> mx.array | None:
         """A of all `targets`, if B of each takes all of its columns."""
@@ -66,7 +84,7 @@ class TrainingLora:
 
 
 def _chained(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> list[mx.array]:
-    """`x_MI` times A, and through each of the base's layers. Keeps what these give for as long as the gradient."""
+    """`x_MI` times A, and through each of the base's layers. Keeps the products as long as the gradient."""
 
     @mx.custom_function  # type: ignore[untyped-decorator]
     def forward(x_MI: mx.array, a_IK: mx.array) -> list[mx.array]:
@@ -80,11 +98,11 @@ def _chained(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> li
             gradient_MI = mx.addmm(gradient_MI, product_MO, linear.weight)
         return [gradient_MI, x_MI.T @ hidden_MK]
 
-    found: list[mx.array] = forward(x_MI, a_IK)
-    return found
+    products: list[mx.array] = forward(x_MI, a_IK)
+    return products
 
 
-def _apart(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> list[mx.array]:
+def _separate(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> list[mx.array]:
     """The same, where only the product with A adds itself."""
 
     @mx.custom_function  # type: ignore[untyped-decorator]
@@ -100,8 +118,8 @@ def _apart(x_MI: mx.array, a_IK: mx.array, linears: Sequence[nn.Linear]) -> list
     return [hidden_MK, *(linear(x_MI) for linear in linears)]
 
 
-def _together(x_MI: mx.array, a_IK: mx.array, b_KO: mx.array, joined: nn.Linear) -> mx.array:
-    """`joined` of `x_MI`, and to it the product with A and B."""
+def _joined(x_MI: mx.array, a_IK: mx.array, b_KO: mx.array, joined: nn.Linear) -> mx.array:
+    """`joined` of `x_MI`, plus the product with A and B."""
 
     @mx.custom_function  # type: ignore[untyped-decorator]
     def forward(x_MI: mx.array, a_IK: mx.array, b_KO: mx.array) -> list[mx.array]:
@@ -115,35 +133,5 @@ def _together(x_MI: mx.array, a_IK: mx.array, b_KO: mx.array, joined: nn.Linear)
         gradient_MI = mx.addmm(gradient_MO @ joined.weight, pulled_MK, a_IK.T)
         return [gradient_MI, x_MI.T @ pulled_MK, hidden_MK.T @ gradient_MO]
 
-    found: list[mx.array] = forward(x_MI, a_IK, b_KO)
-    return found[0]
-
-
-@dataclass(frozen=True, slots=True)
-class DropoutLora:
-    """`SingleLora` with inverted dropout before the product, for training only."""
-
-    adapter: SingleLora
-    probability: float
-    keys: Mapping[str, mx.array]
-
-    def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
-        if target not in self.keys:
-            return y
-        kept = mx.random.bernoulli(1 - self.probability, x.shape, key=self.keys[target])
-        return self.adapter.apply(target, mx.where(kept, x / (1 - self.probability), 0).astype(x.dtype), y)
-
-    def dora_scale(self, target: str) -> mx.array | None:
-        return self.adapter.dora_scale(target)
-
-
-def training_lora(adapter: SingleLora, probability: float, key: mx.array) -> LoraBinding:
-    """`adapter`, with dropout where `probability` is above 0: each site drops inputs of its own choice.
-
-    With dropout `adapter` must not be widened (`single_lora`).
-    """
-    if probability == 0:
-        return TrainingLora(adapter) if on_cuda() else adapter
-    keys = mx.random.split(key, len(adapter.a_IR))
-    apart = replace(adapter, joined={})  # joined sites would share their input
-    return DropoutLora(apart, probability, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
+    output_MO: mx.array = forward(x_MI, a_IK, b_KO)[0]
+    return output_MO

@@ -1,0 +1,19 @@
+"""Everything that reaches into mlx-lm's code, or relies on how it is written. Look here first when mlx-lm is upgraded.
+
+| what we reach into | where | why |
+|---|---|---|
+| `scaled_dot_product_attention` of models' modules | `attention.py` | attention of our own caches |
+| `swiglu` of models' modules | `swiglu.py` | fused kernels, and a fast exp on x86-64 |
+| `nn.RoPE` and `Llama3RoPE` modules, on CUDA | `rotary.py` | rotation inside the attention kernels |
+| `x + self.mlp(...)`: the sum's right operand | `provenance.py` | residual adds inside a LoRA kernel |
+| the trunk as an attribute of the model | `trunk.py` | hidden states without logits, logits without the trunk |
+| linear layers of modules | `lora/targets.py`, `lora/linear.py` | LoRA; on CUDA layers share an array |
+| classes of quantized layers | `quantized.py` | products on a CPU |
+| `cast_predicate` of models | `quantized.py` | arrays that keep their type |
+| `KVCache` of a layer | `engine/kv/cache.py`, `learner/passes/packing.py` | slots, packed sequences |
+| the trunk's list `layers` | `learner/passes/` | gradient checkpointing; a last layer of fewer tokens |
+| `TokenizerWrapper`, `TextStateMachine` | `chat/` | the tokenizer inside; reasoning and tool calls |
+| `mlx_lm.utils._download` | `load.py` | hub ids |
+
+A patch is installed once, when a model is loaded, and leaves alone what it does not know.
+"""

@@ -1,8 +1,8 @@
-"""What an array was made of, for kernels that make it themselves on the way.
+"""Origins of arrays, for kernels that start from there.
 
-mlx-lm's models call one operation after the other. Where a later one is ours and has a kernel for both, it asks here
-for what the array in its hands was made of, and starts from there. MLX is lazy: the array itself is never computed.
-For the device thread, or one that builds for it while it waits.
+mlx-lm's models call one operation after the other. Where a later operation is ours and has a kernel for both, it asks
+here for the origin of its input and starts from that. MLX is lazy: the input itself is never computed. For the device
+thread, or a thread that builds a graph while it waits.
 """
 
 import weakref
@@ -15,18 +15,22 @@ _origins: dict[int, tuple[weakref.ref[mx.array], object]] = {}
 
 
 def set_origin(array: mx.array, origin: object) -> None:
-    """Keep `origin` for as long as `array` is in somebody's hands."""
+    """Keep `origin` as long as `array` exists."""
     key = id(array)
     _origins[key] = (weakref.ref(array, lambda _: _origins.pop(key, None)), origin)
 
 
 def origin_of(array: mx.array) -> object | None:
-    found = _origins.get(id(array))
-    return found[1] if found is not None and found[0]() is array else None
+    entry = _origins.get(id(array))
+    return entry[1] if entry is not None and entry[0]() is array else None
 
 
 class FusedAdd(mx.array):
-    """What `value` is, until another array of its shape and type is added to it."""
+    """`value`, until another array of its shape and type is added to it: then `added_to` of that array.
+
+    mlx-lm's layers end with `x + self.mlp(...)`, and one kernel does both: Python asks the operand of the derived class
+    first.
+    """
 
     def __init__(self, value: mx.array, added_to: Callable[[mx.array], mx.array]) -> None:
         super().__init__(value)

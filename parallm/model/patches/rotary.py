@@ -1,82 +1,25 @@
-"""Rotary embeddings (https://arxiv.org/abs/2104.09864) of a decode step, left to the attention kernel.
+"""Remembers what mlx-lm's rotary embeddings rotated, so that our attention kernels rotate where they read.
 
-Two small kernels a layer are a seventh of what a step of few rows hands over. mlx-lm's modules keep their place and
-compute as ever; what they rotate for a step is remembered, and `decode_attention` rotates where it reads. Angles are
-computed once a step for all layers.
+Two small kernels a layer are a seventh of what a decode step of few rows hands over. mlx-lm's modules stay and compute
+as ever; MLX is lazy, so what a kernel does not read is never computed.
 
-Axes: B rows, X heads, D head size, P pairs of values of a head.
+Axes: B rows, X heads, D head size.
 """
 
-import math
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import Llama3RoPE
 
-from parallm.model.kernels.cuda import VECTOR_BYTES, kernel, on_cuda
+from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.rotary import Rotation
 from parallm.model.patches.provenance import origin_of, set_origin
-
-THREADS = 128  # of a block
-_ANGLES = """
-  const int index = blockIdx.x * blockDim.x + threadIdx.x, pair = index % PAIRS;
-  if (index >= PAIRS * offsets_shape[0]) return;
-  // As MLX's own kernel computes them
-  float part = static_cast<float>(pair) / static_cast<float>(PAIRS);
-  float frequency = BY_BASE ? exp2f(-part * numbers[1]) : static_cast<float>(1.0 / wavelengths[pair]);
-  float angle = numbers[0] * static_cast<float>(offsets[index / PAIRS]) * frequency;
-  angles[2 * index] = cosf(angle);
-  angles[2 * index + 1] = sinf(angle);
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rotation:
-    """What `mx.fast.rope` does to heads at given positions. Modules that do the same share one."""
-
-    dims: int
-    """The first values of a head, which are rotated."""
-    traditional: bool
-    """Whether neighbours are a pair, and not values that are `dims / 2` apart."""
-    scale: float
-    """Of positions."""
-    base: float | None
-    """Frequency i is base ** (-2 i / dims)."""
-    wavelengths: mx.array | None
-    """In place of `base`: frequency i is 1 over the i-th of them, float32 (P,)."""
-
-    def angles(self, offsets_B: mx.array) -> mx.array:
-        """Cosine and sine for each pair of values at these positions, float32 (B, P, 2). CUDA only."""
-        pairs = self.dims // 2
-        log_base = 0.0 if self.base is None else math.log2(self.base)
-        numbers = mx.array([self.scale, log_base], mx.float32)
-        wavelengths = numbers if self.wavelengths is None else self.wavelengths  # which nobody reads
-        count = offsets_B.shape[0] * pairs
-        return kernel("rotary_angles", ("offsets", "wavelengths", "numbers"), ("angles",), _ANGLES)(
-            inputs=[offsets_B, wavelengths, numbers],
-            template=[("PAIRS", pairs), ("BY_BASE", self.base is not None)],
-            grid=(-(-count // THREADS) * THREADS, 1, 1),
-            threadgroup=(THREADS, 1, 1),
-            output_shapes=[(offsets_B.shape[0], pairs, 2)],
-            output_dtypes=[mx.float32],
-        )[0]
-
-    def fits(self, dtype: mx.Dtype) -> bool:
-        """Whether the values of a pair lie in one vector, or at the same place of two."""
-        size = VECTOR_BYTES // dtype.size
-        return self.dims % (size if self.traditional else 2 * size) == 0
-
-    def does(self, other: "Rotation") -> bool:
-        """Whether the other one does the same."""
-        numbers = [(one.dims, one.traditional, one.scale, one.base) for one in (self, other)]
-        if numbers[0] != numbers[1] or self.wavelengths is None or other.wavelengths is None:
-            return numbers[0] == numbers[1] and self.wavelengths is other.wavelengths
-        return mx.array_equal(self.wavelengths, other.wavelengths).item() is True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unrotated:
-    """What an array (B, X, 1, D) was rotated from."""
+    """Origin of a rotated array (B, X, 1, D)."""
 
     heads: mx.array
     offset_B: mx.array
@@ -84,7 +27,7 @@ class Unrotated:
 
 
 class Rotary(nn.Module):
-    """One of mlx-lm's rotary embeddings, whose results of one position are remembered."""
+    """One of mlx-lm's rotary embeddings; its results of one position have an origin."""
 
     def __init__(self, inner: nn.RoPE | Llama3RoPE, rotation: Rotation) -> None:
         super().__init__()
@@ -99,21 +42,25 @@ class Rotary(nn.Module):
 
 
 def install_rotary(model: nn.Module) -> None:
-    """With MLX's CUDA build, put `Rotary` around the rotary embeddings of `model` that the kernel knows."""
+    """Put `Rotary` around the rotary embeddings of `model` that the kernels know, with MLX's CUDA build."""
     if not on_cuda():
         return
-    known: list[Rotation] = []
+    rotations: list[Rotation] = []
     for module in model.modules():
         for name, child in list(module.children().items()):
             if type(child) in (nn.RoPE, Llama3RoPE):
-                module[name] = Rotary(child, _shared(rotation_of(child), known))
+                rotation = rotation_of(child)
+                shared = next((other for other in rotations if other.is_same(rotation)), None)
+                if shared is None:
+                    rotations.append(rotation)
+                module[name] = Rotary(child, shared or rotation)
 
 
 def before_rotation(
     queries: mx.array, keys: mx.array, offset_B: mx.array, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array, Rotation | None]:
-    """What a step's queries and keys were before both were rotated to `offset_B`, and how; as they are if the kernel
-    cannot rotate them, in whole vectors of this type."""
+    """A step's queries and keys before both were rotated to `offset_B`, and their rotation; as they are, and None, if
+    the kernel cannot rotate them in whole vectors of this type."""
     of_queries, of_keys = origin_of(queries), origin_of(keys)
     if (
         isinstance(of_queries, Unrotated)
@@ -129,17 +76,10 @@ def before_rotation(
 
 
 def rotation_of(inner: nn.RoPE | Llama3RoPE) -> Rotation:
+    """The rotation that a module of mlx-lm does."""
     if isinstance(inner, nn.RoPE):
         return Rotation(
             dims=inner.dims, traditional=inner.traditional, scale=inner.scale, base=inner.base, wavelengths=None
         )
     mx.eval(inner._freqs)  # a compiled step would repeat what makes them
     return Rotation(dims=inner.dims, traditional=inner.traditional, scale=1.0, base=None, wavelengths=inner._freqs)
-
-
-def _shared(rotation: Rotation, known: list[Rotation]) -> Rotation:
-    """The one among `known` that does the same, or `rotation`, which is among them from now on."""
-    found = next((one for one in known if one.does(rotation)), None)
-    if found is None:
-        known.append(rotation)
-    return found or rotation

@@ -6,7 +6,7 @@ import pytest
 
 from parallm.engine.engine import Engine
 from parallm.engine.kv.cost import KvCost, measure_cost
-from parallm.engine.kv.shapes import EMPTY, BufferShape, fitting, roomy
+from parallm.engine.kv.shapes import EMPTY, BufferShape, grown, grown_to_end
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ContextTooLong
 from parallm.model.shared_model import SharedModel
@@ -16,26 +16,26 @@ Ask = Callable[..., GenerationRequest]
 
 
 @pytest.mark.parametrize(
-    ("architecture", "per_token", "per_row"),
+    ("architecture", "per_token", "per_sequence"),
     [("llama", 512, 0), ("gemma3_text", 1024, 0), ("gpt_bigcode", 256, 0), ("jamba", 256, 5632), ("mamba", 0, 11264)],
 )
 def test_a_token_costs_what_all_layers_keep_of_it(
-    architecture: str, per_token: int, per_row: int, load_tiny: Callable[..., SharedModel]
+    architecture: str, per_token: int, per_sequence: int, load_tiny: Callable[..., SharedModel]
 ) -> None:
     cost = measure_cost(load_tiny(architecture))
-    assert (cost.per_token, cost.per_row) == (per_token, per_row)
-    assert cost.of(17) == 32 * per_token + per_row
+    assert (cost.per_token, cost.per_sequence) == (per_token, per_sequence)
+    assert cost.of(17) == 32 * per_token + per_sequence
 
 
 def test_a_layer_that_keeps_a_window_costs_no_more_than_it() -> None:
-    cost = KvCost(layers=((100, None), (10, 64)), per_row=7)
+    cost = KvCost(layers=((100, None), (10, 64)), per_sequence=7)
     assert [cost.of(length) for length in (1, 64, 65)] == [1767, 7047, 8647]
 
 
 def test_pools_grow_by_doubling_and_give_back_what_is_four_times_too_long() -> None:
     present, seen = EMPTY, []
     for rows, positions in [(1, 9), (9, 257), (3, 3000), (3, 1025), (3, 1024), (0, 0)]:
-        present = roomy(BufferShape(rows, positions), present)
+        present = grown(BufferShape(rows, positions), present)
         seen.append((present.num_slots, present.num_positions))
     assert seen == [(8, 256), (16, 512), (16, 4096), (16, 4096), (16, 1024), (0, 0)]
 
@@ -61,14 +61,14 @@ def test_pools_grow_by_doubling_and_give_back_what_is_four_times_too_long() -> N
 def test_without_compiled_steps_pools_fit_their_rows(
     present: BufferShape, needed: BufferShape, end: int, then: BufferShape
 ) -> None:
-    assert fitting(needed, present, end) == then
+    assert grown_to_end(needed, present, end) == then
 
 
 def test_a_request_that_could_never_fit_is_refused(
     load_tiny: Callable[..., SharedModel], ask: Ask, make_engine: Callable[..., Engine]
 ) -> None:
     # 80 positions in a cache of its own, and four slots of 80: of 512 bytes each
-    memory = make_engine(load_tiny("llama"), settings=EngineSettings(kv_cache_bytes=5 * 80 * 512)).memory
+    memory = make_engine(load_tiny("llama"), settings=EngineSettings(kv_cache_bytes=5 * 80 * 512)).kv_budget
     memory.check(ask("a", range(2, 34), 44))
     with pytest.raises(ContextTooLong, match=r"take 212992 bytes; the limit is 204800; .* engine.kv_cache_bytes"):
         memory.check(ask("a", range(2, 34), 45))

@@ -15,7 +15,7 @@ BLAS = load_blas(DeviceSettings())
 
 
 def test_much_longer_rows_are_computed_apart() -> None:
-    assert find_outliers([30, 200, 31, 29, 190] + [28] * 27) == LengthOutliers(rows=[1, 4], view=31)
+    assert find_outliers([30, 200, 31, 29, 190] + [28] * 27) == LengthOutliers(rows=[1, 4], num_read=31)
 
 
 @pytest.mark.parametrize(

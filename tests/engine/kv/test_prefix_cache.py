@@ -158,11 +158,11 @@ def test_versions_and_salts_share_nothing(
 
     assert [cached("a"), cached("b"), cached("c", model="base"), cached("d", cache_salt="me")] == [0, 32, 0, 0]
     assert [cached("e", cache_salt="me"), cached("f", model="base")] == [32, 32]
-    one = engine.memory.prefixes.nbytes
+    one = engine.kv_budget.prefixes.nbytes
     table.publish(random_adapter(model, 2))
     table.publish(random_adapter(model, 3))
     assert [cached("g"), cached("h")] == [0, 32]
-    assert engine.memory.prefixes.nbytes == one // 3 * 2, "of the base and of version 3; version 1 is gone"
+    assert engine.kv_budget.prefixes.nbytes == one // 3 * 2, "of the base and of version 3; version 1 is gone"
 
 
 @needs_strict
@@ -188,7 +188,7 @@ def test_what_several_versions_have_computed_is_nobodys_beginning(
 
 
 def _known(engine: Engine, tokens: Sequence[int], version: int) -> int:
-    hit: Hit | None = engine.memory.prefixes.match(Owner("policy", version, ""), tokens, len(tokens))
+    hit: Hit | None = engine.kv_budget.prefixes.match(Owner("policy", version, ""), tokens, len(tokens))
     return 0 if hit is None else hit.num_tokens
 
 
@@ -210,7 +210,7 @@ def test_rows_that_run_one_by_one_share_nothing(
     made = play(engine, events, *(ask(name, prompt(1, 40), 5) for name in "ab"))
     assert [one.num_cached_prompt_tokens for one in made] == [0, 0]
     assert made[0].tokens == made[1].tokens
-    assert engine.memory.used == 0
+    assert engine.kv_budget.used == 0
 
 
 @needs_strict
@@ -220,7 +220,7 @@ def test_rows_take_back_what_is_kept_for_later(load_tiny: LoadTiny, ask: Ask, ma
     most = 0
     for index in range(12):
         play(engine, events, ask(f"r{index}", prompt(index, 64), 30))
-        most = max(most, engine.memory.prefixes.nbytes)
-        assert engine.memory.used <= engine.memory.limit
+        most = max(most, engine.kv_budget.prefixes.nbytes)
+        assert engine.kv_budget.used <= engine.kv_budget.limit
     assert most == 2 * 80 * 512, "what four slots of 96 positions leave of it"
     assert engine.scheduler.num_preempted == 0

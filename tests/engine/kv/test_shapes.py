@@ -33,13 +33,13 @@ def run(
     """Completions, the shapes of what was computed for prompts, and the engine."""
     events: list[TokenEvent] = []
     engine = make_engine(model, events=events, settings=EngineSettings(prefill_chunk=512))
-    engine.prefill.positions_together = together
-    shapes: set[tuple[int, ...]] = set()
+    engine.prefill.max_positions = together
+    computed: set[tuple[int, ...]] = set()
     hidden = SharedModel.hidden
 
     def noted(self: SharedModel, tokens_BT: mx.array, cache: object, lora: object) -> mx.array:
         if tokens_BT.shape[1] > 1:
-            shapes.add(tuple(tokens_BT.shape))
+            computed.add(tuple(tokens_BT.shape))
         return hidden(self, tokens_BT, cache, lora)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +49,7 @@ def run(
             step(engine)
         while step(engine):
             pass
-    return by_request(requests, events), shapes, engine
+    return by_request(requests, events), computed, engine
 
 
 @pytest.mark.parametrize("together", [0, 512])

@@ -13,13 +13,13 @@ import pytest
 from parallm.engine.engine import Engine
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.cache import SlotCache
-from parallm.engine.kv.cost import KvFormat
 from parallm.engine.kv.shapes import BufferShape
 from parallm.engine.kv.slot_manager import SlotManager
 from parallm.engine.settings import EngineSettings
 from parallm.model.attention import attention
 from parallm.model.kernels.decode_attention import RotaryAngles
-from parallm.model.patches.rotary import Rotation, install_rotary
+from parallm.model.kernels.rotary import Rotation
+from parallm.model.patches.rotary import install_rotary
 from parallm.model.shared_model import PlainCache, SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
@@ -86,7 +86,7 @@ def stand_in_for_copies(
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("engine.active_rows", "engine.kv_cache", "model.rotary"):
+    for module in ("engine.kv.attention_metadata", "engine.kv.cache", "model.patches.rotary"):
         monkeypatch.setattr(f"parallm.{module}.on_cuda", lambda: True)
     monkeypatch.setattr(Rotation, "angles", stand_in_for_angles)
     monkeypatch.setattr("parallm.engine.kv.cache.fits", lambda *_: True)
@@ -134,7 +134,7 @@ def check(found: Mapping[tuple[str, int], Completion], expected: Mapping[tuple[s
         assert np.abs(np.array(one.logprobs) - np.array(expected[name].logprobs)).max() <= 1e-4
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turns", "ahead"])
+@pytest.mark.parametrize("async_scheduling", [False, True], ids=["in rotations", "ahead"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_rows_that_keep_their_slots_get_the_same_tokens(
     architecture: str,
@@ -150,22 +150,22 @@ def test_rows_that_keep_their_slots_get_the_same_tokens(
     expected, _ = run(make_engine, model, requests, **parts)
     request.getfixturevalue("kernels")
     install_rotary(model.base)
-    turns: list[Rotation] = []
-    turn_of = AttentionMetadata.rotary
+    rotations: list[Rotation] = []
+    rotary_of = AttentionMetadata.rotary
 
     def noted(rows: AttentionMetadata, rotation: Rotation) -> RotaryAngles:
-        turns.append(rotation)
-        return turn_of(rows, rotation)
+        rotations.append(rotation)
+        return rotary_of(rows, rotation)
 
     monkeypatch.setattr(AttentionMetadata, "rotary", noted)
     monkeypatch.setattr(SlotCache, "put", lambda *_: pytest.fail("a row was moved"))
     monkeypatch.setattr(SlotCache, "join", lambda *_: pytest.fail("pools were written by MLX"))
     found, _ = run(make_engine, model, requests, async_scheduling=async_scheduling, **parts)
     check(found, expected)
-    assert len(set(turns)) == 1, "layers that do the same share it"
+    assert len(set(rotations)) == 1, "layers that do the same share it"
 
 
-@pytest.mark.parametrize(  # of which some let only one lane's rows join at once
+@pytest.mark.parametrize(  # some let the rows of only one stream join at once
     ("num_positions", "preempted"), [(400, 3), (440, 5), (450, 5), (460, 5), (480, 3), (490, 3)]
 )
 def test_rows_that_keep_their_slots_get_the_same_tokens_where_memory_is_short(
@@ -179,7 +179,7 @@ def test_rows_that_keep_their_slots_get_the_same_tokens_where_memory_is_short(
     model, requests = load_tiny("llama"), ragged(ask)
     expected, _ = run(make_engine, model, requests)
     request.getfixturevalue("kernels")
-    one_token = make_engine(model).memory.cost.per_token
+    one_token = make_engine(model).kv_budget.cost.per_token
     settings = EngineSettings(kv_cache_bytes=num_positions * one_token, prefix_cache=False)
     found, engine = run(make_engine, model, requests, settings=settings, async_scheduling=True)
     check(found, expected)
@@ -202,7 +202,7 @@ def test_a_model_that_the_kernel_does_not_know_has_its_rows_side_by_side(
 
     def noted(self: SlotManager, *numbers: Sequence[int]) -> None:
         begin_step(self, *numbers)
-        if not self.active.by_place:
+        if not self.metadata.is_contiguous:
             gathered.append(self)
 
     monkeypatch.setattr(SlotManager, "begin_step", noted)
@@ -213,10 +213,10 @@ def test_a_model_that_the_kernel_does_not_know_has_its_rows_side_by_side(
 
 def free_slots(load_tiny: LoadTiny) -> tuple[SlotManager, Sequence[PlainCache]]:
     """Eight, and a prompt of four tokens that may join."""
-    slots, model = SlotManager(2, KvFormat()), load_tiny("llama")
+    slots, model = SlotManager(2), load_tiny("llama")
     cache = model.make_cache()
     mx.eval(model.hidden(mx.array([[5, 9, 4, 17]]), cache, None))
-    slots.active.layout = BufferShape(8, 32)
+    slots.metadata.shape = BufferShape(8, 32)
     return slots, cache
 
 
@@ -252,13 +252,13 @@ def test_a_row_that_leaves_and_one_that_joins_write_no_other_slot(
 ) -> None:
     slots, cache = free_slots(load_tiny)
     slots.join(cache, [0] * 6, [4] * 6)
-    before = [np.array(pool) for pool in slots.pools]
+    before = [np.array(pool) for pool in slots.buffers]
     slots.leave([(1, 5)], [4], 1, waits=False)
     slots.begin_step([4] * 5)
-    assert slots.active.slots_B.tolist() == [0, 5, 2, 3, 4], "the last row took the place, not the slot"
+    assert slots.metadata.slots_B.tolist() == [0, 5, 2, 3, 4], "the last row took the place, not the slot"
     monkeypatch.setattr(SlotCache, "resize", lambda *_: pytest.fail("pools were copied"))
     slots.join(cache, [0], [2])
     slots.begin_step([4] * 6)
-    assert slots.active.slots_B.tolist() == [0, 5, 2, 3, 4, 1]
-    for pool, was in zip(slots.pools, before, strict=True):
+    assert slots.metadata.slots_B.tolist() == [0, 5, 2, 3, 4, 1]
+    for pool, was in zip(slots.buffers, before, strict=True):
         assert np.array_equal(np.array(pool), was)

@@ -23,13 +23,13 @@ def row(prompt: Sequence[int], tokens: Sequence[int] = (), **fields: Any) -> Row
     request = GenerationRequest(
         request_id="r", prompt_tokens=tuple(prompt), sampling=SamplingParams(max_tokens=99, **fields)
     )
-    return Row(request=request, index=0, seed=0, adapter=None, streams=False, tokens=list(tokens))
+    return Row(request=request, index=0, seed=0, adapter=None, is_streaming=False, max_tokens=99, tokens=list(tokens))
 
 
 def test_penalties_follow_their_definitions() -> None:
     logits = mx.array([[2.0, -2.0, 2.0, -2.0, 1.0, 0.5]])
     asked = {"repetition_penalty": 2.0, "frequency_penalty": 0.25, "presence_penalty": 0.5}
-    found = LogitsProcessors(frozenset()).adjusted(logits, [row((0, 1, 1), (2, 3, 3), **asked)], [3])
+    found = LogitsProcessors(frozenset()).process(logits, [row((0, 1, 1), (2, 3, 3), **asked)], [3])
     assert found is not None
     assert found.tolist() == [[1.0, -4.0, 1.0 - 0.75, -4.0 - 1.0, 1.0, 0.5]]
 
@@ -37,7 +37,7 @@ def test_penalties_follow_their_definitions() -> None:
 def test_bias_comes_before_penalties_and_only_to_the_row_that_asks() -> None:
     logits = mx.array([[1.0, 1.0, 1.0]] * 2)
     biased = row((0,), logit_bias=((0, 3.0), (2, -100.0)), repetition_penalty=2.0)
-    found = LogitsProcessors(frozenset()).adjusted(logits, [row((0,)), biased], [0, 0])
+    found = LogitsProcessors(frozenset()).process(logits, [row((0,)), biased], [0, 0])
     assert found is not None
     assert found.tolist() == [[1.0, 1.0, 1.0], [2.0, 1.0, -99.0]]
 
@@ -46,31 +46,31 @@ def test_ends_are_forbidden_until_the_least_length() -> None:
     logits = mx.zeros((3, 5))
     rows = [row((0,), min_tokens=2, stop_token_ids=(3, 700)), row((0,), min_tokens=2, ignore_eos=True), row((0,))]
     adjustments = LogitsProcessors(frozenset({4}))
-    found = adjustments.adjusted(logits, rows, [1, 1, 1])
+    found = adjustments.process(logits, rows, [1, 1, 1])
     assert found is not None
     assert np.isneginf(np.array(found)).astype(int).tolist() == [[0, 0, 0, 1, 1], [0] * 5, [0] * 5]
-    assert adjustments.adjusted(logits, rows, [2, 2, 2]) is None
+    assert adjustments.process(logits, rows, [2, 2, 2]) is None
 
 
 def test_counts_follow_their_rows_when_others_join_and_leave() -> None:
     logits = mx.zeros((3, 6))
     a, b, c = (row((0,), frequency_penalty=1.0) for _ in range(3))
     adjustments = LogitsProcessors(frozenset())
-    adjustments.adjusted(logits[:2], [a, b], [0, 0])
+    adjustments.process(logits[:2], [a, b], [0, 0])
     adjustments.count([a, b], mx.array([1, 2]))
-    adjustments.adjusted(logits, [b, c, a], [1, 0, 1])
+    adjustments.process(logits, [b, c, a], [1, 0, 1])
     adjustments.count([b, c, a], mx.array([2, 3, 4]))
-    found = adjustments.adjusted(logits[:2], [a, b], [2, 2])
+    found = adjustments.process(logits[:2], [a, b], [2, 2])
     assert found is not None
     assert found.tolist() == [[0, -1, 0, 0, -1, 0], [0, 0, -2, 0, 0, 0]]
     b.tokens = [5, 5, 5]  # it has begun anew elsewhere
-    found = adjustments.adjusted(logits[:2], [a, b], [2, 3])
+    found = adjustments.process(logits[:2], [a, b], [2, 3])
     assert found is not None
     assert found.tolist()[1] == [0, 0, 0, 0, 0, -3]
 
 
 def test_a_token_of_a_long_prompt_is_not_counted_as_sampled() -> None:
-    found = LogitsProcessors(frozenset()).adjusted(
+    found = LogitsProcessors(frozenset()).process(
         mx.zeros((1, 3)), [row((1,) * 5000, (1,), frequency_penalty=1.0)], [1]
     )
     assert found is not None

@@ -19,8 +19,9 @@ from parallm.learner.optimizer import ParameterLayout
 from parallm.learner.passes.batch import make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, PolicyGradient
 from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.single import initial_arrays, single_lora
+from parallm.model.lora.single import single_lora
 from parallm.model.shared_model import SharedModel
 from parallm.rollout.settings import AtroposSettings
 from parallm.types import Completion, GenerationRequest, SamplingParams, TrajectoryGroup, WeightSpan

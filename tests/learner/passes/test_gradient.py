@@ -20,11 +20,12 @@ from parallm.learner.passes.checkpointing import checkpointed
 from parallm.learner.passes.gradient import LoraWeights, PolicyGradient
 from parallm.learner.passes.scoring import ScoredStep, score_step
 from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.kernels.token_scores import token_scores
 from parallm.model.load import load_shared_model
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.merged import merge_linears
-from parallm.model.lora.single import LoraScaling, initial_arrays, single_lora
+from parallm.model.lora.linear import merge_linears
+from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import TrajectoryGroup
@@ -257,7 +258,7 @@ def test_sites_may_add_their_gradients_to_one_another(
     model = load_shared_model(ModelSettings(path=str(tiny_model("qwen3")), lora=LoraSettings(rank=4)))
     adapter = make_start(model)
     expected = chunked(model, streams, adapter, groups, objective=PRESETS["dapo"])
-    for module in ("parallm.learner.passes.gradient", "parallm.model.lora.training"):  # as on a GPU
+    for module in ("parallm.learner.passes.gradient", "parallm.model.lora.selector"):  # as on a GPU
         monkeypatch.setattr(f"{module}.on_cuda", lambda: True)
     monkeypatch.setattr("parallm.learner.passes.gradient.can_trim", lambda _: False)  # groups without a view need one
     merge_linears(model.base, model.joined)
@@ -308,8 +309,8 @@ def test_the_gradient_does_not_depend_on_the_number_of_lanes(
     model = load_tiny("qwen3")
     adapter = make_start(model)
     one, two = copy.copy(streams), copy.copy(streams)
-    one.streams = streams.streams[:1]
-    two.streams = [streams.streams[0], streams.streams[-1]]
+    one.handles = streams.handles[:1]
+    two.handles = [streams.handles[0], streams.handles[-1]]
     assert_close(chunked(model, one, adapter, groups, budget=64), chunked(model, two, adapter, groups, budget=64))
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from parallm.learner.passes.last_layer import can_trim, hidden_at
 from parallm.learner.passes.packing import Segment, packed_hidden
-from parallm.model.lora.single import LoraScaling, initial_arrays, single_lora
+from parallm.model.adapters.initial import initial_arrays
+from parallm.model.lora.single import LoraScaling, single_lora
 from parallm.model.shared_model import SharedModel
 
 SEGMENTS = [Segment(prompt=9, runs=((2, 6),)), Segment(prompt=11)]

@@ -7,9 +7,11 @@ import mlx.core as mx
 import pytest
 
 from parallm.learner.passes.packing import Segment, can_pack, packed_hidden
+from parallm.model.adapters.initial import initial_arrays
+from parallm.model.kernels.rotary import Rotation
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import LoraScaling, initial_arrays, single_lora
-from parallm.model.patches.rotary import Rotation, install_rotary
+from parallm.model.lora.single import LoraScaling, single_lora
+from parallm.model.patches.rotary import install_rotary
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 

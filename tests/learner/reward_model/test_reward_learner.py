@@ -125,8 +125,8 @@ def test_the_gradient_does_not_depend_on_the_number_of_lanes(
     model = load_tiny("qwen3")
     start = with_reward_head(make_start(model), model, 0)
     one, two = copy.copy(streams), copy.copy(streams)
-    one.streams = streams.streams[:1]
-    two.streams = [streams.streams[0], streams.streams[-1]]
+    one.handles = streams.handles[:1]
+    two.handles = [streams.handles[0], streams.handles[-1]]
     assert_close(cut(model, one, start, groups, budget=64), cut(model, two, start, groups, budget=64))
 
 

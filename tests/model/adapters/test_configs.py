@@ -82,7 +82,7 @@ PARAMETERS = {"rank": "4", "scale": "20.0", "dropout": "0.0"}
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters in .*it adapts experts or other param"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save in .*it replaces whole modules"),
         ({"layer_replication": [[0, 4], [2, 5]]}, "layer_replication in .*it repeats layers of the base"),
-        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens in .*behind certain tokens only"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens in .*after certain tokens only"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights in .*it changes the base, too; save the adapter"),
     ],
 )

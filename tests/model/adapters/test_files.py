@@ -263,7 +263,7 @@ def test_mlx_lm_reads_adapters_of_some_layers_only(model: nn.Module, ending: str
     np.testing.assert_allclose(logits_of_mlx_lm(tmp_path), logits_by_hand(partial), rtol=0, atol=1e-5)
 
 
-def test_the_mlx_config_names_sites_within_a_layer_where_all_layers_are_alike(adapter: Adapter, tmp_path: Path) -> None:
+def test_the_mlx_config_names_targets_within_a_layer_where_layers_are_alike(adapter: Adapter, tmp_path: Path) -> None:
     write_mlx(adapter, tmp_path, num_layers=2)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["lora_parameters"]["keys"] == sorted(ALL)
@@ -344,7 +344,7 @@ def test_magnitudes_in_a_file_that_is_lora_by_its_config_are_refused(model: nn.M
 
 
 @pytest.mark.parametrize("write_format", ["mlx", "peft"])
-def test_another_base_is_refused_with_site_shape_and_way_out(
+def test_another_base_is_refused_with_target_shape_and_way_out(
     adapter: Adapter, write_format: str, tmp_path: Path
 ) -> None:
     write(adapter, tmp_path, write_format)
@@ -354,10 +354,10 @@ def test_another_base_is_refused_with_site_shape_and_way_out(
         read_adapter(tmp_path, other)
 
 
-def test_a_site_that_the_base_lacks_is_refused_by_name(adapter: Adapter, tmp_path: Path) -> None:
+def test_a_target_that_the_base_lacks_is_refused_by_name(adapter: Adapter, tmp_path: Path) -> None:
     write_mlx(adapter, tmp_path, num_layers=2)
     with pytest.raises(
-        AdapterError, match=r"down_proj is no LoRA site here; there are 1, such as model\.x; load the base"
+        AdapterError, match=r"down_proj is no LoRA target here; there are 1, such as model\.x; load the base"
     ):
         read_adapter(tmp_path, {"model.x": (32, 32)})
 

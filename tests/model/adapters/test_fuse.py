@@ -35,20 +35,20 @@ def fused(folder: Path, adapter: Adapter, dtype: mx.Dtype | None = None) -> tupl
 
 
 def test_a_merged_weight_is_the_weight_and_the_scaled_product() -> None:
-    arrays = {"site.lora_a": mx.array([[1.0], [2.0]]), "site.lora_b": mx.array([[3.0, 0.0, -1.0]])}
+    arrays = {"target.lora_a": mx.array([[1.0], [2.0]]), "target.lora_b": mx.array([[3.0, 0.0, -1.0]])}
     adapter = make_adapter(arrays, version=1, rank=1, alpha=2.0)
-    merged = merged_weight(mx.ones((3, 2)), adapter, "site")
+    merged = merged_weight(mx.ones((3, 2)), adapter, "target")
     assert merged.tolist() == [[7.0, 13.0], [1.0, 1.0], [-1.0, -3.0]]
 
 
 def test_a_merged_weight_of_dora_has_the_magnitudes_as_lengths() -> None:
     arrays = {
-        "site.lora_a": mx.array([[1.0], [0.0]]),
-        "site.lora_b": mx.array([[2.0, 3.0]]),
-        "site.m": mx.array([10.0, 2.0]),
+        "target.lora_a": mx.array([[1.0], [0.0]]),
+        "target.lora_b": mx.array([[2.0, 3.0]]),
+        "target.m": mx.array([10.0, 2.0]),
     }
     adapter = make_adapter(arrays, version=1, rank=1, alpha=1.0)
-    merged = merged_weight(mx.array([[1.0, 4.0], [-3.0, 5.0]]), adapter, "site")
+    merged = merged_weight(mx.array([[1.0, 4.0], [-3.0, 5.0]]), adapter, "target")
     assert merged.tolist() == [[6.0, 8.0], [0.0, 2.0]]
 
 

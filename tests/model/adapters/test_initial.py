@@ -53,7 +53,7 @@ def begin(tiny_model: Callable[[str], Path], tmp_path: Path) -> Callable[..., Ad
         ),
         ("targets", "all-linear", r"adapts 4 layers, model\.lora\.targets and model\.lora\.layers choose 14, such as"),
         ("layers", "all", r"adapts 4 layers, .* choose 14, such as model\.layers\.0\.mlp\.down_proj; leave both out"),
-        ("targets", ("q_proj",), r"v_proj is no LoRA site here; there are 2"),
+        ("targets", ("q_proj",), r"v_proj is no LoRA target here; there are 2"),
     ],
 )
 def test_a_key_that_asks_for_another_form_is_refused(

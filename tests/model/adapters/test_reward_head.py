@@ -11,9 +11,9 @@ import pytest
 from parallm.errors import AdapterError
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter, make_adapter
 from parallm.model.adapters.files import read_adapter, read_arrays, write_arrays, write_exactly, write_mlx, write_peft
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.adapters.reward_head import read_reward_model, with_reward_head
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import initial_arrays
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
 
@@ -81,7 +81,7 @@ def test_a_reward_model_of_another_base_is_refused(nano: SharedModel, load_tiny:
         read_reward_model(tmp_path, load_tiny("llama"))
 
 
-def test_a_run_with_more_sites_has_the_same_base(nano: SharedModel, tmp_path: Path) -> None:
+def test_a_run_with_more_targets_has_the_same_base(nano: SharedModel, tmp_path: Path) -> None:
     narrow = load_shared_model(ModelSettings(lora=LoraSettings(targets=("q_proj",))))
     made = with_reward_head(policy_of(narrow), narrow, 5)
     assert read_reward_model(write(made, tmp_path, narrow), nano).digest == made.digest

@@ -133,5 +133,5 @@ def test_text_that_cannot_be_written_behind_the_turn_is_refused(tokenizer: ChatT
             return ""
 
     tokenizer._tokenizer = Mute()
-    with pytest.raises(InvalidRequest, match="cannot write '12' behind"):
+    with pytest.raises(InvalidRequest, match="cannot write '12' after"):
         reply_tokens(tokenizer, [QUESTION, said("x")], (3,), [said("12")])

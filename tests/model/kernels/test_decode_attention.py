@@ -148,8 +148,8 @@ def test_the_kernel_rotates_as_the_model_does(dtype: mx.Dtype, tolerance: float,
     assert keys is arrays[1]
     assert rotation is not None
     expected = plain((*rotated, *arrays[2:]), slots, lengths, 0)
-    rotary = RotaryAngles(angles=rotation.angles(where[1]), traditional=rotation.traditional)
-    found = append_and_attend(queries, keys, *arrays[2:], *where, scale=0.11, rotary=rotary)
+    angles = RotaryAngles(angles=rotation.angles(where[1]), traditional=rotation.traditional)
+    found = append_and_attend(queries, keys, *arrays[2:], *where, scale=0.11, rotary=angles)
     assert np.abs(np.array(found.astype(mx.float32)) - expected[0]).max() <= tolerance
     # a rounding in float32 may fall to the other side of a bfloat16
     relative = 1e-6 if dtype == mx.float32 else 8e-3

@@ -5,6 +5,7 @@ import mlx.nn as nn
 import pytest
 
 from parallm.model.kernels.cuda import architecture, on_cuda
+from parallm.model.kernels.segmented_lora import GroupOutput, ShrinkOutput
 from parallm.model.kernels.small_batch_gemm import (
     MAX_SHARED_BYTES,
     MAX_VERSIONS,
@@ -15,7 +16,7 @@ from parallm.model.kernels.small_batch_gemm import (
     plan,
     small_batch_gemm,
 )
-from parallm.model.lora.segmented import GroupOutput, ShrinkOutput, order_rows
+from parallm.model.lora.segmented import order_rows
 from tests.model.lora.test_segmented import expected, random_versions
 
 needs_hopper = pytest.mark.skipif(not on_cuda() or architecture() != "sm_90", reason="needs a Hopper GPU")
@@ -105,7 +106,7 @@ def test_the_kernel_agrees_with_the_operations(
     assert_near(hidden.sum(axis=0), every, tolerance)
     lora = ShrinkOutput(weights=made.weights, order_B2=order_rows(index, versions), hidden_PBTK=hidden)
     products, wanted = GroupOutput(y_SBTO, dtype, widths, lora), expected(y, x, widths, ranks, made, index)
-    for one, other in zip(products.apart(), wanted, strict=True):
+    for one, other in zip(products.split(), wanted, strict=True):
         assert_near(one, other, tolerance)
     if len(widths) == 1:
         assert_near(products.added_to(2 * x[..., :1] + y.astype(dtype)), wanted[0] + 2 * x[..., :1] + y, tolerance)

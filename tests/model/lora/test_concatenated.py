@@ -42,7 +42,7 @@ def test_rows_of_a_few_adapters_get_the_bits_that_they_get_alone(
         assert mx.array_equal(together[row], alone[0]).item()
 
 
-def test_a_site_that_only_some_adapters_have_changes_only_their_rows() -> None:
+def test_a_target_that_only_some_adapters_have_changes_only_their_rows() -> None:
     a, b = mx.ones((3, 16)), mx.ones((16, 2))
     whole = SingleLora({"first": a, "second": 2 * a}, {"first": b, "second": b}, {})
     part = SingleLora({"second": 3 * a}, {"second": b}, {})
@@ -56,8 +56,8 @@ def test_a_site_that_only_some_adapters_have_changes_only_their_rows() -> None:
 
 def test_what_another_adapter_makes_of_a_row_does_not_reach_it() -> None:
     small, huge = mx.ones((3, 16)), mx.full((3, 16), 3e38)
-    views = [SingleLora({"site": a}, {"site": mx.ones((16, 2))}, {}) for a in (small, huge)]
-    rows = concatenate_loras(views, ["site"]).select([0, 1])
-    found = rows.apply("site", mx.full((2, 1, 3), 9.0), mx.zeros((2, 1, 2)))
+    views = [SingleLora({"target": a}, {"target": mx.ones((16, 2))}, {}) for a in (small, huge)]
+    rows = concatenate_loras(views, ["target"]).select([0, 1])
+    found = rows.apply("target", mx.full((2, 1, 3), 9.0), mx.zeros((2, 1, 2)))
     assert found[0].tolist() == [[432.0, 432.0]]
     assert not mx.isfinite(found[1]).any().item()

@@ -1,4 +1,4 @@
-"""Which adapters the kernels of `row_lora` can serve, and where their factors lie."""
+"""Adapters that the kernels of `segmented_lora` can serve, and the layout of their weights."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ def adapter(ranks: dict[str, int], **options: dict[str, mx.array]) -> SingleLora
     a_IR = {target: mx.ones((16, rank)) for target, rank in ranks.items()}
     b_RO = {target: mx.ones((rank, 8)) for target, rank in ranks.items()}
     joined = join_a({target: a_IR[target] for target in ("q", "k") if target in a_IR})
-    return SingleLora(a_IR, b_RO, options.get("stretch_O", {}), dict.fromkeys(joined.targets, joined))
+    return SingleLora(a_IR, b_RO, options.get("dora_scale_O", {}), dict.fromkeys(joined.targets, joined))
 
 
 GROUPS = (("q", "k"), ("o",))
@@ -54,7 +54,7 @@ def test_an_adapter_may_leave_out_whole_groups() -> None:
     assert set(found.layout.groups) == {("q", "k")}
 
 
-@pytest.mark.parametrize("other", [{"q": 8, "k": 16}, {"q": 8, "k": 8, "o": 8}], ids=["ranks", "sites"])
+@pytest.mark.parametrize("other", [{"q": 8, "k": 16}, {"q": 8, "k": 8, "o": 8}], ids=["ranks", "targets"])
 def test_adapters_of_other_forms_have_other_layouts(other: dict[str, int]) -> None:
     found = [pack_lora(adapter(ranks), GROUPS, mx.float32) for ranks in ({"q": 8, "k": 8}, other)]
 
@@ -71,7 +71,7 @@ def test_adapters_of_other_forms_have_other_layouts(other: dict[str, int]) -> No
         adapter({"q": 6, "k": 6}),
         adapter({"q": 8, "k": 8}, dora_scale_O={"q": mx.ones((8,))}),
     ],
-    ids=["half a group", "a site in no group", "no whole vectors", "DoRA"],
+    ids=["half a group", "a target in no group", "no whole vectors", "DoRA"],
 )
 def test_what_the_kernels_cannot_serve_is_left_to_the_other_views(other: SingleLora) -> None:
     assert pack_lora(other, GROUPS, mx.float32) is None
@@ -94,9 +94,9 @@ def test_stacked_versions_lie_in_the_order_in_which_they_are_given() -> None:
     assert mx.array_equal(stack.version(1).arrays[0], found.arrays[0]).item()
 
 
-def test_sites_in_no_group_keep_the_output_of_the_base() -> None:
+def test_targets_in_no_group_keep_the_output_of_the_base() -> None:
     found = pack_lora(adapter({"q": 8, "k": 8}), GROUPS, mx.float32)
     assert found is not None
     y = mx.ones((1, 1, 9))
 
-    assert SegmentedLora(weights=found, order_B2=order_rows([0], 1)).added("x_proj", mx.ones((1, 1, 16)), y) is y
+    assert SegmentedLora(weights=found, order_B2=order_rows([0], 1)).apply("x_proj", mx.ones((1, 1, 16)), y) is y

@@ -7,8 +7,9 @@ import mlx.nn as nn
 import pytest
 
 from parallm.model.kernels.cuda import on_cuda
+from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.lora.packed import pack_lora, stack_packed
-from parallm.model.lora.segmented import GroupOutput, GroupWeights, SegmentedLora, ShrinkOutput, order_rows, shrink
+from parallm.model.lora.segmented import SegmentedLora, order_rows
 from parallm.model.lora.single import SingleLora, join_a
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
@@ -20,7 +21,7 @@ class Versions:
 
     a_IK: list[mx.array]
     b_RO: list[list[mx.array]]
-    """By version, then by site."""
+    """By version, then by target."""
     weights: GroupWeights
 
 
@@ -116,7 +117,7 @@ def test_the_kernels_agree_with_the_operations(
 
     order_B2 = order_rows(index, versions) if versions else None
     products = products_of(y, x, widths, made.weights if made else None, order_B2)
-    found, wanted = products.apart(), expected(y, x, widths, ranks, made, index)
+    found, wanted = products.split(), expected(y, x, widths, ranks, made, index)
     if len(widths) == 2 and widths[0] == widths[1]:
         gate, up = (one.astype(dtype).astype(mx.float32) for one in wanted)
         found, wanted = [*found, products.gated()], [*wanted, nn.silu(gate) * up]
@@ -143,7 +144,7 @@ def test_versions_that_no_row_uses_change_nothing(rows: int, versions: int, used
 
     products = products_of(y, x, [264, 264], weights, order_rows(index, versions))
 
-    for one, other in zip(products.apart(), expected(y, x, [264, 264], [24, 8], made, index), strict=True):
+    for one, other in zip(products.split(), expected(y, x, [264, 264], [24, 8], made, index), strict=True):
         assert mx.abs(one - other).max().item() <= 1e-3 * mx.abs(other).max().item()
 
 
@@ -153,7 +154,7 @@ def test_one_version_of_several_is_read_where_it_lies() -> None:
     made = random_versions(512, [264], [16], 4, mx.float32)
     weights = replace(made.weights, array_VN=made.weights.array_VN[2:3])
 
-    (found,) = products_of(y, x, [264], weights, order_rows([0, -1, 0, 0, 0], 1)).apart()
+    (found,) = products_of(y, x, [264], weights, order_rows([0, -1, 0, 0, 0], 1)).split()
 
     (wanted,) = expected(y, x, [264], [16], made, [2, -1, 2, 2, 2])
     assert mx.abs(found - wanted).max().item() <= 1e-3 * mx.abs(wanted).max().item()

@@ -7,11 +7,14 @@ import pytest
 from mlx_lm.tuner.lora import LoRALinear
 
 from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import load_shared_model
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.gathered import stack_loras
-from parallm.model.lora.single import LoraLinear, SingleLora, initial_arrays, single_lora
-from parallm.model.lora.training import DropoutLora, training_lora
+from parallm.model.lora.linear import LoraLinear
+from parallm.model.lora.selector import training_lora
+from parallm.model.lora.single import SingleLora, single_lora
+from parallm.model.lora.training import DropoutLora
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel
 
@@ -57,7 +60,7 @@ def test_initial_arrays_follow_from_the_key(load_tiny: Callable[..., SharedModel
     assert mx.abs(one[name]).max().item() <= 96**-0.5
 
 
-def test_a_site_computes_what_mlx_lm_computes(load_tiny: Callable[..., SharedModel]) -> None:
+def test_a_target_computes_what_mlx_lm_computes(load_tiny: Callable[..., SharedModel]) -> None:
     model = load_tiny("llama")
     adapter = random_adapter(model, 1)
     target = "model.layers.0.mlp.up_proj"
@@ -106,7 +109,7 @@ def test_dropout_follows_from_its_keys_and_keeps_the_mean(load_tiny: Callable[..
     assert DropoutLora(lora, 0.25, {}).apply(target, x, y) is y
 
 
-def test_each_site_drops_inputs_of_its_own_choice(load_tiny: Callable[..., SharedModel]) -> None:
+def test_each_target_drops_inputs_of_its_own_choice(load_tiny: Callable[..., SharedModel]) -> None:
     lora = training_lora(random_view(load_tiny("llama"), 1), 0.5, mx.random.key(3))
     assert isinstance(lora, DropoutLora)
     assert len({tuple(key.tolist()) for key in lora.keys.values()}) == len(lora.keys) > 1
@@ -119,7 +122,7 @@ def test_an_error_inside_a_forward_takes_the_view_away_again(load_tiny: Callable
     assert model.lora_context.lora is None
 
 
-def test_sites_with_one_input_are_found_and_share_a_product(load_tiny: Callable[..., SharedModel]) -> None:
+def test_targets_with_one_input_are_found_and_share_a_product(load_tiny: Callable[..., SharedModel]) -> None:
     model = load_tiny("llama")
     attention, mlp = "model.layers.0.self_attn", "model.layers.0.mlp"
     assert model.joined[:2] == (

@@ -5,8 +5,8 @@ import mlx.core as mx
 import pytest
 
 from parallm.errors import AdapterError
+from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import load_shared_model
-from parallm.model.lora.single import initial_arrays
 from parallm.model.lora.targets import target_ranks
 from parallm.model.settings import LoraSettings, ModelSettings
 from parallm.model.shared_model import SharedModel
@@ -16,7 +16,7 @@ LAYER_SITES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 @pytest.fixture
 def sites_of(tiny_model: Callable[[str], Path]) -> Callable[..., dict[str, tuple[int, int]]]:
-    """The sites of a llama of two layers with the given settings of its adapters."""
+    """The targets of a llama of two layers with the given settings of its adapters."""
 
     def load(**lora: object) -> dict[str, tuple[int, int]]:
         settings = LoraSettings(**lora)  # type: ignore[arg-type]  # by name, from the test
@@ -96,7 +96,7 @@ def test_targets_outside_the_chosen_layers_are_refused(sites_of: Callable[..., d
         sites_of(layers=(0,), targets=("layers.1.mlp.up_proj",))
 
 
-def test_the_longest_name_that_fits_decides_the_rank_of_a_site(load_tiny: Callable[..., SharedModel]) -> None:
+def test_the_longest_name_that_fits_decides_the_rank_of_a_target(load_tiny: Callable[..., SharedModel]) -> None:
     targets = load_tiny("llama").targets
     ranks = target_ranks(targets, {"q_proj": 8, "layers.1.self_attn.q_proj": 2, "v_proj": 4}, 4)
     assert ranks == {"model.layers.0.self_attn.q_proj": 8, "model.layers.1.self_attn.q_proj": 2}

@@ -6,16 +6,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from parallm.model.lora.merged import merge_linears
-from parallm.model.lora.single import (
-    LoraBinding,
-    LoraContext,
-    LoraLinear,
-    LoraScaling,
-    SingleLora,
-    initial_arrays,
-    single_lora,
-)
+from parallm.model.adapters.initial import initial_arrays
+from parallm.model.lora.linear import LoraBinding, LoraContext, LoraLinear, merge_linears
+from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.lora.training import TrainingLora
 
 SHAPES = {"q": (64, 64), "k": (64, 32), "gate": (64, 96), "up": (64, 96), "down": (96, 64)}
@@ -71,13 +64,13 @@ def test_outputs_and_gradients_are_those_of_plain_differentiation(bias: bool) ->
         assert mx.abs(one - other).max().item() <= tolerance * mx.abs(other).max().item()
 
 
-def test_groups_that_lack_a_site_or_do_more_than_multiply_take_the_plain_way() -> None:
+def test_groups_that_lack_a_target_or_do_more_than_multiply_take_the_plain_way() -> None:
     layers = Block(LoraContext(), bias=False)
     merge_linears(layers, GROUPS)
     arrays = random_arrays()
 
     def served(adapter: SingleLora) -> list[str]:
-        return [name for name in SHAPES if getattr(layers, name).group.serves(TrainingLora(adapter))]
+        return [name for name in SHAPES if getattr(layers, name).merged.serves(TrainingLora(adapter))]
 
     assert served(adapter_of(arrays)) == list(SHAPES)
     assert served(adapter_of(arrays, widens=False)) == ["down"]
@@ -89,7 +82,7 @@ def test_groups_that_lack_a_site_or_do_more_than_multiply_take_the_plain_way() -
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_sites_that_are_one_product_have_the_outputs_and_gradients_of_several(bias: bool) -> None:
+def test_targets_that_are_one_product_have_the_outputs_and_gradients_of_several(bias: bool) -> None:
     layers, x = Block(LoraContext(), bias=bias), mx.random.normal((2, 5, 64))
     linears = [layers.gate.linear, layers.up.linear]
     joined = nn.Linear(64, 192, bias=bias)

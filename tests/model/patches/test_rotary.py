@@ -48,9 +48,9 @@ def test_modules_that_do_the_same_are_known() -> None:
     llama = [rotation_of(Llama3RoPE(32, base=base, scaling_config=scaling)) for base in (10000.0, 10000.0, 500000.0)]
     plain = [rotation_of(nn.RoPE(32, base=base)) for base in (10000.0, 10000.0, 500000.0)]
     for first, same, other in (llama, plain):
-        assert first.does(same)
-        assert not first.does(other)
-    assert not llama[0].does(plain[0])
+        assert first.is_same(same)
+        assert not first.is_same(other)
+    assert not llama[0].is_same(plain[0])
 
 
 def rotary_of(inner: nn.RoPE) -> Rotary:

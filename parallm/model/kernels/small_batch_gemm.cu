@@ -1,0 +1,123 @@
+// Products of few rows with a linear layer's weights and with all A of LoRA.
+// Inputs `x` (B, T, I), `weight` (O, I), if HAS_BIAS `bias` (O,), if HAS_LORA `starts` and `factors` (V, N), where A
+// (K, I) of a version begins at `starts[0]`. Outputs `y` (S, B, T, O) and if HAS_LORA `hidden` (S, B, T, V K): sums
+// over parts of the input, for all versions.
+// T type of the input and the weights, Y of the sums, K columns of all A of a group (0: none); WIDE warps side by side
+// compute 16 outputs each, DEEP of them share each sum; TILES of 8 rows; CHUNK values of the input are fetched at once,
+// STAGES such fetches are under way.
+// Weights are the left factor and rows the right one: the tensor cores take 16 of the former and 8 of the latter. Which
+// values of the input meet in one instruction does not matter as long as both sides agree, so a lane takes 16 bytes of
+// each at once. Blocks after the last output compute rows of A in the same way.
+#include "mma.cuh"
+  constexpr int TILE = 16 * WIDE, THREADS = 32 * WIDE * DEEP;
+  constexpr int VECTORS = CHUNK / 8, AT_ONCE = THREADS / VECTORS;  // of a row; rows that a vector each is fetched of
+  constexpr int PITCH = CHUNK * 2 + 32, PITCH_X = CHUNK * 2 + 64;  // what a quarter of a warp reads has all banks
+  constexpr int STAGE = TILE * PITCH + TILES * 8 * PITCH_X;
+  const int rows = x_shape[0] * x_shape[1], width = x_shape[2], outputs = weight_shape[0];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quad = lane % 4;
+  const int across = warp % WIDE, along = warp / WIDE;
+  const int chunks = (width + CHUNK - 1) / CHUNK;
+  const int begin = chunks * blockIdx.y / gridDim.y, end = chunks * (blockIdx.y + 1) / gridDim.y;
+#if HAS_LORA
+  const int blocks = (outputs + TILE - 1) / TILE;
+  const bool is_lora = blockIdx.x >= blocks;
+  const int first = (blockIdx.x - (is_lora ? blocks : 0)) * TILE, columns = factors_shape[0] * K;
+  const int height = is_lora ? columns : outputs;
+  const T* matrix = is_lora ? factors + starts[0] : weight;
+  const int64_t jump = is_lora ? factors_shape[1] - int64_t(K) * width : 0;  // from one version to the next
+  auto row_of = [&](int row) { return matrix + int64_t(row) * width + row / K * jump; };
+#else
+  const int first = blockIdx.x * TILE, height = outputs;
+  auto row_of = [&](int row) { return weight + int64_t(row) * width; };
+#endif
+  extern __shared__ __align__(128) char shared[];
+  const int column = threadIdx.x % VECTORS, line = threadIdx.x / VECTORS;
+  auto fetch = [&](int chunk, int stage) {
+    const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + stage * STAGE + column * 16;
+    const int i = chunk * CHUNK + column * 8;
+    if (chunk < end && i < width) {
+#pragma unroll
+      for (int r = line; r < TILE; r += AT_ONCE)
+        if (first + r < height) copy_async(to + r * PITCH, row_of(first + r) + i);
+#pragma unroll
+      for (int r = line; r < TILES * 8; r += AT_ONCE)
+        if (r < rows) copy_async(to + TILE * PITCH + r * PITCH_X, x + int64_t(r) * width + i);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  float sum[TILES][4] = {};
+  int stage = 0;  // of the chunk that is fetched
+#pragma unroll 1
+  for (int chunk = begin - STAGES + 1; chunk < end; chunk++) {
+    if (chunk >= begin) {
+      asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+      __syncthreads();
+    }
+    fetch(chunk + STAGES - 1, stage);
+    stage = stage == STAGES - 1 ? 0 : stage + 1;  // and of the one that is multiplied
+    if (chunk < begin) continue;
+    const char* weights = shared + stage * STAGE + (across * 16 + group * 2) * PITCH + quad * 16;
+    const char* given = shared + stage * STAGE + TILE * PITCH + group * PITCH_X + quad * 16;
+    const int units = (width - chunk * CHUNK) / 32;
+#pragma unroll
+    for (int unit = along; unit < CHUNK / 32; unit += DEEP) {
+      if (unit >= units) break;
+      const uint4 even = *reinterpret_cast<const uint4*>(weights + unit * 64);
+      const uint4 odd = *reinterpret_cast<const uint4*>(weights + PITCH + unit * 64);
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        const uint4 row = *reinterpret_cast<const uint4*>(given + n * 8 * PITCH_X + unit * 64);
+        multiply<T>(sum[n], even.x, odd.x, even.y, odd.y, row.x, row.y);
+        multiply<T>(sum[n], even.z, odd.z, even.w, odd.w, row.z, row.w);
+      }
+    }
+  }
+  if (DEEP > 1) {
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads();
+    float4* sums = reinterpret_cast<float4*>(shared) + across * TILES * 32 + lane;
+    if (along > 0) {
+#pragma unroll
+      for (int n = 0; n < TILES; n++)
+        sums[((along - 1) * WIDE * TILES + n) * 32] = make_float4(sum[n][0], sum[n][1], sum[n][2], sum[n][3]);
+    }
+    __syncthreads();
+    if (along > 0) return;
+#pragma unroll 1
+    for (int other = 0; other < DEEP - 1; other++)
+#pragma unroll
+      for (int n = 0; n < TILES; n++) {
+        const float4 added = sums[(other * WIDE * TILES + n) * 32];
+        sum[n][0] += added.x;
+        sum[n][1] += added.y;
+        sum[n][2] += added.z;
+        sum[n][3] += added.w;
+      }
+  }
+  const int output = first + across * 16 + group * 2;  // this one and the next
+  if (output >= height) return;
+  struct alignas(2 * sizeof(Y)) Pair {
+    Y values[2];
+  };
+#pragma unroll
+  for (int n = 0; n < TILES; n++)
+#pragma unroll
+    for (int odd = 0; odd < 2; odd++) {
+      const int row = n * 8 + quad * 2 + odd;
+      if (row >= rows) continue;
+      const int64_t at = int64_t(blockIdx.y) * rows + row;
+#if HAS_LORA
+      if (is_lora) {
+        *reinterpret_cast<float2*>(hidden + at * columns + output) = make_float2(sum[n][odd], sum[n][2 + odd]);
+        continue;
+      }
+#endif
+      float of_even = sum[n][odd], of_odd = sum[n][2 + odd];
+#if HAS_BIAS
+      if (blockIdx.y == 0) {
+        of_even += float(bias[output]);
+        of_odd += float(bias[output + 1]);
+      }
+#endif
+      *reinterpret_cast<Pair*>(y + at * outputs + output) = Pair{Y(of_even), Y(of_odd)};
+    }

@@ -1,0 +1,212 @@
+"""LoRA on the base's linear layers: what a forward adds, chosen anew for each forward.
+
+There is one module tree for serving and training. A layer owns no adapter arrays: it asks the `LoraContext` that all
+target modules of a model share. A caller binds a `LoraBinding` around its forward (`SharedModel.hidden`), on the device
+thread. `selector.py` chooses the binding; on CUDA targets that get the same input share a `MergedLinear`.
+
+LoRA: https://arxiv.org/abs/2106.09685. Axes: B rows, T tokens, I input, O output, S parts of a sum.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from parallm.model.kernels.cuda import VECTOR_BYTES
+from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
+from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
+from parallm.model.kernels.swiglu import swiglu_of_halves
+from parallm.model.lora.segmented import SegmentedLora
+from parallm.model.lora.training import TrainingLora
+from parallm.model.patches.provenance import FusedAdd, set_origin
+from parallm.model.patches.swiglu import SwigluHalf
+
+ARRAYS = ("weight", "scales", "biases", "bias")
+"""Arrays of linear layers, quantized or not; the first axis of each is the output."""
+
+
+class LoraBinding(Protocol):
+    """LoRA of one forward's rows."""
+
+    def apply(self, target: str, x: mx.array, y: mx.array) -> mx.array:
+        """The output `y` (B, T, O) of `target` plus LoRA's product for its input `x` (B, T, I), if it has one."""
+
+    def dora_scale(self, target: str) -> mx.array | None:
+        """DoRA's factor of the outputs of `target` minus 1, (O,) or (B, 1, O), or None."""
+
+
+class LoraContext:
+    """The binding that all targets of one model apply now."""
+
+    def __init__(self) -> None:
+        self.lora: LoraBinding | None = None  # written only by `applied`, on the device thread
+
+    @contextmanager
+    def applied(self, lora: LoraBinding | None) -> Iterator[None]:
+        """Let the targets apply `lora` inside the block; None leaves the base alone."""
+        previous, self.lora = self.lora, lora
+        try:
+            yield
+        finally:
+            self.lora = previous
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer and the name under which adapters know it."""
+
+    def __init__(self, linear: nn.Module, target: str, lora_context: LoraContext) -> None:
+        super().__init__()
+        self.linear = linear
+        self.target = target
+        self.lora_context = lora_context
+        self.merged: MergedLinear | None = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        lora = self.lora_context.lora
+        if self.merged is not None and self.merged.serves(lora):
+            return self.merged.output(self.target, x, lora)
+        y = self.linear(x)
+        if lora is None:
+            return y
+        y = lora.apply(self.target, x, y)
+        dora_scale = lora.dora_scale(self.target)
+        if dora_scale is None:
+            return y
+        # this form rather than a product with the whole factor: a scale of zero changes no bit
+        return y + (dora_scale * (y - self.linear.bias if "bias" in self.linear else y)).astype(y.dtype)
+
+
+class MergedLinear:
+    """Targets that get the same input, such as queries, keys and values, as one product of the base; CUDA only.
+
+    Their weights are rows of one array, and each layer keeps a view of its own rows for the learner: nothing is kept
+    twice. The first target that is called computes the outputs of all. Device thread only, one forward at a time.
+    """
+
+    def __init__(self, layers: Sequence[LoraLinear], joined: nn.Module) -> None:
+        """`joined` is the linear layer with the outputs of `layers` beside each other."""
+        self.targets = tuple(layer.target for layer in layers)
+        self._widths = [layer.linear.weight.shape[0] for layer in layers]
+        self._cuts = [sum(self._widths[:count]) for count in range(1, len(layers))]
+        self._joined = joined
+        self._linears = [layer.linear for layer in layers]
+        self._is_gated = False  # whether SwiGLU of the outputs was asked for once, as it then always will be
+        self._x: mx.array | None = None  # the input that the outputs are of; nothing is kept when all are fetched
+        self._outputs: dict[str, mx.array] = {}
+
+    def serves(self, lora: LoraBinding | None) -> bool:
+        """Whether it can compute `lora`; else each layer computes its own."""
+        if isinstance(lora, TrainingLora):
+            return lora.serves(self.targets, self._linears)
+        return lora is None or isinstance(lora, SegmentedLora)
+
+    def output(self, target: str, x: mx.array, lora: LoraBinding | None) -> mx.array:
+        """The output (B, T, O) of `target` for `x` (B, T, I), the rows' LoRA added."""
+        if self._x is not x or target not in self._outputs:
+            self._x = x
+            self._outputs = dict(zip(self.targets, self._all(x, lora), strict=True))
+        output = self._outputs.pop(target)
+        if not self._outputs:
+            self._x = None
+        return output
+
+    def _all(self, x: mx.array, lora: LoraBinding | None) -> list[mx.array]:
+        if isinstance(lora, TrainingLora):
+            return self._trained(x, lora)
+        weights = lora.of_group(self.targets) if isinstance(lora, SegmentedLora) else None
+        y, y_SBTO, hidden = self._product(x, weights)
+        shrunk = None
+        if weights is not None and isinstance(lora, SegmentedLora):
+            hidden = shrink(x, weights, lora.order_B2) if hidden is None else hidden
+            shrunk = ShrinkOutput(weights=weights, order_B2=lora.order_B2, hidden_PBTK=hidden)
+        output = GroupOutput(y_SBTO, x.dtype, self._widths, shrunk)
+        if y is None or shrunk is not None:
+            if len(self.targets) == 1:
+                return [FusedAdd(output.split()[0], output.added_to)]
+            return self._halves(output.split(), output.gated)
+        if len(self.targets) == 1:
+            return [y]
+        # readers of one token a row take views as they are; of more tokens each would copy its own
+        parts = output.split() if x.shape[1] > 1 else mx.split(y, self._cuts, axis=-1)
+        return self._halves(parts, partial(swiglu_of_halves, y))
+
+    def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:
+        """The base's outputs (B, T, O), if they are whole, and as parts (S, B, T, O); the result of `shrink`, if it is
+        known already."""
+        if not fits(x, self._joined):
+            y = self._joined(x)
+            return y, y[None], None
+        y_SBTO, hidden = small_batch_gemm(x, self._joined, weights, is_whole=len(self.targets) > 1)
+        return mx.squeeze(y_SBTO, 0) if y_SBTO.shape[0] == 1 else None, y_SBTO, hidden
+
+    def _trained(self, x: mx.array, lora: TrainingLora) -> list[mx.array]:
+        if not self._is_gated:  # a reader of the parts alone would have to copy them
+            return lora.outputs(self.targets, self._linears, x)
+        y = lora.joined_output(self.targets, self._joined, x)
+        return self._halves(mx.split(y, self._cuts, axis=-1), partial(swiglu_of_halves, y))
+
+    def _halves(self, parts: list[mx.array], gated: Callable[[], mx.array]) -> list[mx.array]:
+        """`parts`; SwiGLU of two that are alike is `gated`."""
+
+        def take() -> mx.array:
+            self._is_gated = True
+            return gated()
+
+        if len(parts) == 2 and self._widths[0] == self._widths[1]:
+            for index, part in enumerate(parts):
+                set_origin(part, SwigluHalf(gated=take, index=index))
+        return parts
+
+
+def merge_linears(base: nn.Module, called: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Merge the targets that were `called` with one input, where they are alike. Returns the groups, one for each
+    target that the kernels can serve."""
+    layers = {module.target: module for module in base.modules() if isinstance(module, LoraLinear)}
+    together = [targets for targets in called if _are_alike([layers[target] for target in targets])]
+    joined = {target for targets in together for target in targets}
+    groups = [*together, *((target,) for target in layers if target not in joined)]
+    groups = [targets for targets in groups if _is_aligned([layers[target] for target in targets])]
+    for targets in groups:
+        members = [layers[target] for target in targets]
+        merged = MergedLinear(members, members[0].linear if len(members) == 1 else _join(members))
+        for member in members:
+            member.merged = merged
+    return tuple(groups)
+
+
+def _are_alike(layers: Sequence[LoraLinear]) -> bool:
+    """Whether their arrays can be rows of the same ones."""
+    forms = [
+        (
+            type(layer.linear),
+            [(name, layer.linear[name].shape[1:], layer.linear[name].dtype) for name in ARRAYS if name in layer.linear],
+            [getattr(layer.linear, name, None) for name in ("bits", "group_size", "mode")],
+        )
+        for layer in layers
+    ]
+    return all(form == forms[0] for form in forms) and type(layers[0].linear) in (nn.Linear, nn.QuantizedLinear)
+
+
+def _is_aligned(layers: Sequence[LoraLinear]) -> bool:
+    """Whether the kernels can read each output in whole vectors."""
+    return all(layer.linear.weight.shape[0] * 2 % VECTOR_BYTES == 0 for layer in layers)
+
+
+def _join(layers: Sequence[LoraLinear]) -> nn.Module:
+    """One layer with the outputs of all; theirs become views of its arrays."""
+    joined = copy.copy(layers[0].linear)
+    for name in (name for name in ARRAYS if name in joined):
+        array = mx.concatenate([layer.linear[name] for layer in layers])
+        mx.eval(array)
+        start = 0
+        for layer in layers:
+            end = start + layer.linear[name].shape[0]
+            layer.linear[name] = array[start:end]
+            start = end
+        mx.eval([layer.linear[name] for layer in layers])
+        joined[name] = array
+    return joined
