@@ -4,8 +4,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from parallm.model.patches import provenance
-from parallm.model.patches.provenance import FusedAdd, origin_of, set_origin
+from parallm.model.patches import forward
+from parallm.model.patches.forward import FusedAdd, origin_of, set_origin
 
 
 def test_an_array_is_known_by_itself_and_not_by_what_it_holds() -> None:
@@ -16,13 +16,13 @@ def test_an_array_is_known_by_itself_and_not_by_what_it_holds() -> None:
 
 
 def test_nothing_is_kept_longer_than_the_array() -> None:
-    before = len(provenance._origins)
+    before = len(forward._origins)
     array = mx.zeros(3)
     set_origin(array, "gone")
-    assert len(provenance._origins) == before + 1
+    assert len(forward._origins) == before + 1
     del array
     gc.collect()
-    assert len(provenance._origins) == before
+    assert len(forward._origins) == before
 
 
 def fused() -> FusedAdd:

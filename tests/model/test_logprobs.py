@@ -7,8 +7,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from parallm.model.exponentials import clipped_exp, is_slow, softmax
-from parallm.model.patches.swiglu import swiglu
+from parallm.model.logprobs import clipped_exp, is_slow, softmax
+from parallm.model.patches.forward import swiglu
 
 LEAST_NORMAL = 1.2e-38
 
