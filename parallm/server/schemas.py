@@ -7,9 +7,9 @@ field with a default is left out unless it was set.
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from parallm.errors import InvalidRequest
@@ -27,6 +27,15 @@ class Wire(BaseModel):
 def is_tokens(value: object) -> bool:
     """Return whether this is a list of integers that could be token ids. It stops at the first wrong item."""
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_INT for item in value)
+
+
+def read_tokens(value: object) -> list[int]:
+    if not isinstance(value, list) or not value or not is_tokens(value):
+        raise ValueError("should be a list of token ids that is not empty")
+    return value
+
+
+Tokens = Annotated[list[int], PlainValidator(read_tokens, json_schema_input_type=list[int])]
 
 
 class ErrorDetail(Wire):

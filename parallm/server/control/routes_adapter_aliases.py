@@ -12,10 +12,10 @@ from parallm.errors import InvalidRequest
 from parallm.server.catalog import served_policy, version_called
 from parallm.server.connection import is_form, json_response, read_form, received
 from parallm.server.control.routes_adapters import (
+    FolderPath,
     LoadBody,
     Name,
     NameMeans,
-    Path,
     Version,
     adapter_body,
     entry,
@@ -49,7 +49,7 @@ FOREIGN_FIELDS: Mapping[str, tuple[object, ...]] = {
 class LoadPolicyBody(Wire):
     """A body without a name: the served policy moves to this adapter."""
 
-    path: Path
+    path: FolderPath
 
 
 class UploadFields(Wire):
@@ -76,7 +76,7 @@ class SwitchBody(Wire):
     """Name of the adapter; without one the policy."""
     version: Version | Annotated[str, Field(min_length=1, max_length=128)] | None = None
     """A number, or `checkpoint-12`, `best-performance`, `latest` or an alias."""
-    path: Path | None = None
+    path: FolderPath | None = None
 
 
 class LoadedAdapters(Wire):

@@ -21,13 +21,13 @@ from parallm.server.service import Service
 from parallm.types import POLICY, AdapterCard
 
 Name = Annotated[str, Field(min_length=1, max_length=128)]
-Path = Annotated[str, Field(min_length=1, max_length=4096)]
+FolderPath = Annotated[str, Field(min_length=1, max_length=4096)]
 Version = Annotated[int, Field(ge=0, le=MAX_INT)]
 
 
 class LoadBody(Wire):
     name: Name
-    path: Path
+    path: FolderPath
     """Folder below `server.adapters_root`: an adapter, a checkpoint or a run, also `RUN@VERSION`."""
 
 

@@ -22,17 +22,11 @@ from parallm.server.interfaces import Tokenizer, Training
 from parallm.server.openai.completion_schemas import WeightVersions
 from parallm.server.openai.translate import MIN_TEMPERATURE
 from parallm.server.request_limits import check_items, check_text
-from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire, is_tokens, parse_body
+from parallm.server.schemas import FIRST_FAULT, MAX_INT, Tokens, Wire, is_tokens, parse_body
 from parallm.server.service import Service
 from parallm.types import GivenTrajectory, WeightSpan
 
 MAX_TRAJECTORIES = 4096
-
-
-def read_tokens(value: object) -> list[int]:
-    if not isinstance(value, list) or not value or not is_tokens(value):
-        raise ValueError("should be a list of token ids that is not empty")
-    return value
 
 
 def read_text_or_tokens(value: object) -> str | list[int]:
@@ -61,7 +55,6 @@ def fits_float32(value: float) -> float:
 
 
 TextOrTokens = Annotated[str | list[int], PlainValidator(read_text_or_tokens, json_schema_input_type=str | list[int])]
-Tokens = Annotated[list[int], PlainValidator(read_tokens, json_schema_input_type=list[int])]
 
 
 class TrajectoryBody(Wire):

@@ -20,7 +20,7 @@ from parallm.types import POLICY
 CHAT_FIELDS = {"messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"}
 
 
-def read_tokens(value: object) -> list[int]:
+def read_token_ids(value: object) -> list[int]:
     if not isinstance(value, list) or not is_tokens(value):
         raise ValueError("should be a list of token ids")
     return value
@@ -58,7 +58,7 @@ class TokensOfText(Wire):
 
 class DetokenizeBody(Wire):
     model: str | None = None
-    tokens: Annotated[list[int], PlainValidator(read_tokens)]
+    tokens: Annotated[list[int], PlainValidator(read_token_ids)]
 
 
 class TextOfTokens(Wire):

@@ -49,21 +49,21 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 """Fields of SGLang that are not implemented here, with the values that ask for nothing."""
 
 
-def read_texts(value: object) -> list[str | list[int]]:
+def read_text_prompts(value: object) -> list[str | list[int]]:
     if isinstance(value, list) and not all(isinstance(item, str) for item in value):
         raise ValueError("should be a string or a list of strings")
     return read_prompts(value)
 
 
-def read_ids(value: object) -> list[str | list[int]]:
+def read_token_prompts(value: object) -> list[str | list[int]]:
     if not isinstance(value, list) or any(isinstance(item, str) for item in value):
         raise ValueError("should be a list of token ids or a list of such lists")
     return read_prompts(value)
 
 
 class SglangBody(Wire):
-    text: Annotated[list[str | list[int]], PlainValidator(read_texts)] | None = None
-    input_ids: Annotated[list[str | list[int]], PlainValidator(read_ids)] | None = None
+    text: Annotated[list[str | list[int]], PlainValidator(read_text_prompts)] | None = None
+    input_ids: Annotated[list[str | list[int]], PlainValidator(read_token_prompts)] | None = None
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     rid: str | None = None
     model: str

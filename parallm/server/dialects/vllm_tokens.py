@@ -1,9 +1,9 @@
 """vLLM's `/inference/v1/generate`, token ids in and out, as renderers, prime-rl and SkyRL ask for it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import Field
 
 from parallm.errors import InvalidRequest
 from parallm.server.catalog import version_of
@@ -11,7 +11,7 @@ from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_
 from parallm.server.generation import ResponseContext, weight_versions
 from parallm.server.openai.completion_schemas import CompletionBody, RankedLogprob, Usage, WeightVersions
 from parallm.server.openai.logprobs import PromptLogprobs, finite, prompt_logprobs
-from parallm.server.schemas import Wire, checked, is_tokens
+from parallm.server.schemas import Tokens, Wire, checked
 from parallm.types import Completion, TopLogprob
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -22,15 +22,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 
 
-def read_tokens(value: object) -> list[int]:
-    if not isinstance(value, list) or not value or not is_tokens(value):
-        raise ValueError("should be a list of token ids that is not empty")
-    return value
-
-
 class TokensBody(Wire):
     model: str
-    token_ids: Annotated[list[int], PlainValidator(read_tokens)]
+    token_ids: Tokens
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     priority: int = 0
     request_id: str | None = None
