@@ -18,7 +18,7 @@ from parallm.types import Message
 pytest.importorskip("verifiers.legacy", reason="needs verifiers 0.3", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("default")
 
-ENVIRONMENTS = Path(__file__).parents[3] / "scripts" / "workers" / "verifiers"
+ENVIRONMENTS = Path(__file__).parents[2] / "interop" / "verifiers" / "packages"
 SECOND = Message(role="user", content="Are you sure?")
 OTHERS = """
 import verifiers as vf

@@ -16,7 +16,7 @@ from parallm.types import Message
 pytest.importorskip("verifiers", minversion="0.4")
 pytestmark = pytest.mark.filterwarnings("default")
 
-ENVIRONMENTS = Path(__file__).parents[3] / "scripts" / "workers" / "verifiers"
+ENVIRONMENTS = Path(__file__).parents[2] / "interop" / "verifiers" / "packages"
 ROWS = [
     {"question": "1 + 1", "answer": "2"},
     {"question": "2 + 2", "answer": "4"},
