@@ -113,8 +113,8 @@ def _causes_in_queue(facts: AtroposFacts) -> Iterator[Cause]:
         yield Cause(
             name="queue_blocked",
             text=f"{num_queued} groups wait in run-api and form no batch of {batch_size} sequences: a group whose size "
-            "does not divide it waits before them, or an environment with a min_batch_allocation has no groups. If that "
-            f"one is dead: curl -X POST {facts.url}/disconnect-env -H 'content-type: application/json' "
+            "does not divide it waits before them, or an environment with a min_batch_allocation has no groups; if "
+            f"that one is dead: curl -X POST {facts.url}/disconnect-env -H 'content-type: application/json' "
             "-d '{\"env_id\": ID}'",
         )
 
