@@ -60,15 +60,18 @@ async def read_body(
 
 async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGenerator[bytes, None]:
     """Yield the body as it arrives. Raises BodyTooLarge and BodyTooSlow as `read_body` does."""
+    announced = announced_bytes(http.headers)
+    _check_size(0 if math.isinf(announced) else announced, max_bytes, setting)
     num_bytes = 0
-    too_large = BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
-    if max_bytes < announced_bytes(http.headers) < math.inf:
-        raise too_large
     async for chunk in timely_chunks(http):
         num_bytes += len(chunk)
-        if num_bytes > max_bytes:
-            raise too_large
+        _check_size(num_bytes, max_bytes, setting)
         yield chunk
+
+
+def _check_size(num_bytes: float, max_bytes: int, setting: str) -> None:
+    if num_bytes > max_bytes:
+        raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
 
 
 async def timely_chunks(http: Request) -> AsyncGenerator[bytes, None]:

@@ -38,6 +38,13 @@ def read_tokens(value: object) -> list[int]:
 Tokens = Annotated[list[int], PlainValidator(read_tokens, json_schema_input_type=list[int])]
 
 
+def text_parts(value: object, kind: str = "text") -> object:
+    """Return a string as a list of one text part; lists stay as they are."""
+    if not isinstance(value, str | list):
+        raise ValueError("should be a string or a list of text parts")
+    return [{"type": kind, "text": value}] if isinstance(value, str) else value
+
+
 class ErrorDetail(Wire):
     message: str
     type: str

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from parallm.reports import TrainingStatus
 from parallm.server.catalog import resolved
-from parallm.server.control.traffic_splits import TrafficSplits
-from parallm.server.control.version_statistics import VersionStatistics
+from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
 from parallm.server.engine_gateway import EngineGateway
 from parallm.server.interfaces import (
     Adapters,

@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI
 
 from parallm.server import connection as exchange
-from parallm.server.operation import connections
+from parallm.server.operation import http_server
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import FILES_FOR_OTHERS, ListenError, bind, connection_limit
 from parallm.server.settings import ServerSettings
@@ -66,8 +66,8 @@ async def answer_of(port: int, sent: bytes) -> bytes:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_SECONDS", {"head": 0.1, "leftover": 0.1})
-    monkeypatch.setattr(connections, "SECONDS_BETWEEN_SWEEPS", 0.02)
+    monkeypatch.setattr(http_server, "MAX_SECONDS", {"head": 0.1, "leftover": 0.1})
+    monkeypatch.setattr(http_server, "SECONDS_BETWEEN_SWEEPS", 0.02)
     monkeypatch.setattr(exchange, "BODY_SECONDS", 0.1)
 
 
@@ -115,7 +115,7 @@ def test_bytes_of_a_body_give_time_for_more(app: FastAPI, monkeypatch: pytest.Mo
 
 
 def test_a_client_that_takes_no_answer_is_closed(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SECONDS_BETWEEN_SWEEPS", 0.02)
+    monkeypatch.setattr(http_server, "SECONDS_BETWEEN_SWEEPS", 0.02)
     asked = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
     async def run() -> None:
@@ -185,7 +185,7 @@ def test_when_all_connections_wait_for_answers_new_ones_are_told_and_probes_answ
 def test_without_room_for_probes_a_connection_is_refused_unread(
     app: FastAPI, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "RESERVE", 0)
+    monkeypatch.setattr(http_server, "RESERVE", 0)
     engine.is_endless = True
 
     async def run() -> bytes:
@@ -197,13 +197,13 @@ def test_without_room_for_probes_a_connection_is_refused_unread(
             stream.close()
             return answer
 
-    assert asyncio.run(run()) in (connections.REFUSAL, b"")  # a reset may overtake it
+    assert asyncio.run(run()) in (http_server.REFUSAL, b"")  # a reset may overtake it
 
 
 def test_without_a_file_left_the_server_waits_and_says_so_once(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connections, "SECONDS_BETWEEN_SWEEPS", 0.01)
+    monkeypatch.setattr(http_server, "SECONDS_BETWEEN_SWEEPS", 0.01)
     accept = socket.socket.accept
     tries: list[float] = []
 

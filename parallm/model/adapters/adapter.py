@@ -79,10 +79,6 @@ class Adapter:
         return max(self.scales.values())
 
     @property
-    def num_parameters(self) -> int:
-        return sum(array.size for array in self.arrays.values())
-
-    @property
     def nbytes(self) -> int:
         return sum(array.nbytes for array in self.arrays.values())
 

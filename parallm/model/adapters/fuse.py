@@ -37,7 +37,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
-    """How to store the weights of the fused model, in MLX's affine format."""
+    """MLX's affine format for the weights of the fused model."""
 
     bits: int
     group_size: int

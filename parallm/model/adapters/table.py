@@ -296,7 +296,7 @@ class AdapterTable:
         return tuple(state.entries[key].card(state) for key in keys)
 
     def num_swaps(self) -> dict[str, int]:
-        """How often each bare name has come to mean another version."""
+        """Changes of the version that each bare name means."""
         return dict(self._num_swaps)
 
     def _resolved(self, model: str) -> Adapter | None:

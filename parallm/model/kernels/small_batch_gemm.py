@@ -33,7 +33,7 @@ WEIGHT_OF_ROWS = 0.5  # of a value of the input beside one of the weights: it co
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmPlan:
-    """How the blocks share a product."""
+    """The shares of the blocks in a product."""
 
     tiles: int
     """Tiles of 8 rows: 1, or a power of two."""

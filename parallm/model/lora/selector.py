@@ -1,4 +1,4 @@
-"""Which LoRA implementation a forward runs, and the weights that each needs, kept while they are used.
+"""Chooses the LoRA implementation of a forward, and keeps the weights that it needs while they are used.
 
 | a forward of | whose rows use | on | runs | in |
 |---|---|---|---|---|

@@ -1,4 +1,4 @@
-"""Which linear layers of a base adapters may change, and of which rank."""
+"""Chooses the linear layers of a base that adapters may change, and their ranks."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence

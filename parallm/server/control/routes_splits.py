@@ -8,8 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.server.connection import body_of, json_response
-from parallm.server.control.traffic_splits import TrafficSplits
-from parallm.server.control.version_statistics import VersionStatistics
+from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
 

@@ -1,23 +1,33 @@
-"""Weighted splits: several versions answer the requests for one name, each by its share.
+"""Weighted splits of a name between versions, and counts of what each version has answered.
 
-`generation.py` routes each request; the routes of `routes_splits.py` change the splits. On the asyncio thread only.
+`generation.py` routes each request, and the engine gateway counts it at its end. `routes_splits.py` changes splits;
+it and `/metrics` show the counts. On the asyncio thread only.
 """
 
 import asyncio
 import itertools
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import TypeVar
 
 from parallm.errors import InvalidRequest, UnknownModel
-from parallm.server.catalog import card_of
-from parallm.types import BASE, AdapterCard, GenerationRequest
+from parallm.server.catalog import answered_by, card_of
+from parallm.server.engine_gateway import answer_id
+from parallm.types import BASE, AdapterCard, Completion, GenerationRequest
 
 MAX_TARGETS = 16
 MAX_SPLITS = 64
+MAX_NAMES = 256
+MAX_VERSIONS = 64
+"""Versions of each name; the newest ones are kept."""
+MAX_ANSWERS = 16_384
+"""Answers that a reward may still come for."""
 
 logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,3 +133,92 @@ def user_position(name: str, user: str) -> float:
 def positions() -> Iterator[float]:
     """Yield positions from 0 up to 1 that fill it evenly at any time: multiples of the golden ratio, modulo 1."""
     return (number * (5**0.5 - 1) / 2 % 1 for number in itertools.count())
+
+
+@dataclass(slots=True)
+class VersionCounts:
+    num_requests: int = 0
+    num_completions: int = 0
+    num_tokens: int = 0
+    num_rewards: int = 0
+    reward_sum: float = 0.0
+
+    @property
+    def reward_mean(self) -> float | None:
+        return self.reward_sum / self.num_rewards if self.num_rewards else None
+
+
+@dataclass(slots=True)
+class _Trajectory:
+    """The version that gave a trajectory, and its last reward."""
+
+    counts: VersionCounts
+    reward: float | None = None
+
+
+class VersionStatistics:
+    """Counts since the start of the process, bounded in names and versions."""
+
+    def __init__(self, catalog: Callable[[], tuple[AdapterCard, ...]]) -> None:
+        self._catalog = catalog
+        self._names: OrderedDict[str, OrderedDict[str, VersionCounts]] = OrderedDict()
+        self._answers: OrderedDict[str, VersionCounts] = OrderedDict()
+        self._trajectories: OrderedDict[str, _Trajectory] = OrderedDict()
+
+    def count(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
+        """Count one request that has ended."""
+        counts = self._counts(request, completions[0])
+        counts.num_requests += 1
+        counts.num_completions += len(completions)
+        counts.num_tokens += sum(len(completion.tokens) for completion in completions)
+        _keep(self._answers, answer_id(request.request_id), counts, MAX_ANSWERS)
+
+    def reward(self, answer: str, reward: float) -> None:
+        """Add a reward to the version that gave this answer. Raises InvalidRequest for an unknown id.
+
+        `answer` is the id of the answer or the `request_id` of its request.
+        """
+        names = (answer, f"cmpl-{answer}", f"chatcmpl-{answer}")
+        counts = next((self._answers[name] for name in names if name in self._answers), None)
+        if counts is None:
+            raise InvalidRequest(
+                f"no answer {answer[:100]!r} among the last {MAX_ANSWERS}; send the `id` of an answer that has ended",
+                "id",
+            )
+        counts.num_rewards += 1
+        counts.reward_sum += reward
+
+    def note_trajectory(self, trajectory_id: str, request: GenerationRequest, completion: Completion) -> None:
+        """Remember which version gave a trajectory, for its reward."""
+        _keep(self._trajectories, trajectory_id, _Trajectory(self._counts(request, completion)), MAX_ANSWERS)
+
+    def reward_trajectory(self, trajectory_id: str, reward: float) -> None:
+        """Count the reward of a trajectory, of which the last one counts; those of an earlier process are ignored."""
+        trajectory = self._trajectories.get(trajectory_id)
+        if trajectory is None:
+            return
+        if trajectory.reward is None:
+            trajectory.counts.num_rewards += 1
+        trajectory.counts.reward_sum += reward - (trajectory.reward or 0.0)
+        trajectory.reward = reward
+
+    def of(self, name: str) -> dict[str, VersionCounts]:
+        """Return the counts by version."""
+        return dict(self._names.get(name, {}))
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._names)
+
+    def _counts(self, request: GenerationRequest, completion: Completion) -> VersionCounts:
+        name = request.split or request.model
+        version = answered_by(request.model, completion, self._catalog())
+        versions = _keep(self._names, name, self._names.get(name, OrderedDict()), MAX_NAMES)
+        return _keep(versions, version, versions.get(version, VersionCounts()), MAX_VERSIONS)
+
+
+def _keep(kept: OrderedDict[str, Value], key: str, value: Value, limit: int) -> Value:
+    kept[key] = value
+    kept.move_to_end(key)
+    while len(kept) > limit:
+        kept.popitem(last=False)
+    return value

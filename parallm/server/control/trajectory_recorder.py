@@ -1,6 +1,6 @@
 """Completions with `collect_trajectory`, on their way to the policy that learns from them.
 
-`openai/routes_generation.py` makes one recorder for each answer. Nothing is recorded that a client has not asked for.
+`generation.respond` makes one recorder for each such answer. Nothing is recorded that a client has not asked for.
 """
 
 from collections.abc import Callable, Mapping, Sequence

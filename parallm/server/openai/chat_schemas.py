@@ -5,21 +5,15 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Field
 
 from parallm.server.openai.completion_schemas import ChoiceFields, Echo, GenerationBody, RankedLogprob, Usage
-from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire
+from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire, text_parts
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_TOOLS = 128
 
 
-def read_content(value: object) -> object:
-    if not isinstance(value, str | list):
-        raise ValueError("should be a string or a list of text parts")
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
 def read_optional_content(value: object) -> object:
-    return [] if value is None else read_content(value)
+    return [] if value is None else text_parts(value)
 
 
 class TextPart(Wire):
@@ -28,7 +22,7 @@ class TextPart(Wire):
 
 
 ContentForms: TypeAlias = str | list[TextPart]
-Content = Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(read_content, json_schema_input_type=ContentForms)]
+Content = Annotated[list[TextPart], FIRST_FAULT, BeforeValidator(text_parts, json_schema_input_type=ContentForms)]
 OptionalContent = Annotated[
     list[TextPart], FIRST_FAULT, BeforeValidator(read_optional_content, json_schema_input_type=ContentForms | None)
 ]

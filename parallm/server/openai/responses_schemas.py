@@ -1,11 +1,12 @@
 """Wire types of `POST /v1/responses`, requests and answers."""
 
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
 from parallm.server.openai.chat_schemas import MAX_TOOLS, CallId, JsonFormat, Name, TextFormat
-from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire
+from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire, text_parts
 
 ItemId = Annotated[str, Field(max_length=256)]
 
@@ -22,12 +23,6 @@ class InputText(Wire):
 PartForms: TypeAlias = str | list[InputText]
 
 
-def read_parts(value: object) -> object:
-    if not isinstance(value, str | list):
-        raise ValueError("should be a string or a list of text parts")
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-
-
 class InputItem(Wire):
     """The id and status of an answer's item are accepted: clients send items back as they got them."""
 
@@ -38,7 +33,11 @@ class InputItem(Wire):
 class InputMessage(InputItem):
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[InputText], FIRST_FAULT, BeforeValidator(read_parts, json_schema_input_type=PartForms)]
+    content: Annotated[
+        list[InputText],
+        FIRST_FAULT,
+        BeforeValidator(partial(text_parts, kind="input_text"), json_schema_input_type=PartForms),
+    ]
 
 
 class InputCall(InputItem):

@@ -12,8 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from parallm.reports import TrainingStatus
-from parallm.server.control.traffic_splits import TrafficSplits
-from parallm.server.control.version_statistics import VersionStatistics
+from parallm.server.control.traffic_splits import TrafficSplits, VersionStatistics
 from parallm.server.interfaces import Device
 from parallm.server.service import Service
 from parallm.types import POLICY

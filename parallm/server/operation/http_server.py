@@ -1,30 +1,268 @@
-"""The uvicorn server around an application. The caller starts it, stops it and owns the signals.
+"""The uvicorn server around an application, and its open connections. The caller starts it, stops it and owns signals.
 
 A `Listener` exists before the model is loaded, so that a wrong address or key costs no time; an `HttpServer` answers
-on it.
+on it. uvicorn accepts every connection and closes only those that are idle after an answer. With enough of them no file
+is left for a checkpoint, and asyncio's accept loop spins. `Connections` accepts in place of that loop, bounds their
+number, and closes those whose clients stand still.
 """
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+import h11
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
+from parallm.server.connection import error_response
+from parallm.server.failures import failure
 from parallm.server.operation.auth import StoredKey, read_keys
-from parallm.server.operation.connections import Connections, HttpConnection
 from parallm.server.operation.middleware import Drain
 from parallm.server.operation.sockets import bind, connection_limit
 from parallm.server.settings import ServerSettings
 
+Phase = Literal["head", "body", "answer", "unread", "leftover", "idle"]
+"""The next event: the head of a request, its body, our answer, the client reading it, the remaining body of a request
+that was answered early, another request."""
+
+RESERVE = 16
+"""Connections beyond the limit, which serve probes only."""
+PROBES = ("/health", "/ready", "/metrics")
+MAX_SECONDS: Mapping[Phase, float] = {"head": 20.0, "leftover": 5.0}
+"""Seconds without progress. Bodies have a rate (`connection.py`), idle connections uvicorn's limit."""
+DROP_ORDER: Mapping[Phase, int] = {"head": 0, "body": 0, "leftover": 0, "idle": 1, "unread": 2}
+"""Order in which connections are dropped to make room. One that waits for an answer is never dropped."""
+HANDSHAKE_SECONDS = 20.0
+SECONDS_BETWEEN_SWEEPS = 1.0
+SECONDS_BETWEEN_WARNINGS = 60.0
+ACCEPTED_AT_ONCE = 32  # before other work of the event loop gets its turn
+DROPPED_SHARE = 16  # up to a 16th of the limit at once, since each search for room looks at every connection
+REFUSAL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+TIMED_OUT = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 LAST_BYTES_SECONDS = 1
 """Time for connections to close after the last answer."""
 KEEP_ALIVE_SECONDS = 75  # longer than the pools of common clients, so that they and not we close idle connections
+
+logger = logging.getLogger(__name__)
+
+
+class HttpConnection(H11Protocol):
+    """uvicorn's HTTP connection, which also says what it waits for and can be dropped.
+
+    Made when a socket is accepted, before TLS. `opening` is the task that sets it up.
+    """
+
+    opening: asyncio.Task[None]
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        on_lost: Callable[[Any], None],
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self.last_received = self.loop.time()
+        """Time of the last bytes, on the clock of the event loop."""
+        self._is_open = False
+        self._on_lost = on_lost
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
+        self._is_open = True
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self.last_received = self.loop.time()
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._on_lost(self)
+
+    @property
+    def phase(self) -> Phase:
+        if not self._is_open:
+            return "head"
+        if self.transport.is_closing() or self.flow.write_paused:
+            return "unread"
+        if self.conn.their_state is h11.IDLE:
+            return "head" if self.cycle is None or self._has_begun else "idle"
+        if self.conn.their_state is h11.SEND_BODY:
+            return "leftover" if self.cycle.response_complete else "body"
+        return "answer"
+
+    @property
+    def progress(self) -> object:
+        """A value that changes as long as the connection gets on."""
+        num_unsent = self.transport.get_write_buffer_size() if self._is_open else 0
+        return self.phase, id(self.cycle), num_unsent
+
+    def time_out(self) -> None:
+        """Close it, with a 408 if a request has begun."""
+        if self._is_open and self.phase == "head":
+            if self._has_begun:
+                self.transport.write(TIMED_OUT)
+            self.transport.close()
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        if self._is_open:
+            self.transport.abort()
+        else:
+            self.opening.cancel()
+
+    @property
+    def _has_begun(self) -> bool:
+        return bool(self.conn.trailing_data[0])
+
+
+@dataclass(slots=True)
+class _LastProgress:
+    """The progress of a connection at the last sweep, and the time of its last change."""
+
+    progress: object
+    since: float
+
+
+class Connections:
+    """All connections of one listener, on the event loop only. `make` builds the connection of an accepted socket."""
+
+    def __init__(
+        self,
+        make: Callable[[Callable[[HttpConnection], None]], HttpConnection],
+        *,
+        limit: int,
+        stall_seconds: float,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._make = make
+        self._limit = limit
+        self._stall_seconds = stall_seconds
+        self._tls = tls
+        self._open: dict[HttpConnection, _LastProgress] = {}
+        self._last_warning = float("-inf")
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def run(self, listener: socket.socket) -> None:
+        """Accept and sweep until cancelled; connections that are not open yet are dropped then."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._accept(listener))
+                tasks.create_task(self._sweep())
+        finally:
+            for connection in self._open:
+                connection.opening.cancel()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        number = 0
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # no file is left: other parts of the process have them, since ours are bounded
+                self._warn(f"no connection can be accepted: {error}")
+                await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
+                continue
+            self._add(accepted)
+            number += 1
+            if number % ACCEPTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _add(self, accepted: socket.socket) -> None:
+        if len(self._open) >= self._limit:
+            self._make_room()
+        if len(self._open) >= self._limit + RESERVE:
+            _refuse(accepted, is_plain=self._tls is None)
+            return
+        connection = self._make(self._forget)
+        if len(self._open) >= self._limit:
+            connection.app = _probes_only(connection.app)
+        self._open[connection] = _LastProgress(None, connection.last_received)
+        connection.opening = asyncio.create_task(self._set_up(connection, accepted))
+        connection.opening.add_done_callback(lambda task: accepted.close() if task.cancelled() else None)
+
+    async def _set_up(self, connection: HttpConnection, accepted: socket.socket) -> None:
+        handshake = None if self._tls is None else HANDSHAKE_SECONDS
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection, accepted, ssl=self._tls, ssl_handshake_timeout=handshake
+            )
+        except (OSError, asyncio.CancelledError):  # no TLS, not in time, or dropped meanwhile: asyncio has closed it
+            self._forget(connection)
+
+    def _forget(self, connection: HttpConnection) -> None:
+        self._open.pop(connection, None)
+
+    def _make_room(self) -> None:
+        """Drop several connections that wait for their clients, the longest first, to make room for the next few."""
+        self._warn(
+            f"{len(self._open)} connections are open, the limit: those that stand still are closed; "
+            "raise server.max_connections if these are clients"
+        )
+        candidates = [connection for connection in self._open if connection.phase in DROP_ORDER]
+        first = min((DROP_ORDER[connection.phase] for connection in candidates), default=0)
+        candidates = [connection for connection in candidates if DROP_ORDER[connection.phase] == first]
+        candidates.sort(key=lambda connection: connection.last_received)
+        for connection in candidates[: max(1, self._limit // DROPPED_SHARE)]:
+            self._forget(connection)
+            connection.drop()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SECONDS_BETWEEN_SWEEPS)
+            now = asyncio.get_running_loop().time()
+            for connection, last in list(self._open.items()):
+                progress, phase = connection.progress, connection.phase
+                if progress != last.progress:
+                    last.progress, last.since = progress, now
+                limit = self._stall_seconds if phase == "unread" else MAX_SECONDS.get(phase, float("inf"))
+                if now - last.since > limit:
+                    connection.time_out()
+
+    def _warn(self, message: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._last_warning > SECONDS_BETWEEN_WARNINGS:
+            self._last_warning = now
+            logger.warning("%s", message)
+
+
+def _refuse(accepted: socket.socket, *, is_plain: bool) -> None:
+    with contextlib.suppress(OSError):
+        if is_plain:
+            accepted.recv(65_536)  # closing with unread bytes would reset the connection before the refusal arrives
+            accepted.send(REFUSAL)
+    accepted.close()
+
+
+def _probes_only(app: ASGIApp) -> ASGIApp:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in PROBES:
+            await app(scope, receive, send)
+            return
+        refusal = failure(
+            503,
+            "all connections of this server wait for answers; ask again later, or raise server.max_connections",
+            kind="server_error",
+            code="too_many_connections",
+            headers={"Retry-After": "1", "Connection": "close"},
+        )
+        await error_response(refusal)(scope, receive, send)
+
+    return answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,11 +8,11 @@ from parallm.errors import AdapterError, UnknownModel
 from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.table import AdapterTable
 
-SITE = "model.layers.0.self_attn.q_proj"
+TARGET = "model.layers.0.self_attn.q_proj"
 
 
 def arrays(value: float = 1.0) -> dict[str, mx.array]:
-    return {f"{SITE}.lora_a": mx.full((6, 2), value), f"{SITE}.lora_b": mx.zeros((2, 4))}
+    return {f"{TARGET}.lora_a": mx.full((6, 2), value), f"{TARGET}.lora_b": mx.zeros((2, 4))}
 
 
 def adapter(version: int, name: str = "policy") -> Adapter:

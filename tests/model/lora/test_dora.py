@@ -27,7 +27,7 @@ from parallm.model.shared_model import SharedModel
 Variant = Callable[..., Adapter]
 
 BLAS = load_blas(DeviceSettings())
-SITE = "model.layers.0.self_attn.q_proj"
+TARGET = "model.layers.0.self_attn.q_proj"
 TOKENS = mx.array([[5, 300, 17, 9, 44, 2], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4, 5, 6], [9, 8, 7, 6, 5, 4]])
 
 
@@ -35,7 +35,7 @@ def view_of(adapter: Adapter | None, model: SharedModel) -> LoraBinding | None:
     return None if adapter is None else single_lora(adapter.arrays, lora_scaling(adapter, model))
 
 
-def module_at(model: SharedModel, target: str = SITE) -> LoraLinear:
+def module_at(model: SharedModel, target: str = TARGET) -> LoraLinear:
     module = dict(model.base.named_modules())[target]
     assert isinstance(module, LoraLinear)
     return module
@@ -43,10 +43,10 @@ def module_at(model: SharedModel, target: str = SITE) -> LoraLinear:
 
 def in_mlx_lm(linear: nn.Module, adapter: Adapter, arrays: Mapping[str, mx.array]) -> nn.Module:
     layer_class = DoRALinear if adapter.is_dora else LoRALinear
-    rank = adapter.arrays[f"{SITE}.lora_a"].shape[1]
-    theirs = layer_class.from_base(linear, r=rank, scale=adapter.scales[SITE])
+    rank = adapter.arrays[f"{TARGET}.lora_a"].shape[1]
+    theirs = layer_class.from_base(linear, r=rank, scale=adapter.scales[TARGET])
     for name in ("lora_a", "lora_b", *(["m"] if adapter.is_dora else [])):
-        theirs[name] = arrays[f"{SITE}.{name}"]
+        theirs[name] = arrays[f"{TARGET}.{name}"]
     return theirs
 
 
@@ -72,7 +72,7 @@ def test_a_target_of_the_nano_model_computes_what_mlx_lm_computes(
     model = quantized_nano if quantized else load_shared_model(ModelSettings(path="nano"))
     adapter, module = variant(model, **form), module_at(model)
     assert isinstance(module.linear, nn.QuantizedLinear) == quantized
-    x = mx.random.normal((2, 5, model.targets[SITE][0]), key=mx.random.key(2))
+    x = mx.random.normal((2, 5, model.targets[TARGET][0]), key=mx.random.key(2))
     with model.lora_context.applied(view_of(adapter, model)):
         ours = module(x)
     assert mx.abs(ours - module.linear(x)).max().item() > 0.1
@@ -87,7 +87,7 @@ def test_the_gradient_of_dora_is_that_of_mlx_lm_with_the_norm_held_constant(
     assert "bias" in module.linear
     scaling = lora_scaling(adapter, model)
     x, y = (mx.random.normal((2, 5, 64), key=mx.random.key(seed)) for seed in (2, 3))
-    own = {name: array for name, array in adapter.arrays.items() if name.startswith(SITE)}
+    own = {name: array for name, array in adapter.arrays.items() if name.startswith(TARGET)}
 
     def ours(arrays: dict[str, mx.array]) -> mx.array:
         with model.lora_context.applied(single_lora(dict(adapter.arrays) | arrays, scaling)):
@@ -97,7 +97,7 @@ def test_the_gradient_of_dora_is_that_of_mlx_lm_with_the_norm_held_constant(
         return (in_mlx_lm(module.linear, adapter, arrays)(x) * y).sum()
 
     found, expected = mx.grad(ours)(own), mx.grad(theirs)(own)
-    assert set(found) == {f"{SITE}.{name}" for name in ("lora_a", "lora_b", "m")}
+    assert set(found) == {f"{TARGET}.{name}" for name in ("lora_a", "lora_b", "m")}
     for name, gradient in expected.items():
         assert mx.abs(gradient).max().item() > 0.1
         assert np.array(found[name]) == pytest.approx(np.array(gradient), rel=1e-4, abs=1e-4)
