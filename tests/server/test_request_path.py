@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MAX_MODULES = 58
+MAX_MODULES = 48
 MAX_MODULES_BEFORE_ENGINE = 9
 
 SERVE_AND_RECORD = """
