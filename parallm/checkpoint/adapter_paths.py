@@ -1,4 +1,4 @@
-"""Which adapter folders a user names: FOLDER of an adapter, a checkpoint or a run, or FOLDER@VERSION. Only reads."""
+"""Adapter folders by their names: FOLDER of an adapter, a checkpoint or a run, or FOLDER@VERSION. Only reads."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +15,8 @@ ALL = "all"
 def find_adapters(where: str) -> tuple[Path, ...]:
     """The folders that `where` names: one, or every checkpoint of a run for FOLDER@all.
 
-    Of a run's folder the best checkpoint by evaluation counts, the newest if none was evaluated. Raises AdapterError
-    with what there is.
+    A run's folder means its best checkpoint by evaluation, or the newest if none was evaluated. Raises AdapterError
+    with the choices.
     """
     path, choice = _split(where)
     if (path / CONFIG).is_file():
@@ -36,11 +36,11 @@ def find_adapters(where: str) -> tuple[Path, ...]:
 
 def find_adapter(where: str) -> Path:
     """The one folder that `where` names. Raises AdapterError."""
-    found = find_adapters(where)
-    if len(found) > 1:
-        versions = [read_version(folder.parent) for folder in found]
-        raise AdapterError(f"{where} names {len(found)} adapters; choose one of the versions {versions}")
-    return found[0]
+    folders = find_adapters(where)
+    if len(folders) > 1:
+        versions = [read_version(folder.parent) for folder in folders]
+        raise AdapterError(f"{where} names {len(folders)} adapters; choose one of the versions {versions}")
+    return folders[0]
 
 
 def exists(path: Path) -> bool:
@@ -52,11 +52,11 @@ def exists(path: Path) -> bool:
 
 
 def _split(where: str) -> tuple[Path, str]:
-    """Folder and what follows its last @, unless a folder has that name."""
+    """The folder, and the text after its last @ unless a folder has that whole name."""
     path, at, choice = where.rpartition("@")
     whole = Path(where).expanduser()
     folder, choice = (Path(path).expanduser(), choice) if at and not exists(whole) else (whole, "")
-    # a link such as `latest` will name another run one day, and what is written down should not
+    # a link such as `latest` may point to another run later; a recorded path must not change
     return (folder.parent / folder.readlink() if folder.is_symlink() else folder), choice
 
 
@@ -78,10 +78,10 @@ def _chosen(checkpoints: Sequence[Path], choice: str, where: str) -> Sequence[Pa
     versions = {read_version(folder): folder for folder in checkpoints}
     if choice.isdecimal() and int(choice) in versions:
         return (versions[int(choice)],)
-    known = ", ".join(str(version) for version in versions if version is not None)
+    choices = ", ".join(str(version) for version in versions if version is not None)
     raise AdapterError(
-        f"{where}: there is no version {choice!r}; checkpoints are kept of the versions {known}; @{NEWEST} and @{ALL} "
-        "name the newest and all of them"
+        f"{where}: there is no version {choice!r}; checkpoints are kept of the versions {choices}; @{NEWEST} and "
+        f"@{ALL} name the newest and all of them"
     )
 
 

@@ -1,4 +1,4 @@
-"""Adapters that come while the process runs: from a folder, as an upload or as raw tensors, and out again."""
+"""Adapters that operators load, update and unload while the process runs. The server's control routes call it."""
 
 import asyncio
 import io
@@ -30,10 +30,10 @@ Result = TypeVar("Result")
 
 
 class AdapterStore:
-    """Puts adapters into a table, each as the next version of its name, served at once, and says what names mean.
+    """Publishes each adapter as the next version of its name, served at once, and resolves names.
 
-    Sequences that run stay on their versions. Used on the asyncio thread; arrays are read on the device thread, one
-    adapter at a time. All changes raise what those of `PersistentTable` do.
+    Running sequences keep their versions. Used on the asyncio thread; the device thread reads arrays, one adapter at a
+    time. All changes raise the errors of `PersistentTable`.
     """
 
     def __init__(
@@ -82,12 +82,10 @@ class AdapterStore:
             return await self._publish(adapter, name)
 
     async def update(self, name: str, weights: bytes) -> AdapterCard:
-        """The served version of `name` with these tensors in place of its own, as the next version.
+        """Replace tensors of the served version of `name` and publish the result as its next version.
 
-        Where `name` is the base so far, they are those of an adapter of `model.lora`'s form.
-
-        `weights` is a safetensors file with names of PEFT or of mlx-lm; tensors that it lacks stay as they are. Raises
-        AdapterError, UnknownModel.
+        A name without versions starts from an adapter in the form of `model.lora`. `weights` is a safetensors file with
+        names of PEFT or of mlx-lm; missing tensors stay as they are. Raises AdapterError, UnknownModel.
         """
         self._check_name(name)
         await asyncio.to_thread(check_safetensors, io.BytesIO(weights), len(weights))
@@ -105,12 +103,12 @@ class AdapterStore:
             await self._kept.change(lambda table: table.unload(name, version), names=(name,))
 
     async def promote(self, name: str, version: int) -> None:
-        """Let the bare name mean this version. The newest one of a policy in training gives way to the next."""
+        """Serve this version under the bare name. A trained policy's newest version is replaced by its next."""
         async with self._lock:
             await self._kept.change(lambda table: table.promote(version, name=name), names=(name,), promotes=name)
 
     async def roll_back(self, name: str) -> int:
-        """Let the bare name mean the version below the present one, which is returned."""
+        """Serve the version below the present one under the bare name. Returns that version."""
         async with self._lock:
             return await self._kept.change(lambda table: table.roll_back(name=name), names=(name,), promotes=name)
 
@@ -127,13 +125,13 @@ class AdapterStore:
             await self._kept.change(lambda table: table.remove_alias(alias, name=name))
 
     async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
-        """Keep the models of these splits in memory, and nothing for the sake of splits before."""
+        """Keep the models of these splits in memory, and no longer those of earlier splits."""
         async with self._lock:
             models = [model for shares in splits.values() for model in shares]
             await self._kept.change(lambda table: table.hold(models), splits=splits)
 
     async def give(self, name: str, where: str) -> AdapterCard:
-        """Serve an adapter that the process is started with; `where` is one of `find_adapter`. Raises AdapterError."""
+        """Serve an adapter that the process starts with; `where` is a path for `find_adapter`. Raises AdapterError."""
         self._check_name(name)
         folder = await asyncio.to_thread(find_adapter, where)
         adapter = await self._on_device(partial(self._read, name, folder))
@@ -143,7 +141,7 @@ class AdapterStore:
 
     @property
     def splits(self) -> Mapping[str, Mapping[str, float]]:
-        """Those that operators have set."""
+        """Traffic splits that operators have set."""
         return self._kept.state.splits
 
     def _read(self, name: str, folder: Path) -> Adapter:
@@ -183,8 +181,8 @@ class AdapterStore:
 
 def _safe_folder(root: Path, path: str, max_bytes: int) -> Path:
     where, _, choice = ("", "", "") if exists(root / path) else path.rpartition("@")
-    found = resolve_inside(root, where or path)
-    folder = find_adapter(f"{found}@{choice}" if where else str(found))
+    inside_root = resolve_inside(root, where or path)
+    folder = find_adapter(f"{inside_root}@{choice}" if where else str(inside_root))
     check_folder(folder, root, max_bytes)
     return folder
 
@@ -196,7 +194,7 @@ def _unpack_safely(archive: bytes, folder: Path, max_bytes: int) -> None:
 
 @contextmanager
 def _named(folder: Path, name: str) -> Iterator[None]:
-    """Errors of adapters say `name` for `folder`: where the server keeps its files is no client's business."""
+    """Replace `folder` by `name` in adapter errors, so that clients do not learn the server's paths."""
     try:
         yield
     except AdapterError as error:

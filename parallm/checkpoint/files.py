@@ -1,6 +1,6 @@
-"""One checkpoint as a folder of files: written in place, synced, and verified against its manifest when read.
+"""One checkpoint as a folder of files: written, synced, and verified against its manifest when read.
 
-Knows nothing of other checkpoints, of temporary folders or of falling back: see `manager`.
+`manager` calls it, and handles temporary folders, other checkpoints and fallbacks.
 """
 
 import errno
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
-from parallm.checkpoint.trajectory_lines import groups_from_lines, groups_to_lines
 from parallm.errors import AdapterError, CheckpointError
 from parallm.model.adapters.files import read_adapter, read_arrays, write_arrays, write_exactly
 
@@ -23,7 +22,6 @@ logger = logging.getLogger(__name__)
 ADAPTER = "adapter"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
-TRAJECTORIES = "trajectories.jsonl"
 MANIFEST = "manifest.json"
 FORMAT = 1
 DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
@@ -31,21 +29,20 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 
 
 def write_checkpoint(state: TrainingState, folder: Path) -> None:
-    """Write the files of `state` into `folder`, which exists and is empty, and wait until the disk has them.
+    """Write `state` into the empty `folder`, and wait until the disk has it.
 
-    Raises OSError if the disk does not take them, TypeError, ValueError or RuntimeError for what cannot be written.
+    Raises OSError if the disk refuses, TypeError, ValueError or RuntimeError for values that cannot be written.
     """
-    made_of = state.fingerprint
+    fingerprint = state.fingerprint
     write_exactly(
         state.adapter,
         folder / ADAPTER,
-        num_layers=made_of.num_layers,
-        base_name=made_of.model,
-        base_sha256=made_of.model_sha256,
+        num_layers=fingerprint.num_layers,
+        base_name=fingerprint.model,
+        base_sha256=fingerprint.model_sha256,
     )
     write_arrays(folder / OPTIMIZER, state.optimizer, {"format": "mlx"})
     (folder / STATE).write_text(_state_text(state))
-    (folder / TRAJECTORIES).write_text(groups_to_lines(state.groups))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {path.relative_to(folder).as_posix(): _entry(path) for path in files}
     # no line end: without its last byte it must not be a manifest
@@ -55,7 +52,7 @@ def write_checkpoint(state: TrainingState, folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> TrainingState:
-    """Verify sizes and checksums of all files, then read them. Raises CheckpointError with the first fault."""
+    """Verify sizes and checksums of all files, then read them. Raises CheckpointError for the first fault."""
     try:
         _verify(folder)
         values = json.loads((folder / STATE).read_text())
@@ -65,9 +62,7 @@ def read_checkpoint(folder: Path) -> TrainingState:
             version=values["version"],
             adapter=read_adapter(folder / ADAPTER),
             optimizer=read_arrays(folder / OPTIMIZER)[0],
-            schedule_step=values["schedule_step"],
             counters=values["counters"],
-            groups=groups_from_lines((folder / TRAJECTORIES).read_text()),
             score=values["score"],
             fingerprint=Fingerprint(**(saved | {"targets": tuple(saved["targets"])})),
             facts=RunFacts(**values["facts"]) if values.get("facts") is not None else None,
@@ -77,30 +72,28 @@ def read_checkpoint(folder: Path) -> TrainingState:
 
 
 def read_score(folder: Path) -> float | None:
-    """The evaluation of a checkpoint without reading or verifying the rest; None if there is none or it is damaged."""
+    """The evaluation score of a checkpoint, unverified; None if there is none or it is damaged."""
     score = _state_value(folder, "score")
     return score if isinstance(score, float) and math.isfinite(score) else None
 
 
 def read_version(folder: Path) -> int | None:
-    """The adapter version of a checkpoint without reading or verifying the rest; None if it is damaged."""
+    """The adapter version of a checkpoint, unverified; None if it is damaged."""
     version = _state_value(folder, "version")
     return version if isinstance(version, int) else None
 
 
 def needed_bytes(state: TrainingState) -> int:
-    """About how much disk `write_checkpoint` takes."""
+    """Estimated bytes that `write_checkpoint` needs."""
     arrays = [*state.adapter.arrays.values(), *state.optimizer.values()]
-    # 256 bytes of header an array; a token with its log-probability takes about 40 as text; room for the small files
-    trajectories = [trajectory for group in state.groups for trajectory in group.trajectories]
-    text = sum(40 * len(t.prompt_tokens + t.tokens) + 2 * len(t.text) for t in trajectories)
-    return sum(array.nbytes + 256 for array in arrays) + text + 65536
+    # 256 bytes of header per array, and room for the small files
+    return sum(array.nbytes + 256 for array in arrays) + 65536
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Replace `file`: whatever happens it holds the old text or the new one. Raises OSError, changing nothing.
+    """Replace `file`: it always holds the old text or the new one. Raises OSError, changing nothing.
 
-    A disk that does not confirm the new name costs a warning: only a power failure could still bring the old text back.
+    If the disk does not confirm the rename, a warning says so: a power failure could bring the old text back.
     """
     temporary = file.with_name(f"{file.name}.tmp")
     try:
@@ -117,7 +110,7 @@ def write_atomically(file: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file, or the names in a folder."""
+    """Flush a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -129,7 +122,7 @@ def sync(path: Path) -> None:
 
 
 def _state_value(folder: Path, key: str) -> object:
-    """None where the state is damaged, or no ordinary file: a pipe would be waited for."""
+    """None if the state is damaged or no ordinary file (reading a pipe would block)."""
     path = folder / STATE
     try:
         return json.loads(path.read_text())[key] if path.is_file() else None
@@ -142,7 +135,7 @@ def _state_text(state: TrainingState) -> str:
         "format": FORMAT,
         "step": state.step,
         "version": state.version,
-        "schedule_step": state.schedule_step,
+        "schedule_step": state.step,
         "score": None if state.score is None else float(state.score),
         "fingerprint": asdict(state.fingerprint),
         "facts": None if state.facts is None else asdict(state.facts),
@@ -155,7 +148,7 @@ def _state_text(state: TrainingState) -> str:
 
 
 def _is_same(read: Any, written: Any) -> bool:
-    """Whether both hold the same values, NaN at the same places."""
+    """Whether both hold the same values, with NaN equal to NaN."""
     if isinstance(read, dict) and isinstance(written, dict):
         return read.keys() == written.keys() and all(_is_same(read[key], written[key]) for key in read)
     if isinstance(read, list) and isinstance(written, list):

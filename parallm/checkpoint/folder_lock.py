@@ -1,4 +1,4 @@
-"""One process at a time in a folder. The lock ends with its process, however that ends. Imports no MLX."""
+"""A lock that allows one process at a time in a folder, and ends with its process. Imports no MLX."""
 
 import errno
 import fcntl
@@ -13,7 +13,7 @@ from pathlib import Path
 from parallm.errors import FolderInUse
 
 LOCK = "process.lock"
-"""Holds the process id, for people. A file that a killed process has left locks nothing."""
+"""Holds the process id, for people. The file of a killed process locks nothing."""
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 logger = logging.getLogger(__name__)
@@ -23,19 +23,19 @@ class FolderLock:
     """An flock on a file in the folder, not shared with processes that this one forks."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises FolderInUse with the id of the process that has it, OSError where the folder cannot be written."""
+        """Raises FolderInUse with the holder's process id, OSError if the folder cannot be written."""
         self._file = folder / LOCK
         self._descriptor: int | None = _locked(self._file)
         os.register_at_fork(after_in_child=partial(_leave_to_parent, weakref.ref(self)))
 
     def release(self) -> None:
-        """Let others in. Does nothing the second time."""
+        """Unlock and remove the file. Does nothing the second time."""
         if self._descriptor is not None:
             self._file.unlink(missing_ok=True)
             self.forget()
 
     def forget(self) -> None:
-        """Close the file, which unlocks it unless another process has it open, too."""
+        """Close the file, which unlocks it unless another process has it open."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -65,7 +65,7 @@ def _locked(file: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its holder has removed it on leaving
+        os.close(descriptor)  # its holder removed it on release
 
 
 def _lock(descriptor: int, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: saved whole or not at all, a bounded number kept, the newest good one found again."""
+"""The checkpoints of one run: saved whole or not at all, pruned, and found again. The trainer's `Saver` calls it."""
 
 import errno
 import logging
@@ -29,16 +29,16 @@ class CheckpointManager:
     """Owns `step_*` in the folder of a run. Called from the device thread, because it evaluates arrays."""
 
     def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
-        """Make the folder if needed and remove what processes that have died in the middle of a save left there."""
+        """Make the folder if needed, and clean up after processes that died while saving."""
         self._folder = folder
         self._settings = settings
         folder.mkdir(parents=True, exist_ok=True)
         self._clean_up()
 
     def save(self, state: TrainingState) -> Path:
-        """Save `state` as `step_{step}`, then delete the checkpoints that are neither among the newest nor the best.
+        """Save `state` as `step_{step}`, then delete all checkpoints but the newest and the best.
 
-        Raises CheckpointError, leaving the older checkpoints and no leftovers, if it cannot be written.
+        Raises CheckpointError if it cannot be written; older checkpoints stay, and nothing is left over.
         """
         final = self._folder / f"step_{state.step:06d}"
         self._write(state, final)
@@ -58,7 +58,7 @@ class CheckpointManager:
         return final
 
     def check_name(self, name: str) -> None:
-        """Raise InvalidRequest if a checkpoint of this name exists, or if the name is not allowed."""
+        """Raise InvalidRequest if the name is not allowed or a checkpoint has it."""
         if not CHECKPOINT_NAME.fullmatch(name):
             raise InvalidRequest(
                 f"{name[:100]!r} cannot be the name of a checkpoint; use up to 64 letters, digits and _ . -",
@@ -72,10 +72,10 @@ class CheckpointManager:
     def load(
         self, resume: str, fingerprint: Fingerprint | None = None, facts: RunFacts | None = None
     ) -> TrainingState | None:
-        """The state to go on from: None for `never`, and for `auto` without a good one; else `resume` is a folder.
+        """The state to resume from. `resume` is `never`, `auto` or a folder; None for `never` and if `auto` finds none.
 
         `auto` sets damaged checkpoints aside with a warning. Raises CheckpointError if the named folder cannot be read,
-        or if what was found does not fit `fingerprint` and `facts`.
+        or if the state does not fit `fingerprint` and `facts`.
         """
         if resume == "never":
             return None
@@ -90,7 +90,7 @@ class CheckpointManager:
         return state
 
     def checkpoints(self) -> tuple[Path, ...]:
-        """The folders of whole saves, oldest first; not verified."""
+        """Checkpoint folders, oldest first; not verified."""
         return checkpoint_folders(self._folder)
 
     def best(self) -> Path | None:
@@ -112,7 +112,7 @@ class CheckpointManager:
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             raise self._save_error(final, error, needed) from error
-        except (TypeError, ValueError, RuntimeError) as error:  # one statistic must not cost the run
+        except (TypeError, ValueError, RuntimeError) as error:  # a bad counter must not end the run
             raise CheckpointError(f"{final} could not be saved: {error}; older checkpoints are unchanged") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -159,7 +159,7 @@ class CheckpointManager:
 
 
 def set_aside(path: Path, reason: str) -> None:
-    """Let `path` have a name that nothing reads. Raises CheckpointError."""
+    """Rename `path` so that nothing reads it. Raises CheckpointError."""
     names = (path.with_name(f"{ASIDE}{path.name}.{number}") for number in count())
     aside = next(name for name in names if not name.exists())
     try:
@@ -170,9 +170,9 @@ def set_aside(path: Path, reason: str) -> None:
 
 
 def rename_into_place(temporary: Path, final: Path) -> None:
-    """Let the folder `temporary` be `final`, in place of another one of that name. Raises OSError, changing nothing."""
+    """Rename the folder `temporary` to `final`, replacing it. Raises OSError, changing nothing."""
     replaced = final.with_name(f"{REPLACED}{final.name}")
-    if replaced.exists():  # an earlier save could not remove it
+    if replaced.exists():  # an earlier save could not delete it
         _delete(replaced)
     if final.exists():
         final.rename(replaced)
@@ -187,7 +187,7 @@ def rename_into_place(temporary: Path, final: Path) -> None:
 
 
 def check_named(path: Path, run_folder: Path) -> None:
-    """Raise CheckpointError, with the checkpoints of both folders, if `path` is none."""
+    """Raise CheckpointError, naming the checkpoints of both folders, if `path` is no checkpoint."""
     if (path / MANIFEST).is_file():
         return
     choices = [str(choice) for choice in (*checkpoint_folders(path), *checkpoint_folders(run_folder))]
@@ -198,20 +198,20 @@ def check_named(path: Path, run_folder: Path) -> None:
 
 
 def best_checkpoint(checkpoints: Iterable[Path]) -> Path | None:
-    """The one with the highest evaluation, the newest of equals; None if none was evaluated."""
+    """The checkpoint with the highest evaluation, the newest of equals; None if none was evaluated."""
     scores = [(score, path) for path in checkpoints if (score := read_score(path)) is not None]
     return max(scores, key=lambda pair: (pair[0], _step(pair[1])))[1] if scores else None
 
 
 def checkpoint_folders(folder: Path) -> tuple[Path, ...]:
-    """The checkpoints of a run's folder, oldest first; not verified."""
+    """The checkpoints in a run's folder, oldest first; not verified."""
     if not folder.is_dir():
         return ()
     return tuple(sorted((path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)), key=_step))
 
 
 def _delete(path: Path) -> None:
-    # renamed first: half a checkpoint must never bear the name of one
+    # renamed first: half a checkpoint must never have a checkpoint's name
     names = (path.with_name(f"{TEMPORARY}{path.name}.{number}-{os.getpid()}") for number in count())
     doomed = next(name for name in names if not name.exists())
     try:
@@ -226,7 +226,7 @@ def _step(path: Path) -> int:
 
 
 def _is_running(process_id: str) -> bool:
-    """Whether another process of this machine has the id; our own cannot be in the middle of a save here."""
+    """Whether another process has this id. Our own is not saving here."""
     if not process_id.isdigit() or int(process_id) in (0, os.getpid()):
         return False
     try:

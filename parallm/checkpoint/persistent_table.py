@@ -1,4 +1,4 @@
-"""A table of adapters whose changes by operators outlive the process."""
+"""An adapter table whose changes by operators outlive the process. `AdapterStore` calls it."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
@@ -17,8 +17,7 @@ from parallm.checkpoint.serving_state import (
 )
 from parallm.device.thread import DeviceThread
 from parallm.errors import NotStored, ParallmError
-from parallm.model.adapters.names import versioned
-from parallm.model.adapters.table import AdapterTable
+from parallm.model.adapters.table import AdapterTable, versioned
 
 Result = TypeVar("Result")
 SplitShares = Mapping[str, Mapping[str, float]]
@@ -26,10 +25,10 @@ EMPTY_STATE = ServingState()
 
 
 class PersistentTable:
-    """Stores each change in a folder before it counts. For the asyncio thread; one change at a time.
+    """Stores each change in a folder before it takes effect. Used on the asyncio thread; one change at a time.
 
-    Changes raise NotStored where the disk does not take them, and FolderInUse where another process has the folder:
-    nothing has changed then. Without a folder nothing is stored.
+    Changes raise NotStored if the disk refuses them, FolderInUse if another process has the folder; nothing changes
+    then. Without a folder nothing is stored.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class PersistentTable:
         folder: ServingFolder | None = None,
         state: ServingState = EMPTY_STATE,
     ) -> None:
-        """`trained` are the policies whose versions a trainer makes, `state` is what `folder` holds."""
+        """`trained`: policies whose versions a trainer makes. `state`: the content of `folder`."""
         self._device = device
         self.table = table
         self.trained = frozenset(trained)
@@ -50,19 +49,20 @@ class PersistentTable:
 
     @property
     def folder(self) -> Path | None:
-        """Where changes are stored."""
+        """The folder that stores changes."""
         return None if self._folder is None else self._folder.folder
 
     async def restore(self, versions: Mapping[str, int]) -> None:
-        """Go on with the state, before anything is served. `versions`: of each policy in training the one whose weights
-        it goes on with.
+        """Restore the state before anything is served. `versions`: the version each trained policy resumes from.
 
-        Raises CheckpointError for weights that are not what was stored.
+        Raises CheckpointError for weights that differ from what was stored.
         """
         if self._folder is None:
             return
         read, state = self._folder.read_adapter, self.state
-        promoted = {name: one for name, one in state.promoted.items() if one.holds_at(versions.get(name, 0))}
+        promoted = {
+            name: promotion for name, promotion in state.promoted.items() if promotion.holds_at(versions.get(name, 0))
+        }
         self.state = state = replace(state, promoted=promoted)
         self.table.restore(
             [await self._on_device(partial(read, key)) for key in state.digests],
@@ -71,8 +71,8 @@ class PersistentTable:
             held=split_versions(state.splits),
             highest=state.highest,
         )
-        for name, one in promoted.items():
-            self.table.promote(one.version, name=name)
+        for name, promotion in promoted.items():
+            self.table.promote(promotion.version, name=name)
         self.table.hold(_models(state.splits))
 
     async def change(
@@ -83,28 +83,28 @@ class PersistentTable:
         promotes: str | None = None,
         splits: SplitShares | None = None,
     ) -> Result:
-        """Do `act` to the table. It is tried out first, so that what is wrong with it changes nothing.
+        """Apply `act` to the table, after a trial on a copy, so that an error changes nothing.
 
-        `names` are those whose versions it changes, `promotes` is the one whose bare name means another version then,
-        and `splits` are the new ones.
+        `names`: the names whose versions change. `promotes`: the name that another version is promoted for. `splits`:
+        the new traffic splits.
         """
         if self._folder is None:
             return act(self.table)
-        tried = self.table.copy()
-        act(tried)
+        trial = self.table.copy()
+        act(trial)
         before = self.state
-        after = self._after(tried, names, promotes, splits)
-        await self._store(self._folder, after, tried)
+        after = self._after(trial, names, promotes, splits)
+        await self._store(self._folder, after, trial)
         try:
             result = act(self.table)
-        except ParallmError:  # of what a trainer has published meanwhile
+        except ParallmError:  # a trainer has published meanwhile
             await self._store(self._folder, before, self.table)
             raise
         self.state = after
         return result
 
     def close(self) -> None:
-        """Let another process go on with the state."""
+        """Release the folder."""
         if self._folder is not None:
             self._folder.close()
 
@@ -125,7 +125,7 @@ class PersistentTable:
                 await self._on_device(partial(folder.stage, adapter))
             await asyncio.to_thread(folder.commit, state)
         except OSError as error:
-            await asyncio.to_thread(folder.discard)  # it may be what has filled the disk
+            await asyncio.to_thread(folder.discard)  # staged files may have filled the disk
             raise NotStored(
                 f"nothing was changed: {folder.folder} does not take what operators set ({error.strerror or error}); "
                 "make room for it, or start with server.state=FOLDER or server.state=off"

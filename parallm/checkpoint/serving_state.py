@@ -1,4 +1,11 @@
-"""What operators have set while a process ran, as far as the next one goes on with it. Pure but for `snapshot`."""
+"""Settings of operators that outlive the process: the state, and the folder that stores it.
+
+The folder is whole after every change:
+
+serving.json                the state; replaced in one step after its weights are on the disk
+adapters/poet@3-5f0c1a/     one version as a checkpoint holds it, with the beginning of its digest
+process.lock                the lock of the process that has it
+"""
 
 import json
 import logging
@@ -13,54 +20,57 @@ from parallm.checkpoint.folder_lock import FolderLock
 from parallm.errors import AdapterError, CheckpointError, FolderInUse
 from parallm.model.adapters.adapter import Adapter, Key
 from parallm.model.adapters.files import read_adapter, write_exactly
-from parallm.model.adapters.names import is_number, of_alias
-from parallm.model.adapters.table import AdapterTable
+from parallm.model.adapters.table import AdapterTable, is_number, of_alias
 from parallm.model.shared_model import SharedModel
 from parallm.types import BEST
 
 FORMAT = 1
+STATE = "serving.json"
+ADAPTERS = "adapters"
+WAY_OUT = "choose another folder with server.state=FOLDER, or go without by server.state=off"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promotion:
-    """What a policy's bare name means by an operator's wish: until another one, or, if it was the policy's newest
-    version, until the trainer publishes the next."""
+    """A version that an operator promoted under a policy's bare name. It lasts until the next promotion, or, if it was
+    the newest version, until the trainer publishes the next."""
 
     version: int
     """0: the base."""
     newest: int
-    """The policy's newest version at that time."""
+    """The policy's newest version at the time."""
 
     def holds_at(self, version: int) -> bool:
-        """Whether it holds where the policy's newest version is `version`."""
+        """Whether it still holds when the policy's newest version is `version`."""
         return self.version < self.newest or version <= self.newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingState:
-    """Of a table of adapters and of splits."""
+    """The operators' changes to an adapter table and to traffic splits."""
 
     digests: Mapping[Key, str] = field(default_factory=dict)
-    """The versions whose weights are kept: of names that operators have changed, and those of policies in training that
-    an alias, a split or a promotion pins."""
+    """Digests of the stored versions: all of names that operators changed, and versions of trained policies that an
+    alias, a split or a promotion pins."""
     served: Mapping[str, int] = field(default_factory=dict)
-    """What bare names of the former mean."""
+    """The served version of each name that operators changed."""
     highest: Mapping[str, int] = field(default_factory=dict)
-    """Every name that operators have changed, unloaded ones too, with the highest version that it ever had."""
+    """The highest version ever of each name that operators changed, unloaded names too."""
     aliases: Mapping[str, Key] = field(default_factory=dict)
-    """By their plain names."""
     promoted: Mapping[str, Promotion] = field(default_factory=dict)
-    """Of policies in training."""
+    """Promotions of trained policies."""
     splits: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def pinned(self, name: str) -> int:
-        """The highest version of this name whose weights are kept; 0 where none are."""
+        """The highest stored version of this name; 0 if there is none."""
         return max((version for other, version in self.digests if other == name), default=0)
 
     def summary(self) -> str:
-        """For people, in one line; nothing where nothing is set."""
+        """One line for people; empty if nothing is set."""
         names = [f"{name}@{version}" for name, version in sorted(self.served.items())]
-        names += [f"{name}@{one.version}" for name, one in sorted(self.promoted.items())]
+        names += [f"{name}@{promotion.version}" for name, promotion in sorted(self.promoted.items())]
         names += sorted(f"no {name}" for name in self.highest.keys() - self.served.keys())
         parts = [("", names), ("aliases ", sorted(self.aliases)), ("splits of ", sorted(self.splits))]
         return "; ".join(f"{what}{', '.join(which)}" for what, which in parts if which)
@@ -69,18 +79,26 @@ class ServingState:
 def snapshot(
     before: ServingState, table: AdapterTable, *, changed: Iterable[str], trained: Iterable[str]
 ) -> ServingState:
-    """`before` as `table` is now, where operators have also changed the names `changed`. `trained` are the policies
-    whose versions a trainer makes; what it sets there itself is not the operators'."""
+    """`before` updated to `table`, in which operators have changed the names `changed`.
+
+    `trained`: policies whose versions a trainer makes; its own changes are not recorded.
+    """
     policies, cards = frozenset(trained), table.cards()
     names = (before.highest.keys() | set(changed)) - policies
     aliases = {
-        alias: key for alias, key in table.aliases.items() if alias not in {of_alias(BEST, one) for one in policies}
+        alias: key
+        for alias, key in table.aliases.items()
+        if alias not in {of_alias(BEST, policy) for policy in policies}
     }
-    promoted = {name: one for name, one in before.promoted.items() if served_version(table, name) == one.version}
+    promoted = {
+        name: promotion
+        for name, promotion in before.promoted.items()
+        if served_version(table, name) == promotion.version
+    }
     pinned = {
         *aliases.values(),
         *split_versions(before.splits),
-        *((name, one.version) for name, one in promoted.items()),
+        *((name, promotion.version) for name, promotion in promoted.items()),
     }
     names |= {name for name, _ in pinned} - policies
     kept = [card for card in cards if card.name in names or (card.name, card.version) in pinned]
@@ -95,7 +113,7 @@ def snapshot(
 
 
 def split_versions(splits: Mapping[str, Mapping[str, float]]) -> set[Key]:
-    """The exact versions that splits name."""
+    """Versions that splits name exactly."""
     models = (model.partition("@") for shares in splits.values() for model in shares)
     return {(name, int(version)) for name, _, version in models if is_number(version)}
 
@@ -109,7 +127,7 @@ def to_json(state: ServingState) -> dict[str, Any]:
         "served": dict(state.served),
         "highest": dict(state.highest),
         "aliases": {alias: list(key) for alias, key in state.aliases.items()},
-        "promoted": {name: asdict(one) for name, one in state.promoted.items()},
+        "promoted": {name: asdict(promotion) for name, promotion in state.promoted.items()},
         "splits": {name: dict(shares) for name, shares in state.splits.items()},
     }
 
@@ -119,29 +137,22 @@ def from_json(values: Mapping[str, Any]) -> ServingState:
     if values["format"] != FORMAT:
         raise ValueError(f"it has format {values['format']}, this version reads {FORMAT}")
     return ServingState(
-        digests={(one["name"], int(one["version"])): one["digest"] for one in values["adapters"]},
+        digests={(row["name"], int(row["version"])): row["digest"] for row in values["adapters"]},
         served={name: int(version) for name, version in values["served"].items()},
         highest={name: int(version) for name, version in values["highest"].items()},
         aliases={alias: (name, int(version)) for alias, (name, version) in values["aliases"].items()},
-        promoted={name: Promotion(**one) for name, one in values["promoted"].items()},
+        promoted={name: Promotion(**promotion) for name, promotion in values["promoted"].items()},
         splits={name: dict(shares) for name, shares in values["splits"].items()},
     )
 
 
 def served_version(table: AdapterTable, name: str) -> int:
-    """What the bare name of a policy means; 0 is the base."""
+    """The version that a policy's bare name serves; 0 is the base."""
     return next((card.version for card in table.cards() if card.name == name and card.is_served), 0)
 
 
-logger = logging.getLogger(__name__)
-
-STATE = "serving.json"
-ADAPTERS = "adapters"
-WAY_OUT = "choose another folder with server.state=FOLDER, or go without by server.state=off"
-
-
 class ServingFolder:
-    """Made and locked by the first change, or by `read` where there is something to read."""
+    """Created and locked by the first change, or by `read` if the folder holds a state."""
 
     def __init__(self, folder: Path, model: SharedModel) -> None:
         self.folder = folder
@@ -150,9 +161,9 @@ class ServingFolder:
         self._stored: dict[Key, str] = {}  # digests of the versions on disk
 
     def read(self) -> ServingState:
-        """What an earlier process has left, and the lock on it; an empty state where there is none.
+        """Lock the folder and read the state of an earlier process; an empty state if there is none.
 
-        Raises FolderInUse where another process goes on with it, CheckpointError for one that cannot be gone on with.
+        Raises FolderInUse if another process has the folder, CheckpointError if the state cannot be used.
         """
         if not (self.folder / STATE).is_file():
             return ServingState()
@@ -174,22 +185,22 @@ class ServingFolder:
         return state
 
     def read_adapter(self, key: Key) -> Adapter:
-        """The weights of a version. Runs on the device thread. Raises CheckpointError."""
+        """Read the weights of a version. Runs on the device thread. Raises CheckpointError."""
         name, version = key
         try:
-            found = read_adapter(self._path(key, self._stored[key]), self._model.targets, name=name, version=version)
+            adapter = read_adapter(self._path(key, self._stored[key]), self._model.targets, name=name, version=version)
         except AdapterError as error:
             raise self._unreadable(error) from error
-        if found.digest != self._stored[key]:
+        if adapter.digest != self._stored[key]:
             raise self._unreadable(ValueError(f"{name}@{version} is not what was stored"))
-        return found
+        return adapter
 
     def missing(self, state: ServingState) -> list[Key]:
-        """The versions of `state` to stage before it is committed."""
+        """Versions to stage before `state` is committed."""
         return [key for key, digest in state.digests.items() if self._stored.get(key) != digest]
 
     def stage(self, adapter: Adapter) -> None:
-        """Write the weights of a version, which the next `commit` names. Runs on the device thread.
+        """Write the weights of a version for the next `commit`. Runs on the device thread.
 
         Raises FolderInUse, OSError.
         """
@@ -205,7 +216,7 @@ class ServingFolder:
         )
 
     def commit(self, state: ServingState) -> None:
-        """Let the folder hold `state`, whose weights were staged; may block. Raises FolderInUse, OSError."""
+        """Store `state`, whose weights were staged; may block. Raises FolderInUse, OSError."""
         self._take()
         added = self.missing(state)
         for key in added:
@@ -220,18 +231,18 @@ class ServingFolder:
         self._remove_others()
 
     def discard(self) -> None:
-        """Remove what was staged and not committed."""
+        """Remove weights that were staged and not committed."""
         if self._lock is not None:
             self._remove_others()
 
     def close(self) -> None:
-        """Let other processes have it."""
+        """Release the lock."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def _take(self, *, may_hold_state: bool = False) -> None:
-        """Make and lock the folder. Raises FolderInUse, also for a state that another process has left meanwhile."""
+        """Create and lock the folder. Raises FolderInUse, also if another process has stored a state meanwhile."""
         if self._lock is not None:
             return
         (self.folder / ADAPTERS).mkdir(parents=True, exist_ok=True)
@@ -254,10 +265,10 @@ class ServingFolder:
         return self.folder / ADAPTERS / f"{key[0]}@{key[1]}-{digest[:12]}"
 
     def _remove_others(self) -> None:
-        """Weights that nothing names any more, or that a process had staged when it was killed."""
-        wanted = {self._path(key, digest).name for key, digest in self._stored.items()}
+        """Remove weights that the state does not name, including staged ones of a killed process."""
+        kept_names = {self._path(key, digest).name for key, digest in self._stored.items()}
         for path in (self.folder / ADAPTERS).iterdir():
-            if path.name not in wanted:
+            if path.name not in kept_names:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _unreadable(self, error: Exception) -> CheckpointError:

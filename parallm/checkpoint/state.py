@@ -1,4 +1,4 @@
-"""The identity of a run: kind, seed, problems and keys decide which run may go on from which checkpoint."""
+"""The state of a training run, and the identity that decides which run may resume from which checkpoint."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,14 +9,13 @@ import mlx.core as mx
 
 from parallm.errors import CheckpointError
 from parallm.model.adapters.adapter import Adapter
-from parallm.types import TrajectoryGroup
 
 IDENTITY = ("learner.preset",)
-"""Keys that make another run of the same name, besides its kind, its seed and its problems."""
+"""Keys that identify a run, besides its kind, seed and problems."""
 PROBLEMS = ("environment.", "learner.data")
-"""Keys with these beginnings say what is trained on."""
+"""Prefixes of the keys that choose what is trained on."""
 UNREPORTED = ("trainer.steps", "trainer.keep_serving")
-"""Keys whose change says itself."""
+"""Keys whose change is not reported, because it is obvious."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,19 +23,19 @@ class RunFacts:
     """One run. JSON holds it as it is."""
 
     kind: str
-    """As a user chooses it, e.g. `learner=sft`."""
+    """The user's choice, e.g. `learner=sft`."""
     seed: int
     start: str = ""
-    """Digest of the adapter that the run was given; empty for a new one."""
+    """Digest of the given start adapter; empty for a new one."""
     problems: str = ""
-    """Digest of what is drawn from, in its order; empty where nothing is."""
+    """Digest of the problems in their order; empty if nothing is drawn."""
     keys: Mapping[str, Any]
-    """Every other key that training depends on, dotted, with its value."""
+    """All other keys that training depends on, dotted, with their values."""
 
     def check_fits(self, saved: "RunFacts", where: str, *, is_same_run: bool) -> None:
-        """Raise CheckpointError, with a line for each key and the way out, unless this run can go on from `saved`.
+        """Raise CheckpointError, with a line per key and the way out, unless this run can resume from `saved`.
 
-        `is_same_run`: the checkpoint was found in the run's own folder. One that a user has named may be branched from.
+        `is_same_run`: the checkpoint is in the run's own folder. A checkpoint that a user names may be branched from.
         """
         lines = [*self._contradictions(saved, where)]
         if is_same_run and not lines:
@@ -45,17 +44,17 @@ class RunFacts:
             raise CheckpointError("\n".join(lines))
 
     def changes(self, saved: "RunFacts") -> list[str]:
-        """Every key that is another one now, with both values."""
+        """Every key whose value differs, with both values."""
         ours, theirs = {"seed": self.seed, **self.keys}, {"seed": saved.seed, **saved.keys}
         differing = [key for key in ours if key in theirs and key not in UNREPORTED and ours[key] != theirs[key]]
         return [f"{key}={_shown(ours[key])} (was {_shown(theirs[key])})" for key in differing]
 
     def draws_same_problems(self, saved: "RunFacts | None") -> bool:
-        """Whether a place in the problems of `saved` is the same problem here."""
+        """Whether an index into the problems of `saved` is the same problem here."""
         return saved is None or (saved.problems, saved.seed) == (self.problems, self.seed)
 
     def scores_same_problems(self, saved: "RunFacts | None") -> bool:
-        """Whether rewards and accuracies of `saved` can be compared with those of this run."""
+        """Whether rewards and accuracies of `saved` are comparable with this run's."""
         if saved is None or saved.problems == self.problems:
             return True
         return all(self.keys.get(key) == saved.keys.get(key) for key in self._keys_of_problems(saved))
@@ -77,7 +76,7 @@ class RunFacts:
             )
 
     def _of_another_run(self, saved: "RunFacts", where: str) -> Iterator[str]:
-        """One line for each key that makes this another run than that of `saved`."""
+        """One line per key that distinguishes this run from that of `saved`."""
         ours, theirs = {"seed": self.seed, **self.keys}, {"seed": saved.seed, **saved.keys}
         keys = ["seed", *IDENTITY]
         if saved.problems != self.problems:
@@ -92,13 +91,13 @@ class RunFacts:
 
 
 def _shown(value: object) -> str:
-    """As on the command line."""
+    """The value in command-line form."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What a run and the checkpoint that it resumes from must have in common."""
+    """The base and LoRA shape that a run shares with the checkpoint that it resumes from."""
 
     model: str
     """Name or path of the base, for people: a base may be moved."""
@@ -108,12 +107,12 @@ class Fingerprint:
     alpha: float
     targets: tuple[str, ...]
     ranks: Mapping[str, int] = field(default_factory=dict)
-    """Sites of another rank."""
+    """Target modules with a rank of their own."""
     rslora: bool = False
     dora: bool = False
 
     def check_fits(self, saved: "Fingerprint", where: str) -> None:
-        """Raise CheckpointError, naming the first difference and the way out, unless `saved` can go on in this run."""
+        """Raise CheckpointError, naming the first difference and the way out, unless `saved` fits this run."""
         way_out = "set checkpoint.resume=never to start anew"
         if (saved.model_sha256, saved.num_layers) != (self.model_sha256, self.num_layers):
             raise CheckpointError(
@@ -146,7 +145,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """Everything between two steps of a run. Arrays are evaluated by the manager, on the device thread."""
+    """A run between two steps. The manager evaluates its arrays, on the device thread."""
 
     step: int
     """Finished steps."""
@@ -154,14 +153,10 @@ class TrainingState:
     adapter: Adapter
     optimizer: Mapping[str, mx.array]
     """The optimizer's state by flattened name."""
-    schedule_step: int
     counters: Mapping[str, Any]
-    """Data cursor, random states and counters; as JSON: no tuples, string keys only. Numbers that are not finite come
-    back as they were: state.json has `NaN`, `Infinity` and `-Infinity`, as Python's json writes and reads them."""
-    groups: tuple[TrajectoryGroup, ...]
-    """Sampled, not yet trained on."""
+    """Data cursor, random states and counters as JSON: no tuples, string keys only. `NaN` and `Infinity` are kept."""
     score: float | None
     """Held-out accuracy of this version, if it was evaluated."""
     fingerprint: Fingerprint
     facts: RunFacts | None = None
-    """None in checkpoints of versions that did not keep them."""
+    """None in checkpoints of older versions."""

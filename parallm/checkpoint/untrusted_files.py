@@ -1,7 +1,7 @@
-"""Files from somebody else: paths that must stay in a folder, archives, and safetensors that must be what they say.
+"""Checks of files that clients bring: paths, zip archives and safetensors. `adapter_store` calls it.
 
-Nothing here executes what it reads: pickled files, symbolic links out of the folder and whatever is no adapter are
-refused. Pure Python, for any thread.
+Nothing is executed: pickled files, links out of the folder and anything but an adapter are refused. Pure Python, for
+any thread.
 """
 
 import io
@@ -25,27 +25,27 @@ MAX_HEADER_BYTES = 4 * 1024 * 1024
 MAX_TENSORS = 16384
 MAX_AXES = 4
 MAX_NUMBER = 1 << 48
-"""Largest number in a shape or an offset: products of larger ones would take their time."""
+"""Largest number in a shape or an offset; products of larger ones would be slow."""
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-"""Types of tensors that adapters have, and their sizes."""
+"""Bytes per number of the types that adapters may have."""
 
 
-def resolve_inside(root: Path, wanted: str) -> Path:
-    """The existing path `wanted`, absolute or below `root`, links followed.
+def resolve_inside(root: Path, path: str) -> Path:
+    """The existing path `path`, absolute or below `root`, with links followed.
 
-    Raises AdapterError if that is outside of `root`, AdapterMissing if there is nothing.
+    Raises AdapterError if it is outside of `root`, AdapterMissing if it does not exist.
     """
     try:
-        found = (root / wanted).resolve(strict=True)
+        resolved = (root / path).resolve(strict=True)
     except (OSError, ValueError) as error:
-        raise AdapterMissing(f"{wanted!r} is not there; adapters are loaded from server.adapters_root") from error
-    if not found.is_relative_to(root.resolve()):
-        raise AdapterError(f"{wanted!r} is outside of server.adapters_root, the only folder that adapters come from")
-    return found
+        raise AdapterMissing(f"{path!r} is not there; adapters are loaded from server.adapters_root") from error
+    if not resolved.is_relative_to(root.resolve()):
+        raise AdapterError(f"{path!r} is outside of server.adapters_root, the only folder that adapters come from")
+    return resolved
 
 
 def check_folder(folder: Path, root: Path, max_bytes: int) -> None:
-    """Raise AdapterError unless the adapter in `folder` can be read without danger."""
+    """Raise AdapterError unless the adapter in `folder` is safe to read."""
     for name in MEMBERS:
         if (folder / name).exists():
             with _ordinary_file(resolve_inside(root, str(folder / name)), name) as file:
@@ -58,9 +58,9 @@ def check_folder(folder: Path, root: Path, max_bytes: int) -> None:
 
 
 def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
-    """Write the adapter in a zip archive to `folder`. Raises AdapterError; what is in `folder` is of no use then.
+    """Write the adapter in a zip archive to `folder`. Raises AdapterError, and leaves `folder` unusable then.
 
-    The beginning of each file is looked at before the rest is unpacked.
+    The header of each file is checked before anything is unpacked.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as opened:
@@ -80,9 +80,9 @@ def unpack(archive: bytes, folder: Path, max_bytes: int) -> None:
 
 
 def check_safetensors(file: IO[bytes], size: int) -> None:
-    """Raise AdapterError unless `file` of `size` bytes is a safetensors file of floating-point tensors, whole.
+    """Raise AdapterError unless `file` of `size` bytes is a whole safetensors file of floating-point tensors.
 
-    Reads its header only. The format: https://github.com/huggingface/safetensors
+    Reads the header only. Format: https://github.com/huggingface/safetensors
     """
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > size - 8:
@@ -94,10 +94,10 @@ def check_safetensors(file: IO[bytes], size: int) -> None:
     if len(header) > MAX_TENSORS:
         raise AdapterError(f"the weights have {len(header)} tensors, the limit is {MAX_TENSORS}")
     end = 0
-    for name, (begin, stop, wanted) in sorted(
+    for name, (begin, stop, num_bytes) in sorted(
         ((name, _extent(name, entry)) for name, entry in header.items()), key=lambda pair: pair[1]
     ):
-        if begin != end or stop - begin != wanted:
+        if begin != end or stop - begin != num_bytes:
             raise AdapterError(f"the tensor {name[:100]!r} is not where the header of the weights says")
         end = stop
     if end != size - 8 - length:
@@ -105,10 +105,10 @@ def check_safetensors(file: IO[bytes], size: int) -> None:
 
 
 def _ordinary_file(path: Path, name: str) -> BinaryIO:
-    """`path`, opened. Raises AdapterError for a pipe, a device or a socket, which is never waited for."""
+    """Open `path`. Raises AdapterError for a pipe, a device or a socket, without waiting for it."""
     try:
         if stat.S_ISREG(path.stat().st_mode):
-            # the path may be another one by now, and opening a pipe would wait for a writer
+            # the path may have changed since, and opening a pipe would wait for a writer
             file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return file
@@ -125,7 +125,7 @@ def _check_size(name: str, size: int, max_bytes: int) -> None:
 
 
 def _members(infos: list[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
-    """Return the files, named relative to their common folder, without those that PEFT and macOS add."""
+    """The files, named relative to their common folder, without extra files of PEFT and macOS."""
     files = [info for info in infos if not info.is_dir() and not info.filename.startswith(MACOS_FOLDER)]
     folders = {info.filename.rpartition("/")[0] for info in files}
     folder = folders.pop() if len(folders) == 1 else ""
@@ -151,7 +151,7 @@ def _check_members(infos: list[zipfile.ZipInfo], max_bytes: int) -> None:
 
 
 def _extent(name: str, entry: Any) -> tuple[int, int, int]:
-    """Where a tensor begins and stops, and how many bytes its shape needs."""
+    """Begin and end of a tensor in the file, and the bytes that its shape needs."""
     try:
         shape, kind = entry["shape"], entry["dtype"]
         begin, stop = entry["data_offsets"]

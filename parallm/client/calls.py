@@ -74,7 +74,7 @@ class Generated:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Call(Generic[Result]):
     """One request, and how to read its answer."""
 
@@ -105,7 +105,7 @@ class Call(Generic[Result]):
 
 
 def adapters() -> Call[tuple[AdapterCard, ...]]:
-    return Call(method="GET", path="/v1/adapters", read=lambda answer: tuple(map(_card, answer["data"])))
+    return Call("GET", "/v1/adapters", lambda answer: tuple(map(_card, answer["data"])))
 
 
 def generate(
@@ -114,7 +114,7 @@ def generate(
     if fields.get("n", 1) != 1:
         raise ValueError(f"n is {fields['n']}; several completions are for generate_all")
     asked = _asked(prompt if isinstance(prompt, str) else list(prompt), policy_version, step_id, fields)
-    return Call(method="POST", path="/generate", read=partial(_generated, asked), fields=asked)
+    return Call("POST", "/generate", partial(_generated, asked), asked)
 
 
 def generate_all(
@@ -122,56 +122,49 @@ def generate_all(
 ) -> Call[list[Generated]]:
     sent = [prompt if isinstance(prompt, str) else list(prompt) for prompt in prompts]
     asked = _asked(sent, policy_version, step_id, fields)
-    return Call(
-        method="POST",
-        path="/generate",
-        read=lambda answers: [_generated(asked, answer) for answer in answers],
-        fields=asked,
-    )
+    return Call("POST", "/generate", lambda answers: [_generated(asked, answer) for answer in answers], asked)
 
 
 def load_adapter(path: str, name: str) -> Call[AdapterCard]:
-    return Call(method="POST", path="/v1/adapters/load", read=_card, fields={"name": name, "path": path})
+    return Call("POST", "/v1/adapters/load", _card, {"name": name, "path": path})
 
 
 def upload_adapter(name: str, archive: bytes) -> Call[AdapterCard]:
-    return Call(method="PUT", path=f"/v1/adapters/{quote(name, safe='')}", read=_card, content=archive)
+    return Call("PUT", f"/v1/adapters/{quote(name, safe='')}", _card, content=archive)
 
 
 def update_adapter(name: str, weights: bytes) -> Call[AdapterCard]:
-    return Call(method="POST", path="/update_adapter_weights", read=_card, content=weights, query={"name": name})
+    return Call("POST", "/update_adapter_weights", _card, content=weights, query={"name": name})
 
 
 def unload_adapter(model: str) -> Call[None]:
-    return Call(method="DELETE", path=f"/v1/adapters/{quote(model, safe='@')}", read=_nothing)
+    return Call("DELETE", f"/v1/adapters/{quote(model, safe='@')}", _nothing)
 
 
 def promote(version: int, name: str = POLICY) -> Call[None]:
-    return Call(method="POST", path="/v1/adapters/promote", read=_nothing, fields={"name": name, "version": version})
+    return Call("POST", "/v1/adapters/promote", _nothing, {"name": name, "version": version})
 
 
 def roll_back(name: str = POLICY) -> Call[int]:
-    return Call(
-        method="POST", path="/v1/adapters/rollback", read=lambda answer: int(answer["version"]), fields={"name": name}
-    )
+    return Call("POST", "/v1/adapters/rollback", lambda answer: int(answer["version"]), {"name": name})
 
 
 def set_alias(alias: str, version: int, name: str = POLICY) -> Call[None]:
     fields = {"alias": alias, "name": name, "version": version}
-    return Call(method="POST", path="/v1/adapters/aliases", read=_nothing, fields=fields)
+    return Call("POST", "/v1/adapters/aliases", _nothing, fields)
 
 
 def remove_alias(alias: str, name: str = POLICY) -> Call[None]:
     path = f"/v1/adapters/{quote(name, safe='')}/aliases/{quote(alias, safe='')}"
-    return Call(method="DELETE", path=path, read=_nothing)
+    return Call("DELETE", path, _nothing)
 
 
 def training_status() -> Call[TrainingStatus]:
-    return Call(method="GET", path="/v1/training/status", read=_status)
+    return Call("GET", "/v1/training/status", _status)
 
 
 def steer_training(what: Literal["pause", "resume", "update"], policy: str | None) -> Call[TrainingStatus]:
-    return Call(method="POST", path=f"/v1/training/{what}", read=_status, fields=_policy_field(policy))
+    return Call("POST", f"/v1/training/{what}", _status, _policy_field(policy))
 
 
 def train_on(
@@ -183,50 +176,38 @@ def train_on(
     fields = _policy_field(policy) | {"trajectories": [dict(trajectory) for trajectory in trajectories]}
     more = {"update_inference": update_inference, "checkpoint_name": checkpoint_name}
     fields |= {name: value for name, value in more.items() if value is not None}
-    return Call(
-        method="POST",
-        path="/v1/training/update",
-        read=lambda answer: _record(GivenUpdate, answer["update"]),
-        fields=fields,
-    )
+    return Call("POST", "/v1/training/update", lambda answer: _record(GivenUpdate, answer["update"]), fields)
 
 
 def checkpoint(policy: str | None) -> Call[dict[str, str]]:
-    return Call(
-        method="POST",
-        path="/v1/training/checkpoint",
-        read=lambda answer: dict(answer["folders"]),
-        fields=_policy_field(policy),
-    )
+    return Call("POST", "/v1/training/checkpoint", lambda answer: dict(answer["folders"]), _policy_field(policy))
 
 
 def reward(trajectory_id: str, value: Reward) -> Call[float]:
     path = f"/v1/trajectories/{quote(trajectory_id, safe='')}/reward"
     sent = dict(value) if isinstance(value, Mapping) else value
-    return Call(method="POST", path=path, read=lambda answer: float(answer["reward"]), fields={"reward": sent})
+    return Call("POST", path, lambda answer: float(answer["reward"]), {"reward": sent})
 
 
 def trajectories() -> Call[dict[str, TrajectoryReport]]:
     return Call(
-        method="GET",
-        path="/v1/trajectories",
-        read=lambda answer: {name: _record(TrajectoryReport, report) for name, report in answer["data"].items()},
+        "GET",
+        "/v1/trajectories",
+        lambda answer: {name: _record(TrajectoryReport, report) for name, report in answer["data"].items()},
     )
 
 
 def splits() -> Call[dict[str, SplitReport]]:
-    return Call(
-        method="GET", path="/v1/splits", read=lambda answer: {split["name"]: _split(split) for split in answer["data"]}
-    )
+    return Call("GET", "/v1/splits", lambda answer: {split["name"]: _split(split) for split in answer["data"]})
 
 
 def set_split(name: str, weights: Mapping[str, float]) -> Call[SplitReport]:
     path = f"/v1/splits/{quote(name, safe='')}"
-    return Call(method="PUT", path=path, read=_split, fields={"weights": dict(weights)})
+    return Call("PUT", path, _split, {"weights": dict(weights)})
 
 
 def remove_split(name: str) -> Call[None]:
-    return Call(method="DELETE", path=f"/v1/splits/{quote(name, safe='')}", read=_nothing)
+    return Call("DELETE", f"/v1/splits/{quote(name, safe='')}", _nothing)
 
 
 def score(texts: Sequence[str], model: str | None) -> Call[list[float]]:
@@ -241,18 +222,18 @@ def score_completions(
 
 
 def shares() -> Call[dict[str, float]]:
-    return Call(method="GET", path="/v1/shares", read=dict)
+    return Call("GET", "/v1/shares", dict)
 
 
 def set_shares(serving_share: float | None, engine_share: float | None) -> Call[dict[str, float]]:
     given = {"serving_share": serving_share, "engine_share": engine_share}
     fields = {name: share for name, share in given.items() if share is not None}
-    return Call(method="PUT", path="/v1/shares", read=dict, fields=fields)
+    return Call("PUT", "/v1/shares", dict, fields)
 
 
 def cancel(request_id: str) -> Call[int]:
     path = f"/v1/requests/{quote(request_id, safe='')}/cancel"
-    return Call(method="POST", path=path, read=lambda answer: int(answer["aborted"]))
+    return Call("POST", path, lambda answer: int(answer["aborted"]))
 
 
 def _asked(
@@ -277,10 +258,10 @@ def _generated(asked: Mapping[str, Any], values: Mapping[str, Any]) -> Generated
 def _scores(fields: Mapping[str, Any], model: str | None) -> Call[list[float]]:
     named = {} if model is None else {"model": model}
     return Call(
-        method="POST",
-        path="/v1/rewards/score",
-        read=lambda answer: [float(entry["score"]) for entry in answer["data"]],
-        fields={**fields, **named},
+        "POST",
+        "/v1/rewards/score",
+        lambda answer: [float(entry["score"]) for entry in answer["data"]],
+        {**fields, **named},
     )
 
 

@@ -1,4 +1,4 @@
-"""The adapter that is trained, its optimizer, and the way back to the last good state. Arrays are never changed."""
+"""The trained adapter, its optimizer state, and the last good state. The learners call it. Arrays never change."""
 
 from dataclasses import dataclass, replace
 
@@ -12,7 +12,7 @@ from parallm.reports import UpdateReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LastGoodState:
-    """What the newest update that went well started from; arrays are immutable, so keeping it copies nothing."""
+    """The state before the newest good update. Arrays are immutable, so keeping it copies nothing."""
 
     adapter: Adapter
     optimizer: Arrays
@@ -20,14 +20,14 @@ class LastGoodState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightChange:
-    """How far an adapter is moved. Not evaluated."""
+    """Size of an optimizer step. Not evaluated."""
 
     delta_norm: mx.array
-    """Norm of the new arrays less the old ones."""
+    """Norm of the difference of new and old arrays."""
     adapter_norm: mx.array
     """Norm of the old arrays."""
     has_moved: mx.array
-    """False where every number is what it was."""
+    """False if no number has changed."""
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -36,44 +36,42 @@ class WeightChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStep:
-    """What a gradient would make of the newest version. Not evaluated."""
+    """A computed optimizer step that is not applied yet. Not evaluated."""
 
     norm: mx.array
-    """Of the gradient, before it is clipped."""
-    change: "WeightChange"
+    """Norm of the gradient before clipping."""
+    change: WeightChange
     parameters_N: mx.array
-    """Of the new arrays, in `AdapterState.layout`."""
+    """The new parameters in `AdapterState.layout`."""
     arrays: Arrays
     """Parts of `parameters_N`."""
     optimizer: Arrays
     checksums: Checksums
 
     def all_arrays(self) -> list[mx.array]:
-        """All arrays that are needed if it is taken."""
+        """All arrays that `advance` evaluates."""
         sums = [self.norm, *self.change.arrays, self.checksums.sums, self.checksums.is_finite]
         return [self.parameters_N, *self.arrays.values(), *self.optimizer.values(), *sums]
 
 
 class AdapterState:
-    """Makes the next version from a gradient. All methods run on the device thread, but `compute_step`, which may run in a
-    thread that builds for it meanwhile."""
+    """Makes the next version from a gradient. Runs on the device thread; `compute_step` also on the builder's."""
 
     def __init__(self, start: Adapter, settings: LearnerSettings, total_steps: int) -> None:
         self._settings = settings
-        self.adapter = start  # the newest version; written only by the methods here
+        self.adapter = start  # the newest version; only methods here change it
         self._optimizer = AdapterOptimizer(settings, total_steps, start.arrays)
         self._good = LastGoodState(adapter=start, optimizer=self._optimizer.state())
-        self._joined: tuple[Adapter, mx.array] | None = None  # the last version that was made, and its numbers
+        self._joined: tuple[Adapter, mx.array] | None = None  # the last version made, and its parameters
 
     @property
     def layout(self) -> ParameterLayout:
-        """Of gradients."""
+        """Layout of gradients."""
         return self._optimizer.layout
 
     def compute_step(self, gradient_N: mx.array, step: int) -> OptimizerStep:
-        """What a gradient in `layout` would make. Changes nothing, so that it can be built while the device is still
-        at work on the gradient."""
-        norm, before_N = mx.linalg.norm(gradient_N), self._numbers()
+        """The step of a gradient in `layout`. Changes nothing, so it can be built before the gradient is computed."""
+        norm, before_N = mx.linalg.norm(gradient_N), self._parameters()
         clipped_N = clip_gradient_norm(gradient_N, norm, self._settings.max_gradient_norm)
         parameters_N, optimizer = self._optimizer.compute_step(before_N, clipped_N, step)
         arrays = self.layout.split(parameters_N)
@@ -86,44 +84,40 @@ class AdapterState:
             checksums=checksums(arrays, self.adapter.max_scale),
         )
 
-    def advance(self, optimizer_step: OptimizerStep, step: int) -> None:
-        """Make it the next version, or only take its moments where it moves no weight.
+    def advance(self, update: OptimizerStep, step: int) -> None:
+        """Apply it as the next version; if it moves no weight, keep the version and apply its moments.
 
         Raises AdapterNotFinite, changing nothing, if its weights are not finite.
         """
-        mx.eval(optimizer_step.all_arrays())
-        if not optimizer_step.change.has_moved.item():
-            self._optimizer.restore(optimizer_step.optimizer)
+        mx.eval(update.all_arrays())
+        if not update.change.has_moved.item():
+            self._optimizer.restore(update.optimizer)
             return
-        adapter = next_version(self.adapter, optimizer_step.arrays, optimizer_step.checksums, step + 1)
+        adapter = next_version(self.adapter, update.arrays, update.checksums, step + 1)
         self._good = LastGoodState(adapter=self.adapter, optimizer=self._optimizer.state())
-        self._optimizer.restore(optimizer_step.optimizer)
+        self._optimizer.restore(update.optimizer)
         self.adapter = adapter
-        self._joined = (adapter, optimizer_step.parameters_N)
+        self._joined = (adapter, update.parameters_N)
 
     def optimizer_state(self) -> Arrays:
         return self._optimizer.state()
 
     def restore(self, adapter: Adapter, optimizer_state: Arrays) -> None:
-        """Continue from a checkpoint."""
+        """Resume from a checkpoint."""
         self.adapter = adapter
         self._optimizer.restore(optimizer_state)
         self._good = LastGoodState(adapter=adapter, optimizer=self._optimizer.state())
 
     def renumber(self, version: int) -> Adapter:
-        """Call the newest version `version` from now on, which must be higher: its number means other weights by now.
-
-        Returns the version to publish.
-        """
+        """Give the newest version the higher number `version`. Returns the version to publish."""
         self.adapter = replace(self.adapter, version=version, parent=self.adapter.version)
         self._good = LastGoodState(adapter=self.adapter, optimizer=self._optimizer.state())
         return self.adapter
 
     def roll_back(self) -> Adapter:
-        """Undo the newest update: weights and moments are again those that it started from, with which it went well.
+        """Undo the newest update: return to the weights and moments that it started from, under a new version number.
 
-        The weights come back under a new version number, since numbers only grow; without an update to undo the
-        version stays. Returns the version to publish.
+        Without an update to undo the version stays. Returns the version to publish.
         """
         good = self._good
         if good.adapter is not self.adapter:
@@ -132,18 +126,18 @@ class AdapterState:
             self._good = LastGoodState(adapter=self.adapter, optimizer=good.optimizer)
         return self.adapter
 
-    def _numbers(self) -> mx.array:
-        """Of the newest version, in `layout`. Joining its arrays takes a kernel for each."""
+    def _parameters(self) -> mx.array:
+        """Parameters of the newest version in `layout`. Joining the arrays would take a kernel for each."""
         if self._joined is not None and self._joined[0] is self.adapter:
             return self._joined[1]
         return self.layout.join(self.adapter.arrays)
 
 
-def with_change(report: UpdateReport, optimizer_step: OptimizerStep | None) -> UpdateReport:
-    """`report` with how far the update has moved the adapter; unchanged where it was skipped."""
-    if optimizer_step is None or report.skipped is not None:
+def with_change(report: UpdateReport, update: OptimizerStep | None) -> UpdateReport:
+    """`report` with the size of the step; unchanged if it was skipped."""
+    if update is None or report.skipped is not None:
         return report
-    change = optimizer_step.change
+    change = update.change
     return replace(
         report,
         adapter_norm=float(change.adapter_norm.item()),

@@ -1,4 +1,9 @@
-"""Lines of data to train on, and those that are held out to evaluate on."""
+"""Given training data: demonstrations as lines of jsonl, and lines held out to evaluate on. `run` reads it.
+
+A demonstration is {"prompt": "...", "completion": "..."} or {"messages": [{"role": ..., "content": ...}], "completion":
+"..."}. A line with a `reward` (a sample of a run) counts from `learner.data_reward_min` on, and one with a
+`finish_reason` only if it is `stop`.
+"""
 
 import hashlib
 import json
@@ -16,7 +21,8 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup
 
 HELD_OUT = 10
-"""Without a file of held-out lines, one prompt in ten is held out."""
+"""One prompt in ten is held out, without a file of held-out lines."""
+SAMPLES = "samples.jsonl"
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +44,10 @@ class Dataset(Generic[Line]):
 def read_dataset(
     settings: LearnerSettings, read: Callable[[str, str], list[Line]], *, contents: str, holds_out: bool
 ) -> Dataset[Line]:
-    """Read `learner.data` and what is held out, each by `read` with its place and key.
+    """Read `learner.data` and the held-out lines, each with `read(path, key)`.
 
-    Without `holds_out` nothing is. Raises ConfigError where the settings do not go together, ProblemError for data that
-    cannot be used.
+    `holds_out`: whether to hold lines out. Raises ConfigError for settings that contradict each other, ProblemError for
+    data that cannot be used.
     """
     if settings.data is None:
         raise ConfigError(f"learner.data: must be given; name {contents}")
@@ -50,40 +56,37 @@ def read_dataset(
             f"learner.data_held_out={settings.data_held_out}: trainer.evaluate_problems=0 turns evaluation off; set it "
             "above 0, or leave learner.data_held_out out"
         )
-    every = read(settings.data, "learner.data")
+    lines = read(settings.data, "learner.data")
     if settings.data_held_out is not None:
-        return Dataset(train=every, held_out=read(settings.data_held_out, "learner.data_held_out"))
-    return _split(every, settings.data) if holds_out else Dataset(train=every, held_out=())
+        return Dataset(train=lines, held_out=read(settings.data_held_out, "learner.data_held_out"))
+    return _split(lines, settings.data) if holds_out else Dataset(train=lines, held_out=())
 
 
-def _split(every: Sequence[Line], where: str) -> Dataset[Line]:
-    train = [line for line in every if not _is_held_out(line)]
-    held_out = [line for line in every if _is_held_out(line)]
+def _split(lines: Sequence[Line], where: str) -> Dataset[Line]:
+    train = [line for line in lines if not _is_held_out(line)]
+    held_out = [line for line in lines if _is_held_out(line)]
     way_out = "name lines to evaluate on with learner.data_held_out, or set trainer.evaluate_problems=0"
     if not train:
-        raise ProblemError(f"learner.data: all {len(every)} lines of {where} are held out; {way_out}")
+        raise ProblemError(f"learner.data: all {len(lines)} lines of {where} are held out; {way_out}")
     if not held_out:
         logger.warning(
-            "none of the %d lines of %s is held out, so nothing is evaluated; %s", len(every), where, way_out
+            "none of the %d lines of %s is held out, so nothing is evaluated; %s", len(lines), where, way_out
         )
     logger.info("%s: %d lines to train on, %d held out", where, len(train), len(held_out))
     return Dataset(train=train, held_out=held_out)
 
 
 def _is_held_out(line: HasMessages) -> bool:
-    """Decided by the prompt alone: completions of one prompt never stand on both sides."""
+    """Depends on the prompt alone, so completions of one prompt are never on both sides."""
     text = repr([(message.role, message.content) for message in line.messages])
     return hashlib.sha256(text.encode()).digest()[0] % HELD_OUT == 0
-
-
-SAMPLES = "samples.jsonl"
 
 
 def read_demonstrations(settings: LearnerSettings, *, holds_out: bool) -> Dataset[Problem] | None:
     """The demonstrations of a supervised run, whose `answer` is the completion; None for any other run.
 
-    With `holds_out` some are left to evaluate on. Raises ConfigError where the learner and its data do not go together,
-    ProblemError for data that cannot be used.
+    `holds_out`: keep some to evaluate on. Raises ConfigError if learner and data do not fit together, ProblemError for
+    data that cannot be used.
     """
     if settings.trains == "reward_model":
         return None
@@ -111,7 +114,7 @@ def to_group(demonstration: Problem, tokenizer: ChatTokenizer, max_context: int)
 def offline_trajectory(
     problem: Problem, prompt: tuple[int, ...], tokens: tuple[int, ...], text: str, *, reward: float
 ) -> Trajectory:
-    """A completion that nobody has sampled, as the learner trains on it."""
+    """A given completion as a trajectory, with no sampled log-probs."""
     return Trajectory(
         problem_id=problem.problem_id,
         prompt_tokens=prompt,
@@ -119,7 +122,7 @@ def offline_trajectory(
         loss_mask=(True,) * len(tokens),
         logprobs=(0.0,) * len(tokens),
         temperature=1.0,
-        weight_versions=(),  # no version has sampled it
+        weight_versions=(),  # no version sampled it
         reward_parts={},
         reward=reward,
         text=text,
@@ -154,7 +157,7 @@ def _read(reward_min: float, where: str, key: str) -> list[Problem]:
 
 
 def read_jsonl(path: Path, key: str) -> list[tuple[int, Mapping[str, Any]]]:
-    """The objects of a jsonl file with the numbers of their lines. Raises ProblemError; `key` is who names the file."""
+    """The objects of a jsonl file with their line numbers. Raises ProblemError; the setting `key` names the file."""
     try:
         lines = [line for line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line[1].strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -165,13 +168,15 @@ def read_jsonl(path: Path, key: str) -> list[tuple[int, Mapping[str, Any]]]:
 
 
 def messages_of(row: Mapping[str, Any], where: str) -> tuple[Message, ...]:
-    """What the model is asked. Raises ProblemError; `where` names the line."""
+    """The messages of a line. Raises ProblemError; `where` names the line."""
     turns = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
     try:
         messages = tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
     except (TypeError, KeyError):
         messages = ()
-    if not messages or not all(isinstance(one.content, str) and isinstance(one.role, str) for one in messages):
+    if not messages or not all(
+        isinstance(message.content, str) and isinstance(message.role, str) for message in messages
+    ):
         raise ProblemError(f"{where} has neither a text under prompt nor messages of role and content")
     return messages
 
@@ -193,7 +198,7 @@ def _is_accepted(row: Mapping[str, Any], reward_min: float) -> bool:
 
 
 def _demonstration(path: Path, name: str, row: Mapping[str, Any]) -> Problem:
-    """`name` stays the same where the file moves, so that a run can go on."""
+    """`name` does not depend on the file's folder, so a run can resume after the file moved."""
     where = f"{name} of {path}"
     completion = row.get("completion")
     if not isinstance(completion, str) or not completion:

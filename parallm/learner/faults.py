@@ -1,4 +1,4 @@
-"""What is not finite in an update, and which trajectories are to blame. Found per micro-batch, a few passes over N."""
+"""Values that are not finite in an update, and the trajectories that caused them. The learners call it."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from parallm.reports import Culprit, FaultKind
 from parallm.types import Trajectory, TrajectoryGroup
 
 MAX_NAMED = 3
-"""Trajectories that a message names; the report holds all."""
+"""Number of trajectories that a message names; the report holds all."""
 FAULT_MESSAGES: dict[FaultKind, str] = {
     "reward": "no reward is a number that float32 can hold",
     "behaviour": "a log-prob that the engine sampled with is not finite",
@@ -23,50 +23,50 @@ FAULT_MESSAGES: dict[FaultKind, str] = {
     "gradient": "the gradient is not finite",
     "weights": "the new weights are not finite",
 }
-"""In the order of cause and effect: the first kind that is found names the fault."""
+"""Messages in the order of cause and effect: the first kind found names the fault."""
 
 
 class Faults:
-    """The faults of one update. Rewards and sampled log-probs are looked at when it is made, before any forward.
+    """The faults of one update. The constructor checks rewards and sampled log-probs, before any forward.
 
-    A reward that float32 cannot hold is no fault of the policy: its completion is left out, unless no other is left.
+    A completion whose reward float32 cannot hold is dropped, unless none is left.
     """
 
     def __init__(self, groups: Sequence[TrajectoryGroup]) -> None:
-        self._found: dict[FaultKind, list[Culprit]] = {}
+        self._culprits: dict[FaultKind, list[Culprit]] = {}
         self._completions: list[Culprit] = []
         left_out: list[Culprit] = []
         self.groups: list[TrajectoryGroup] = []
-        """The groups without the completions that are left out."""
-        for place, group in enumerate(groups):
-            named = [
-                Culprit(problem_id=one.problem_id, group=place, index=index, reason=_reason(one))
-                for index, one in enumerate(group.trajectories)
+        """The groups without dropped completions."""
+        for group_index, group in enumerate(groups):
+            checked = [
+                Culprit(problem_id=trajectory.problem_id, group=group_index, index=index, reason=_unusable(trajectory))
+                for index, trajectory in enumerate(group.trajectories)
             ]
-            left_out += [one for one in named if one.reason]
-            kept = [one for one in named if not one.reason]
+            left_out += [completion for completion in checked if completion.reason]
+            kept = [completion for completion in checked if not completion.reason]
             self._completions += kept
             if kept:
-                trajectories = tuple(group.trajectories[one.index] for one in kept)
-                self.groups.append(replace(group, trajectories=trajectories) if len(kept) < len(named) else group)
+                trajectories = tuple(group.trajectories[completion.index] for completion in kept)
+                self.groups.append(replace(group, trajectories=trajectories) if len(kept) < len(checked) else group)
         self.left_out = tuple(left_out) if self.groups else ()
         """Completions whose reward float32 cannot hold."""
         if left_out and not self.groups:
-            self._found["reward"] = left_out
-        for place, one in enumerate(one for group in self.groups for one in group.trajectories):
-            logprobs_T = np.where(one.loss_mask, one.logprobs, 0.0)
+            self._culprits["reward"] = left_out
+        for index, trajectory in enumerate(trajectory for group in self.groups for trajectory in group.trajectories):
+            logprobs_T = np.where(trajectory.loss_mask, trajectory.logprobs, 0.0)
             if not np.isfinite(logprobs_T).all():
-                self._blame("behaviour", place, _first("the sampled log-prob", logprobs_T))
+                self._blame("behaviour", index, _first("the sampled log-prob", logprobs_T))
 
     @property
     def kind(self) -> FaultKind | None:
-        """The first kind in the order of cause and effect; None while everything was finite."""
-        return next((kind for kind in FAULT_MESSAGES if kind in self._found), None)
+        """The first kind in the order of cause and effect; None without a fault."""
+        return next((kind for kind in FAULT_MESSAGES if kind in self._culprits), None)
 
     @property
     def culprits(self) -> tuple[Culprit, ...]:
-        """Those of `kind`."""
-        return tuple(self._found[self.kind]) if self.kind is not None else ()
+        """The trajectories that caused `kind`."""
+        return tuple(self._culprits[self.kind]) if self.kind is not None else ()
 
     @property
     def message(self) -> str | None:
@@ -79,58 +79,61 @@ class Faults:
     def check_passes(
         self, batches: Sequence[MicroBatch], statistics: Sequence[TokenStatistics], gradient_norm: float
     ) -> None:
-        """Look at some micro-batches and at the norm of the sum of their gradients."""
-        pairs = [(batch, np.array(found.logprobs_N)) for batch, found in zip(batches, statistics, strict=True)]
-        for pair, found in zip(pairs, statistics, strict=True):
-            self._look_at_tokens(*pair)
-            if not math.isfinite(loss := float(found.loss.item())):
+        """Check some micro-batches and the norm of their summed gradients."""
+        pairs = [(batch, np.array(result.logprobs_N)) for batch, result in zip(batches, statistics, strict=True)]
+        for pair, result in zip(pairs, statistics, strict=True):
+            self._check_tokens(*pair)
+            if not math.isfinite(loss := float(result.loss.item())):
                 self._suspect("loss", [pair], f"in a micro-batch whose loss is {loss}")
         if not math.isfinite(gradient_norm):
             self._suspect("gradient", pairs, f"in micro-batches whose gradient norm is {gradient_norm}")
 
     def add(self, kind: FaultKind) -> None:
-        """A fault that cannot be traced to trajectories."""
-        self._found.setdefault(kind, [])
+        """Record a fault that cannot be traced to trajectories."""
+        self._culprits.setdefault(kind, [])
 
-    def _look_at_tokens(self, batch: MicroBatch, logprobs_N: np.ndarray) -> None:
-        for place, row_T in _broken_rows(batch, batch.advantages_N):
-            self._blame("advantage", place, _first("the advantage", row_T))
-        for place, row_T in _broken_rows(batch, logprobs_N):
-            self._blame("logprob", place, _first("the learner's log-prob", row_T))
+    def _check_tokens(self, batch: MicroBatch, logprobs_N: np.ndarray) -> None:
+        for index, values_T in _nonfinite_completions(batch, batch.advantages_N):
+            self._blame("advantage", index, _first("the advantage", values_T))
+        for index, values_T in _nonfinite_completions(batch, logprobs_N):
+            self._blame("logprob", index, _first("the learner's log-prob", values_T))
 
     def _suspect(self, kind: FaultKind, pairs: Sequence[tuple[MicroBatch, np.ndarray]], reason: str) -> None:
-        """Blame the rows with a ratio whose square float32 cannot hold, as in the norm; all rows if there is none."""
+        """Blame completions with a ratio whose square overflows float32, as in the norm; all if there is none."""
         broken: list[tuple[int, str]] = []
         for batch, logprobs_N in pairs:
             with np.errstate(over="ignore", invalid="ignore"):
                 squares_N = np.exp(2 * (logprobs_N - batch.behaviour_N))
-            broken += [(place, _first("the squared ratio", row_T)) for place, row_T in _broken_rows(batch, squares_N)]
-        every = [(int(place), reason) for batch, _ in pairs for place in batch.completions_S]
-        for place, why in broken or every:
-            self._blame(kind, place, why)
+            broken += [
+                (index, _first("the squared ratio", values_T))
+                for index, values_T in _nonfinite_completions(batch, squares_N)
+            ]
+        all_rows = [(int(index), reason) for batch, _ in pairs for index in batch.completions_S]
+        for index, row_reason in broken or all_rows:
+            self._blame(kind, index, row_reason)
 
-    def _blame(self, kind: FaultKind, place: int, reason: str) -> None:
-        """`place` counts the completions of the step."""
-        self._found.setdefault(kind, []).append(replace(self._completions[place], reason=reason))
+    def _blame(self, kind: FaultKind, index: int, reason: str) -> None:
+        """`index` counts the completions of the step."""
+        self._culprits.setdefault(kind, []).append(replace(self._completions[index], reason=reason))
 
 
 def named_culprits(culprits: Sequence[Culprit]) -> str:
-    """The first few in a line."""
-    named = [f"problem {one.problem_id}, completion {one.index}: {one.reason}" for one in culprits[:MAX_NAMED]]
+    """The first few culprits in one line."""
+    named = [f"problem {c.problem_id}, completion {c.index}: {c.reason}" for c in culprits[:MAX_NAMED]]
     more = len(culprits) - len(named)
     return "; ".join(named) + (f"; and {more} more" if more else "")
 
 
-def _reason(trajectory: Trajectory) -> str:
-    """Why it cannot be compared with others; empty if it can."""
+def _unusable(trajectory: Trajectory) -> str:
+    """Why the trajectory cannot be used; empty if it can."""
     if not abs(trajectory.reward) <= MAX_FLOAT32:
         return f"reward {trajectory.reward}"
     given = np.asarray(trajectory.token_advantages or (), np.float64)
     return "" if (np.abs(given) <= MAX_FLOAT32).all() else "its token advantages"
 
 
-def _broken_rows(batch: MicroBatch, values_N: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """The place of each completion with a trained token whose value is not finite, and all values of the completion."""
+def _nonfinite_completions(batch: MicroBatch, values_N: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    """Index and values of each completion with a trained token whose value is not finite."""
     finite_N = np.isfinite(values_N) | (batch.weights_N == 0)
     if finite_N.all():
         return []
@@ -139,5 +142,5 @@ def _broken_rows(batch: MicroBatch, values_N: np.ndarray) -> list[tuple[int, np.
 
 
 def _first(name: str, values_T: np.ndarray) -> str:
-    place = int(np.flatnonzero(~np.isfinite(values_T))[0])
-    return f"{name} of token {place} is {values_T[place]}"
+    index = int(np.flatnonzero(~np.isfinite(values_T))[0])
+    return f"{name} of token {index} is {values_T[index]}"

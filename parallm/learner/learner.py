@@ -1,4 +1,7 @@
-"""GRPO on the shared model: the one owner of the adapter's working copy and its optimizer. Knows nothing of serving."""
+"""GRPO and supervised updates on the shared model. The trainer drives `Learner` on the device thread.
+
+The learner owns the trained adapter and its optimizer, and knows nothing of serving.
+"""
 
 import math
 import time
@@ -35,17 +38,21 @@ Built = TypeVar("Built")
 
 
 class GraphBuilder:
-    """A thread that builds graphs for the device thread and evaluates nothing. They are built for `stream`."""
+    """A thread that builds graphs for `stream` while the device thread launches others. It evaluates nothing.
+
+    `mx.async_eval` returns when the device is about to run out of work, at most ten launches ahead. A graph built only
+    then leaves the device idle: 10 to 25 ms for a pass of an 8B model on an H200, 5% of an update.
+    """
 
     def __init__(self, stream: mx.Stream) -> None:
-        # MLX gives each thread streams of its own, which only that thread may evaluate
+        # MLX gives each thread its own streams, which only that thread may evaluate
         self._pool = ThreadPoolExecutor(1, "builder", initializer=mx.set_default_stream, initargs=(stream,))
 
-    def build_during(self, build: Callable[[], Built], hand_over: Callable[[], object]) -> Built:
-        """What `build` returns, which runs at the same time as `hand_over`. Returns when both have ended."""
+    def build_during(self, build: Callable[[], Built], launch: Callable[[], object]) -> Built:
+        """Run `build` at the same time as `launch`; return its result when both have ended."""
         built = self._pool.submit(build)
         try:
-            hand_over()
+            launch()
         finally:
             wait([built])
         return built.result()
@@ -64,36 +71,38 @@ class UpdateTotals:
     largest: float = 0.0
     equal: int = 0
     comparable: int = 0
-    """Tokens that parity is about."""
+    """Tokens that parity compares."""
     tokens: int = 0
     ratios: list[np.ndarray] = field(default_factory=list)
-    """Of the tokens that parity leaves out."""
+    """Ratios of the tokens that parity leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One micro-batch per lane, built and not yet evaluated."""
+    """One micro-batch per stream, built and not yet evaluated."""
 
     batches: Sequence[MicroBatch]
     result: PassResult
     norm: mx.array
-    """Of this round's gradients alone."""
+    """Norm of this round's gradients alone."""
     gradient_N: mx.array
-    """With respect to the factors, summed over this round and those before it."""
+    """Gradient with respect to the LoRA weights, summed up to this round."""
 
-    def begin(self) -> None:
-        """Queue the forward through the trunk behind whatever the device is at."""
+    def queue_trunk(self) -> None:
+        """Queue the forward through the trunk."""
         if self.result.stages:
             mx.async_eval(self.result.stages[0])
 
-    def start(self) -> None:
-        """Queue the rest of it, the head, and the backward through the last layers, which keeps the device busy while
-        MLX looks through the whole of it."""
+    def queue_head(self) -> None:
+        """Queue the rest of the forward, the head, and the backward through the last layers.
+
+        The latter keeps the device busy while MLX traverses the whole backward.
+        """
         run_stages([*self.result.stages, self.result.first])
 
-    def finish(self) -> None:
-        """Queue the rest of the backward. Returns when the device has nearly done it."""
-        mx.async_eval(self.gradient_N, self.norm, [found.arrays for found in self.result.statistics])
+    def queue_backward(self) -> None:
+        """Queue the rest of the backward. Returns when the device has nearly finished."""
+        mx.async_eval(self.gradient_N, self.norm, [statistics.arrays for statistics in self.result.statistics])
 
 
 class Learner:
@@ -135,55 +144,55 @@ class Learner:
 
     @property
     def needs_all_groups(self) -> bool:
-        """Whether it learns from groups whose rewards are all equal, too."""
+        """Whether it also learns from groups with equal rewards."""
         return self._objective.needs_all_groups
 
     def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
         """One optimizer step over `groups`. Yields after each round of micro-batches, the report last.
 
-        A step in which something is not finite changes nothing, neither weights nor moments, and says in `skipped`,
-        `fault` and `culprits` what it was; completions with rewards that cannot be are `left_out`. `max_tokens` is the
-        limit of a completion, which Dr. GRPO divides by.
+        A step with a value that is not finite changes neither weights nor moments; `skipped`, `fault` and `culprits` of
+        the report name it, and `left_out` the completions with unusable rewards. `max_tokens` is the limit of a
+        completion, which Dr. GRPO divides by.
         """
         totals, faults = UpdateTotals(), Faults(groups)
-        factors = LoraWeights(self.adapter, self._model)
-        prepared = ScoredStep(batches=[])
+        weights = LoraWeights(self.adapter, self._model)
+        scored = ScoredStep(batches=[])
         if faults.kind is None:
-            prepared = yield from score_step(
+            scored = yield from score_step(
                 self._micro_batches(faults.groups, max_tokens),
                 faults.groups,
                 self._objective,
                 self._gradient.score,
-                policy=factors.lora,
+                policy=weights.lora,
                 width=self._streams.width,
             )
-        seconds = prepared.seconds
+        seconds = scored.seconds
         optimizer_step: OptimizerStep | None = None
-        rounds = self._rounds(prepared.batches, factors, step)
+        rounds = self._rounds(scored.batches, weights, step)
         began = time.perf_counter()
         following = next(rounds, None)
         while following is not None:
             current = following
-            current.start()
-            next_one = partial(self._next, rounds, current, factors, step)
-            following, optimizer_step = self._builder.build_during(next_one, current.finish)
+            current.queue_head()
+            build = partial(self._next, rounds, current, weights, step)
+            following, optimizer_step = self._builder.build_during(build, current.queue_backward)
             if optimizer_step is not None:
                 mx.async_eval(optimizer_step.all_arrays())
             elif following is not None and on_cuda():
-                following.begin()
-            self._look_at(current, totals, faults)
+                following.queue_trunk()
+            self._collect(current, totals, faults)
             seconds += time.perf_counter() - began
             yield None
             began = time.perf_counter()
         norm = math.nan if optimizer_step is None else float(optimizer_step.norm.item())
         skipped = faults.message or _nothing_to_learn(totals, norm)
         if skipped is None and optimizer_step is not None:
-            skipped = self._step(optimizer_step, step, faults)
+            skipped = self._apply(optimizer_step, step, faults)
         report = self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
         yield with_change(report, optimizer_step)
 
     def losses(self, groups: Sequence[TrajectoryGroup]) -> Iterator[TokenLoss]:
-        """Score completions with the newest version, without dropout and without learning, in units as `update`."""
+        """Score completions with the newest version, without dropout, in the same units as `update`."""
         score = partial(self._gradient.score, LoraWeights(self.adapter, self._model).lora)
         return token_losses(self._micro_batches(groups, max_tokens=1), score, self._streams.width)
 
@@ -191,7 +200,7 @@ class Learner:
         return self._state.optimizer_state()
 
     def restore(self, adapter: Adapter, optimizer_state: Arrays) -> None:
-        """Continue from a checkpoint."""
+        """Resume from a checkpoint."""
         self._state.restore(adapter, optimizer_state)
 
     def renumber(self, version: int) -> Adapter:
@@ -212,57 +221,57 @@ class Learner:
             packs=self._packs,
         )
 
-    def _step(self, optimizer_step: OptimizerStep, step: int, faults: Faults) -> str | None:
-        """Make the next version. Returns a reason and changes nothing if its weights would not be finite."""
+    def _apply(self, optimizer_step: OptimizerStep, step: int, faults: Faults) -> str | None:
+        """Make the next version. Returns a reason, and changes nothing, if its weights are not finite."""
         try:
             self._state.advance(optimizer_step, step)
         except AdapterNotFinite:
             faults.add("weights")
         return faults.message
 
-    def _rounds(self, batches: Sequence[MicroBatch], factors: LoraWeights, step: int) -> Iterator[Round]:
-        """One micro-batch per lane after the other. Each is built when it is asked for, and not evaluated."""
+    def _rounds(self, batches: Sequence[MicroBatch], weights: LoraWeights, step: int) -> Iterator[Round]:
+        """Rounds of one micro-batch per stream, built on demand and not evaluated."""
         gradient_N: mx.array | None = None
         for start in range(0, len(batches), self._streams.width):
             chosen = batches[start : start + self._streams.width]
             key = mx.random.key(mix(mix(self._seed, step), start))
-            result = self._gradient(factors.lora, chosen, key)
-            more_N = factors.join(result.gradients)
+            result = self._gradient(weights.lora, chosen, key)
+            more_N = weights.join(result.gradients)
             gradient_N = more_N if gradient_N is None else gradient_N + more_N
             yield Round(batches=chosen, result=result, norm=mx.linalg.norm(more_N), gradient_N=gradient_N)
 
     def _next(
-        self, rounds: Iterator[Round], current: Round, factors: LoraWeights, step: int
+        self, rounds: Iterator[Round], current: Round, weights: LoraWeights, step: int
     ) -> tuple[Round | None, OptimizerStep | None]:
-        """The next round, or what becomes of the newest version if `current` is the last one. Not evaluated."""
+        """The next round, or the optimizer step if `current` is the last one. Not evaluated."""
         following = next(rounds, None)
         if following is not None:
             return following, None
-        gradient_N = factors.backward(current.gradient_N, self._state.layout)
+        gradient_N = weights.backward(current.gradient_N, self._state.layout)
         return None, self._state.compute_step(gradient_N, step)
 
-    def _look_at(self, found: Round, totals: UpdateTotals, faults: Faults) -> None:
-        """Wait for a round and add what it found to the totals."""
-        statistics = found.result.statistics
-        for batch, one in zip(found.batches, statistics, strict=True):
-            self._add(totals, batch, one)
-        faults.check_passes(found.batches, statistics, float(found.norm.item()))
+    def _collect(self, current: Round, totals: UpdateTotals, faults: Faults) -> None:
+        """Wait for a round and add its statistics to the totals."""
+        statistics = current.result.statistics
+        for batch, batch_statistics in zip(current.batches, statistics, strict=True):
+            self._add(totals, batch, batch_statistics)
+        faults.check_passes(current.batches, statistics, float(current.norm.item()))
 
-    def _add(self, totals: UpdateTotals, batch: MicroBatch, found: TokenStatistics) -> None:
-        logprobs_N = np.array(found.logprobs_N)
+    def _add(self, totals: UpdateTotals, batch: MicroBatch, statistics: TokenStatistics) -> None:
+        logprobs_N = np.array(statistics.logprobs_N)
         trained_N = batch.weights_N > 0
         comparable_N = trained_N & (batch.versions_N == self.adapter.version)
         difference_N = np.abs(logprobs_N - batch.behaviour_N)[comparable_N]
-        totals.loss += float(found.loss.item())
-        totals.kl += float(np.array(found.kl_N)[trained_N].sum())
-        totals.kl_to_base += float(np.array(found.kl_to_base_N)[trained_N].sum())
-        totals.entropy += float(np.array(found.entropies_N)[trained_N].sum())
-        totals.clipped += float(np.array(found.clipped_N).sum())
+        totals.loss += float(statistics.loss.item())
+        totals.kl += float(np.array(statistics.kl_N)[trained_N].sum())
+        totals.kl_to_base += float(np.array(statistics.kl_to_base_N)[trained_N].sum())
+        totals.entropy += float(np.array(statistics.entropies_N)[trained_N].sum())
+        totals.clipped += float(np.array(statistics.clipped_N).sum())
         totals.difference += float(difference_N.sum())
         totals.largest = max(totals.largest, float(difference_N.max(initial=0.0)))
         totals.equal += int((difference_N == 0).sum())
         totals.comparable += len(difference_N)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite shows in the report
+        with np.errstate(over="ignore", invalid="ignore"):  # the report shows values that are not finite
             totals.ratios.append(np.exp((logprobs_N - batch.behaviour_N)[trained_N & ~comparable_N]))
         totals.tokens += int(trained_N.sum())
 
@@ -314,4 +323,4 @@ def _ratio(totals: UpdateTotals) -> RatioReport:
 def _nothing_to_learn(totals: UpdateTotals, norm: float) -> str | None:
     if totals.tokens == 0:
         return "no tokens with signal"
-    return "the gradient is zero" if norm == 0 else None  # the optimizer would go on with its momentum alone
+    return "the gradient is zero" if norm == 0 else None  # the optimizer would apply its momentum alone

@@ -1,7 +1,7 @@
-"""The arrays of an adapter as one vector: what is done to all of them alike is then one operation instead of hundreds.
+"""AdamW over an adapter's arrays as one vector, its learning-rate schedule, and gradient clipping.
 
-An adapter of rank 16 on all linear layers of a 32-layer model has 448 arrays; on a GPU, starting a kernel for each of
-them costs more than the work.
+An adapter of rank 16 on all linear layers of a 32-layer model has 448 arrays. On a GPU, launching a kernel for each
+costs more than the work, so all arrays are one vector.
 """
 
 import math
@@ -20,27 +20,26 @@ Arrays = dict[str, mx.array]
 
 
 class ParameterLayout:
-    """Where each array lies: in the order of the names that it is made with."""
+    """The position of each array in the vector, in the given order of names."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = dict(shapes)
         self._cuts = list(accumulate(prod(shape) for shape in self._shapes.values()))[:-1]
 
     def join(self, arrays: Mapping[str, mx.array]) -> mx.array:
-        """(N,) float32."""
+        """The vector of `arrays`, (N,) float32."""
         return mx.concatenate([arrays[name].reshape(-1).astype(mx.float32) for name in self._shapes])
 
     def split(self, flat_N: mx.array) -> Arrays:
-        """The other way round."""
+        """The arrays of a vector."""
         parts = mx.split(flat_N, self._cuts)
         return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
 
 class AdapterOptimizer:
-    """Owner of the moments. AdamW (https://arxiv.org/abs/1711.05101) with bias correction, which MLX leaves off.
+    """AdamW (https://arxiv.org/abs/1711.05101) with bias correction, which MLX leaves off. Owns the moments.
 
-    LoRA's B has a learning rate of its own, as in LoRA+ (https://arxiv.org/abs/2402.12354). Arrays are one vector here,
-    B before all others.
+    LoRA's B has its own learning rate, as in LoRA+ (https://arxiv.org/abs/2402.12354), and comes first in the vector.
     """
 
     def __init__(self, settings: LearnerSettings, total_steps: int, arrays: Mapping[str, mx.array]) -> None:
@@ -57,10 +56,9 @@ class AdapterOptimizer:
             adamw.init({"all": mx.zeros((size,))})
 
     def compute_step(self, parameters_N: mx.array, gradient_N: mx.array, step: int) -> tuple[mx.array, Arrays]:
-        """New numbers, and the state that goes with them (see `restore`). Nothing is evaluated, nothing is changed.
+        """New parameters and the optimizer state with them (see `restore`). Evaluates and changes nothing.
 
-        `step` counts from 0 and sets the learning rate. `parameters_N` are the arrays in `layout`, `gradient_N` is their
-        gradient.
+        `step` counts from 0 and sets the learning rate. `parameters_N` and `gradient_N` are in `layout`.
         """
         before = self.state()
         rate = learning_rate(self._settings, step, self._total_steps)
@@ -75,7 +73,7 @@ class AdapterOptimizer:
         return mx.concatenate(updated), after
 
     def state(self) -> Arrays:
-        """Everything that the next step depends on, by flat names."""
+        """Moments, step count and learning rate by flat names."""
         return {
             f"{group}.{name}": array
             for group, adamw in self._adamws.items()
@@ -83,18 +81,20 @@ class AdapterOptimizer:
         }
 
     def restore(self, state: Mapping[str, mx.array]) -> None:
-        """Go on from what `state` has returned. Raises CheckpointError unless it is of arrays of the same sizes."""
-        saved, own = ({name: array.shape for name, array in each.items()} for each in (state, self.state()))
-        if differing := sorted(name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name)):
+        """Restore a result of `state`. Raises CheckpointError unless its arrays have the same shapes."""
+        saved, expected = ({name: array.shape for name, array in each.items()} for each in (state, self.state()))
+        if differing := sorted(
+            name for name in saved.keys() | expected.keys() if saved.get(name) != expected.get(name)
+        ):
             name = differing[0]
             raise CheckpointError(
                 f"the optimizer's state does not fit the adapter: {name} is {saved.get(name)} in the checkpoint, "
-                f"and {own.get(name)} here"
+                f"and {expected.get(name)} here"
             )
         for group, adamw in self._adamws.items():
             prefix = f"{group}."
-            of_group = [(name.removeprefix(prefix), a) for name, a in state.items() if name.startswith(prefix)]
-            adamw.state = tree_unflatten(of_group)
+            arrays = [(name.removeprefix(prefix), a) for name, a in state.items() if name.startswith(prefix)]
+            adamw.state = tree_unflatten(arrays)
 
 
 def _adamw(settings: LearnerSettings) -> mlx.optimizers.AdamW:
@@ -108,7 +108,7 @@ def _adamw(settings: LearnerSettings) -> mlx.optimizers.AdamW:
 
 
 def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> float:
-    """Linear warm-up over `warmup_steps`, then constant, or a cosine that ends at zero after `total_steps`."""
+    """Linear warm-up over `warmup_steps`, then constant or a cosine to zero at `total_steps`."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
@@ -117,6 +117,6 @@ def learning_rate(settings: LearnerSettings, step: int, total_steps: int) -> flo
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def clip_gradient_norm(gradient_N: mx.array, norm: mx.array, most: float) -> mx.array:
-    """The gradient, of that `norm`, scaled down so that its norm is at most `most`."""
-    return gradient_N * mx.minimum(1, most / norm)
+def clip_gradient_norm(gradient_N: mx.array, norm: mx.array, max_norm: float) -> mx.array:
+    """The gradient with this `norm`, scaled down to `max_norm` if that is smaller."""
+    return gradient_N * mx.minimum(1, max_norm / norm)

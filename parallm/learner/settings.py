@@ -24,7 +24,7 @@ class LearnerSettings:
     trains: Literal["policy", "reward_model"] = "policy"
     """Purpose of the adapter: to write completions, or to score them (learner=reward_model)."""
     preset: Preset = "dapo"
-    """A loss by its published name, see learner/loss/presets.py. Keys below that are null are as the preset has them."""
+    """A loss by its published name, see learner/loss/presets.py. Keys that are null are as the preset has them."""
     data: str | None = None
     """For learner=sft: a jsonl file with lines of prompt or messages, and completion; or the folder of a run, whose
     samples.jsonl counts. For learner=reward_model: a jsonl file with lines of prompt or messages, chosen, rejected."""
@@ -40,7 +40,7 @@ class LearnerSettings:
     advantage: Advantage | None = None
     """How rewards become advantages; see learner/loss/advantage.py."""
     policy: PolicyTerm | None = None
-    """What ratio and advantage add to the loss; see learner/loss/terms.py."""
+    """The loss of a token for its ratio and advantage; see learner/loss/terms.py."""
     ratio: RatioLevel | None = None
     """One ratio for each token, or one for a sequence: `sequence` is the geometric mean of its tokens', `sequence_sum`
     the product."""

@@ -1,4 +1,4 @@
-"""What the trainer drives; made by build.py."""
+"""The parts of one training run. `run/build_trainer.py` makes it, the trainer drives it."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from parallm.trainer.evaluators import DemonstrationEvaluator, PairEvaluator
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerContext:
-    """The parts of one training run. What touches arrays is called through `device`."""
+    """Parts that touch arrays are called through `device`."""
 
     device: DeviceThread
     engine: AsyncEngine
@@ -34,5 +34,5 @@ class TrainerContext:
 
     @property
     def policy(self) -> str:
-        """Name of the adapter that is trained."""
+        """Name of the trained adapter."""
         return self.learner.adapter.name

@@ -1,9 +1,8 @@
-"""Signs that training goes wrong although every number is finite. Pure: numbers of a step in, signs out.
+"""Signs of divergence while every number is finite. `Guard` calls it. Pure: numbers of a step in, signs out.
 
-The thresholds are those of runs of large models; alone they are wrong for small ones (a healthy run of the embedded
-model goes from an entropy of 0.06 to 0.03 a token while its reward doubles). So an entropy counts relative to that of
-the start, and a low entropy, a high one or missing signal end a run only where the reward has fallen as well: a policy
-that has become sure and right needs no guard.
+The thresholds come from runs of large models and are wrong for small ones alone: a healthy run of the embedded model
+goes from an entropy of 0.06 to 0.03 a token while its reward doubles. So entropy is relative to the start's, and low
+entropy, high entropy or missing signal end a run only if the reward has fallen as well.
 """
 
 import math
@@ -17,13 +16,13 @@ from parallm.reports import UpdateReport
 from parallm.trainer.settings import GuardSettings
 
 PATIENCE = 5
-"""Updates in a row that must show a sign of the policy."""
+"""Updates in a row that must show a sign before it counts."""
 ENTROPY_GROWTH = 3.0
 ENTROPY_LEFT = 0.2
-"""Of the entropy at the start: above this share a low entropy is no collapse."""
+"""Share of the entropy at the start above which a low entropy is no collapse."""
 REWARD_WINDOW = 10
 REWARD_FALL = 0.5
-"""In standard deviations of a completion's reward, from the best window to the last: more than the noise of a mean."""
+"""Standard deviations of a completion's reward, from the best window to the last; above the noise of a mean."""
 SIGNAL_WINDOW = 50
 MIN_SIGNAL = 0.02
 PARITY_WARNS = 5e-3
@@ -33,7 +32,7 @@ PARITY_STOPS = 5e-2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign:
-    """One thing that has just begun to look wrong, or that is wrong enough to stop."""
+    """A new warning, or a reason to stop."""
 
     text: str
     stops: bool
@@ -41,13 +40,13 @@ class Sign:
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """What the rules remember of earlier steps; JSON can hold it."""
+    """The rules' memory of earlier steps; JSON can hold it."""
 
     start_entropies: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
-    """Means of the last steps."""
+    """Mean rewards of the last steps."""
     num_rewards: int = 0
-    """Of the whole run."""
+    """Number of steps with rewards in the whole run."""
     deviation: float = 0.0
     """Mean standard deviation of a completion's reward within a step, over the whole run."""
     best_reward: float | None = None
@@ -55,13 +54,13 @@ class History:
     signal: list[float] = field(default_factory=list)
     """Share of groups with signal in the last steps."""
     streaks: dict[str, int] = field(default_factory=dict)
-    """Updates in a row that show a sign."""
+    """Updates in a row that show a sign, by its name."""
     warned: list[str] = field(default_factory=list)
-    """Signs that are still there and were reported."""
+    """Reported signs that persist."""
 
 
 class Divergence:
-    """Watches a run. `compares` is false where engine and learner do not compute the same, as with dropout."""
+    """Watches a run. `compares`: whether engine and learner compute the same (false with dropout)."""
 
     def __init__(self, settings: GuardSettings, *, compares: bool) -> None:
         self._settings = settings
@@ -69,17 +68,17 @@ class Divergence:
         self._history = History()
 
     def observe(self, metrics: StepMetrics) -> list[Sign]:
-        """Take in one step. Returns the signs that are new, and those that stop the run."""
+        """Record one step. Returns new signs, and signs that stop the run."""
         self._remember(metrics)
         signs = [self._sign("signal", self._has_little_signal(), self._signal_text, self._reward_has_fallen())]
         update = metrics.update
-        if update is not None and update.skipped is None and update.pairs is None:  # of a policy
+        if update is not None and update.skipped is None and update.pairs is None:  # a policy's update
             signs += self._signs_of_update(update)
             signs.append(self._parity(update) if self._compares else None)
         return [sign for sign in signs if sign is not None]
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed run judges like one that was never interrupted."""
+        """The history for a checkpoint, so that a resumed run judges as if uninterrupted."""
         return asdict(self._history)
 
     def resume(self, counters: Mapping[str, Any]) -> None:
@@ -94,7 +93,7 @@ class Divergence:
         if len(history.rewards) == REWARD_WINDOW:
             mean = fmean(history.rewards)
             history.best_reward = mean if history.best_reward is None else max(history.best_reward, mean)
-        if metrics.groups_sampled:  # a supervised run has none
+        if metrics.groups_sampled:  # a supervised run samples none
             share = metrics.groups_with_signal / metrics.groups_sampled
             history.signal = [*history.signal, share][-SIGNAL_WINDOW:]
 
@@ -138,7 +137,7 @@ class Divergence:
     def _parity(self, update: UpdateReport) -> Sign | None:
         parity, k3 = update.parity, update.kl_to_behaviour
         mean = parity.mean_abs if parity.num_tokens else 0.0
-        is_fresh = parity.num_tokens == update.num_tokens  # older samples differ by what was learned since
+        is_fresh = parity.num_tokens == update.num_tokens  # older samples differ by the updates since
         return self._sign(
             "parity",
             mean > PARITY_WARNS or (is_fresh and k3 > PARITY_K3_WARNS),

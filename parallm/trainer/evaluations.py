@@ -1,4 +1,4 @@
-"""When the policy is evaluated, which version is the best so far, and when to give up hope of a better one."""
+"""Evaluations of a run: when they are due, which version is the best, when patience is over. `Loop` calls it."""
 
 import asyncio
 import logging
@@ -9,8 +9,7 @@ from parallm.checkpoint.files import read_score, read_version
 from parallm.errors import AdapterError, ConfigError, EnvironmentFailed, UnknownModel
 from parallm.interrupts import unless
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.adapters.names import of_alias
-from parallm.model.adapters.table import AdapterTable
+from parallm.model.adapters.table import AdapterTable, of_alias
 from parallm.reports import EvaluationReport
 from parallm.trainer.context import TrainerContext
 from parallm.trainer.settings import TrainerSettings
@@ -20,11 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluations:
-    """Runs on the asyncio thread, between two steps."""
+    """Evaluates on the asyncio thread, between two steps."""
 
-    def __init__(self, parts: TrainerContext, settings: TrainerSettings) -> None:
-        """Raises ConfigError if the settings ask for what only evaluations can tell, and there are none."""
-        if parts.evaluator is None and (settings.patience or settings.keep_best or settings.publish_if == "evaluation"):
+    def __init__(self, context: TrainerContext, settings: TrainerSettings) -> None:
+        """Raises ConfigError if the settings depend on evaluations and there are none."""
+        if context.evaluator is None and (
+            settings.patience or settings.keep_best or settings.publish_if == "evaluation"
+        ):
             raise ConfigError(
                 "trainer.patience, keep_best and publish_if=evaluation go by evaluations, and this run has none; set "
                 "trainer.evaluate_problems above 0 and use an environment with a test split, or learner.data_held_out"
@@ -34,7 +35,7 @@ class Evaluations:
                 f"trainer.patience={settings.patience} counts evaluations between steps; set trainer.evaluate_every "
                 "above 0, or trainer.patience=0"
             )
-        self._context = parts
+        self._context = context
         self._settings = settings
         self._best: float | None = None
         self._best_version: int | None = None  # the newest of equals
@@ -48,22 +49,21 @@ class Evaluations:
 
     @property
     def is_out_of_patience(self) -> bool:
-        """True after `trainer.patience` evaluations in a row that were no better than the best before them."""
+        """Whether the last `trainer.patience` evaluations were no better than the best before them."""
         return 0 < self._settings.patience <= self._since_best
 
     async def evaluate(self, step: int, stopped: asyncio.Event) -> EvaluationReport | None:
-        """Evaluate the newest version, report it, and let the alias `best` mean it if none was better: if none had a
-        higher accuracy, or without one a lower loss of held-out demonstrations.
+        """Evaluate and report the newest version, and set the alias `best` to it if its score is the highest.
 
-        Without an evaluator, or when `stopped` is set before the end, there is no report. Raises EnvironmentFailed for
-        one that can score nothing before the first step; later it may be able to again.
+        The score is the accuracy, or the negative loss of held-out demonstrations. Returns None without an evaluator,
+        and if `stopped` is set before the end. Raises EnvironmentFailed if nothing can be scored before the first step.
         """
         if self._context.evaluator is None:
             return None
         version = self._context.learner.adapter.version
         model = of_alias(LATEST, self._context.policy)
         try:
-            found = await unless(
+            evaluation = await unless(
                 stopped, self._context.evaluator.evaluate(step, version, model, self._context.display.progress)
             )
         except EnvironmentFailed as error:
@@ -71,17 +71,17 @@ class Evaluations:
                 raise
             logger.error("after step %d there is no evaluation, and training goes on: %s", step, error)
             return None
-        if found is None:
+        if evaluation is None:
             logger.warning("the evaluation after step %d was dropped, since the run is to stop", step)
             return None
-        self._latest = report = found.report
-        self._context.recorder.evaluation(report, found.completions)
+        self._latest = report = evaluation.report
+        self._context.recorder.evaluation(report, evaluation.completions)
         self._context.display.evaluation(report)
         self._rank(report)
         return report
 
     def _rank(self, report: EvaluationReport) -> None:
-        """The base costs no patience before it was trained, and cannot be the best version."""
+        """Update best version and patience. Before training, the base costs no patience and cannot be best."""
         counts = report.version > 0 and math.isfinite(report.score)
         is_better = counts and (self._best is None or report.score > self._best)
         if report.step > 0:
@@ -97,21 +97,21 @@ class Evaluations:
             logger.error("version %d is the best so far and cannot be called so: %s", version, error)
 
     def score(self, step: int) -> float | None:
-        """Score of the evaluation after `step` finished steps, if there was one."""
+        """Score of the evaluation after `step` finished steps; None if there was none."""
         if self._latest is None or self._latest.step != step or not math.isfinite(self._latest.score):
             return None
         return self._latest.score
 
     def is_best(self, step: int) -> bool:
-        """Whether the version after `step` finished steps was evaluated, and none before was better."""
+        """Whether the version after `step` finished steps was evaluated and is the best."""
         return self.score(step) is not None and self._context.learner.adapter.version == self._best_version
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Counters for a checkpoint."""
         return {"best": self._best, "best_version": self._best_version, "since_best": self._since_best}
 
     def resume(self, counters: dict[str, Any]) -> None:
-        """Go on with the best version, or, where it was not saved, with the best of those that were."""
+        """Restore the best version, or the best saved one if it was not saved."""
         self._since_best = int(counters.get("since_best", 0))
         self._best, self._best_version = counters["best"], counters.get("best_version")
         if self._best_version is None:
@@ -137,9 +137,9 @@ class Evaluations:
 
 
 def final_adapter(adapters: AdapterTable, policy: str, keep_best: bool) -> Adapter | None:
-    """What a training leaves behind: the best version by evaluation, or the one that is served; None before the first.
+    """The adapter that a run exports: the best version with `keep_best`, else the served one; None before the first.
 
-    That is the newest one unless trainer.publish_if has held it back.
+    The served version is the newest unless trainer.publish_if holds it back.
     """
     if not keep_best:
         return adapters.resolve(policy)

@@ -1,4 +1,4 @@
-"""The loss of held-out demonstrations, and what the trained policy does in an environment where one was asked for."""
+"""Evaluators of held-out demonstrations and pairs, and what pass@k samples. `Evaluations` calls them. Axes: P pairs."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 from parallm.device.thread import DeviceThread
 from parallm.learner.learner import Learner
 from parallm.learner.passes.scoring import TokenLoss
-from parallm.learner.reward_model.pairs import to_prompted
+from parallm.learner.reward_model.pairs import to_scoring_request
 from parallm.learner.reward_model.reward_learner import RewardLearner
 from parallm.reports import Evaluation, EvaluationReport
 from parallm.rollout.confidence_intervals import mean_estimate, share_estimate
@@ -18,35 +18,8 @@ from parallm.trainer.settings import EvaluationSettings
 from parallm.types import TrajectoryGroup
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemonstrationEvaluator:
-    """Scores every demonstration with the learner's newest version, without sampling."""
-
-    device: DeviceThread
-    learner: Learner
-    demonstrations: Sequence[TrajectoryGroup]
-    environment: Evaluator | None
-    """Its held-out problems are played after the demonstrations were scored."""
-
-    async def evaluate(self, step: int, version: int, model: str, progress: Progress) -> Evaluation:
-        """The loss in nats per token, together with the environment's evaluation if there is one."""
-        units = self._units(progress, asyncio.get_running_loop())
-        loss = await asyncio.wrap_future(self.device.score(units))
-        found = Evaluation(report=EvaluationReport(step=step, version=version))
-        if self.environment is not None:
-            found = await self.environment.evaluate(step, version, model, progress)
-        report = replace(found.report, loss=loss.mean, num_demonstrations=loss.num_completions)
-        return replace(found, report=report)
-
-    def _units(self, progress: Progress, loop: asyncio.AbstractEventLoop) -> Iterator[TokenLoss]:
-        """Runs on the device thread."""
-        for loss in self.learner.losses(self.demonstrations):
-            loop.call_soon_threadsafe(progress, loss.num_completions, len(self.demonstrations))
-            yield loss
-
-
 def evaluation_samples(settings: EvaluationSettings, seed: int) -> Samples | None:
-    """None where nothing is to be sampled."""
+    """The samples for pass@k; None if there are none."""
     if not settings.evaluate_samples:
         return None
     return Samples(
@@ -58,17 +31,44 @@ def evaluation_samples(settings: EvaluationSettings, seed: int) -> Samples | Non
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DemonstrationEvaluator:
+    """Scores held-out demonstrations with the learner's newest version, without sampling."""
+
+    device: DeviceThread
+    learner: Learner
+    demonstrations: Sequence[TrajectoryGroup]
+    environment: Evaluator | None
+    """Runs on its held-out problems after the demonstrations; None: no environment."""
+
+    async def evaluate(self, step: int, version: int, model: str, progress: Progress) -> Evaluation:
+        """The loss in nats per token, and the environment's evaluation if there is one."""
+        units = self._units(progress, asyncio.get_running_loop())
+        loss = await asyncio.wrap_future(self.device.score(units))
+        evaluation = Evaluation(report=EvaluationReport(step=step, version=version))
+        if self.environment is not None:
+            evaluation = await self.environment.evaluate(step, version, model, progress)
+        report = replace(evaluation.report, loss=loss.mean, num_demonstrations=loss.num_completions)
+        return replace(evaluation, report=report)
+
+    def _units(self, progress: Progress, loop: asyncio.AbstractEventLoop) -> Iterator[TokenLoss]:
+        """Runs on the device thread."""
+        for loss in self.learner.losses(self.demonstrations):
+            loop.call_soon_threadsafe(progress, loss.num_completions, len(self.demonstrations))
+            yield loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PairEvaluator:
-    """Scores every pair with the learner's newest version. A pair counts as right if the chosen score is the higher."""
+    """Scores held-out pairs with the newest version. A pair is right if the chosen completion scores higher."""
 
     device: DeviceThread
     learner: RewardLearner
     pairs: Sequence[TrajectoryGroup]
     center: float
-    """Of the loss, see learner/reward_model/reward_learner.py."""
+    """`learner.center_scores`."""
 
     async def evaluate(self, step: int, version: int, model: str, progress: Progress) -> Evaluation:
-        """Accuracy, margin, loss and mean score. `model` and `progress` are for evaluators that ask the engine."""
+        """Accuracy, margin, loss and mean score. `model` and `progress` are unused here."""
         scores = await asyncio.wrap_future(self.device.score(self._units()))
         assert scores is not None, "scoring ends with the scores"
         margins = [chosen - rejected for chosen, rejected in zip(scores[0::2], scores[1::2], strict=True)]
@@ -93,4 +93,4 @@ class PairEvaluator:
         return float(losses_P.mean())
 
     def _units(self) -> Iterator[list[float] | None]:
-        yield from self.learner.scorer().units([to_prompted(pair) for pair in self.pairs])
+        yield from self.learner.scorer().units([to_scoring_request(pair) for pair in self.pairs])

@@ -1,4 +1,4 @@
-"""Updates between two steps, on trajectories that clients bring."""
+"""Updates between two steps on trajectories that clients bring. The control routes call it."""
 
 import itertools
 import logging
@@ -7,7 +7,7 @@ from functools import partial
 
 from parallm.errors import CheckpointError, InvalidRequest, TrainingStopped
 from parallm.learner.settings import Advantage
-from parallm.model.adapters.names import of_alias
+from parallm.model.adapters.table import of_alias
 from parallm.rollout.given_trajectories import check_trajectories, groups_of, with_signal
 from parallm.trainer.context import TrainerContext
 from parallm.trainer.loop import Loop
@@ -17,21 +17,21 @@ logger = logging.getLogger(__name__)
 
 
 class GivenUpdates:
-    """Updates of one policy, on the asyncio thread. An update makes a version and does not count as a step."""
+    """Updates of one policy, on the asyncio thread. An update makes a version and counts as no step."""
 
     def __init__(
         self,
         loop: Loop,
-        parts: TrainerContext,
+        context: TrainerContext,
         *,
         advantage: Advantage,
         max_off_policy_steps: int,
         max_tokens: int,
         num_token_ids: int,
     ) -> None:
-        """`max_tokens` is the limit of a completion, as for the learner's `update`."""
+        """`max_tokens`: the limit of a completion, as for `Learner.update`."""
         self._loop = loop
-        self._context = parts
+        self._context = context
         self._advantage = advantage
         self._limit = max_off_policy_steps
         self._max_tokens = max_tokens
@@ -43,8 +43,8 @@ class GivenUpdates:
     ) -> GivenUpdate:
         """Train on these after the present step. `serve`: whether clients get the new version; None: as after a step.
 
-        Raises InvalidRequest for trajectories that cannot be trained on, Unavailable when training has ended, and
-        CheckpointError if the update succeeded and could not be saved under its name.
+        Raises InvalidRequest for trajectories that cannot be trained on, Unavailable after the end of training,
+        CheckpointError if the update succeeded and its named checkpoint could not be saved.
         """
         work = partial(self._update, given, serve=serve, checkpoint_name=checkpoint_name)
         return await self._loop.pacing.between_steps(work)
@@ -60,7 +60,7 @@ class GivenUpdates:
         trained = with_signal(groups, self._advantage)
         try:
             report = await self._loop.update_between_steps(trained, max_tokens=self._max_tokens, serve=serve)
-        except TrainingStopped as error:  # of a reward that the advantage cannot take
+        except TrainingStopped as error:  # the advantage does not accept a reward
             raise InvalidRequest(str(error), "trajectories") from error
         folder = await self._saved(checkpoint_name, report.version) if checkpoint_name is not None else None
         served = self._context.adapters.resolve(self._context.policy)
@@ -88,10 +88,13 @@ class GivenUpdates:
             raise CheckpointError(f"version {version} was made, and {error}") from error
 
     async def _logprobs(self, given: Sequence[GivenTrajectory]) -> list[tuple[float, ...]]:
-        """Return the given log-probs, or else those of the engine, which equal the learner's bit for bit."""
+        """The given log-probs, or those of the engine, which equal the learner's bit for bit."""
         unknown = [trajectory for trajectory in given if trajectory.logprobs is None]
-        answers = await self._context.engine.generate_all([self._request(trajectory) for trajectory in unknown])
-        computed = (_last_logprobs(group[0], len(one.tokens)) for group, one in zip(answers, unknown, strict=True))
+        completions = await self._context.engine.generate_all([self._request(trajectory) for trajectory in unknown])
+        computed = (
+            _last_logprobs(group[0], len(trajectory.tokens))
+            for group, trajectory in zip(completions, unknown, strict=True)
+        )
         return [next(computed) if trajectory.logprobs is None else trajectory.logprobs for trajectory in given]
 
     def _request(self, trajectory: GivenTrajectory) -> GenerationRequest:

@@ -1,4 +1,4 @@
-"""From a step's facts to a verdict: go on, count a skipped step, roll back, or stop. Pure; `recovery` acts on it."""
+"""A step's numbers -> a verdict: go on, skip, roll back, or stop. Pure; `Recovery` acts on it."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,21 @@ Action = Literal["go_on", "skip", "roll_back", "stop"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What follows from a step. `skip` changes nothing: the learner has skipped the step already."""
+    """The consequence of a step. `skip` needs no action: the learner has skipped the step already."""
 
     action: Action
     reason: str = ""
     """Why, unless training just goes on."""
     warnings: tuple[str, ...] = ()
-    """For the log, whatever the action is."""
+    """Texts for the log, with any action."""
 
 
 class Guard:
-    """Counts faults over a run and decides. A fault is a step in which something was not finite; rewards that are not
-    skip a step in which there are no others, and say nothing about the policy.
+    """Counts faults over a run and decides. A fault is a step with a value that is not finite. A step whose rewards are
+    all not finite is skipped and counts as no fault of the policy.
 
-    `trainer.guard.max_skips` faults without a good update between them call for a roll-back. After
-    `trainer.guard.max_rollbacks` roll-backs of a run the next one is refused and training stops: what comes back
-    again is not the newest update's fault.
+    `trainer.guard.max_skips` faults without a good update between them cause a roll-back. After
+    `trainer.guard.max_rollbacks` roll-backs training stops, because the newest update is not to blame.
     """
 
     def __init__(self, settings: GuardSettings, *, compares: bool) -> None:
@@ -46,7 +45,7 @@ class Guard:
         self._unmoved_in_row = 0  # updates that have moved no weight
 
     def judge(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup]) -> Verdict:
-        """Take in one step with all of its sampled groups. Call it once a step, in order."""
+        """Judge one step with all of its sampled groups. Called once a step, in order."""
         # the rules of divergence are about samples and their rewards
         signs = [] if metrics.is_supervised else self._divergence.observe(metrics)
         warnings = [*self._empty_completions(groups), *self._idle_step(metrics.update), *self._unmoved(metrics.update)]
@@ -58,7 +57,7 @@ class Guard:
         return Verdict(action=action, reason=reason, warnings=tuple(warnings))
 
     def row(self) -> FlatRow:
-        """The counts of the run so far, by flat names; kinds of faults that never came are left out."""
+        """Counts of the run so far by metric name, without kinds of faults that never occurred."""
         kinds = {f"guard/skipped_{kind}": count for kind, count in sorted(self._skipped.items())}
         return {
             "guard/skipped": self._skipped.total(),
@@ -69,7 +68,7 @@ class Guard:
         }
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Counters for a checkpoint."""
         return {
             "skipped": dict(self._skipped),
             "skipped_in_row": self._skipped_in_row,
@@ -115,7 +114,7 @@ class Guard:
         return "roll_back", in_row
 
     def _empty_completions(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
-        empty = [one.problem_id for group in groups for one in group.trajectories if not one.tokens]
+        empty = [t.problem_id for group in groups for t in group.trajectories if not t.tokens]
         self._empty += len(empty)
         return [f"{len(empty)} completions have no token, the first one of problem {empty[0]}"] if empty else []
 
@@ -126,7 +125,7 @@ class Guard:
         self._idle += 1
         self._idle_in_row += 1
         if self._idle_in_row > 1:
-            return []  # the step's line says so every time
+            return []  # each step's line shows it
         why = "every completion of a problem got the same reward" if update is None else update.skipped
         return [f"nothing was trained: {why}"]
 
@@ -135,7 +134,7 @@ class Guard:
             return []
         self._unmoved_in_row = 0 if update.has_moved else self._unmoved_in_row + 1
         if self._unmoved_in_row != 1:
-            return []  # the step's line says so every time
+            return []  # each step's line shows it
         why = "" if update.learning_rate == 0 else ", since its step is too small for float32 beside the weights"
         return [
             f"the update has moved no weight at learner.learning_rate={update.learning_rate:g}{why}: no new version"

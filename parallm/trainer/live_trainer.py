@@ -1,4 +1,4 @@
-"""The loop of training on what others bring: wait for it -> update -> publish -> evaluate -> save."""
+"""Trainers of groups that others bring: wait -> update -> publish -> evaluate -> save."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -19,43 +19,43 @@ from parallm.types import TrajectoryGroup
 
 
 class GroupSource(Protocol):
-    """Where groups come from by themselves: clients (`rollout.live.traffic`), or Atropos (`rollout.atropos.source`)."""
+    """A source of groups: clients (`rollout.live`) or Atropos (`integrations.atropos`)."""
 
     @property
     def message(self) -> str:
-        """Why there is nothing to train on, where that is known."""
+        """Why there is nothing to train on, if known."""
         ...
 
     @property
     def waiting(self) -> Mapping[str, float]:
-        """What has been brought and waits, under flat names of the metrics."""
+        """Counts of waiting trajectories by metric name."""
         ...
 
     def is_ready(self, version: int, limit: int) -> bool:
-        """Whether a step may begin; lets go what is more than `limit` versions older than `version`."""
+        """Whether a step may begin; drops groups more than `limit` versions older than `version`."""
         ...
 
     def take(self, step: int) -> StepBatch:
-        """What `step` is about, after `is_ready`."""
+        """The groups of `step`; called after `is_ready`."""
         ...
 
 
 class LiveTrainer(Loop):
-    """Takes the groups of each step from `source`. `parts.collector` stays unused.
+    """Trains on the groups of `source`, for Atropos.
 
-    A step begins when there is enough to train on, so pause, checkpoint and stop need not wait for it.
+    A step begins when there are enough groups, so pause, checkpoint and stop need not wait for it.
     """
 
     def __init__(
         self,
-        parts: TrainerContext,
+        context: TrainerContext,
         source: GroupSource,
         settings: TrainerSettings,
         rollout: RolloutSettings,
         *,
         save_every: int,
     ) -> None:
-        super().__init__(parts, settings, compares=parts.learner.adapter.dropout == 0, save_every=save_every)
+        super().__init__(context, settings, compares=context.learner.adapter.dropout == 0, save_every=save_every)
         self._source = source
         self._rollout = rollout
         self._last_end, self._last_served = time.perf_counter(), self._served()
@@ -72,26 +72,26 @@ class LiveTrainer(Loop):
 
     async def _one_step(self) -> Verdict:
         began = time.perf_counter()
-        taken, version = self._source.take(self._step + 1), self._context.learner.adapter.version
-        collection = RolloutBatch(first=taken.groups, sampled=taken.groups, seconds=began - self._last_end)
+        step_batch, version = self._source.take(self._step + 1), self._context.learner.adapter.version
+        rollout_batch = RolloutBatch(first=step_batch.groups, sampled=step_batch.groups, seconds=began - self._last_end)
         self._set("updating")
-        update = await self._update(taken.with_signal, max_tokens=self._rollout.max_tokens)
+        update = await self._update(step_batch.with_signal, max_tokens=self._rollout.max_tokens)
         ended, served = time.perf_counter(), self._served()
         metrics = step_metrics(
             step=self._step + 1,
-            collection=collection,
-            off_policy=off_policy_report(taken.with_signal, version, taken.num_stale),
+            rollout_batch=rollout_batch,
+            off_policy=off_policy_report(step_batch.with_signal, version, step_batch.num_stale),
             update=update,
             update_seconds=ended - began,
             total_seconds=ended - self._last_end,
             served_tokens=served - self._last_served,
         )
-        # where completions are compared over the whole step, no group of one has signal by itself
-        figures = {**taken.figures, **self._source.waiting}
-        metrics = replace(metrics, groups_with_signal=len(taken.with_signal), source=figures)
+        # if advantages compare completions of the whole step, a group of one has no signal by itself
+        figures = {**step_batch.figures, **self._source.waiting}
+        metrics = replace(metrics, groups_with_signal=len(step_batch.with_signal), source=figures)
         self._last_end, self._last_served = ended, served
-        verdict = await self._judge(metrics, trained=taken.with_signal, sampled=taken.groups)
-        self._finish(metrics, taken.groups)
+        verdict = await self._judge(metrics, trained=step_batch.with_signal, sampled=step_batch.groups)
+        self._finish(metrics, step_batch.groups)
         return verdict
 
     def _counters(self) -> Mapping[str, Any]:
@@ -99,28 +99,29 @@ class LiveTrainer(Loop):
 
 
 class ClientTrainer(LiveTrainer):
-    """Reports to `traffic` what became of the trajectories that a step took: saved, failed or undone."""
+    """Trains on completions that clients rewarded, each once, and reports to `source` which steps were saved, failed or
+    undone."""
 
     def __init__(
         self,
-        parts: TrainerContext,
-        traffic: LiveSource,
+        context: TrainerContext,
+        source: LiveSource,
         settings: TrainerSettings,
         rollout: RolloutSettings,
         *,
         save_every: int,
     ) -> None:
-        super().__init__(parts, traffic, settings, rollout, save_every=save_every)
-        self._traffic = traffic
+        super().__init__(context, source, settings, rollout, save_every=save_every)
+        self._live_source = source
 
     def _on_save(self, step: int) -> None:
-        self._traffic.saved(step)
+        self._live_source.saved(step)
 
     async def _one_step(self) -> Verdict:
         try:
             return await super()._one_step()
-        except Exception:  # it ends the run, which must not begin with the same for ever
-            self._traffic.failed(self._step + 1, ())
+        except Exception:  # ends the run; a resumed run must not fail on the same trajectories for ever
+            self._live_source.failed(self._step + 1, ())
             raise
 
     async def _judge(
@@ -129,11 +130,11 @@ class ClientTrainer(LiveTrainer):
         before, update = self._context.learner.adapter, metrics.update
         verdict = await super()._judge(metrics, trained=trained, sampled=sampled)
         if update is not None and update.fault is not None:
-            self._traffic.failed(metrics.step, [(one.group, one.index) for one in update.culprits])
+            self._live_source.failed(metrics.step, [(culprit.group, culprit.index) for culprit in update.culprits])
         elif update is not None and update.skipped is None and update.has_moved:
-            self._traffic.learned()
+            self._live_source.learned()
         after = self._context.learner.adapter
         if after is not before:
             assert after.parent is not None, "a roll-back goes back to a version"
-            self._traffic.undone(after.parent, after.version)
+            self._live_source.undone(after.parent, after.version)
         return verdict

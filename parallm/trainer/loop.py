@@ -1,7 +1,6 @@
-"""What every training loop does: step after step, evaluate, save, and leave the finished steps behind whatever happens.
+"""The base class of all trainers: step after step, evaluate, save, and save finished steps whatever happens.
 
-It decides the order and nothing else; `trainer`, `live_trainer` and `supervised_trainer` say where a step's groups come
-from.
+It decides the order; `trainer`, `live_trainer` and `supervised_trainer` get the groups of a step.
 """
 
 import asyncio
@@ -32,48 +31,48 @@ logger = logging.getLogger(__name__)
 
 
 class Loop(ABC):
-    """Runs on the asyncio thread; what touches arrays goes to the device thread.
+    """Runs on the asyncio thread; work on arrays goes to the device thread.
 
     Loop contract: consumes the groups of each step / waits for its update / produces adapter versions, metrics and
-    checkpoints / ends after the last step, when patience is over, when `stop` was called, or with an error.
+    checkpoints / ends after the last step, when patience is over, after `stop`, or with an error.
     """
 
-    def __init__(self, parts: TrainerContext, settings: TrainerSettings, *, compares: bool, save_every: int) -> None:
-        """`compares`: whether the log-probs of sampling and learning should agree."""
-        self._context = parts
+    def __init__(self, context: TrainerContext, settings: TrainerSettings, *, compares: bool, save_every: int) -> None:
+        """`compares`: whether log-probs of engine and learner should agree."""
+        self._context = context
         self._settings = settings
-        self._evaluations = Evaluations(parts, settings)
-        self._publication = Publication(parts.adapters, parts.policy, settings)
+        self._evaluations = Evaluations(context, settings)
+        self._publication = Publication(context.adapters, context.policy, settings)
         self._guard = Guard(settings.guard, compares=compares)
-        self._recovery = Recovery(parts, self._guard, self._publication)
-        self._saver = Saver(parts.device, parts.checkpoints, self._state, every=save_every, on_save=self._on_save)
+        self._recovery = Recovery(context, self._guard, self._publication)
+        self._saver = Saver(context.device, context.checkpoints, self._state, every=save_every, on_save=self._on_save)
         self._stopping = asyncio.Event()
         self.pacing = Pacing(self._save_now)
         self._step = 0  # finished steps
-        self._version = parts.learner.adapter.version  # that the last finished step has left
-        self._has_updated = False  # in the step that has not finished; its version may be the same
+        self._version = context.learner.adapter.version  # after the last finished step
+        self._has_updated = False  # within the unfinished step, which may leave the version as it is
         self.status = TrainingStatus(state="starting", total_steps=settings.steps)
 
     @abstractmethod
     async def _one_step(self) -> Verdict:
-        """One step from its groups to `_finish`; the guard's verdict on it."""
+        """Run one step from its groups to `_finish`; returns the guard's verdict."""
 
     @abstractmethod
     def _counters(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps of the subclass itself, for its `resume`."""
+        """The subclass's own counters for a checkpoint."""
 
     def _is_ready(self) -> bool:
-        """Whether there is something to train on, for loops that wait for others to bring it."""
+        """Whether there are groups to train on; overridden by trainers that wait for them."""
         return True
 
     def _on_save(self, step: int) -> None:  # noqa: B027  # most loops need not know
-        """A checkpoint holds what the steps until `step` have learned."""
+        """Called when a checkpoint holds all steps up to `step`."""
 
     async def _give_up_work_ahead(self) -> None:  # noqa: B027  # most loops have none
-        """Drop what is under way for later steps: the run ends, or the version it was made with was undone."""
+        """Cancel sampling for later steps: the run ends, or the sampling version was rolled back."""
 
     def resume(self, state: TrainingState) -> None:
-        """Go on after `state`; the adapter and the optimizer were restored on the device thread already."""
+        """Resume after `state`; the device thread has restored adapter and optimizer already."""
         self._step = self._saver.saved_step = state.step
         self._version = state.version
         counters = dict(state.counters)
@@ -88,12 +87,12 @@ class Loop(ABC):
         self._publication.resume(counters["publication"], BEST)
 
     def renumbered(self, adapter: Adapter) -> None:
-        """The learner has given its newest version this higher number."""
+        """Called after the learner gave its newest version this higher number."""
         self._version = adapter.version
         self._publication.renumbered(adapter)
 
     def stop(self) -> None:
-        """Finish the present step, or drop the present evaluation; save, and leave."""
+        """Finish the present step, or drop the present evaluation; save and leave."""
         self._stopping.set()
         self.pacing.wake()
 
@@ -107,10 +106,7 @@ class Loop(ABC):
         return self._saver.num_saves
 
     async def run(self) -> None:
-        """Raises TrainingStopped when going on makes no sense, and whatever a part raises.
-
-        The finished steps are saved before.
-        """
+        """Train to the end. Raises TrainingStopped, and any error of a step, after saving the finished steps."""
         try:
             await self._run()
         except Exception as error:
@@ -158,12 +154,12 @@ class Loop(ABC):
     async def update_between_steps(
         self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None
     ) -> UpdateReport:
-        """Train on `groups` without counting a step. Called by `Pacing.between_steps`."""
+        """Train on `groups` without counting a step, between steps."""
         self._set("updating")
         report = await self._update(groups, max_tokens=max_tokens, serve=serve)
         self._version, self._has_updated = self._context.learner.adapter.version, False
         if report.skipped is None:
-            self._saver.forget()
+            self._saver.mark_outdated()
         return report
 
     def check_name(self, name: str) -> None:
@@ -171,17 +167,14 @@ class Loop(ABC):
         self._context.checkpoints.check_name(name)
 
     async def save_as(self, name: str) -> Path:
-        """Save as a named checkpoint. Called by `Pacing.between_steps`. Raises CheckpointError."""
+        """Save as a named checkpoint, between steps. Raises CheckpointError."""
         self._set("saving")
         return await self._saver.save_as(name)
 
     async def _update(
         self, groups: Sequence[TrajectoryGroup], *, max_tokens: int, serve: bool | None = None
     ) -> UpdateReport:
-        """Train on `groups` and publish the new version, if there is one: none where no weight has moved.
-
-        `serve` as in `Publication.publish`.
-        """
+        """Train on `groups` and publish the new version if any weight has moved. `serve`: see `Publication.publish`."""
         units: Iterator[UpdateReport | None] = self._context.learner.update(
             groups, step=self._step, max_tokens=max_tokens
         )
@@ -197,14 +190,14 @@ class Loop(ABC):
     async def _judge(
         self, metrics: StepMetrics, *, trained: Sequence[TrajectoryGroup], sampled: Sequence[TrajectoryGroup] = ()
     ) -> Verdict:
-        """What the guard says of a step, acted upon but for the end of the run."""
-        verdict = await self._recovery.after(metrics, trained=trained, sampled=sampled)
+        """The guard's verdict on a step, acted upon except for stopping the run."""
+        verdict = await self._recovery.handle(metrics, trained=trained, sampled=sampled)
         if verdict.action == "roll_back":
             await self._give_up_work_ahead()
         return verdict
 
     def _finish(self, metrics: StepMetrics, sampled: Sequence[TrajectoryGroup] = ()) -> None:
-        """Count a step that was judged as finished, and report it."""
+        """Count a judged step as finished, and report it."""
         self._step += 1
         self._version, self._has_updated = self._context.learner.adapter.version, False
         metrics = replace(metrics, guard=self._guard.row())
@@ -214,7 +207,7 @@ class Loop(ABC):
         self.status = replace(self.status, metrics=metrics.to_flat(), trajectories_collected=collected)
 
     async def _save_now(self) -> Path:
-        """Save because somebody asks for it, between two steps. Raises CheckpointError."""
+        """Save on request between two steps. Raises CheckpointError."""
         if self._saver.saved_step == self._step == 0:
             raise Unavailable("no step has finished yet, so there is nothing to save; ask again later")
         self._set("saving")
@@ -233,7 +226,7 @@ class Loop(ABC):
             )
 
     async def _rescue(self) -> None:
-        """Save the finished steps, unless the error left a step half done."""
+        """Save the finished steps, unless an error left a step half done."""
         is_between = self._context.learner.adapter.version == self._version and not self._has_updated
         if self._saver.saved_step < self._step and is_between:
             self._set("saving")
@@ -246,14 +239,12 @@ class Loop(ABC):
             version=learner.adapter.version,
             adapter=learner.adapter,
             optimizer=learner.optimizer_state(),
-            schedule_step=self._step,
             counters={
                 **self._counters(),
                 "publication": self._publication.counters(),
                 "guard": self._guard.counters(),
                 **self._evaluations.counters(),
             },
-            groups=(),  # what was sampled ahead is sampled again: its problems are the first that are drawn
             score=self._evaluations.score(self._step),
             fingerprint=self._context.fingerprint,
             facts=self._context.facts,

@@ -1,4 +1,4 @@
-"""Between two steps a loop comes by here: it waits while it is paused, and does what others have asked for.
+"""Pause, resume and requests between two steps. `Loop` waits here; HTTP routes and `library` call it.
 
 Used on the asyncio thread only.
 """
@@ -13,14 +13,14 @@ from parallm.errors import ParallmError, Unavailable
 
 Result = TypeVar("Result")
 
-MAX_WORKS = 16
-"""Works that may wait for the end of a step; each holds the body of a request."""
-SECONDS_BETWEEN_LOOKS = 0.2
-"""At something to train on. A look at 4,096 trajectories takes 5 ms of the event loop."""
+MAX_REQUESTS = 16
+"""Requests that may wait for the end of a step; each holds a request body."""
+POLL_SECONDS = 0.2
+"""Interval of `is_ready` calls. A call over 4,096 trajectories takes 5 ms of the event loop."""
 
 
 class Pacing:
-    """When the next step may begin, and who waits for what."""
+    """Decides when the next step may begin, and serves requests between steps."""
 
     def __init__(self, save: Callable[[], Awaitable[Path]]) -> None:
         self._save = save
@@ -29,8 +29,8 @@ class Pacing:
         self._num_finished = 0
         self._changed = asyncio.Event()
         self._saves: list[asyncio.Future[Path]] = []
-        self._works: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
-        self._steps: list[tuple[int, asyncio.Future[None]]] = []  # how many are finished then
+        self._requests: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
+        self._steps: list[tuple[int, asyncio.Future[None]]] = []  # number of finished steps awaited
         self._has_ended = False
         self._is_waiting = False  # between two steps
 
@@ -40,7 +40,7 @@ class Pacing:
 
     @property
     def is_pausing(self) -> bool:
-        """Whether a pause waits for the end of the present step."""
+        """Whether a pause is waiting for the end of the present step."""
         return self.is_paused and not self._is_waiting and not self._has_ended
 
     def pause(self) -> None:
@@ -56,7 +56,7 @@ class Pacing:
         self.wake()
 
     async def step(self) -> None:
-        """Wait for one more step: a new one if paused, which stays so, else the one at work. Raises Unavailable."""
+        """Wait for one step: a single new one if paused, else the present one. Raises Unavailable."""
         self._check()
         if self._allowed is not None:
             self._allowed += 1
@@ -66,7 +66,7 @@ class Pacing:
         await future
 
     async def checkpoint(self) -> Path:
-        """Save after the present step; the checkpoint's folder. Raises Unavailable, CheckpointError."""
+        """Save after the present step. Returns the checkpoint's folder. Raises Unavailable, CheckpointError."""
         self._check()
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._saves.append(future)
@@ -74,49 +74,47 @@ class Pacing:
         return await future
 
     async def between_steps(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Do `work` after the present step and return its result. Raises Unavailable, also if too many wait."""
+        """Run `work` after the present step and return its result. Raises Unavailable, also if too many wait."""
         self._check()
-        if len(self._works) >= MAX_WORKS:
-            raise Unavailable(f"{MAX_WORKS} updates wait for the end of the present step already; try again later")
+        if len(self._requests) >= MAX_REQUESTS:
+            raise Unavailable(f"{MAX_REQUESTS} updates wait for the end of the present step already; try again later")
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._works.append((work, future))
+        self._requests.append((work, future))
         self.wake()
         return await future
 
     def wake(self) -> None:
-        """Let a loop that waits look again whether it is over."""
+        """Wake a waiting loop to check whether it is over."""
         self._changed.set()
 
     async def before_step(
         self, is_over: Callable[[], bool], on_wait: Callable[[], None], is_ready: Callable[[], bool] = lambda: True
     ) -> None:
-        """Before each step: returns when it may begin, or when there is none to begin. `on_wait`: it has to wait.
+        """Return when the next step may begin, or when `is_over`. Runs requests meanwhile.
 
-        `is_ready`: whether there is something to train on; it is asked again and again.
+        `on_wait` is called when the step has to wait. `is_ready` is polled: whether there are groups to train on.
         """
         self._num_finished = self._num_begun
         self._is_waiting = True
         self._complete_steps()
-        await self._do_all()
+        await self._run_requests()
         while not is_over() and (self._allowed == 0 or not is_ready()):
             on_wait()
             self._changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), None if self._allowed == 0 else SECONDS_BETWEEN_LOOKS)
-            await self._do_all()
+                await asyncio.wait_for(self._changed.wait(), None if self._allowed == 0 else POLL_SECONDS)
+            await self._run_requests()
         self._is_waiting = False
         self._num_begun += 1
         if self._allowed:
             self._allowed -= 1
 
     def end(self) -> None:
-        """Tell everybody that no step will come any more."""
+        """Fail all waiting requests: no further step will come."""
         self._has_ended = True
-        for saved in self._saves:
-            _fail(saved)
-        for _, waiting in (*self._steps, *self._works):
-            _fail(waiting)
-        self._saves, self._steps, self._works = [], [], []
+        for future in (*self._saves, *(future for _, future in (*self._steps, *self._requests))):
+            _reject(future, _ended())
+        self._saves, self._steps, self._requests = [], [], []
 
     def _check(self) -> None:
         if self._has_ended:
@@ -124,16 +122,16 @@ class Pacing:
 
     def _complete_steps(self) -> None:
         for number, future in self._steps:
-            if number <= self._num_finished and not future.done():
-                future.set_result(None)
+            if number <= self._num_finished:
+                _resolve(future, None)
         self._steps = [(number, future) for number, future in self._steps if not future.done()]
 
-    async def _do_all(self) -> None:
-        """Do all requested works in the order of the calls, then save for all that requested it."""
-        while self._works:
-            work, future = self._works.pop(0)
+    async def _run_requests(self) -> None:
+        """Run all requested work in order, then save once for all save requests."""
+        while self._requests:
+            work, future = self._requests.pop(0)
             if not future.done():
-                await _do(work, future)
+                await _run(work, future)
         await self._save_for_all()
 
     async def _save_for_all(self) -> None:
@@ -143,32 +141,31 @@ class Pacing:
                 folder = await self._save()
             except ParallmError as error:
                 for future in waiting:
-                    if not future.done():
-                        future.set_exception(error)
+                    _reject(future, error)
             else:
                 for future in waiting:
-                    if not future.done():
-                        future.set_result(folder)
+                    _resolve(future, folder)
         self._saves = []
 
 
-async def _do(work: Callable[[], Awaitable[Any]], future: asyncio.Future[Any]) -> None:
+async def _run(work: Callable[[], Awaitable[Any]], future: asyncio.Future[Any]) -> None:
     try:
-        result = await work()
+        _resolve(future, await work())
     except asyncio.CancelledError:
-        _fail(future)
+        _reject(future, _ended())
         raise
-    except Exception as error:  # noqa: BLE001  it is for those who have asked, and costs the run nothing
-        if not future.done():
-            future.set_exception(error)
-    else:
-        if not future.done():
-            future.set_result(result)
+    except Exception as error:  # noqa: BLE001  belongs to the caller, not to the run
+        _reject(future, error)
 
 
-def _fail(future: asyncio.Future[Any]) -> None:
+def _resolve(future: asyncio.Future[Any], result: object) -> None:
     if not future.done():
-        future.set_exception(_ended())
+        future.set_result(result)
+
+
+def _reject(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 def _ended() -> Unavailable:

@@ -1,11 +1,11 @@
-"""Collects the groups of coming steps while a step trains, within the limit on the age of what is trained on."""
+"""Collects groups of coming steps while a step trains, within a limit on the age of tokens. `Trainer` calls it."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from parallm.model.adapters.names import of_alias
+from parallm.model.adapters.table import of_alias
 from parallm.reports import OffPolicyReport
 from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.rollout.staleness import is_stale, off_policy_report
@@ -16,18 +16,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGroups:
-    """What one step trains on."""
+    """The groups of one step."""
 
-    collection: RolloutBatch
+    rollout_batch: RolloutBatch
     trained: tuple[TrajectoryGroup, ...]
     off_policy: OffPolicyReport
 
 
 class Pipeline:
-    """One collection per step, at most `limit` steps ahead of the one that trains. Runs on the asyncio thread.
+    """One collection per step, at most `limit` steps ahead of the training one. Runs on the asyncio thread.
 
-    A step makes one version, but for roll-backs. So a step whose collection begins once the step `limit` + 1 before it
-    has trained sees no token older than `limit` versions; whatever breaks this is found and sampled anew.
+    A step makes one version. So if a collection begins after the step `limit` + 1 before it has trained, no token is
+    older than `limit` versions. After a roll-back, groups that are too old are sampled again.
 
     Loop contract: consumes problems and completions / waits for the oldest collection / produces one batch per step, in
     the order of the steps / ends with `close`.
@@ -43,9 +43,9 @@ class Pipeline:
         num_steps: int,
         needs_all_groups: bool = False,
     ) -> None:
-        """`needs_all_groups`: train on groups without signal, too."""
+        """`needs_all_groups`: also train on groups without signal."""
         self._collector = collector
-        self._version = version  # the learner's present one
+        self._version = version  # the learner's newest version
         self._model = of_alias(LATEST, policy)
         self._limit = limit
         self._num_steps = num_steps
@@ -53,43 +53,40 @@ class Pipeline:
         self._tasks: dict[int, asyncio.Task[RolloutBatch]] = {}
 
     async def take(self, step: int) -> StepGroups:
-        """Wait for the groups of `step`, which trains now, while those of later steps are sampled.
-
-        Raises what collecting them raised.
-        """
-        for coming in range(step, min(step + self._limit + 1, self._num_steps)):
-            if coming not in self._tasks:
-                self._tasks[coming] = asyncio.create_task(self._collector.collect(coming, self._model))
-        collection = await self._tasks[step]
+        """Wait for the groups of `step`, while groups of later steps are sampled. Raises errors of their collection."""
+        for later_step in range(step, min(step + self._limit + 1, self._num_steps)):
+            if later_step not in self._tasks:
+                self._tasks[later_step] = asyncio.create_task(self._collector.collect(later_step, self._model))
+        rollout_batch = await self._tasks[step]
         del self._tasks[step]
-        return await self._fresh(step, collection)
+        return await self._fresh(step, rollout_batch)
 
     async def close(self) -> None:
-        """Give up what is under way and give its problems back, so that `take` would begin anew."""
+        """Cancel all collections and requeue their problems."""
         tasks, self._tasks = self._tasks, {}
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         self._collector.problem_cursor.requeue(tasks)
 
-    async def _fresh(self, step: int, collection: RolloutBatch) -> StepGroups:
-        """The batch without groups that are too old, which are sampled anew with the present version."""
+    async def _fresh(self, step: int, rollout_batch: RolloutBatch) -> StepGroups:
+        """The groups of a step; those that are too old are sampled again with the newest version."""
         version = self._version()
-        trained = collection.to_train(needs_all=self._needs_all)
+        trained = rollout_batch.to_train(needs_all=self._needs_all)
         stale = [group for group in trained if is_stale(group.trajectories, version, self._limit)]
         if stale:
             logger.warning("step %d: %d groups are too old for version %d", step + 1, len(stale), version)
-            anew = await self._collector.resample(stale, step, len(collection.sampled), self._model)
-            collection = _replaced(collection, dict(zip(map(id, stale), anew, strict=True)))
-            trained = collection.to_train(needs_all=self._needs_all)
+            resampled = await self._collector.resample(stale, step, len(rollout_batch.sampled), self._model)
+            rollout_batch = _replaced(rollout_batch, dict(zip(map(id, stale), resampled, strict=True)))
+            trained = rollout_batch.to_train(needs_all=self._needs_all)
         return StepGroups(
-            collection=collection, trained=trained, off_policy=off_policy_report(trained, version, len(stale))
+            rollout_batch=rollout_batch, trained=trained, off_policy=off_policy_report(trained, version, len(stale))
         )
 
 
-def _replaced(collection: RolloutBatch, by_identity: dict[int, TrajectoryGroup]) -> RolloutBatch:
+def _replaced(rollout_batch: RolloutBatch, by_identity: dict[int, TrajectoryGroup]) -> RolloutBatch:
     return replace(
-        collection,
-        first=tuple(by_identity.get(id(group), group) for group in collection.first),
-        sampled=tuple(by_identity.get(id(group), group) for group in collection.sampled),
+        rollout_batch,
+        first=tuple(by_identity.get(id(group), group) for group in rollout_batch.first),
+        sampled=tuple(by_identity.get(id(group), group) for group in rollout_batch.sampled),
     )

@@ -1,4 +1,4 @@
-"""Which version clients get by a policy's bare name. Rollouts and evaluations always ask for the newest one."""
+"""The version that clients get by a policy's bare name. Rollouts and evaluations ask for the newest one."""
 
 import logging
 import math
@@ -7,8 +7,7 @@ from typing import Any
 
 from parallm.errors import UnknownModel
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.adapters.names import of_alias
-from parallm.model.adapters.table import AdapterTable
+from parallm.model.adapters.table import AdapterTable, of_alias
 from parallm.reports import EvaluationReport
 from parallm.trainer.settings import TrainerSettings
 from parallm.types import LATEST
@@ -17,11 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class Publication:
-    """With `trainer.publish_if=always` each version is served at once. With `evaluation` it waits for one.
+    """Publishes versions: served at once (`trainer.publish_if=always`), or after a good evaluation (`evaluation`).
 
-    A version that an operator has promoted stays until an operator promotes the newest one. That a version is finite is
-    checked where it is made, in `make_adapter`. Requests that run finish on the version they began with, whatever
-    happens here.
+    A version that an operator promotes stays served until an operator promotes the newest one. Running requests finish
+    on the version they began with. `make_adapter` has checked that a version is finite.
     """
 
     def __init__(self, adapters: AdapterTable, policy: str, settings: TrainerSettings) -> None:
@@ -30,36 +28,36 @@ class Publication:
         self._waits = settings.publish_if == "evaluation"
         self._margin = settings.publish_margin
         self._best: float | None = None
-        self._served = _version(adapters.resolve(policy))  # what was given out here to be served; 0 is the base
+        self._served = _version(adapters.resolve(policy))  # the version published to be served; 0 is the base
         self._was_held = False
 
     def publish(self, adapter: Adapter, *, serve: bool | None = None) -> None:
-        """Give out a version that an update has made. `serve`: let clients get it, whatever the settings say."""
-        self._give_out(adapter, serve=not self._waits if serve is None else serve)
+        """Publish the version of an update. `serve`: whether clients get it; None: as the settings say."""
+        self._publish(adapter, serve=not self._waits if serve is None else serve)
 
     def evaluated(self, report: EvaluationReport) -> None:
-        """Serve the evaluated version if it is good enough, and say so if it is not."""
+        """Serve the evaluated version if it is good enough; log if it is not."""
         if self._waits and report.version > 0:
             self._judge(report)
         if math.isfinite(report.score):
             self._best = report.score if self._best is None else max(self._best, report.score)
 
     def roll_back(self, adapter: Adapter) -> None:
-        """Give out `adapter`, whose weights are the last good ones; clients get it if they got its bad successor."""
+        """Publish `adapter`, the last good weights; clients get it if they got its bad successor."""
         if adapter.version <= _version(self._adapters.resolve(of_alias(LATEST, self._policy))):
             return  # there was no update to undo
-        self._give_out(adapter, serve=self._served > (adapter.parent or 0))
+        self._publish(adapter, serve=self._served > (adapter.parent or 0))
 
     def renumbered(self, adapter: Adapter) -> None:
-        """Give out `adapter`, whose weights had the number of its parent; clients get it if they got that."""
-        self._give_out(adapter, serve=not self._waits or self._served == adapter.parent)
+        """Publish `adapter`, which had its parent's number; clients get it if they got that."""
+        self._publish(adapter, serve=not self._waits or self._served == adapter.parent)
 
     def counters(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Counters for a checkpoint."""
         return {"best": self._best, "served": self._served}
 
     def resume(self, counters: Mapping[str, Any], fallback: str) -> None:
-        """Serve what was served, or `fallback` (an alias) where only newer and better versions were kept on disk."""
+        """Serve the version that was served, or the alias `fallback` if it is not on disk."""
         self._best = counters["best"]
         if not self._waits:
             self._served = counters["served"]
@@ -72,14 +70,14 @@ class Publication:
         except UnknownModel:
             self._serve_alias(fallback, counters["served"])
 
-    def _give_out(self, adapter: Adapter, *, serve: bool) -> None:
+    def _publish(self, adapter: Adapter, *, serve: bool) -> None:
         serve = not self._is_held() and serve
         self._adapters.publish(adapter, serve=serve)
         if serve:
             self._served = adapter.version
 
     def _is_held(self) -> bool:
-        """Whether clients get what an operator has chosen; the newest version is no choice against newer ones."""
+        """Whether an operator's promotion holds. Promoting the newest version follows newer ones."""
         served = _version(self._adapters.resolve(self._policy))
         newest = _version(self._adapters.resolve(of_alias(LATEST, self._policy)))
         is_held = served not in (self._served, newest)
@@ -94,20 +92,20 @@ class Publication:
         self._was_held = is_held
         return is_held
 
-    def _serve_alias(self, alias: str, wanted: int) -> None:
+    def _serve_alias(self, alias: str, lost: int) -> None:
         try:
-            found = self._adapters.resolve(of_alias(alias, self._policy))
+            fallback = self._adapters.resolve(of_alias(alias, self._policy))
         except UnknownModel:
-            found = None
-        if found is not None:
-            self._adapters.promote(found.version, name=self._policy)
-            self._served = found.version
+            fallback = None
+        if fallback is not None:
+            self._adapters.promote(fallback.version, name=self._policy)
+            self._served = fallback.version
         logger.warning(
             "version %d, which clients got as %s, was not kept; they get %s until an evaluation finds a newer one "
             "good enough",
-            wanted,
+            lost,
             self._policy,
-            "the base" if found is None else f"version {found.version}",
+            "the base" if fallback is None else f"version {fallback.version}",
         )
 
     def _judge(self, report: EvaluationReport) -> None:

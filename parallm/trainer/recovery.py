@@ -1,4 +1,4 @@
-"""Acts on the guard's verdicts: says what was wrong, keeps the trajectories to blame, rolls back."""
+"""Acts on the guard's verdicts: logs, writes the faulty trajectories, rolls back. `Loop` calls it."""
 
 import asyncio
 import logging
@@ -18,115 +18,25 @@ from parallm.trainer.publication import Publication
 from parallm.types import FaultyEpisode, Problem, Trajectory, TrajectoryGroup
 
 MAX_FAULTY = 16
-"""Completions without a reward that a step keeps of each kind: an environment may fail at every single one."""
+"""Completions without a reward that a step keeps of each kind, because an environment may fail at all of them."""
 
 logger = logging.getLogger(__name__)
 
 
-def write_faults(
-    folder: Path,
-    step: int,
-    *,
-    update: UpdateReport | None,
-    trained: Sequence[TrajectoryGroup],
-    sampled: Sequence[TrajectoryGroup],
-) -> Path | None:
-    """Write the culprits of `update`, which has seen `trained`, what it left out, and the completions of `sampled`
-    without a reward.
-
-    Returns the file, None if there is nothing to keep. A disk that refuses costs the file and not the run.
-    """
-    rows = []
-    if update is not None:
-        rows += [_culprit(step, "reward", one, trained[one.group]) for one in update.left_out]
-        rows += [_culprit(step, update.fault, one, trained[one.group]) for one in update.culprits]
-    places: set[str] = set()
-    rows += [_faulty(step, problem, one, places) for problem, one in _first_of_each_kind(sampled)]
-    if not rows:
-        return None
-    file = folder / "faults" / f"step_{step}.jsonl"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, "".join(to_json(row) + "\n" for row in rows))
-    except OSError as error:
-        logger.warning("cannot write %s: %s", file, error)
-        return None
-    return file
-
-
-def _first_of_each_kind(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Problem, FaultyEpisode]]:
-    counts: Counter[str] = Counter()
-    for group in groups:
-        for one in group.faulty:
-            counts[one.kind] += 1
-            if counts[one.kind] <= MAX_FAULTY:
-                yield group.problem, one
-
-
-def _culprit(step: int, fault: FaultKind | None, culprit: Culprit, group: TrajectoryGroup) -> dict[str, Any]:
-    """All that is needed to compute it again; what JSON cannot hold is null and stands in `reason`."""
-    trajectory: Trajectory = group.trajectories[culprit.index]
-    return {
-        "step": step,
-        "fault": fault,
-        "reason": culprit.reason,
-        **_problem(group.problem),
-        "index": culprit.index,
-        "text": trajectory.text,
-        "reward": trajectory.reward,
-        "reward_parts": trajectory.reward_parts,
-        "group_rewards": group.rewards,
-        "finish_reason": trajectory.finish_reason,
-        "temperature": trajectory.temperature,
-        "weight_versions": [
-            {"version": span.version, "start": span.start, "end": span.end} for span in trajectory.weight_versions
-        ],
-        "prompt_tokens": trajectory.prompt_tokens,
-        "tokens": trajectory.tokens,
-        "loss_mask": trajectory.loss_mask,
-        "logprobs": trajectory.logprobs,
-    }
-
-
-def _faulty(step: int, problem: Problem, episode: FaultyEpisode, known: set[str]) -> dict[str, Any]:
-    """All that is needed to score it again. Of completions that failed at the same place the first has the traceback;
-    `known` are the places so far."""
-    place = error_location(episode)
-    is_new = bool(place) and place not in known
-    known.add(place)
-    return {
-        "step": step,
-        "fault": episode.kind,
-        "reason": episode.detail,
-        **({"traceback": episode.traceback} if is_new else {}),
-        **_problem(problem),
-        "text": episode.text,
-        "tokens": episode.tokens,
-    }
-
-
-def _problem(problem: Problem) -> dict[str, Any]:
-    return {
-        "problem_id": problem.problem_id,
-        "prompt": [{"role": message.role, "content": message.content} for message in problem.messages],
-        "answer": problem.answer,
-    }
-
-
 class Recovery:
-    """Runs on the asyncio thread, after the update of a step and before the step counts as finished."""
+    """Runs on the asyncio thread, between a step's update and its end."""
 
-    def __init__(self, parts: TrainerContext, guard: Guard, publication: Publication) -> None:
-        self._context = parts
+    def __init__(self, context: TrainerContext, guard: Guard, publication: Publication) -> None:
+        self._context = context
         self._guard = guard
         self._publication = publication
 
-    async def after(
+    async def handle(
         self, metrics: StepMetrics, *, trained: Sequence[TrajectoryGroup], sampled: Sequence[TrajectoryGroup] = ()
     ) -> Verdict:
-        """Judge the step and act on it, but for stopping the run, which is the caller's to do.
+        """Judge the step and act on the verdict; the caller stops the run.
 
-        `trained` are the groups that the update has seen, `sampled` all groups if the policy has sampled any.
+        `trained`: the groups of the update. `sampled`: all groups that the policy sampled.
         """
         verdict = self._guard.judge(metrics, sampled)
         for text in verdict.warnings:
@@ -164,3 +74,94 @@ class Recovery:
             good.parent,
             good.version,
         )
+
+
+def write_faults(
+    folder: Path,
+    step: int,
+    *,
+    update: UpdateReport | None,
+    trained: Sequence[TrajectoryGroup],
+    sampled: Sequence[TrajectoryGroup],
+) -> Path | None:
+    """Write RUN_FOLDER/faults/step_N.jsonl: culprits and dropped completions of `update`, and completions of `sampled`
+    without a reward.
+
+    `trained` are the groups of the update. Returns the file, None if there is nothing to write. A disk error costs the
+    file, not the run.
+    """
+    rows = []
+    if update is not None:
+        rows += [_culprit_row(step, "reward", culprit, trained[culprit.group]) for culprit in update.left_out]
+        rows += [_culprit_row(step, update.fault, culprit, trained[culprit.group]) for culprit in update.culprits]
+    locations: set[str] = set()
+    rows += [_faulty_row(step, problem, episode, locations) for problem, episode in _first_of_each_kind(sampled)]
+    if not rows:
+        return None
+    file = folder / "faults" / f"step_{step}.jsonl"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, "".join(to_json(row) + "\n" for row in rows))
+    except OSError as error:
+        logger.warning("cannot write %s: %s", file, error)
+        return None
+    return file
+
+
+def _first_of_each_kind(groups: Sequence[TrajectoryGroup]) -> Iterator[tuple[Problem, FaultyEpisode]]:
+    counts: Counter[str] = Counter()
+    for group in groups:
+        for episode in group.faulty:
+            counts[episode.kind] += 1
+            if counts[episode.kind] <= MAX_FAULTY:
+                yield group.problem, episode
+
+
+def _culprit_row(step: int, fault: FaultKind | None, culprit: Culprit, group: TrajectoryGroup) -> dict[str, Any]:
+    """Everything needed to compute it again; values that JSON cannot hold are null and named in `reason`."""
+    trajectory: Trajectory = group.trajectories[culprit.index]
+    return {
+        "step": step,
+        "fault": fault,
+        "reason": culprit.reason,
+        **_problem_row(group.problem),
+        "index": culprit.index,
+        "text": trajectory.text,
+        "reward": trajectory.reward,
+        "reward_parts": trajectory.reward_parts,
+        "group_rewards": group.rewards,
+        "finish_reason": trajectory.finish_reason,
+        "temperature": trajectory.temperature,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end} for span in trajectory.weight_versions
+        ],
+        "prompt_tokens": trajectory.prompt_tokens,
+        "tokens": trajectory.tokens,
+        "loss_mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs,
+    }
+
+
+def _faulty_row(step: int, problem: Problem, episode: FaultyEpisode, seen: set[str]) -> dict[str, Any]:
+    """Everything needed to score it again. Only the first completion that failed at a location has the traceback;
+    `seen` holds the locations so far."""
+    location = error_location(episode)
+    is_new = bool(location) and location not in seen
+    seen.add(location)
+    return {
+        "step": step,
+        "fault": episode.kind,
+        "reason": episode.detail,
+        **({"traceback": episode.traceback} if is_new else {}),
+        **_problem_row(problem),
+        "text": episode.text,
+        "tokens": episode.tokens,
+    }
+
+
+def _problem_row(problem: Problem) -> dict[str, Any]:
+    return {
+        "problem_id": problem.problem_id,
+        "prompt": [{"role": message.role, "content": message.content} for message in problem.messages],
+        "answer": problem.answer,
+    }

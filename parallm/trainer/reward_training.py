@@ -1,4 +1,4 @@
-"""What a run needs to train a reward model, or to be paid by one; build.py calls it."""
+"""Parts of a run that trains a reward model, or is paid by one. `run/build_trainer.py` calls it."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ from parallm.types import ScoringRequest, TrajectoryGroup
 
 
 def reward_model_context(
-    parts: TrainerContext,
+    context: TrainerContext,
     pairs: Pairs,
     settings: LearnerSettings,
     trainer: TrainerSettings,
@@ -40,9 +40,9 @@ def reward_model_context(
     start: Adapter,
     seed: int,
 ) -> TrainerContext:
-    """`parts` for training a reward model that starts from `start`. Runs on the device thread.
+    """`context` for training a reward model that starts from `start`. Runs on the device thread.
 
-    Its versions are in a table of their own: the engine, which has the other one, serves texts.
+    Its versions have a table of their own: the engine's table is for adapters that write text.
     """
     start = with_reward_head(start, model, seed)
     learner = RewardLearner(model, streams, settings, start=start, total_steps=trainer.steps, seed=seed)
@@ -51,12 +51,14 @@ def reward_model_context(
         adapters.publish(start)
     held_out = _tokenized(pairs.held_out[: trainer.evaluate_problems], model)
     center = settings.center_scores
-    evaluator = PairEvaluator(device=parts.device, learner=learner, pairs=held_out, center=center) if held_out else None
-    return dataclasses.replace(parts, learner=learner, adapters=adapters, evaluator=evaluator)
+    evaluator = (
+        PairEvaluator(device=context.device, learner=learner, pairs=held_out, center=center) if held_out else None
+    )
+    return dataclasses.replace(context, learner=learner, adapters=adapters, evaluator=evaluator)
 
 
 def tokenize_pairs(pairs: Sequence[Pair], model: SharedModel, *, per_step: int, seed: int) -> SupervisedData:
-    """Pairs as this model reads them, in shuffled epochs. Raises ProblemError for one that cannot be used."""
+    """Tokenized pairs in shuffled epochs. Raises ProblemError for a pair that cannot be used."""
     groups = _tokenized(pairs, model)
     stream = ProblemStream([group.problem for group in groups], seed)
     return SupervisedData(
@@ -65,7 +67,7 @@ def tokenize_pairs(pairs: Sequence[Pair], model: SharedModel, *, per_step: int, 
 
 
 def find_reward_model(settings: RewardModelSettings) -> Path | None:
-    """The folder of the reward model that `settings` name. Raises AdapterError if there is none."""
+    """The folder of the reward model in `settings`; None without one. Raises AdapterError if it is missing."""
     return None if settings.adapter is None else find_adapter(settings.adapter)
 
 
@@ -76,9 +78,9 @@ async def open_reward_model(
     model: SharedModel,
     streams: DeviceStreams,
 ) -> RewardModel | None:
-    """The reward model that `settings` name, on the shared base; None if they name none.
+    """The reward model in `settings`, on the shared base; None without one.
 
-    Raises AdapterError if it is none, or was trained on another base.
+    Raises AdapterError if it is no reward model, or was trained on another base.
     """
     folder = find_reward_model(settings)
     if folder is None:

@@ -1,11 +1,11 @@
-"""When and how the trainer saves: a full disk costs a checkpoint, not the run."""
+"""Saving and restoring of a run: a full disk costs a checkpoint, not the run. `Loop` and `run` call it."""
 
 import asyncio
-import dataclasses
 import logging
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes what `make_state` returns, on the device thread."""
+    """Saves the state that `make_state` returns, on the device thread."""
 
     def __init__(
         self,
@@ -36,20 +36,20 @@ class Saver:
         every: int,
         on_save: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """`on_save` gets the step of each checkpoint when the disk has it."""
+        """`on_save` gets the step of each checkpoint after the disk has it."""
         self._device = device
         self._checkpoints = checkpoints
         self._make_state = make_state
         self._every = every
         self._on_save = on_save
         self.num_saves = 0
-        self.saved_step = 0  # of the newest checkpoint; written by `save` and by whoever resumes a run
+        self.saved_step = 0  # step of the newest checkpoint; set by `save` and by `Loop.resume`
 
     def is_due(self, step: int) -> bool:
         return step % self._every == 0
 
     async def save(self) -> Path:
-        """Save the state after the last finished step; the checkpoint's folder. Raises CheckpointError."""
+        """Save the state after the last finished step. Returns the folder. Raises CheckpointError."""
         state = self._make_state()
         folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save(state)))
         self.num_saves += 1
@@ -58,25 +58,25 @@ class Saver:
         return folder
 
     async def save_as(self, name: str) -> Path:
-        """The same as a checkpoint of this name, which stays. Raises CheckpointError."""
+        """Save it as a named checkpoint, which is never deleted. Raises CheckpointError."""
         state = self._make_state()
         folder = await asyncio.wrap_future(self._device.call(lambda: self._checkpoints.save_as(state, name)))
         self.num_saves += 1
         return folder
 
-    def forget(self) -> None:
-        """The newest checkpoint lacks what has been learned since."""
+    def mark_outdated(self) -> None:
+        """Mark the newest checkpoint as outdated, after an update between steps."""
         self.saved_step = -1
 
     async def try_save(self) -> None:
-        """`save` while there are steps to come, which a full disk must not prevent."""
+        """Save; log a disk error and let training go on."""
         try:
             await self.save()
         except CheckpointError as error:
             logger.error("%s; training goes on, the next try is in %d steps", error, self._every)
 
     async def rescue(self) -> None:
-        """Save what the steps before an error have learned, if the disk takes it."""
+        """Save the steps before an error, if the disk allows."""
         try:
             await self.save()
         except ParallmError as error:
@@ -84,10 +84,10 @@ class Saver:
 
 
 def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
-    """Write `adapter` in both formats, for use elsewhere; a reward model in the one that knows such.
+    """Write `adapter` in mlx-lm's and PEFT's formats, a reward model in PEFT's only.
 
-    PEFT's is left out, with a warning, where transformers' names of the layers are not known. Each folder is whole or
-    as it was before. Raises CheckpointError for the first that the disk does not take, which names the one before it.
+    PEFT's format is left out, with a warning, if transformers' names of the layers are unknown. Each folder is replaced
+    whole. Raises CheckpointError for the first that the disk refuses.
     """
     depth = model.num_layers
     if is_reward_model(adapter):
@@ -107,7 +107,7 @@ def write_adapter(adapter: Adapter, folder: Path, model: SharedModel) -> None:
 
 
 def _put(final: Path, write: Callable[[Path], None]) -> None:
-    """Raises CheckpointError where the disk does not take it."""
+    """Write a folder and rename it to `final`. Raises CheckpointError if the disk refuses."""
     temporary = final.with_name(f"{TEMPORARY}{final.name}-{os.getpid()}")
     try:
         write(temporary)
@@ -120,7 +120,7 @@ def _put(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def fingerprint_of(model: SharedModel, start: Adapter) -> Fingerprint:
-    """Of a run that starts from `start`. Reads some of the base's values, on the device thread."""
+    """The fingerprint of a run that starts from `start`. Reads some of the base, on the device thread."""
     return Fingerprint(
         model=model.name,
         model_sha256=model.sha256,
@@ -134,36 +134,36 @@ def fingerprint_of(model: SharedModel, start: Adapter) -> Fingerprint:
     )
 
 
-def restore(parts: TrainerContext, state: TrainingState, *, serve: bool) -> None:
-    """Bring back the learner, the newest version, and under its alias the best one that is still on disk.
+def restore(context: TrainerContext, state: TrainingState, *, serve: bool) -> None:
+    """Restore the learner, the newest version, and the best version on disk under its alias.
 
-    Without `serve` the trainer says what clients get. Raises CheckpointError beside a given adapter of a later version,
-    which a checkpoint that does not say what it began from may meet. Runs on the device thread.
+    Without `serve` the trainer decides what clients get. Raises CheckpointError if `model.adapter` is a later version
+    than the checkpoint's. Runs on the device thread.
     """
-    known = _versions(parts)
-    if max(known, default=0) > state.version:
+    versions_in_memory = _versions(context)
+    if max(versions_in_memory, default=0) > state.version:
         raise CheckpointError(
-            f"model.adapter is version {max(known)} of {parts.policy}, and the checkpoint version {state.version}: "
-            "going on would sample from the former; leave model.adapter out"
+            f"model.adapter is version {max(versions_in_memory)} of {context.policy}, and the checkpoint version "
+            f"{state.version}: resuming would sample from the former; leave model.adapter out"
         )
-    # a named checkpoint may be of another policy; how much is dropped is the run's to say
-    newest = dataclasses.replace(state.adapter, name=parts.policy, dropout=parts.learner.adapter.dropout)
-    parts.learner.restore(newest, dict(state.optimizer))
+    # a named checkpoint may be another policy's; dropout is a setting of this run
+    newest = replace(state.adapter, name=context.policy, dropout=context.learner.adapter.dropout)
+    context.learner.restore(newest, dict(state.optimizer))
     versions = {state.version: newest}
-    best = parts.checkpoints.best()
-    best_adapter = _best_adapter(best, parts.policy) if best is not None else None
+    best = context.checkpoints.best()
+    best_adapter = _best_adapter(best, context.policy) if best is not None else None
     if best_adapter is not None and 0 < best_adapter.version <= state.version:
         versions.setdefault(best_adapter.version, best_adapter)
     for version in sorted(versions):
-        if version > max(known, default=0):
-            parts.adapters.publish(versions[version], serve=serve)
-    if best_adapter is not None and best_adapter.version in _versions(parts):
-        parts.adapters.set_alias(BEST, best_adapter.version, name=parts.policy)
+        if version > max(versions_in_memory, default=0):
+            context.adapters.publish(versions[version], serve=serve)
+    if best_adapter is not None and best_adapter.version in _versions(context):
+        context.adapters.set_alias(BEST, best_adapter.version, name=context.policy)
 
 
-def _versions(parts: TrainerContext) -> set[int]:
-    """Of the policy, in memory."""
-    return {card.version for card in parts.adapters.cards() if card.name == parts.policy}
+def _versions(context: TrainerContext) -> set[int]:
+    """Versions of the policy in memory."""
+    return {card.version for card in context.adapters.cards() if card.name == context.policy}
 
 
 def _best_adapter(checkpoint: Path, policy: str) -> Adapter | None:

@@ -10,9 +10,9 @@ from parallm.settings import settings
 @settings
 class GuardSettings:
     max_skips: int = Field(default=3, ge=1)
-    """Steps in a row with something that is not finite, after which the last good version comes back."""
+    """Steps in a row with values that are not finite, after which the last good version comes back."""
     max_rollbacks: int = Field(default=2, ge=0)
-    """Roll-backs of a run; where one more would be needed, training stops."""
+    """Roll-backs of a run; training stops if one more is needed."""
     on_divergence: Literal["stop", "warn"] = "stop"
     """Reaction to signs that the policy falls apart; see trainer/divergence.py."""
     min_entropy: float = Field(default=0.05, ge=0)
@@ -23,7 +23,7 @@ class GuardSettings:
 
 @settings
 class EvaluationSettings:
-    """What an evaluation on held-out problems asks."""
+    """The problems and samples of an evaluation."""
 
     evaluate_problems: int = Field(default=512, ge=0)
     """Held-out problems, demonstrations or pairs of an evaluation; 0 turns evaluation off."""
@@ -54,14 +54,15 @@ class TrainerSettings(EvaluationSettings):
     evaluate_every: int = Field(default=20, ge=0)
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""
     evaluate_on: Literal["auto", "data", "environment"] = "auto"
-    """What evaluations of learner=sft do beside scoring held-out lines of learner.data: with `environment` they play
-    its held-out problems, with `data` not, with `auto` where the command line or a recipe names an environment."""
+    """Evaluations of learner=sft beside the loss of held-out lines of learner.data: with `environment` they play its
+    held-out problems, with `data` not, with `auto` where the command line or a recipe names an environment."""
     patience: int = Field(default=0, ge=0)
     """Training ends after this many evaluations in a row that were no better than the best before; 0: never."""
     keep_best: bool = False
     """Write the best version by evaluation into the run's adapter folders at the end, instead of the newest."""
     publish_if: Literal["always", "evaluation"] = "always"
-    """When `policy` moves to a new version: after each update, or when an evaluation has found it good enough."""
+    """The time at which `policy` moves to a new version: after each update, or after an evaluation finds it good
+    enough."""
     publish_margin: float = Field(default=0.02, ge=0, le=1)
     """How far below the best held-out accuracy so far a version may be, for publish_if=evaluation; without an accuracy,
     how far above the lowest held-out loss, in nats."""

@@ -1,4 +1,4 @@
-"""A step's collection and update -> the numbers that people see."""
+"""A step's groups and update -> its row in metrics.jsonl. The trainers call it."""
 
 import math
 from collections.abc import Sequence
@@ -13,34 +13,36 @@ from parallm.types import Trajectory, TrajectoryGroup
 def step_metrics(
     *,
     step: int,
-    collection: RolloutBatch,
+    rollout_batch: RolloutBatch,
     off_policy: OffPolicyReport,
     update: UpdateReport | None,
     update_seconds: float,
     total_seconds: float,
     served_tokens: int,
 ) -> StepMetrics:
-    """Rewards and lengths are those of the first draw: replacements are chosen by their rewards."""
-    trajectories = [one for group in collection.first for one in group.trajectories]
-    rewards = [one.reward for one in trajectories]
-    names = sorted({name for one in trajectories for name in one.reward_parts})
+    """Rewards and lengths are from the first draw, because replacements are chosen by their rewards."""
+    trajectories = [trajectory for group in rollout_batch.first for trajectory in group.trajectories]
+    rewards = [trajectory.reward for trajectory in trajectories]
+    names = sorted({name for trajectory in trajectories for name in trajectory.reward_parts})
     return StepMetrics(
         step=step,
         reward_mean=_mean(rewards),
         reward_std=pstdev(rewards) if rewards and all(map(math.isfinite, rewards)) else math.nan,
-        reward_parts={name: _mean([one.reward_parts.get(name, 0.0) for one in trajectories]) for name in names},
-        groups_sampled=len(collection.sampled),
-        groups_with_signal=len(collection.with_signal),
-        environments=environment_metrics(collection.first),
-        faults=collection.faults,
-        problems_skipped=collection.problems_skipped,
-        completion_length_mean=_mean([len(one.tokens) for one in trajectories]),
-        truncated_fraction=_mean([one.finish_reason == "length" for one in trajectories]),
-        rollout_tokens=collection.num_tokens,
-        rollout_seconds=collection.seconds,
+        reward_parts={
+            name: _mean([trajectory.reward_parts.get(name, 0.0) for trajectory in trajectories]) for name in names
+        },
+        groups_sampled=len(rollout_batch.sampled),
+        groups_with_signal=len(rollout_batch.with_signal),
+        environments=environment_metrics(rollout_batch.first),
+        faults=rollout_batch.faults,
+        problems_skipped=rollout_batch.problems_skipped,
+        completion_length_mean=_mean([len(trajectory.tokens) for trajectory in trajectories]),
+        truncated_fraction=_mean([trajectory.finish_reason == "length" for trajectory in trajectories]),
+        rollout_tokens=rollout_batch.num_tokens,
+        rollout_seconds=rollout_batch.seconds,
         update_seconds=update_seconds,
         total_seconds=total_seconds,
-        rollout_tokens_per_second=collection.num_tokens / max(collection.seconds, 1e-9),
+        rollout_tokens_per_second=rollout_batch.num_tokens / max(rollout_batch.seconds, 1e-9),
         serving_tokens_per_second=served_tokens / max(total_seconds, 1e-9),
         off_policy=off_policy,
         update=update,
@@ -48,21 +50,21 @@ def step_metrics(
 
 
 def environment_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
-    """For each of several mixed environments its mean reward and parts, and its share of the completions."""
-    own: dict[str, list[Trajectory]] = {}
+    """Mean reward, reward parts and share of completions for each of several mixed environments."""
+    by_environment: dict[str, list[Trajectory]] = {}
     for group in groups:
-        own.setdefault(group.problem.environment, []).extend(group.trajectories)
-    total = sum(map(len, own.values()))
+        by_environment.setdefault(group.problem.environment, []).extend(group.trajectories)
+    total = sum(map(len, by_environment.values()))
     row: dict[str, float] = {}
-    for environment in sorted(own.keys() - {""}):
-        found = own[environment]
-        row[f"{environment}/share"] = len(found) / max(1, total)
-        row[f"{environment}/reward"] = _mean([one.reward for one in found])
-        for part in sorted({part for one in found for part in one.reward_parts}):
-            row[f"{environment}/{part}"] = _mean([one.reward_parts.get(part, 0.0) for one in found])
+    for environment in sorted(by_environment.keys() - {""}):
+        own = by_environment[environment]
+        row[f"{environment}/share"] = len(own) / max(1, total)
+        row[f"{environment}/reward"] = _mean([trajectory.reward for trajectory in own])
+        for part in sorted({part for trajectory in own for part in trajectory.reward_parts}):
+            row[f"{environment}/{part}"] = _mean([trajectory.reward_parts.get(part, 0.0) for trajectory in own])
     return row
 
 
 def _mean(values: Sequence[float]) -> float:
-    """NaN of nothing, and where a score is not finite: `statistics` raises for some of these."""
+    """The mean; NaN for no values and for values that are not finite (`statistics` raises for some)."""
     return fmean(values) if values and all(map(math.isfinite, values)) else math.nan

@@ -1,4 +1,4 @@
-"""The loop of supervised training: demonstrations -> update -> publish -> evaluate -> save."""
+"""Supervised training: demonstrations or pairs -> update -> publish -> evaluate -> save."""
 
 import math
 import time
@@ -25,69 +25,69 @@ from parallm.types import Problem, TrajectoryGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedData:
-    """What to imitate, in shuffled epochs."""
+    """Demonstrations or pairs in shuffled epochs."""
 
     groups: Mapping[str, TrajectoryGroup]
-    """By the id of their problem."""
+    """Groups by problem id."""
     stream: ProblemStream
     per_step: int
 
     def take(self) -> list[TrajectoryGroup]:
-        """Those of the next step."""
+        """The groups of the next step."""
         return [self.groups[problem.problem_id] for problem in self.stream.take(self.per_step)]
 
 
 def tokenize_demonstrations(
     problems: Sequence[Problem], model: SharedModel, *, per_step: int, seed: int
 ) -> SupervisedData:
-    """Demonstrations as this model reads and writes them. Raises ProblemError for one that is too long for it."""
-    groups = {one.problem_id: to_group(one, model.tokenizer, model.max_context) for one in problems}
+    """Tokenized demonstrations. Raises ProblemError for one that is too long for the model."""
+    groups = {problem.problem_id: to_group(problem, model.tokenizer, model.max_context) for problem in problems}
     return SupervisedData(groups=groups, stream=ProblemStream(problems, seed), per_step=per_step)
 
 
-def add_held_out_loss(parts: TrainerContext, problems: Sequence[Problem], model: SharedModel) -> TrainerContext:
-    """`parts` whose evaluations score these demonstrations, and then do what those of `parts` do, if anything.
+def add_held_out_loss(context: TrainerContext, problems: Sequence[Problem], model: SharedModel) -> TrainerContext:
+    """`context` whose evaluations also score these demonstrations.
 
     Raises ProblemError for one that is too long for the model.
     """
     if not problems:
-        return parts
-    assert isinstance(parts.learner, Learner), "reward models have pairs"
-    assert parts.evaluator is None or isinstance(parts.evaluator, Evaluator), "the one of an environment"
+        return context
+    assert isinstance(context.learner, Learner), "reward models have pairs"
+    assert context.evaluator is None or isinstance(context.evaluator, Evaluator), "an environment's evaluator"
     evaluator = DemonstrationEvaluator(
-        device=parts.device,
-        learner=parts.learner,
-        demonstrations=[to_group(one, model.tokenizer, model.max_context) for one in problems],
-        environment=parts.evaluator,
+        device=context.device,
+        learner=context.learner,
+        demonstrations=[to_group(problem, model.tokenizer, model.max_context) for problem in problems],
+        environment=context.evaluator,
     )
-    return replace(parts, evaluator=evaluator)
+    return replace(context, evaluator=evaluator)
 
 
 class SupervisedTrainer(Loop):
-    """Takes the demonstrations of each step from their stream. `parts.collector` stays unused."""
+    """Trains on demonstrations or pairs; samples nothing."""
 
     def __init__(
-        self, parts: TrainerContext, demonstrations: SupervisedData, settings: TrainerSettings, *, save_every: int
+        self, context: TrainerContext, data: SupervisedData, settings: TrainerSettings, *, save_every: int
     ) -> None:
-        # nothing was sampled that log-probs could be compared with
-        super().__init__(parts, settings, compares=False, save_every=save_every)
-        self._demonstrations = demonstrations
-        self._cursor = demonstrations.stream.cursor  # that the last finished step has left
+        # without samples there are no log-probs to compare with
+        super().__init__(context, settings, compares=False, save_every=save_every)
+        self._data = data
+        self._cursor = data.stream.cursor  # after the last finished step
 
     def resume(self, state: TrainingState) -> None:
         super().resume(state)
         if self._context.facts.draws_same_problems(state.facts):
-            self._cursor = self._demonstrations.stream.cursor = int(state.counters["cursor"])
+            self._cursor = self._data.stream.cursor = int(state.counters["cursor"])
 
     async def _one_step(self) -> Verdict:
         began, served = time.perf_counter(), self._served()
         self._set("updating")
-        groups = self._demonstrations.take()
+        groups = self._data.take()
         update = await self._update(groups, max_tokens=1)
         seconds = time.perf_counter() - began
         metrics = _metrics(self._step + 1, groups, update, seconds, (self._served() - served) / max(seconds, 1e-9))
         verdict = await self._judge(metrics, trained=groups)
-        self._cursor = self._demonstrations.stream.cursor
+        self._cursor = self._data.stream.cursor
         self._finish(metrics)
         return verdict
 

@@ -1,4 +1,4 @@
-"""The loop of training on what the policy samples: collect -> update -> publish -> evaluate -> save."""
+"""Training on samples of the policy: collect -> update -> publish -> evaluate -> save."""
 
 import time
 from collections.abc import Mapping
@@ -20,23 +20,23 @@ from parallm.trainer.step_metrics import step_metrics
 
 
 class Trainer(Loop):
-    """Takes the groups of each step from its pipeline, which samples and scores them."""
+    """Trains on groups that its pipeline samples and scores."""
 
     def __init__(
-        self, parts: TrainerContext, settings: TrainerSettings, rollout: RolloutSettings, *, save_every: int
+        self, context: TrainerContext, settings: TrainerSettings, rollout: RolloutSettings, *, save_every: int
     ) -> None:
-        super().__init__(parts, settings, compares=parts.learner.adapter.dropout == 0, save_every=save_every)
-        assert isinstance(parts.learner, Learner), "a reward model samples nothing"
+        super().__init__(context, settings, compares=context.learner.adapter.dropout == 0, save_every=save_every)
+        assert isinstance(context.learner, Learner), "a reward model samples nothing"
         self._rollout = rollout
         self._pipeline = Pipeline(
-            parts.collector,
-            lambda: parts.learner.adapter.version,
-            policy=parts.policy,
+            context.collector,
+            lambda: context.learner.adapter.version,
+            policy=context.policy,
             limit=settings.max_off_policy_steps,
             num_steps=settings.steps,
-            needs_all_groups=parts.learner.needs_all_groups,
+            needs_all_groups=context.learner.needs_all_groups,
         )
-        self._idle_steps = 0  # in a row that have changed nothing
+        self._idle_steps = 0  # steps in a row that changed nothing
         self._has_scored = False  # whether this process has seen the environment score anything
 
     def resume(self, state: TrainingState) -> None:
@@ -51,43 +51,45 @@ class Trainer(Loop):
         began, served = time.perf_counter(), self._served()
         self._set("collecting")
         batch = await self._pipeline.take(self._step)
-        collection, groups = batch.collection, batch.trained
+        rollout_batch, groups = batch.rollout_batch, batch.trained
         self._set("updating")
         update_began = time.perf_counter()
         update = await self._update(groups, max_tokens=self._rollout.max_tokens) if groups else None
         metrics = step_metrics(
             step=self._step + 1,
-            collection=collection,
+            rollout_batch=rollout_batch,
             off_policy=batch.off_policy,
             update=update,
             update_seconds=time.perf_counter() - update_began,
             total_seconds=time.perf_counter() - began,
             served_tokens=self._served() - served,
         )
-        verdict = await self._judge(metrics, trained=groups, sampled=collection.sampled)
-        self._account_for(collection, update)
-        self._finish(metrics, collection.sampled)
-        self._check_signal(collection, update)
+        verdict = await self._judge(metrics, trained=groups, sampled=rollout_batch.sampled)
+        self._account_for(rollout_batch, update)
+        self._finish(metrics, rollout_batch.sampled)
+        self._check_signal(rollout_batch, update)
         return verdict
 
-    def _account_for(self, collection: RolloutBatch, update: UpdateReport | None) -> None:
-        """What the present step leaves to later ones, besides a version."""
+    def _account_for(self, rollout_batch: RolloutBatch, update: UpdateReport | None) -> None:
+        """Update problem cursor, curriculum and idle count after a step."""
         self._context.collector.problem_cursor.commit(self._step)
-        self._context.collector.curriculum.learn(collection.sampled)
+        self._context.collector.curriculum.learn(rollout_batch.sampled)
         self._idle_steps = 0 if update is not None and update.skipped is None else self._idle_steps + 1
 
-    def _check_signal(self, collection: RolloutBatch, update: UpdateReport | None) -> None:
-        """Raise EnvironmentFailed if nothing was ever scored, TrainingStopped after many steps without a lesson."""
-        num_scored = sum(len(group.trajectories) for group in collection.sampled)
+    def _check_signal(self, rollout_batch: RolloutBatch, update: UpdateReport | None) -> None:
+        """Raise EnvironmentFailed if nothing was ever scored, TrainingStopped after many idle steps."""
+        num_scored = sum(len(group.trajectories) for group in rollout_batch.sampled)
         self._has_scored |= num_scored > 0
         if not self._has_scored:
-            faults = [one for group in collection.sampled for one in group.faulty]
+            faults = [episode for group in rollout_batch.sampled for episode in group.faulty]
             raise_if_none_scored(f"step {self._step}", faults, num_scored)
         if self._idle_steps >= self._rollout.max_idle_steps:
-            why = _why_idle(collection, num_scored) if update is None else f"nothing was changed: {update.skipped}"
+            reason = (
+                _why_idle(rollout_batch, num_scored) if update is None else f"nothing was changed: {update.skipped}"
+            )
             raise TrainingStopped(
                 f"in {self._idle_steps} steps there was nothing to learn from (rollout.max_idle_steps). In the last "
-                f"one {why}"
+                f"one {reason}"
             )
 
     async def _give_up_work_ahead(self) -> None:
@@ -98,13 +100,13 @@ class Trainer(Loop):
         return {"idle_steps": self._idle_steps, **problem_cursor.state(), **curriculum.state()}
 
 
-def _why_idle(collection: RolloutBatch, num_scored: int) -> str:
-    failed = f"{sum(collection.faults.values())} completions could not be scored ({dict(collection.faults)})"
+def _why_idle(rollout_batch: RolloutBatch, num_scored: int) -> str:
+    failed = f"{sum(rollout_batch.faults.values())} completions could not be scored ({dict(rollout_batch.faults)})"
     if not num_scored:
         return f"{failed}, and there were no others; correct the environment: its tracebacks are in the log"
-    rewards = sorted({reward for group in collection.sampled for reward in group.rewards})
+    rewards = sorted({reward for group in rollout_batch.sampled for reward in group.rewards})
     return (
         f"every completion of a problem got the same reward ({rewards[:5]})"
-        f"{f', and {failed}' if collection.faults else ''}; choose problems that the model solves sometimes, raise "
+        f"{f', and {failed}' if rollout_batch.faults else ''}; choose problems that the model solves sometimes, raise "
         "rollout.group_size or rollout.temperature, or check the environment's score"
     )

@@ -29,7 +29,6 @@ MANIFESTED = [
     "adapter/adapter_config.json",
     "optimizer.safetensors",
     "state.json",
-    "trajectories.jsonl",
     "manifest.json",
 ]
 

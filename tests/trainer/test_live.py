@@ -311,7 +311,7 @@ def test_a_step_that_has_moved_nothing_has_made_no_version_that_could_be_undone(
     names: list[str] = []
     measure, numbers = adapter_state._change, itertools.count(1)
 
-    def change(*arrays: mx.array) -> adapter_state.Change:
+    def change(*arrays: mx.array) -> adapter_state.WeightChange:
         found = measure(*arrays)
         return found if next(numbers) != 2 else replace(found, has_moved=mx.array(False))
 

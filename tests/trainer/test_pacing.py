@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from parallm.errors import CheckpointError, Unavailable
-from parallm.trainer.pacing import MAX_WORKS, Pacing
+from parallm.trainer.pacing import MAX_REQUESTS, Pacing
 
 
 class Loop:
@@ -189,7 +189,7 @@ def test_work_is_bounded_and_refused_when_no_step_will_come() -> None:
         pass
 
     async def work(loop: Loop, task: asyncio.Task[None]) -> None:
-        waiting = [asyncio.create_task(loop.pacing.between_steps(nothing)) for _ in range(MAX_WORKS)]
+        waiting = [asyncio.create_task(loop.pacing.between_steps(nothing)) for _ in range(MAX_REQUESTS)]
         await asyncio.sleep(0)
         with pytest.raises(Unavailable, match="16 updates wait"):
             await loop.pacing.between_steps(nothing)

@@ -172,12 +172,12 @@ def test_groups_beyond_the_limit_are_dropped_and_their_problems_sampled_anew() -
         assert asked == [f"step-1-{place}-latest" for place in range(4)]
         versions = {
             span.version
-            for group in batch.collection.sampled
+            for group in batch.rollout_batch.sampled
             for one in group.trajectories
             for span in one.weight_versions
         }
         assert versions == {2}
-        assert batch.collection.first == batch.collection.sampled
+        assert batch.rollout_batch.first == batch.rollout_batch.sampled
         await pipeline.close()
 
     run(test)
@@ -227,7 +227,7 @@ def test_closing_cancels_what_runs_and_gives_its_problems_back() -> None:
         await commit()
         state = collector.problem_cursor.state()
         assert (state["cursor"], state["again"]) == (6, [2, 3, 4, 5])
-        assert len(batch.collection.sampled) == 2
+        assert len(batch.rollout_batch.sampled) == 2
         assert len(asyncio.all_tasks()) == 1
 
     run(test)

@@ -292,14 +292,14 @@ def test_a_step_that_is_half_done_is_not_saved(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: float
 ) -> None:
     """Its moments are those of the next step already, also where no weight has moved."""
-    judge = Recovery.after
+    judge = Recovery.handle
 
     async def fail_at_two(recovery: Recovery, metrics: StepMetrics, **groups: Any) -> Verdict:
         if metrics.step == 2:
             raise ProblemError("cannot be judged")
         return await judge(recovery, metrics, **groups)
 
-    monkeypatch.setattr(Recovery, "after", fail_at_two)
+    monkeypatch.setattr(Recovery, "handle", fail_at_two)
     with pytest.raises(ProblemError):
         train(learner={"learning_rate": rate}, checkpoint={"every": 100})
     assert saved_steps(tmp_path / "run") == []

@@ -1,4 +1,4 @@
-"""From the rewards of a step to how much better than expected each completion was.
+"""Rewards of a step -> the advantage of each completion. `passes.batch` calls it.
 
   group_mean             r - mean of its group                                   https://arxiv.org/abs/2503.20783
   group_std              (r - mean) / std, both of its group                     https://arxiv.org/abs/2402.03300
@@ -7,7 +7,7 @@
   reinforce_pp           r, whitened over the tokens of the step                 https://arxiv.org/abs/2501.03262
   reinforce_pp_baseline  r - mean of its group, then whitened in the same way
   max_rl                 (r - mean) / mean of its group, for rewards of 0 and 1  https://arxiv.org/abs/2602.02710
-  reward                 r itself: completions to imitate, which have nothing to be compared with
+  reward                 r itself, for completions to imitate
 
 Standard deviations divide by one less than the count, those of whitening by the count.
 Axes: S completions of the step in the order of their groups, G completions of a group.
@@ -22,7 +22,7 @@ from parallm.learner.settings import Advantage
 
 STANDARD_DEVIATION_EPSILON = 1e-4
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-"""Advantages are float32, so a larger reward is as good as infinite."""
+"""Advantages are float32: a larger reward counts as infinite."""
 
 
 def advantages(
@@ -30,9 +30,9 @@ def advantages(
 ) -> np.ndarray:
     """float32 (S,). `num_tokens_S` is the number of trained tokens of each completion.
 
-    A reward that is not finite makes NaN of the advantages that depend on it, and so of the step's loss. Where there
-    is nothing to compare with (all rewards equal, a group of one), an advantage is 0. Raises TrainingStopped for
-    rewards below 0 with max_rl, which would turn its sign.
+    A reward that is not finite makes the advantages that depend on it NaN, and so the step's loss. Without a comparison
+    (equal rewards, a group of one) an advantage is 0. Raises TrainingStopped for rewards below 0 with max_rl, which
+    would turn its sign.
     """
     groups = [np.asarray(rewards_G, np.float64) for rewards_G in rewards_of_groups]
     if not groups:
@@ -42,7 +42,7 @@ def advantages(
         return np.full(len(rewards_S), np.nan, np.float32)
     if kind == "reinforce_pp":
         return _whitened(rewards_S, num_tokens_S).astype(np.float32)
-    advantages_S = np.concatenate([_of_group(kind, rewards_G) for rewards_G in groups])
+    advantages_S = np.concatenate([_group_advantages(kind, rewards_G) for rewards_G in groups])
     if kind == "batch_std":
         advantages_S = advantages_S / (_std(rewards_S) + STANDARD_DEVIATION_EPSILON)
     elif kind == "reinforce_pp_baseline":
@@ -50,8 +50,8 @@ def advantages(
     return advantages_S.astype(np.float32)
 
 
-def _of_group(kind: Advantage, rewards_G: np.ndarray) -> np.ndarray:
-    """(G,), before what needs the whole step."""
+def _group_advantages(kind: Advantage, rewards_G: np.ndarray) -> np.ndarray:
+    """Advantages of one group (G,), before normalisation over the step."""
     if not np.isfinite(rewards_G).all():
         return np.full(len(rewards_G), np.nan)
     if kind == "reward":
@@ -62,11 +62,11 @@ def _of_group(kind: Advantage, rewards_G: np.ndarray) -> np.ndarray:
     if kind == "rloo":
         return centred_G * len(rewards_G) / max(len(rewards_G) - 1, 1)
     if kind == "max_rl":
-        return _per_mean(rewards_G, centred_G)
+        return _divided_by_mean(rewards_G, centred_G)
     return centred_G
 
 
-def _per_mean(rewards_G: np.ndarray, centred_G: np.ndarray) -> np.ndarray:
+def _divided_by_mean(rewards_G: np.ndarray, centred_G: np.ndarray) -> np.ndarray:
     if rewards_G.min() < 0:
         raise TrainingStopped(
             f"learner.advantage=max_rl divides by the mean reward of a group and needs rewards of 0 or more, "
@@ -77,7 +77,7 @@ def _per_mean(rewards_G: np.ndarray, centred_G: np.ndarray) -> np.ndarray:
 
 
 def _whitened(values_S: np.ndarray, num_tokens_S: Sequence[int]) -> np.ndarray:
-    """Mean 0 and standard deviation 1 over all tokens of the step, as each token has its completion's value."""
+    """Normalised to mean 0 and standard deviation 1 over all tokens of the step; a token has its completion's value."""
     share_S = np.asarray(num_tokens_S, np.float64) / max(sum(num_tokens_S), 1)
     centred_S = values_S - (share_S * values_S).sum()
     return centred_S / (np.sqrt((share_S * centred_S**2).sum()) + STANDARD_DEVIATION_EPSILON)

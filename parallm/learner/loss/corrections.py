@@ -1,4 +1,7 @@
-"""Sums over the tokens of each sequence, and back. Axes: S sequences, N tokens of any of them."""
+"""Off-policy corrections: weights of tokens without a gradient, and sums over sequences. `policy_loss` calls it.
+
+Axes: S sequences, N tokens of any of them.
+"""
 
 import math
 from dataclasses import dataclass
@@ -11,12 +14,12 @@ from parallm.learner.settings import Correction
 
 @dataclass(frozen=True, slots=True)
 class SequenceSums:
-    """Which trained tokens belong to which sequence: a bool matrix, since a scatter's sums have no order on a GPU."""
+    """The trained tokens of each sequence, as a bool matrix: a scatter sums in no fixed order on a GPU."""
 
     members_SN: mx.array
 
     def sums(self, values_N: mx.array) -> mx.array:
-        """(S,). What stands at other tokens does not matter, not even if it is not finite."""
+        """(S,). Values of other tokens do not matter, even if they are not finite."""
         return mx.where(self.members_SN, values_N[None], 0.0).sum(axis=1)
 
     def means(self, values_N: mx.array) -> mx.array:
@@ -24,12 +27,12 @@ class SequenceSums:
         return self.sums(values_N) / mx.maximum(self.members_SN.sum(axis=1), 1)
 
     def broadcast(self, values_S: mx.array) -> mx.array:
-        """Each token's is its sequence's, (N,); 0 at tokens that are not trained."""
+        """The value of each token's sequence, (N,); 0 at tokens that are not trained."""
         return mx.where(self.members_SN, values_S[:, None], 0.0).sum(axis=0)
 
 
 def sequence_sums(rows_N: mx.array, trained_N: mx.array, num_rows: int) -> SequenceSums:
-    """`rows_N` holds each token's sequence, `trained_N` is True where the token counts."""
+    """`rows_N`: each token's sequence. `trained_N`: True if the token counts."""
     return SequenceSums((rows_N[None] == mx.arange(num_rows)[:, None]) & trained_N[None])
 
 
@@ -42,10 +45,10 @@ def importance_weights(
     ratio_min: float,
     ratio_max: float,
 ) -> mx.array:
-    """Probability of the learner over that of the sampler, per token or of the whole sequence, (N,).
+    """The learner's probability over the sampler's, per token or sequence, (N,).
 
-    Truncated (https://fengyao.notion.site/off-policy-rl) or zero outside of the two limits (IcePop,
-    https://arxiv.org/abs/2510.18855), which are absolute.
+    The two absolute limits truncate (https://fengyao.notion.site/off-policy-rl) or mask it (IcePop,
+    https://arxiv.org/abs/2510.18855).
     """
     log_weight_N = old_N - behaviour_N
     if correction in ("sequence_truncate", "sequence_mask"):
@@ -61,7 +64,7 @@ def importance_weights(
 def keep_sequence_mask(
     logprobs_N: mx.array, behaviour_N: mx.array, advantages_N: mx.array, rows: SequenceSums, kl_max: float
 ) -> mx.array:
-    """False (N,) for bad completions that the policy has left behind: their mean log-prob fell by more than `kl_max`.
+    """False (N,) for bad completions whose mean log-prob fell by more than `kl_max`.
 
     Off-policy sequence masking of DeepSeek-V3.2: https://arxiv.org/abs/2512.02556
     """

@@ -1,4 +1,4 @@
-"""The choices that make a loss, and what a token counts in a step. The mathematics is in loss.py."""
+"""The choices that make a loss, and the weight of a token in a step. `policy_loss` has the mathematics."""
 
 from dataclasses import dataclass
 
@@ -44,25 +44,25 @@ class Objective:
 
     @property
     def needs_base(self) -> bool:
-        """Whether the base's own log-probs are needed."""
+        """Whether the base's log-probs are needed."""
         return self.kl_coefficient > 0 and self.kl_to == "base"
 
     @property
     def needs_all_groups(self) -> bool:
-        """Whether groups whose rewards are all equal have a gradient: that of KL to the base, or of the entropy bonus.
+        """Whether groups with equal rewards have a gradient, by KL to the base or the entropy bonus.
 
-        KL in the reward makes the rewards differ; where their standard deviation divides them, KL alone would count as
-        much as rewards do, so such groups stay out. KL to the sampler is left out with them, as in prime-rl.
+        KL in the reward makes rewards differ; divided by their standard deviation, KL alone would count as much as
+        rewards, so such groups are dropped with `group_std`. KL to the sampler does not count, as in prime-rl.
         """
         is_amplified = self.kl_placement == "reward" and self.advantage == "group_std"
         return self.entropy_coefficient > 0 or (self.needs_base and not is_amplified)
 
 
 def token_weight(objective: Objective, *, length: int, num_tokens: int, num_completions: int, max_tokens: int) -> float:
-    """What one token's loss counts in the step's loss.
+    """Weight of one token's loss in the step's loss.
 
-    `length` is the number of trained tokens of its completion, `num_tokens` and `num_completions` those of the step,
-    `max_tokens` the limit of a completion.
+    `length`: trained tokens of its completion. `num_tokens`, `num_completions`: those of the step. `max_tokens`: the
+    limit of a completion.
     """
     if objective.aggregation == "token_mean":
         return 1.0 / max(num_tokens, 1)

@@ -1,7 +1,7 @@
-"""The loss of a policy update: one pure function over flat arrays, whichever way a step is cut into micro-batches.
+"""The loss of a policy update: one pure function over flat arrays. `PolicyGradient` differentiates it.
 
-What a token adds is worked out in this order: policy term, times the weights of the corrections, plus KL, minus the
-entropy bonus; then its weight in the step.
+The loss of a token is its policy term, times correction weights, plus KL, minus the entropy bonus; times its weight in
+the step. So the sum over micro-batches does not depend on how a step is cut.
 Axes: S sequences, N tokens of any of them; a sequence is never cut in two.
 """
 
@@ -17,32 +17,32 @@ from parallm.learner.loss.objective import Objective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What is constant for a gradient. What stands at tokens of weight zero does not matter, not even NaN."""
+    """Constants of a gradient. Values at tokens of weight zero do not matter, not even NaN."""
 
     behaviour_N: mx.array
     """Log-probs that the completions were sampled with."""
     advantages_N: mx.array
     weights_N: mx.array
-    """What each token counts in the loss of the whole step (`token_weight`); 0 where it is not trained on."""
+    """Weight of each token in the loss of the whole step (`token_weight`); 0 if it is not trained on."""
     rows_N: mx.array
-    """int32: which sequence a token belongs to."""
+    """Sequence of each token, int32."""
     num_rows: int
     old_N: mx.array | None = None
-    """Log-probs of the learner's policy at the start of the step, to which ratios are taken; None: `behaviour_N`."""
+    """Log-probs at the start of the step, the denominator of ratios; None: `behaviour_N`."""
     reference_N: mx.array | None = None
-    """Log-probs of the policy that KL in the loss is taken to; needed where there is such a term."""
+    """Log-probs of the reference policy of KL in the loss; needed with such a term."""
     entropy_threshold: float | None = None
-    """Tokens of less entropy are not trained on."""
+    """Tokens of lower entropy are not trained on."""
 
 
 def objective_loss(logprobs_N: mx.array, entropies_N: mx.array, inputs: LossInputs, objective: Objective) -> mx.array:
-    """Scalar; summed over the micro-batches of a step it is the step's loss.
+    """Scalar loss; its sum over the micro-batches of a step is the step's loss.
 
-    Differentiable in `logprobs_N` and `entropies_N`. A log-prob of a trained token that is not finite makes it NaN.
+    Differentiable in `logprobs_N` and `entropies_N`. NaN if a trained token's log-prob is not finite.
     """
-    tokens = _trained(logprobs_N, entropies_N, inputs)
+    tokens = _mask_untrained(logprobs_N, entropies_N, inputs)
     log_ratio_N = _log_ratio(tokens, objective)
-    loss_N = _policy_term(tokens, log_ratio_N, objective) * _factors(tokens, objective)
+    loss_N = _policy_term(tokens, log_ratio_N, objective) * _token_factors(tokens, objective)
     if objective.kl_coefficient > 0 and objective.kl_placement == "loss":
         ratio_N = mx.exp(log_ratio_N) if objective.kl_unbiased else None
         loss_N += objective.kl_coefficient * kl_estimate(
@@ -55,7 +55,7 @@ def objective_loss(logprobs_N: mx.array, entropies_N: mx.array, inputs: LossInpu
 
 def is_clipped(logprobs_N: mx.array, inputs: LossInputs, objective: Objective) -> mx.array:
     """True (N,) for trained tokens whose gradient the policy term bounds or removes."""
-    tokens = _trained(logprobs_N, logprobs_N, inputs)
+    tokens = _mask_untrained(logprobs_N, logprobs_N, inputs)
     log_ratio_N = _log_ratio(tokens, objective)
     if objective.policy == "ppo":
         low_N, high_N = _ppo_bounds(tokens, objective)
@@ -71,7 +71,7 @@ def is_clipped(logprobs_N: mx.array, inputs: LossInputs, objective: Objective) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """The arrays with zeros where a token is not trained on, so that nothing there can reach the loss."""
+    """The arrays with zeros at tokens that are not trained on, so that nothing there reaches the loss."""
 
     logprobs_N: mx.array
     entropies_N: mx.array
@@ -83,21 +83,21 @@ class _Tokens:
     rows: SequenceSums
 
 
-def _trained(logprobs_N: mx.array, entropies_N: mx.array, inputs: LossInputs) -> _Tokens:
+def _mask_untrained(logprobs_N: mx.array, entropies_N: mx.array, inputs: LossInputs) -> _Tokens:
     trained_N = inputs.weights_N > 0
 
-    def kept(values_N: mx.array) -> mx.array:
-        # an infinite log-prob is a fault: NaN cannot hide behind a clip
+    def masked(values_N: mx.array) -> mx.array:
+        # an infinite log-prob is a fault; NaN passes through a clip
         return mx.where(trained_N, mx.where(mx.isfinite(values_N), values_N, mx.nan), 0.0)
 
-    behaviour_N = kept(inputs.behaviour_N)
+    behaviour_N = masked(inputs.behaviour_N)
     return _Tokens(
-        logprobs_N=kept(logprobs_N),
-        entropies_N=kept(entropies_N),
+        logprobs_N=masked(logprobs_N),
+        entropies_N=masked(entropies_N),
         behaviour_N=behaviour_N,
-        advantages_N=kept(inputs.advantages_N),
-        old_N=behaviour_N if inputs.old_N is None else kept(inputs.old_N),
-        reference_N=behaviour_N if inputs.reference_N is None else kept(inputs.reference_N),
+        advantages_N=masked(inputs.advantages_N),
+        old_N=behaviour_N if inputs.old_N is None else masked(inputs.old_N),
+        reference_N=behaviour_N if inputs.reference_N is None else masked(inputs.reference_N),
         entropy_threshold=inputs.entropy_threshold,
         rows=sequence_sums(inputs.rows_N, trained_N, inputs.num_rows),
     )
@@ -155,7 +155,7 @@ def _dropped(tokens: _Tokens, objective: Objective) -> mx.array:
     )
 
 
-def _factors(tokens: _Tokens, objective: Objective) -> mx.array:
+def _token_factors(tokens: _Tokens, objective: Objective) -> mx.array:
     factor_N = mx.ones(tokens.logprobs_N.shape)
     if objective.off_policy_kl_max is not None:
         factor_N *= keep_sequence_mask(

@@ -1,7 +1,7 @@
-"""What a token adds to the loss for its probability ratio and its advantage, in the ways of the literature.
+"""Policy terms: the loss of a token for its probability ratio and advantage. `policy_loss` calls them.
 
-All take the logarithm of the ratio and bound it before they exponentiate it: where a ratio too large for float32 is
-clipped anyway, its gradient is zero and not NaN. Axes: N tokens of any completions.
+All bound the log of the ratio before they exponentiate it, so a clipped ratio too large for float32 has the gradient
+zero, not NaN. Axes: N tokens of any completions.
 """
 
 import math
@@ -12,7 +12,7 @@ VESPO_POSITIVE = (2.0, 3.0)
 VESPO_NEGATIVE = (3.0, 2.0)
 """Shape (k, lambda) of VESPO's weight for advantages of zero and more, and below."""
 VESPO_LOG_RATIO_MIN, VESPO_LOG_RATIO_MAX = math.log(1e-8), 20.0
-"""Absolute, of a sequence; VESPO's paper bounds it so."""
+"""Absolute limits of a sequence's log ratio, as in VESPO's paper."""
 
 
 def ppo(log_ratio_N: mx.array, advantages_N: mx.array, bounds_N: tuple[mx.array, mx.array]) -> mx.array:
@@ -23,10 +23,10 @@ def ppo(log_ratio_N: mx.array, advantages_N: mx.array, bounds_N: tuple[mx.array,
 def ppo_bounds(
     advantages_N: mx.array, *, clip_low: float, clip_high: float, dual_clip_ratio_max: float | None
 ) -> tuple[mx.array, mx.array]:
-    """The least and the largest log ratio (N,) that still have a gradient.
+    """The smallest and largest log ratio (N,) with a gradient.
 
-    What is good gets no likelier than 1 + `clip_high`, what is bad no less likely than 1 - `clip_low`. The dual clip
-    bounds what is bad from above too (https://arxiv.org/abs/1912.09729).
+    The ratio of good tokens is bounded by 1 + `clip_high`, that of bad tokens by 1 - `clip_low`. The dual clip also
+    bounds bad tokens from above (https://arxiv.org/abs/1912.09729).
     """
     low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
     dual = math.inf if dual_clip_ratio_max is None else math.log(dual_clip_ratio_max)
@@ -39,7 +39,7 @@ def reinforce(log_ratio_N: mx.array, advantages_N: mx.array) -> mx.array:
 
 
 def likelihood(logprobs_N: mx.array, advantages_N: mx.array) -> mx.array:
-    """Log-prob x advantage, whoever wrote the tokens: supervised training where all advantages are 1."""
+    """Log-prob x advantage; supervised training if all advantages are 1."""
     return -logprobs_N * advantages_N
 
 
@@ -50,7 +50,7 @@ def cispo(logprobs_N: mx.array, log_ratio_N: mx.array, advantages_N: mx.array, r
 
 
 def trust_region(log_ratio_N: mx.array, advantages_N: mx.array, dropped_N: mx.array) -> mx.array:
-    """Ratio x advantage, nothing for tokens that are dropped."""
+    """Ratio x advantage; zero for dropped tokens."""
     ratio_N = mx.exp(mx.where(dropped_N, 0.0, log_ratio_N))
     return -mx.where(dropped_N, 0.0, ratio_N) * advantages_N
 
@@ -58,10 +58,10 @@ def trust_region(log_ratio_N: mx.array, advantages_N: mx.array, dropped_N: mx.ar
 def outside_trust_region(
     rise_N: mx.array, advantages_N: mx.array, *, fall_max: float, rise_max: float, both_ways: bool
 ) -> mx.array:
-    """True (N,) where a probability has risen or fallen by too much.
+    """True (N,) for tokens whose probability rose or fell too much.
 
-    DPPO looks at the side that the advantage pushes to (binary total variation, https://arxiv.org/abs/2602.04879);
-    prime-rl's IPO at both (`both_ways`).
+    DPPO bounds the side that the advantage pushes to (binary total variation, https://arxiv.org/abs/2602.04879);
+    prime-rl's IPO bounds both (`both_ways`).
     """
     above_N, below_N = rise_N > rise_max, rise_N < -fall_max
     if both_ways:

@@ -1,8 +1,8 @@
-"""Trajectory groups -> micro-batches: what one forward and backward pass computes.
+"""Trajectory groups -> micro-batches, each the input of one forward and backward pass. `Learner` calls it.
 
-A micro-batch packs whole rows of one or more groups into one flat sequence of tokens (`packing`): each prompt once,
-then the inputs of its completions. Token ids are those that were sampled.
-Axes: M computed tokens, N completion tokens, in the order of the rows.
+A micro-batch packs whole completions of one or more groups into one flat sequence of tokens (`packing`): each prompt
+once, then the inputs of its completions. Token ids are those that were sampled.
+Axes: M computed tokens, N completion tokens in the order of the rows, S completions of the step.
 """
 
 from collections.abc import Sequence
@@ -17,24 +17,24 @@ from parallm.learner.passes.packing import Segment, padded_length
 from parallm.types import Trajectory, TrajectoryGroup
 
 MIXED_VERSIONS = -1
-"""Instead of a version, for tokens that several versions have part in."""
-RUN_OVERHEAD = 16  # what starting one more run costs, in tokens that could be computed instead (measured on a CPU)
+"""Stands for the version of tokens that several versions computed."""
+RUN_OVERHEAD = 16  # cost of one more run, in computed tokens (measured on a CPU)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Lives for one update."""
+    """The input of one pass, for one update."""
 
     inputs_M: np.ndarray
     """int32. Runs are padded with zeros to rectangles."""
     segments: tuple[Segment, ...]
-    """What is where in `inputs_M`; empty where it is one row's prompt and completion as they are."""
+    """The layout of `inputs_M`; empty for a single unpacked prompt and completion."""
     sources_N: np.ndarray
-    """Which of the M hidden states predicts each completion token, int32."""
+    """Index of the hidden state that predicts each completion token, int32."""
     rows_N: np.ndarray
     """The row of each completion token, counted from 0 within the micro-batch, int32."""
     completions_S: np.ndarray
-    """Which of the step's completions each row is, in the order of the groups, int32."""
+    """Index of each row among the step's completions, int32."""
     tokens_N: np.ndarray
     behaviour_N: np.ndarray
     """Log-probs that the engine sampled with, float32."""
@@ -42,50 +42,45 @@ class MicroBatch:
     weights_N: np.ndarray
     temperature_N: np.ndarray
     versions_N: np.ndarray
-    """The version that sampled a token and computed everything before it, int32; MIXED behind a switch of versions."""
+    """The version that sampled a token and computed everything before it, int32; MIXED_VERSIONS after a switch."""
     base_N: np.ndarray | None = None
-    """Log-probs of the base without an adapter, where the objective needs them (`preparation`)."""
+    """Log-probs of the base without an adapter, if the objective needs them (`scoring`)."""
     entropy_threshold: float | None = None
-    """Tokens of less entropy are not trained on."""
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens of the forward pass, padding included."""
-        return len(self.inputs_M)
+    """Tokens of lower entropy are not trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One trajectory with what the objective needs."""
+    """One trajectory with its advantage and token weight."""
 
     trajectory: Trajectory
     completion: int
-    """Its place among the step's completions."""
+    """Index among the step's completions."""
     advantage: float
-    """By its reward; advantages of its tokens are stronger."""
+    """The reward's advantage; `Trajectory.token_advantages` override it."""
     weight: float
-    """Of each trained token."""
+    """Weight of each trained token in the step's loss."""
 
     @property
     def length(self) -> int:
-        """Tokens to compute behind the prompt: the last one predicts nothing."""
+        """Tokens to compute after the prompt; the last one predicts nothing."""
         return len(self.trajectory.tokens) - 1
 
     def advantages(self) -> np.ndarray:
-        """float32, of each completion token."""
+        """Advantage of each completion token, float32."""
         own = self.trajectory.token_advantages
         return np.full(self.length + 1, self.advantage, np.float32) if own is None else np.asarray(own, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBlock:
-    """Runs of rows with one prompt: what is never cut further."""
+    """A prompt and runs of its completions, never cut further. A run is a rectangle of similar lengths."""
 
     prompt: tuple[int, ...]
     runs: list[list[TrainingSample]]
 
     @property
-    def is_one_row(self) -> bool:
+    def is_single(self) -> bool:
         return len(self.runs) == 1 and len(self.runs[0]) == 1
 
     @property
@@ -102,63 +97,84 @@ def make_micro_batches(
     streams: int = 1,
     packs: bool = True,
 ) -> list[MicroBatch]:
-    """Split the step into passes of at most `budget` tokens (padding included; one run always fits), largest first.
+    """Split the step into passes of at most `budget` tokens, padding included, largest first; one run always fits.
 
-    The number of passes is a multiple of `streams` where there is work for that many, and they are of similar size,
-    since lanes run at the same time. With `packs` false every row is a pass of its own.
+    Passes that run at the same time, one per stream, have similar sizes. Without `packs` every sample is its own pass.
     """
-    by_group = _rows(groups, objective, max_tokens)
+    by_group = _samples(groups, objective, max_tokens)
     if not packs:
-        every = [row for rows in by_group for row in rows]
-        return [_plain_row(row) for row in sorted(every, key=lambda row: row.length, reverse=True)]
-    alike = [same for rows in by_group for same in _by_prompt(rows)]
-    parts = [part for rows in alike for part in _parts(_runs(rows, budget), budget)]
-    return [_pack(chosen) for chosen in _fill(parts, budget, streams)]
+        samples = [sample for group in by_group for sample in group]
+        return [_unpacked(sample) for sample in sorted(samples, key=lambda sample: sample.length, reverse=True)]
+    by_prompt = [samples for group in by_group for samples in _by_prompt(group)]
+    blocks = [block for samples in by_prompt for block in _blocks(_runs(samples, budget), budget)]
+    passes = make_passes([block.size for block in blocks], budget, streams)
+    return [_pack([blocks[index] for index in indices]) for indices in passes]
 
 
-def _rows(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens: int) -> list[list[TrainingSample]]:
-    """The rows of each group with their advantages and weights; completions without a token have nothing to train."""
+def make_passes(sizes: Sequence[int], budget: int, streams: int) -> list[list[int]]:
+    """Indices of items with `sizes` tokens, in passes of at most `budget` tokens or one item; largest passes first.
+
+    Each item, largest first, goes to the emptiest pass; if that is full, one more pass per stream opens. So the number
+    of passes is a multiple of `streams` if there are enough items, and passes have similar sizes.
+    """
+    needed = -(-sum(sizes) // budget)
+    passes: list[list[int]] = [[] for _ in range(-(-needed // streams) * streams)]
+    filled = [0] * len(passes)
+    for item in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        emptiest = min(range(len(passes)), key=lambda index: filled[index])
+        if filled[emptiest] and filled[emptiest] + sizes[item] > budget:
+            emptiest = len(passes)
+            passes += [[] for _ in range(streams)]
+            filled += [0] * streams
+        passes[emptiest].append(item)
+        filled[emptiest] += sizes[item]
+    used = [index for index in range(len(passes)) if passes[index]]
+    return [passes[index] for index in sorted(used, key=lambda index: -filled[index])]
+
+
+def _samples(groups: Sequence[TrajectoryGroup], objective: Objective, max_tokens: int) -> list[list[TrainingSample]]:
+    """The samples of each group with advantages and weights, without empty completions."""
     num_tokens_S = [sum(trajectory.loss_mask) for group in groups for trajectory in group.trajectories]
     advantages_S = advantages(objective.advantage, [group.rewards for group in groups], num_tokens_S)
-    places = count()
+    indices = count()
 
-    def row(trajectory: Trajectory) -> TrainingSample:
-        place = next(places)
+    def sample(trajectory: Trajectory) -> TrainingSample:
+        index = next(indices)
         weight = token_weight(
             objective,
-            length=num_tokens_S[place],
+            length=num_tokens_S[index],
             num_tokens=sum(num_tokens_S),
             num_completions=len(num_tokens_S),
             max_tokens=max_tokens,
         )
         return TrainingSample(
-            trajectory=trajectory, completion=place, advantage=float(advantages_S[place]), weight=weight
+            trajectory=trajectory, completion=index, advantage=float(advantages_S[index]), weight=weight
         )
 
-    found = [[row(trajectory) for trajectory in group.trajectories] for group in groups]
-    with_tokens = [[one for one in rows if one.trajectory.tokens] for rows in found]
-    return [rows for rows in with_tokens if rows]
+    by_group = [[sample(trajectory) for trajectory in group.trajectories] for group in groups]
+    with_tokens = [[sample for sample in samples if sample.trajectory.tokens] for samples in by_group]
+    return [samples for samples in with_tokens if samples]
 
 
-def _by_prompt(rows: list[TrainingSample]) -> list[list[TrainingSample]]:
-    """The rows of one group that share a prompt, in their order."""
-    found: dict[tuple[int, ...], list[TrainingSample]] = {}
-    for row in rows:
-        found.setdefault(row.trajectory.prompt_tokens, []).append(row)
-    return list(found.values())
+def _by_prompt(samples: list[TrainingSample]) -> list[list[TrainingSample]]:
+    """Samples of one group by prompt, in their order."""
+    by_prompt: dict[tuple[int, ...], list[TrainingSample]] = {}
+    for sample in samples:
+        by_prompt.setdefault(sample.trajectory.prompt_tokens, []).append(sample)
+    return list(by_prompt.values())
 
 
-def _runs(rows: list[TrainingSample], budget: int) -> list[list[TrainingSample]]:
-    """Cut rows, longest first, into runs with the fewest padded tokens; a run of several rows stays in the budget.
+def _runs(samples: list[TrainingSample], budget: int) -> list[list[TrainingSample]]:
+    """Cut samples, longest first, into runs with the fewest padded tokens; a run of several stays in the budget.
 
-    Dynamic programming over the place of the last cut.
+    Dynamic programming over the last cut.
     """
-    ordered = sorted(rows, key=lambda row: row.length, reverse=True)
-    room = budget - len(rows[0].trajectory.prompt_tokens)
-    lengths = [row.length for row in ordered]
-    best: list[tuple[int, int]] = [(0, 0)]  # cost of the first `end` rows, and where their last run starts
+    ordered = sorted(samples, key=lambda sample: sample.length, reverse=True)
+    limit = budget - len(samples[0].trajectory.prompt_tokens)
+    lengths = [sample.length for sample in ordered]
+    best: list[tuple[int, int]] = [(0, 0)]  # cost of the first `end` samples, and the start of their last run
     for end in range(1, len(ordered) + 1):
-        starts = [start for start in range(end) if start == end - 1 or lengths[start] * (end - start) <= room]
+        starts = [start for start in range(end) if start == end - 1 or lengths[start] * (end - start) <= limit]
         best.append(min((best[start][0] + lengths[start] * (end - start) + RUN_OVERHEAD, start) for start in starts))
     runs: list[list[TrainingSample]] = []
     end = len(ordered)
@@ -169,111 +185,93 @@ def _runs(rows: list[TrainingSample], budget: int) -> list[list[TrainingSample]]
     return runs
 
 
-def _parts(runs: list[list[TrainingSample]], budget: int) -> list[PromptBlock]:
-    """Keep the runs of one group together while they and their prompt stay within the budget."""
+def _blocks(runs: list[list[TrainingSample]], budget: int) -> list[PromptBlock]:
+    """Group runs with their prompt into blocks within the budget."""
     prompt = runs[0][0].trajectory.prompt_tokens
-    parts = [PromptBlock(prompt=prompt, runs=[])]
+    blocks = [PromptBlock(prompt=prompt, runs=[])]
     for run in runs:
-        if parts[-1].runs and parts[-1].size + len(run) * run[0].length > budget:
-            parts.append(PromptBlock(prompt=prompt, runs=[]))
-        parts[-1].runs.append(run)
-    return parts
+        if blocks[-1].runs and blocks[-1].size + len(run) * run[0].length > budget:
+            blocks.append(PromptBlock(prompt=prompt, runs=[]))
+        blocks[-1].runs.append(run)
+    return blocks
 
 
-def _fill(parts: list[PromptBlock], budget: int, streams: int) -> list[list[PromptBlock]]:
-    """Put each part, largest first, into the pass that holds least; open as many more as there are lanes when full."""
-    ordered = sorted(parts, key=lambda part: part.size, reverse=True)
-    needed = -(-sum(part.size for part in parts) // budget)
-    passes: list[list[PromptBlock]] = [[] for _ in range(-(-needed // streams) * streams)]
-    sizes = [0] * len(passes)
-    for part in ordered:
-        place = min(range(len(passes)), key=lambda index: sizes[index])
-        if sizes[place] and sizes[place] + part.size > budget:
-            place = len(passes)
-            passes += [[] for _ in range(streams)]
-            sizes += [0] * streams
-        passes[place].append(part)
-        sizes[place] += part.size
-    filled = [index for index in range(len(passes)) if passes[index]]
-    return [passes[index] for index in sorted(filled, key=lambda index: sizes[index], reverse=True)]
-
-
-def _pack(parts: list[PromptBlock]) -> MicroBatch:
+def _pack(blocks: list[PromptBlock]) -> MicroBatch:
     inputs: list[np.ndarray] = []
     sources: list[np.ndarray] = []
     segments: list[Segment] = []
     start = 0
-    for part in parts:
-        more_inputs, more_sources, segment = _one_row(part) if part.is_one_row else _shared_prompt(part)
+    for block in blocks:
+        more_inputs, more_sources, segment = _single(block) if block.is_single else _shared_prompt(block)
         inputs.append(more_inputs)
         sources.append(start + more_sources)
         segments.append(segment)
         start += len(more_inputs)
-    rows = [row for part in parts for run in part.runs for row in run]
-    return _micro_batch(rows, np.concatenate(inputs), tuple(segments), np.concatenate(sources))
+    samples = [sample for block in blocks for run in block.runs for sample in run]
+    return _micro_batch(samples, np.concatenate(inputs), tuple(segments), np.concatenate(sources))
 
 
-def _shared_prompt(part: PromptBlock) -> tuple[np.ndarray, np.ndarray, Segment]:
-    """Inputs of a prompt and its runs, and which of them predict the completion tokens."""
-    inputs = [np.asarray(part.prompt, np.int32)]
+def _shared_prompt(block: PromptBlock) -> tuple[np.ndarray, np.ndarray, Segment]:
+    """Inputs of a prompt and its runs, and the indices that predict completion tokens."""
+    inputs = [np.asarray(block.prompt, np.int32)]
     sources: list[np.ndarray] = []
     runs: list[tuple[int, int]] = []
-    start = len(part.prompt)
-    for run in part.runs:
+    start = len(block.prompt)
+    for run in block.runs:
         inputs_GT = _rectangle(run)
         length = inputs_GT.shape[1]
         inputs.append(inputs_GT.reshape(-1))
-        for place, row in enumerate(run):
-            first = start + place * length
-            sources += [np.array([len(part.prompt) - 1]), np.arange(first, first + row.length)]
+        for index, sample in enumerate(run):
+            first = start + index * length
+            sources += [np.array([len(block.prompt) - 1]), np.arange(first, first + sample.length)]
         start += inputs_GT.size
         if length:
             runs.append((len(run), length))
-    return np.concatenate(inputs), np.concatenate(sources), Segment(prompt=len(part.prompt), runs=tuple(runs))
+    return np.concatenate(inputs), np.concatenate(sources), Segment(prompt=len(block.prompt), runs=tuple(runs))
 
 
-def _one_row(part: PromptBlock) -> tuple[np.ndarray, np.ndarray, Segment]:
-    """Nobody shares the prompt: to attention the row is one sequence, which has the faster kernels."""
-    inputs_T = _whole(part.runs[0][0])
+def _single(block: PromptBlock) -> tuple[np.ndarray, np.ndarray, Segment]:
+    """An unshared prompt: attention sees prompt and completion as one sequence, which has faster kernels."""
+    inputs_T = _whole(block.runs[0][0])
     length = padded_length(len(inputs_T))
     padded_T = np.pad(inputs_T, (0, length - len(inputs_T)))
-    return padded_T, np.arange(len(part.prompt) - 1, len(inputs_T)), Segment(prompt=length)
+    return padded_T, np.arange(len(block.prompt) - 1, len(inputs_T)), Segment(prompt=length)
 
 
 def _rectangle(run: list[TrainingSample]) -> np.ndarray:
-    """Inputs of the rows, the first of which is the longest."""
+    """Padded inputs of a run, whose first sample is the longest."""
     inputs_GT = np.zeros((len(run), padded_length(run[0].length)), np.int32)
-    for place, row in enumerate(run):
-        inputs_GT[place, : row.length] = row.trajectory.tokens[:-1]
+    for index, sample in enumerate(run):
+        inputs_GT[index, : sample.length] = sample.trajectory.tokens[:-1]
     return inputs_GT
 
 
-def _whole(row: TrainingSample) -> np.ndarray:
-    return np.asarray((*row.trajectory.prompt_tokens, *row.trajectory.tokens[:-1]), np.int32)
+def _whole(sample: TrainingSample) -> np.ndarray:
+    return np.asarray((*sample.trajectory.prompt_tokens, *sample.trajectory.tokens[:-1]), np.int32)
 
 
-def _plain_row(row: TrainingSample) -> MicroBatch:
-    inputs_M = _whole(row)
-    return _micro_batch([row], inputs_M, (), np.arange(len(row.trajectory.prompt_tokens) - 1, len(inputs_M)))
+def _unpacked(sample: TrainingSample) -> MicroBatch:
+    inputs_M = _whole(sample)
+    return _micro_batch([sample], inputs_M, (), np.arange(len(sample.trajectory.prompt_tokens) - 1, len(inputs_M)))
 
 
 def _micro_batch(
-    rows: list[TrainingSample], inputs_M: np.ndarray, segments: tuple[Segment, ...], sources_N: np.ndarray
+    samples: list[TrainingSample], inputs_M: np.ndarray, segments: tuple[Segment, ...], sources_N: np.ndarray
 ) -> MicroBatch:
-    lengths = [len(row.trajectory.tokens) for row in rows]
-    masks = [np.asarray(row.trajectory.loss_mask, np.float32) * np.float32(row.weight) for row in rows]
+    lengths = [len(sample.trajectory.tokens) for sample in samples]
+    masks = [np.asarray(sample.trajectory.loss_mask, np.float32) * np.float32(sample.weight) for sample in samples]
     return MicroBatch(
         inputs_M=inputs_M,
         segments=segments,
         sources_N=sources_N.astype(np.int32),
-        rows_N=np.repeat(np.arange(len(rows), dtype=np.int32), lengths),
-        completions_S=np.asarray([row.completion for row in rows], np.int32),
-        tokens_N=np.concatenate([np.asarray(row.trajectory.tokens, np.int32) for row in rows]),
-        behaviour_N=np.concatenate([np.asarray(row.trajectory.logprobs, np.float32) for row in rows]),
-        advantages_N=np.concatenate([row.advantages() for row in rows]),
+        rows_N=np.repeat(np.arange(len(samples), dtype=np.int32), lengths),
+        completions_S=np.asarray([sample.completion for sample in samples], np.int32),
+        tokens_N=np.concatenate([np.asarray(sample.trajectory.tokens, np.int32) for sample in samples]),
+        behaviour_N=np.concatenate([np.asarray(sample.trajectory.logprobs, np.float32) for sample in samples]),
+        advantages_N=np.concatenate([sample.advantages() for sample in samples]),
         weights_N=np.concatenate(masks),
-        temperature_N=np.repeat(np.asarray([row.trajectory.temperature for row in rows], np.float32), lengths),
-        versions_N=np.concatenate([_versions(row.trajectory) for row in rows]),
+        temperature_N=np.repeat(np.asarray([sample.trajectory.temperature for sample in samples], np.float32), lengths),
+        versions_N=np.concatenate([_versions(sample.trajectory) for sample in samples]),
     )
 
 

@@ -1,7 +1,7 @@
-"""Gradient checkpointing by layer: a backward computes each layer's forward again instead of keeping what lies in it.
+"""Memory of a pass: its number of tokens, and gradient checkpointing by layer. The learners call it.
 
-A pass then keeps one hidden state per token and layer, for about a third more computing
-(https://arxiv.org/abs/1604.06174).
+A checkpointed layer keeps its input and computes its forward again in the backward: one hidden state per token and
+layer, for about a third more computing (https://arxiv.org/abs/1604.06174).
 """
 
 from collections.abc import Iterator
@@ -21,16 +21,60 @@ from parallm.model.lora.single import SingleLora
 from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel
 
+PASS_TOKENS = 1024
+CUDA_PASS_TOKENS = 5120
+"""8B shape on an H200: passes of 4 rows of 1,024 are 9% faster than of 2, and 1% slower than of 8, which need 12 GB
+more. Not measured on Metal, where it would lengthen the longest wait of decoding."""
+ACTIVATION_SHARE = 0.5
+"""Share of the device memory beside the base that a pass may keep."""
+
+
+def pass_tokens(settings: LearnerSettings) -> int:
+    """Tokens of one forward and backward pass, padding included."""
+    if settings.micro_batch_tokens != "auto":
+        return settings.micro_batch_tokens
+    return CUDA_PASS_TOKENS if on_cuda() else PASS_TOKENS
+
+
+def checkpoints_layers(settings: LearnerSettings, model: SharedModel, num_tokens: int) -> bool:
+    """Whether passes with `num_tokens` at the same time checkpoint their layers.
+
+    Raises ConfigError if the settings demand it and the model does not support it.
+    """
+    supported = can_checkpoint(model)
+    if settings.checkpoint_layers == "all" and not supported:
+        raise ConfigError(
+            "learner.checkpoint_layers=all: this architecture does not keep its layers in a list called layers; use "
+            "none, and a smaller learner.micro_batch_tokens"
+        )
+    if settings.checkpoint_layers != "auto":
+        return settings.checkpoint_layers == "all"
+    limit = ACTIVATION_SHARE * max(0, device_memory() - model.base_bytes)
+    return supported and num_tokens * activation_bytes(model) > limit
+
+
+def activation_bytes(model: SharedModel) -> int:
+    """Bytes that a pass keeps per token: about the inputs and outputs of all linear layers."""
+    linears = [module for module in model.base.modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
+    return sum(map(_columns, linears)) * model.dtype.size
+
+
+def _columns(linear: nn.Module) -> int:
+    outputs, inputs = linear.weight.shape
+    if isinstance(linear, nn.QuantizedLinear):
+        inputs = inputs * 32 // linear.bits
+    return int(inputs + outputs)
+
 
 def can_checkpoint(model: SharedModel) -> bool:
-    """Whether the trunk calls its layers out of a list that can be exchanged."""
+    """Whether the trunk has its layers in a list, which can be exchanged."""
     return isinstance(getattr(trunk_of(model), "layers", None), list)
 
 
 @contextmanager
-def checkpointed(model: SharedModel, wanted: bool) -> Iterator[None]:
-    """If `wanted`, let what is built inside the block keep only what goes from layer to layer."""
-    if not wanted:
+def checkpointed(model: SharedModel, enabled: bool) -> Iterator[None]:
+    """If `enabled`, graphs built inside the block keep only the inputs of layers."""
+    if not enabled:
         yield
         return
     trunk = trunk_of(model)
@@ -49,7 +93,7 @@ def trunk_of(model: SharedModel) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointedLayer:
-    """Stands in for a layer while a pass is built."""
+    """Replaces a layer while a pass is built."""
 
     layer: nn.Module
     lora_context: LoraContext
@@ -67,53 +111,8 @@ class _CheckpointedLayer:
             with self.lora_context.applied(part if isinstance(lora, SingleLora) else replace(lora, adapter=part)):
                 return self.layer(x, *arguments, **options)
 
-        # gradients reach what is an argument, not what `compute` finds around it
+        # gradients reach arguments of `compute`, not its closure
         return mx.checkpoint(compute)(x, adapter.arrays())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
-
-
-PASS_TOKENS = 1024
-CUDA_PASS_TOKENS = 5120
-"""8B shape on an H200: passes of 4 rows of 1,024 are 9% faster than of 2, and 1% slower than of 8, which need 12 GB
-more. Not measured on Metal, where the longest wait of decoding would grow with it."""
-ACTIVATION_SHARE = 0.5
-"""Of the device's memory beside the base, for what a pass keeps."""
-
-
-def pass_tokens(settings: LearnerSettings) -> int:
-    """Tokens of one forward and backward pass, padding included."""
-    if settings.micro_batch_tokens != "auto":
-        return settings.micro_batch_tokens
-    return CUDA_PASS_TOKENS if on_cuda() else PASS_TOKENS
-
-
-def checkpoints_layers(settings: LearnerSettings, model: SharedModel, num_tokens: int) -> bool:
-    """Whether passes that compute `num_tokens` at the same time checkpoint their layers.
-
-    Raises ConfigError if they must and the model cannot.
-    """
-    possible = can_checkpoint(model)
-    if settings.checkpoint_layers == "all" and not possible:
-        raise ConfigError(
-            "learner.checkpoint_layers=all: this architecture does not keep its layers in a list called layers; use "
-            "none, and a smaller learner.micro_batch_tokens"
-        )
-    if settings.checkpoint_layers != "auto":
-        return settings.checkpoint_layers == "all"
-    room = ACTIVATION_SHARE * max(0, device_memory() - model.base_bytes)
-    return possible and num_tokens * activation_bytes(model) > room
-
-
-def activation_bytes(model: SharedModel) -> int:
-    """What a pass keeps for each token: about the inputs and outputs of all linear layers."""
-    linears = [module for module in model.base.modules() if isinstance(module, nn.Linear | nn.QuantizedLinear)]
-    return sum(map(_columns, linears)) * model.dtype.size
-
-
-def _columns(linear: nn.Module) -> int:
-    outputs, inputs = linear.weight.shape
-    if isinstance(linear, nn.QuantizedLinear):
-        inputs = inputs * 32 // linear.bits
-    return int(inputs + outputs)

@@ -1,5 +1,6 @@
-"""Gradient of the objective for some micro-batches, without ever holding the logits of all their tokens.
+"""One pass: the gradient of the objective for some micro-batches. `Learner` calls it.
 
+The logits of all tokens never exist together.
 1. trunk: hidden states of the completion tokens, with the adapter's arrays traced;
 2. head, in chunks: log-probs; 3. the objective's gradient with respect to each log-prob and entropy, numbers per token;
 4. head again, in chunks: the gradient with respect to the hidden states; 5. backward through the trunk from there.
@@ -33,22 +34,22 @@ from parallm.model.lora.selector import training_lora
 from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.shared_model import SharedModel
 
-FIRST = 8  # one layer in so many, from the last one back, whose gradients come before the rest
+FIRST = 8  # the gradients of the last eighth of the layers are evaluated first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenStatistics:
-    """What the forward found out about each token of a micro-batch."""
+    """Per-token results of a micro-batch's forward."""
 
     loss: mx.array
     logprobs_N: mx.array
     entropies_N: mx.array
     clipped_N: mx.array
-    """True where the policy term bounds or removes the gradient of a trained token."""
+    """True if the policy term bounds or removes the gradient of a trained token."""
     kl_N: mx.array
     """k3 estimate of the sampler's KL to the learner's policy."""
     kl_to_base_N: mx.array
-    """k3 estimate of the policy's KL to the base; zeros where the base's log-probs are not known."""
+    """k3 estimate of the policy's KL to the base; zeros if the base was not scored."""
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
@@ -57,17 +58,17 @@ class TokenStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What a pass gives once it is evaluated: first the stages, one after the other, then the rest."""
+    """The result of a pass, not evaluated: first the stages in order, then the rest."""
 
     gradients: list[mx.array]
     statistics: list[TokenStatistics]
     stages: Stages
     first: list[mx.array]
-    """Those of the gradients that the backward comes to first."""
+    """The gradients that the backward reaches first."""
 
 
 class PolicyGradient:
-    """The model part of an update. Holds no state between calls."""
+    """Forward and backward of micro-batches. Holds no state between calls."""
 
     def __init__(
         self,
@@ -88,8 +89,10 @@ class PolicyGradient:
         self._head = ChunkedHead(model, chunk_bytes)
 
     def __call__(self, policy: SingleLora, batches: Sequence[MicroBatch], key: mx.array) -> PassResult:
-        """Gradients with respect to `policy.arrays()`, summed over `batches` (one per lane), and statistics. Not
-        evaluated."""
+        """Gradients with respect to `policy.arrays()`, summed over `batches` (one per stream), and statistics.
+
+        Not evaluated.
+        """
         structure = policy.structure()
 
         def surrogate(traced: list[mx.array]) -> tuple[mx.array, Any]:
@@ -97,28 +100,28 @@ class PolicyGradient:
             with checkpointed(self._model, self._checkpoints):
                 hidden = self._streams.run(lambda batch: self._hidden(batch, lora), batches)
             pairs = list(zip(hidden, batches, strict=True))
-            found = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
-            # d(sum hidden x gradient) / d(arrays) is the chain rule with the head's part already done
+            losses = self._streams.run(lambda pair: self._loss(mx.stop_gradient(pair[0]), pair[1]), pairs)
+            # d(sum hidden x gradient) / d(arrays) is the chain rule after the head
             products = self._streams.run(
-                lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, found, strict=True))
+                lambda pair: (pair[0] * pair[1][0]).sum(), list(zip(hidden, losses, strict=True))
             )
-            return sum(products[1:], products[0]), [(statistics.arrays, stages) for _, statistics, stages in found]
+            return sum(products[1:], products[0]), [(statistics.arrays, stages) for _, statistics, stages in losses]
 
-        (_, raw), gradients = mx.value_and_grad(surrogate)(policy.arrays())
+        (_, raw_results), gradients = mx.value_and_grad(surrogate)(policy.arrays())
         names = [field.name for field in fields(TokenStatistics)]
         return PassResult(
             gradients=gradients,
-            statistics=[TokenStatistics(**dict(zip(names, values, strict=True))) for values, _ in raw],
-            stages=_together([stages for _, stages in raw]),
-            first=_of_last_layers(gradients, structure.target_of_each()),
+            statistics=[TokenStatistics(**dict(zip(names, values, strict=True))) for values, _ in raw_results],
+            stages=_interleave([stages for _, stages in raw_results]),
+            first=_last_layer_gradients(gradients, structure.target_of_each()),
         )
 
     def score(self, lora: LoraBinding | None, batches: Sequence[MicroBatch]) -> list[Scores]:
-        """Log-probs and entropies of `batches` (one per lane) under `lora`, without gradients. Evaluated."""
+        """Log-probs and entropies of `batches` (one per stream) under `lora`, without gradients. Evaluated."""
         hidden = self._streams.run(lambda batch: self._hidden(batch, lora), batches)
         scores = self._streams.run(lambda pair: self._score(*pair), list(zip(hidden, batches, strict=True)))
-        run_stages(_together([one.stages for one in scores]))
-        mx.eval([[one.logprobs_N, one.entropies_N] for one in scores])
+        run_stages(_interleave([batch_scores.stages for batch_scores in scores]))
+        mx.eval([[batch_scores.logprobs_N, batch_scores.entropies_N] for batch_scores in scores])
         return scores
 
     def _hidden(self, batch: MicroBatch, lora: LoraBinding | None) -> mx.array:
@@ -132,7 +135,7 @@ class PolicyGradient:
         return self._model.hidden(inputs_M[None], None, lora)[0, sources_N]
 
     def _loss(self, hidden_NH: mx.array, batch: MicroBatch) -> tuple[mx.array, TokenStatistics, Stages]:
-        """Gradient of the loss with respect to `hidden_NH`, statistics, and what to evaluate before them."""
+        """Gradient of the loss with respect to `hidden_NH`, statistics, and the stages to evaluate first."""
         has_bonus = self._objective.entropy_coefficient > 0
         scores = self._score(hidden_NH, batch, wants_slopes=not has_bonus)
         inputs = self._inputs(batch, scores)
@@ -149,15 +152,15 @@ class PolicyGradient:
             if inputs.reference_N is None
             else kl_k3(inputs.reference_N, scores.logprobs_N),
         )
-        pulled_NH, stages = self._head.backward(scores, gradient_N, entropy_gradient_N if has_bonus else None)
-        return pulled_NH, statistics, scores.stages + stages
+        hidden_gradient_NH, stages = self._head.backward(scores, gradient_N, entropy_gradient_N if has_bonus else None)
+        return hidden_gradient_NH, statistics, scores.stages + stages
 
     def _score(self, hidden_NH: mx.array, batch: MicroBatch, *, wants_slopes: bool = False) -> Scores:
         tokens_N, temperature_N = mx.array(batch.tokens_N), mx.array(batch.temperature_N)
         return self._head.score(hidden_NH, tokens_N, temperature_N, wants_slopes=wants_slopes)
 
     def _inputs(self, batch: MicroBatch, scores: Scores) -> LossInputs:
-        # A step has one update, so the learner's policy at its start is the one that has just been scored
+        # a step has one update, so the policy at its start is the one just scored
         corrects = self._objective.correction != "none"
         return LossInputs(
             behaviour_N=mx.array(batch.behaviour_N),
@@ -171,35 +174,40 @@ class PolicyGradient:
         )
 
 
-def _of_last_layers(gradients: Sequence[mx.array], targets: Sequence[str]) -> list[mx.array]:
+def _last_layer_gradients(gradients: Sequence[mx.array], targets: Sequence[str]) -> list[mx.array]:
     last_first = sorted(zip(gradients, targets, strict=True), key=lambda pair: -(layer_of(pair[1]) or 0))
     return [gradient for gradient, _ in last_first[: len(last_first) // FIRST]]
 
 
-def _together(stages_of_lanes: Sequence[Stages]) -> Stages:
-    """The first stages of all lanes, then the second ones, and so on."""
-    return [[*chain.from_iterable(parts)] for parts in zip_longest(*stages_of_lanes, fillvalue=())]
+def _interleave(stages_of_streams: Sequence[Stages]) -> Stages:
+    """The first stages of all streams, then the second ones, and so on."""
+    return [[*chain.from_iterable(parts)] for parts in zip_longest(*stages_of_streams, fillvalue=())]
 
 
 class LoraWeights:
-    """Those of one version, made once for each update."""
+    """The effective LoRA weights of one version: rounded, scaled and joined, once for each update.
+
+    That takes dozens of small kernels a layer, and as many backward: 3% of an 8B model's update if each pass did it. So
+    passes are differentiated with respect to the effective weights, and the sum of their gradients goes back to the
+    adapter's arrays once, in float32. Axis: N numbers of all effective weights.
+    """
 
     def __init__(self, adapter: Adapter, model: SharedModel) -> None:
         self._arrays = dict(adapter.arrays)
         self._scaling = lora_scaling(adapter, model)
         self._widens = on_cuda() and adapter.dropout == 0
         self.lora = self._lora(self._arrays, self._scaling)
-        if not on_cuda():  # there the first pass computes them on its way; lanes would wait for each other at each one
+        if not on_cuda():  # with CUDA the first pass computes them; on CPUs streams would wait for each other at each
             mx.eval(self.lora.arrays())
 
     def join(self, gradients: Sequence[mx.array]) -> mx.array:
-        """Gradients of `lora.arrays()` as one vector, (N,) float32."""
-        alike = [list(group) for _, group in groupby(gradients, key=lambda one: one.dtype)]  # or each would be cast
-        flat = [mx.concatenate([one.reshape(-1) for one in group]).astype(mx.float32) for group in alike]
+        """Gradients of `lora.arrays()` as one vector (N,), float32."""
+        by_type = [list(group) for _, group in groupby(gradients, key=lambda array: array.dtype)]  # one cast per type
+        flat = [mx.concatenate([array.reshape(-1) for array in group]).astype(mx.float32) for group in by_type]
         return flat[0] if len(flat) == 1 else mx.concatenate(flat)
 
     def backward(self, gradient_N: mx.array, layout: ParameterLayout) -> mx.array:
-        """The gradient of the adapter's arrays in `layout`, from that of the factors."""
+        """The gradient of the adapter's arrays in `layout`, given that of the effective weights."""
         shapes = [array.shape for array in self.lora.arrays()]
         cuts = list(accumulate(array.size for array in self.lora.arrays()))[:-1]
         cotangents = [part.reshape(shape) for part, shape in zip(mx.split(gradient_N, cuts), shapes, strict=True)]

@@ -1,9 +1,9 @@
-"""The last layer, of which only the hidden states of trained tokens are wanted.
+"""The last layer for trained tokens only. `PolicyGradient` calls it.
 
-Behind its attention nothing mixes tokens any more, so prompts need neither its MLP nor a gradient of it. With prompts
-as long as completions that is 1% of an 8B model's update, and more of smaller ones or with longer prompts.
+After the last attention no tokens mix, so prompts need neither the last MLP nor its gradient. With prompts as long as
+completions that saves 1% of an 8B model's update, more for smaller models or longer prompts.
 
-Axes: M computed tokens, N wanted ones, H hidden.
+Axes: M computed tokens, N trained tokens, H hidden.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,13 @@ def hidden_at(
     model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], lora: LoraBinding | None, sources_N: mx.array
 ) -> mx.array:
     """`packed_hidden` at `sources_N`, (N, H), for a model that `can_trim`."""
-    missing = num_padding_rows(sources_N.size)
-    with _trimmed(model, mx.concatenate([sources_N, mx.zeros((missing,), sources_N.dtype)])):
+    num_padding = num_padding_rows(sources_N.size)
+    with _trimmed(model, mx.concatenate([sources_N, mx.zeros((num_padding,), sources_N.dtype)])):
         return padded_hidden(model, inputs_M, segments, lora)[: sources_N.size]
 
 
 def can_trim(model: SharedModel) -> bool:
-    """Whether the last layer is x + attention(norm(x)), and on top of that + mlp(norm(..)): tried with a few tokens."""
+    """Whether the last layer is x + attention(norm(x)), then + mlp(norm(..)): tried with a few tokens."""
     if not model.is_batch_invariant or not can_checkpoint(model):
         return False
     if not all(hasattr(trunk_of(model).layers[-1], name) for name in PARTS):
@@ -40,8 +40,8 @@ def can_trim(model: SharedModel) -> bool:
     inputs, sources, segments = mx.array([3, 1, 4, 1, 5, 9, 2, 6]), mx.array([2, 3, 5, 7]), [Segment(prompt=8)]
     try:
         expected = packed_hidden(model, inputs, segments, None)[sources]
-        found = hidden_at(model, inputs, segments, None, sources)
-        difference = mx.linalg.norm((found - expected).astype(mx.float32)) / mx.linalg.norm(expected)
+        trimmed = hidden_at(model, inputs, segments, None, sources)
+        difference = mx.linalg.norm((trimmed - expected).astype(mx.float32)) / mx.linalg.norm(expected)
         return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)
     except (AssertionError, AttributeError, TypeError, ValueError):  # as in `can_pack`
         return False
@@ -49,8 +49,7 @@ def can_trim(model: SharedModel) -> bool:
 
 @contextmanager
 def _trimmed(model: SharedModel, rows_N: mx.array) -> Iterator[None]:
-    """Let the trunk give the hidden states of these rows only. The last layer is not checkpointed: its backward is the
-    first thing that comes."""
+    """Inside the block the trunk returns these rows only. The last layer is not checkpointed: its backward is first."""
     trunk = trunk_of(model)
     layers = trunk.layers
     trunk.layers = [*layers[:-1], _LastLayer(layers[-1], rows_N)]
@@ -62,7 +61,7 @@ def _trimmed(model: SharedModel, rows_N: mx.array) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _LastLayer:
-    """Stands in for the last layer while a pass is built."""
+    """Replaces the last layer while a pass is built."""
 
     layer: nn.Module
     rows_N: mx.array

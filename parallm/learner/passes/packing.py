@@ -1,8 +1,8 @@
-"""Prompts and their completions as one flat sequence of tokens: what a packed forward computes.
+"""The packed forward: prompts and their completions as one flat sequence of tokens. `PolicyGradient` calls it.
 
-Linear layers, norms and rotary embeddings see every token as a row of its own, so nothing of them is padding and one
-product serves all. Only attention knows which tokens belong together: a prompt is computed once, and the completions
-of its group read its keys and values. Gradients flow back into the prompt through them.
+Linear layers, norms and rotary embeddings see every token as a row, so they compute no padding. Only attention knows
+which tokens belong together: a prompt is computed once, and its completions attend to its keys and values. Gradients
+flow back into the prompt through them.
 
 Axes: M computed tokens, G completions, T longest of their inputs, P prompt tokens, H key-value heads, Q query heads,
 D head size.
@@ -19,22 +19,22 @@ from parallm.model.attention import MIN_ROWS, attention
 from parallm.model.kernels.cuda import VECTOR_BYTES, on_cuda
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.lora.linear import LoraBinding
-from parallm.model.patches.attention import OwnCache
+from parallm.model.patches.forward import OwnCache
 from parallm.model.patches.rotary import before_rotation
 from parallm.model.shared_model import SharedModel
 
 FUSED_LENGTH = 128
-"""MLX's CUDA build differentiates attention without keeping the scores only for multiples of this many queries; over
-160 keys its gradient was seen to write where it should not."""
+"""MLX's CUDA build differentiates attention without keeping the scores only for multiples of this many queries. With
+160 keys its gradient was seen to write out of bounds."""
 ALIGNED_TOKENS = 16
-"""cuBLAS takes slow kernels for products over a number of tokens that is not a multiple of 8."""
+"""cuBLAS uses slow kernels for numbers of tokens that are not multiples of 8."""
 CHEAP_PADDING = 32
-"""Copying rows around attention costs more than a 32nd of their tokens would (8B shape on an H200: about a 20th)."""
+"""Rows are padded in place if that adds less than a 32nd; copies around attention cost a 20th (8B shape, H200)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One prompt and its completions, in runs of `count` rows of `length` inputs: rectangles of similar length."""
+    """One prompt and runs of completions: a run is `count` rows of `length` inputs."""
 
     prompt: int
     runs: tuple[tuple[int, int], ...] = ()
@@ -45,25 +45,27 @@ class Segment:
         return [self.prompt, *(count * length for count, length in self.runs)]
 
     def positions(self) -> list[np.ndarray]:
-        """Where each token stands in its own row's sequence."""
-        behind = [np.tile(np.arange(self.prompt, self.prompt + length), count) for count, length in self.runs]
-        return [np.arange(self.prompt), *behind]
+        """Position of each token in its own sequence."""
+        after = [np.tile(np.arange(self.prompt, self.prompt + length), count) for count, length in self.runs]
+        return [np.arange(self.prompt), *after]
 
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """Stands for a mask: a token sees itself and the `size` - 1 tokens before it."""
+    """A mask: a token sees itself and the `size` - 1 tokens before it."""
 
     size: int
 
 
 class PackedLayer(OwnCache):
-    """What a layer takes for its cache: keeps nothing, and attends within each segment."""
+    """The cache of a layer in a packed forward: keeps nothing, and attends within each segment."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
-        self._alike = _alike(segments)
+        self._blocks = _blocks(segments)
         self._angles: dict[Rotation, mx.array] = {}  # the same for all layers
-        self.offset = mx.array(np.concatenate([part for one in segments for part in one.positions()]).astype(np.int32))
+        self.offset = mx.array(
+            np.concatenate([part for segment in segments for part in segment.positions()]).astype(np.int32)
+        )
 
     def make_mask(self, _: int, return_array: bool = False, window_size: int | None = None) -> SlidingWindow | None:
         assert not return_array, "a model that computes with masks cannot be packed"
@@ -84,23 +86,23 @@ class PackedLayer(OwnCache):
     ) -> mx.array:
         """Queries (M, Q, 1, D), keys and values (M, H, 1, D) -> (M, Q, 1, D)."""
         window = mask.size if isinstance(mask, SlidingWindow) else None
-        cuts = list(accumulate(size for alike in self._alike for size in _sizes(alike)))[:-1]
+        cuts = list(accumulate(size for block in self._blocks for size in _sizes(block)))[:-1]
         flat_MXD = (*self._rotated(queries, keys), values[:, :, 0])
         parts = zip(*(mx.split(array, cuts) for array in flat_MXD), strict=True)
-        found: list[mx.array] = []
-        for alike in self._alike:
-            lengths = [segment.prompt for segment in alike]
-            prompts = _Rows(*(_stacked(part, lengths) for part in next(parts)))
+        attended_parts: list[mx.array] = []
+        for block in self._blocks:
+            lengths = [segment.prompt for segment in block]
+            prompts = _AttentionRows(*(_stacked(part, lengths) for part in next(parts)))
             attended = prompts.attend(prompts.keys, prompts.values, scale, window, sinks)
-            found.append(_unstacked(attended, lengths))
-            for count, _ in alike[0].runs:
-                run = _Rows(*(_stacked(part, [len(part) // count] * count) for part in next(parts)))
-                keys_GLHD, values_GLHD = _behind(prompts.keys, run.keys), _behind(prompts.values, run.values)
-                found.append(run.attend(keys_GLHD, values_GLHD, scale, window, sinks).flatten(0, 1))
-        return mx.concatenate(found)[:, :, None]
+            attended_parts.append(_unstacked(attended, lengths))
+            for count, _ in block[0].runs:
+                run = _AttentionRows(*(_stacked(part, [len(part) // count] * count) for part in next(parts)))
+                keys_GLHD, values_GLHD = _with_prompt(prompts.keys, run.keys), _with_prompt(prompts.values, run.values)
+                attended_parts.append(run.attend(keys_GLHD, values_GLHD, scale, window, sinks).flatten(0, 1))
+        return mx.concatenate(attended_parts)[:, :, None]
 
     def _rotated(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
-        """Without the axis of one position. By our own kernel where that knows how they were rotated."""
+        """Rotated queries and keys without the axis of one position; by our own kernel if it knows the rotation."""
         rotation = None
         if on_cuda() and queries.shape[-1] * queries.dtype.size % VECTOR_BYTES == 0:
             queries, keys, rotation = before_rotation(queries, keys, self.offset, queries.dtype)
@@ -108,13 +110,13 @@ class PackedLayer(OwnCache):
             return queries[:, :, 0], keys[:, :, 0]
         if rotation not in self._angles:
             self._angles[rotation] = rotation.angles(self.offset)
-        first, second = (one.reshape(*one.shape[:2], -1) for one in (queries, keys))
+        first, second = (array.reshape(*array.shape[:2], -1) for array in (queries, keys))
         angles_MP2 = self._angles[rotation]
         return rotated(first, angles_MP2, rotation), rotated(second, angles_MP2, rotation)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _AttentionRows:
     """Rows of one length: queries (G, T, Q, D), keys and values (G, T, H, D)."""
 
     queries: mx.array
@@ -124,24 +126,22 @@ class _Rows:
     def attend(
         self, keys_GLHD: mx.array, values_GLHD: mx.array, scale: float, window: int | None, sinks: mx.array | None
     ) -> mx.array:
-        """Each query sees the positions up to its own, which is counted from the last one back. (G, T, Q, D)."""
+        """Causal attention (G, T, Q, D); the last query is at the last position."""
         length, positions = self.queries.shape[1], keys_GLHD.shape[1]
         mask: mx.array | str = "causal"
-        before = behind = 0
+        before = after = 0
         if window is not None and window < positions:
             distance = mx.arange(positions - length, positions)[:, None] - mx.arange(positions)[None]
             mask = (distance >= 0) & (distance < window)
         else:
-            # keys behind a row's own are seen by none of its queries, and queries before them are not used
-            behind = -positions % _fused_length()
-            before = -(length + behind) % _fused_length()
-        queries = _padded(self.queries, before, behind)
-        # heads come first only in how the arrays are read: nothing is copied for it
-        rows = [
-            part.swapaxes(1, 2) for part in (queries, _padded(keys_GLHD, 0, behind), _padded(values_GLHD, 0, behind))
-        ]
-        found = attention(*rows, scale=scale, mask=mask, sinks=sinks).swapaxes(1, 2)
-        return found[:, before : before + length] if before or behind else found
+            # no query sees keys after its own, and the queries padded before are dropped
+            after = -positions % _fused_length()
+            before = -(length + after) % _fused_length()
+        queries = _padded(self.queries, before, after)
+        # heads first, by strides: nothing is copied
+        rows = [part.swapaxes(1, 2) for part in (queries, _padded(keys_GLHD, 0, after), _padded(values_GLHD, 0, after))]
+        attended = attention(*rows, scale=scale, mask=mask, sinks=sinks).swapaxes(1, 2)
+        return attended[:, before : before + length] if before or after else attended
 
 
 def packed_hidden(
@@ -154,11 +154,11 @@ def packed_hidden(
 def padded_hidden(
     model: SharedModel, inputs_M: mx.array, segments: Sequence[Segment], lora: LoraBinding | None
 ) -> mx.array:
-    """The same with what the model gives for the tokens behind it that products take more."""
-    missing = num_padding_rows(inputs_M.size)
-    if missing > 0:
-        inputs_M = mx.concatenate([inputs_M, mx.zeros((missing,), mx.int32)])
-        segments = _lengthened(segments, missing)
+    """`packed_hidden` with the hidden states of padding tokens after it."""
+    num_padding = num_padding_rows(inputs_M.size)
+    if num_padding > 0:
+        inputs_M = mx.concatenate([inputs_M, mx.zeros((num_padding,), mx.int32)])
+        segments = _lengthened(segments, num_padding)
     layer = PackedLayer(segments)
     return model.hidden(inputs_M[:, None], [layer] * len(model.make_cache()), lora)[:, 0]
 
@@ -166,16 +166,16 @@ def padded_hidden(
 def can_pack(model: SharedModel) -> bool:
     """Whether a packed forward gives the model's own hidden states: tried with a few tokens.
 
-    It does where layers mix tokens by `scaled_dot_product_attention` alone. Some add position scores of their own
-    (multi-head latent attention) or keep a state.
+    It does if layers mix tokens by `scaled_dot_product_attention` alone, without own position scores (multi-head latent
+    attention) or a state.
     """
     if not model.is_batch_invariant:
         return False
     prompt, completions = [3, 1, 4, 1, 5], [[9, 2], [6, 5]]
-    inputs = mx.array(prompt + [token for one in completions for token in one])
+    inputs = mx.array(prompt + [token for tokens in completions for token in tokens])
     try:
         packed = packed_hidden(model, inputs, [Segment(prompt=len(prompt), runs=((2, 2),))], None)
-        whole = [model.hidden(mx.array([prompt + one]), model.make_cache(), None)[0] for one in completions]
+        whole = [model.hidden(mx.array([prompt + tokens]), model.make_cache(), None)[0] for tokens in completions]
         expected = mx.concatenate([whole[0], whole[1][len(prompt) :]])
         difference = mx.linalg.norm((packed - expected).astype(mx.float32)) / mx.linalg.norm(expected)
         return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)
@@ -184,13 +184,13 @@ def can_pack(model: SharedModel) -> bool:
 
 
 def num_padding_rows(num_rows: int) -> int:
-    """How many more a product takes."""
-    # of fewer rows than the engine's it would round differently; a GPU's is slow unless their number is aligned
+    """Rows that pad a matrix product."""
+    # with fewer rows than the engine's it would round differently; on a GPU it is slow unless aligned
     return max(0, MIN_ROWS - num_rows, -num_rows % _aligned_tokens())
 
 
 def padded_length(length: int) -> int:
-    """`length`, or the next one that a GPU's attention takes as it is, where that is hardly more tokens."""
+    """`length`, or the next multiple that a GPU's attention accepts, if that adds few tokens."""
     longer = length + -length % _fused_length()
     return longer if (longer - length) * CHEAP_PADDING <= length else length
 
@@ -203,33 +203,33 @@ def _aligned_tokens() -> int:
     return 1 if mx.default_device() == mx.Device(mx.cpu) else ALIGNED_TOKENS
 
 
-def _lengthened(segments: Sequence[Segment], missing: int) -> list[Segment]:
-    """`segments` and `missing` more tokens, which none of the others see."""
+def _lengthened(segments: Sequence[Segment], num_padding: int) -> list[Segment]:
+    """`segments` with `num_padding` padding tokens, which no other token sees."""
     last = segments[-1] if segments else None
     if last is None or last.runs:
-        return [*segments, Segment(prompt=missing)]
-    return [*segments[:-1], Segment(prompt=last.prompt + missing)]
+        return [*segments, Segment(prompt=num_padding)]
+    return [*segments[:-1], Segment(prompt=last.prompt + num_padding)]
 
 
-def _alike(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Neighbours that attend in one call: prompts of one length, apart from the padding, without completions."""
-    found: list[list[Segment]] = []
+def _blocks(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Neighbours that attend in one call: prompts of one padded length without completions."""
+    blocks: list[list[Segment]] = []
     for segment in segments:
-        fits = found and not segment.runs and not found[-1][0].runs
-        if fits and segment.prompt // -_fused_length() == found[-1][0].prompt // -_fused_length():
-            found[-1].append(segment)
+        fits = blocks and not segment.runs and not blocks[-1][0].runs
+        if fits and segment.prompt // -_fused_length() == blocks[-1][0].prompt // -_fused_length():
+            blocks[-1].append(segment)
         else:
-            found.append([segment])
-    return found
+            blocks.append([segment])
+    return blocks
 
 
-def _sizes(alike: Sequence[Segment]) -> list[int]:
+def _sizes(block: Sequence[Segment]) -> list[int]:
     """Tokens of the prompts together, and of each run."""
-    return [sum(segment.prompt for segment in alike), *alike[0].sizes[1:]]
+    return [sum(segment.prompt for segment in block), *block[0].sizes[1:]]
 
 
 def _stacked(flat_MHD: mx.array, lengths: Sequence[int]) -> mx.array:
-    """Rows of these lengths, one after the other -> (G, longest, H, D), with zeros behind shorter ones."""
+    """Consecutive rows of these lengths -> (G, longest, H, D), padded with zeros."""
     if len(set(lengths)) == 1:
         return flat_MHD.reshape(len(lengths), -1, *flat_MHD.shape[1:])
     rows = mx.split(flat_MHD, list(accumulate(lengths))[:-1])
@@ -237,19 +237,19 @@ def _stacked(flat_MHD: mx.array, lengths: Sequence[int]) -> mx.array:
 
 
 def _unstacked(rows_GTHD: mx.array, lengths: Sequence[int]) -> mx.array:
-    """The other way round."""
+    """The inverse of `_stacked`."""
     if len(set(lengths)) == 1:
         return rows_GTHD.flatten(0, 1)
     return mx.concatenate([row[:length] for row, length in zip(rows_GTHD, lengths, strict=True)])
 
 
-def _padded(rows_GTHD: mx.array, before: int, behind: int) -> mx.array:
-    shapes = [(rows_GTHD.shape[0], count, *rows_GTHD.shape[2:]) for count in (before, behind)]
+def _padded(rows_GTHD: mx.array, before: int, after: int) -> mx.array:
+    shapes = [(rows_GTHD.shape[0], count, *rows_GTHD.shape[2:]) for count in (before, after)]
     zeros = [mx.zeros(shape, rows_GTHD.dtype) if shape[1] else None for shape in shapes]
     parts = [part for part in (zeros[0], rows_GTHD, zeros[1]) if part is not None]
     return mx.concatenate(parts, axis=1) if len(parts) > 1 else rows_GTHD
 
 
-def _behind(shared_1PHD: mx.array, own_GTHD: mx.array) -> mx.array:
+def _with_prompt(shared_1PHD: mx.array, own_GTHD: mx.array) -> mx.array:
     repeated = mx.broadcast_to(shared_1PHD, (own_GTHD.shape[0], *shared_1PHD.shape[1:]))
     return mx.concatenate([repeated, own_GTHD], axis=1)

@@ -1,7 +1,7 @@
-"""What some objectives must know of the whole step before its first gradient: forward passes without gradients.
+"""Forward passes without gradients: for objectives that need numbers of the whole step, and for held-out loss.
 
-The base's log-probs (adapter off, so they need no memory of their own), advantages of rewards less KL, and the entropy
-that the most uncertain tokens reach. Nothing runs for an objective that needs none of it.
+`Learner` calls it. An objective may need the base's log-probs (the adapter is off, so no memory of its own), advantages
+of rewards less KL, and the entropy threshold of top_entropy_fraction.
 Axes: S completions of the step, N completion tokens of a micro-batch.
 """
 
@@ -27,7 +27,7 @@ ScoreFunction = Callable[[LoraBinding | None, Sequence[MicroBatch]], list[Scores
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredStep:
-    """Micro-batches that are ready for their gradients, and the device seconds that it took."""
+    """Micro-batches ready for their gradients, and the device seconds that scoring took."""
 
     batches: list[MicroBatch]
     seconds: float = 0.0
@@ -42,11 +42,11 @@ def score_step(
     policy: LoraBinding,
     width: int,
 ) -> Generator[None, None, ScoredStep]:
-    """Score `batches`, `width` at a time, with what `objective` needs; yields after each round of them."""
+    """Score `batches`, `width` at a time, as `objective` needs; yields after each round."""
     needs_entropies = objective.top_entropy_fraction < 1
     if not objective.needs_base and not needs_entropies:
         return ScoredStep(batches=batches)
-    found: list[MicroBatch] = []
+    scored: list[MicroBatch] = []
     entropies: list[np.ndarray] = []
     seconds = 0.0
     for start in range(0, len(batches), width):
@@ -54,26 +54,26 @@ def score_step(
         chosen = batches[start : start + width]
         if needs_entropies:
             scores = score(policy, chosen)
-            entropies += [np.array(one.entropies_N)[b.weights_N > 0] for b, one in zip(chosen, scores, strict=True)]
+            entropies += [np.array(s.entropies_N)[b.weights_N > 0] for b, s in zip(chosen, scores, strict=True)]
         if objective.needs_base:
             scores = score(None, chosen)
-            chosen = [replace(b, base_N=np.array(one.logprobs_N)) for b, one in zip(chosen, scores, strict=True)]
-        found += chosen
+            chosen = [replace(b, base_N=np.array(s.logprobs_N)) for b, s in zip(chosen, scores, strict=True)]
+        scored += chosen
         seconds += time.perf_counter() - began
         yield
     if objective.needs_base and objective.kl_placement == "reward":
-        found = _with_kl_in_reward(found, groups, objective)
+        scored = _with_kl_in_reward(scored, groups, objective)
     if needs_entropies and any(map(len, entropies)):
         threshold = entropy_threshold(np.concatenate(entropies), objective.top_entropy_fraction)
-        found = [replace(batch, entropy_threshold=threshold) for batch in found]
-    return ScoredStep(batches=found, seconds=seconds)
+        scored = [replace(batch, entropy_threshold=threshold) for batch in scored]
+    return ScoredStep(batches=scored, seconds=seconds)
 
 
 def _with_kl_in_reward(
     batches: Sequence[MicroBatch], groups: Sequence[TrajectoryGroup], objective: Objective
 ) -> list[MicroBatch]:
-    """Advantages of rewards less coefficient x KL(sampler, base), summed over the trained tokens of a completion."""
-    trajectories = [one for group in groups for one in group.trajectories]
+    """Advantages of rewards less coefficient x KL(sampler, base), summed over a completion's trained tokens."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     kl_S = np.zeros(len(trajectories))
     for batch in batches:
         sampled_N, base_N = mx.array(batch.behaviour_N), mx.array(batch.base_N)
@@ -81,13 +81,13 @@ def _with_kl_in_reward(
         np.add.at(kl_S, batch.completions_S[batch.rows_N], np.where(batch.weights_N > 0, kl_N, 0.0))
     penalty = iter(objective.kl_coefficient * kl_S)
     rewards = [[reward - next(penalty) for reward in group.rewards] for group in groups]
-    advantages_S = advantages(objective.advantage, rewards, [sum(one.loss_mask) for one in trajectories])
+    advantages_S = advantages(objective.advantage, rewards, [sum(trajectory.loss_mask) for trajectory in trajectories])
     return [replace(batch, advantages_N=advantages_S[batch.completions_S[batch.rows_N]]) for batch in batches]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """Sums over the completions that were scored so far."""
+    """Sums over the scored completions."""
 
     num_completions: int = 0
     num_tokens: int = 0
@@ -111,7 +111,7 @@ class TokenLoss:
 def token_losses(
     batches: Sequence[MicroBatch], score: Callable[[Sequence[MicroBatch]], list[Scores]], width: int
 ) -> Iterator[TokenLoss]:
-    """Score `batches`, `width` at a time. Yields the sums after each round, those of all batches last."""
+    """Score `batches`, `width` at a time. Yields the sums after each round."""
     sums = TokenLoss()
     for start in range(0, len(batches), width):
         chosen = batches[start : start + width]

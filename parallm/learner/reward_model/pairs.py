@@ -1,7 +1,7 @@
-"""Pairs of completions, one of which is preferred: lines of jsonl -> what a reward model is trained on.
+"""Pairs of completions, one of them preferred: lines of jsonl -> training data of a reward model. `run` reads them.
 
-A line is {"prompt": "...", "chosen": "...", "rejected": "..."}, or has `messages` in place of `prompt`. A `margin`, if
-there is one, is by how much the chosen completion's score should be higher at least.
+A line is {"prompt": "...", "chosen": "...", "rejected": "..."}, or has `messages` in place of `prompt`. An optional
+`margin` is the least difference of the two scores.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ Pairs = Dataset[Pair]
 def read_pairs(settings: LearnerSettings, *, holds_out: bool) -> Pairs | None:
     """The pairs of a run that trains a reward model; None for any other run.
 
-    With `holds_out` some are left to evaluate on. Raises ConfigError where the settings do not go together,
-    ProblemError for data that cannot be used.
+    `holds_out`: keep some to evaluate on. Raises ConfigError for settings that contradict each other, ProblemError for
+    data that cannot be used.
     """
     if settings.trains != "reward_model":
         return None
@@ -49,8 +49,8 @@ def read_pairs(settings: LearnerSettings, *, holds_out: bool) -> Pairs | None:
 def to_group(pair: Pair, tokenizer: ChatTokenizer, max_context: int) -> TrajectoryGroup:
     """A pair as a group of two, the chosen completion first, each with the token that ends it.
 
-    Their rewards differ by the margin. Raises ProblemError if a completion is longer than the context, or if both are
-    the same to this tokenizer.
+    Their rewards differ by the margin. Raises ProblemError if a completion is longer than the context, or if both have
+    the same tokens.
     """
     prompt = tokenizer.encode_chat(pair.messages)
     chosen, rejected = (tokenizer.encode_answer(pair.messages, text) for text in (pair.chosen, pair.rejected))
@@ -72,11 +72,11 @@ def to_group(pair: Pair, tokenizer: ChatTokenizer, max_context: int) -> Trajecto
     )
 
 
-def to_prompted(group: TrajectoryGroup) -> ScoringRequest:
-    """What a reward model scores of a group."""
+def to_scoring_request(group: TrajectoryGroup) -> ScoringRequest:
+    """The prompt and completions of a group, for a reward model."""
     return ScoringRequest(
         prompt_tokens=group.trajectories[0].prompt_tokens,
-        completions=tuple(one.tokens for one in group.trajectories),
+        completions=tuple(trajectory.tokens for trajectory in group.trajectories),
     )
 
 
@@ -86,7 +86,7 @@ def _read(where: str, key: str) -> list[Pair]:
 
 
 def _pair(path: Path, name: str, row: Mapping[str, Any]) -> Pair:
-    """`name` stays the same where the file moves, so that a run can go on."""
+    """`name` does not depend on the file's folder, so a run can resume after the file moved."""
     where = f"{name} of {path}"
     texts: dict[str, str] = {}
     for field in ("chosen", "rejected"):

@@ -1,6 +1,6 @@
-"""Training of a reward model on pairs: what `Learner` is for policies. Knows nothing of serving.
+"""Training of a reward model on pairs. The trainer drives `RewardLearner` on the device thread, like `Learner`.
 
-Axes: P pairs, S completions, twice as many, the chosen one of each pair first; N numbers of the adapter.
+Axes: P pairs; S = 2 P completions, the chosen one of each pair first; N numbers of the adapter.
 """
 
 import math
@@ -16,10 +16,11 @@ from parallm.errors import AdapterNotFinite
 from parallm.learner.adapter_state import AdapterState, OptimizerStep, with_change
 from parallm.learner.faults import Faults
 from parallm.learner.optimizer import Arrays, learning_rate
+from parallm.learner.passes.batch import make_passes
 from parallm.learner.passes.checkpointing import checkpointed, checkpoints_layers, pass_tokens
 from parallm.learner.passes.packing import can_pack
-from parallm.learner.reward_model.pairs import to_prompted
-from parallm.learner.reward_model.scorer import RewardScorer, last_hidden, make_passes, reward_scores
+from parallm.learner.reward_model.pairs import to_scoring_request
+from parallm.learner.reward_model.scorer import RewardScorer, last_hidden, reward_scores
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter
 from parallm.model.lora.dora import lora_scaling
@@ -31,20 +32,19 @@ from parallm.reports import PairsReport, ParityReport, RatioReport, UpdateReport
 from parallm.seeds import mix
 from parallm.types import ScoringRequest, TrajectoryGroup
 
+NOT_APPLICABLE = math.nan
+"""Stands for numbers of an update that a reward model does not have."""
+
 
 def pair_loss(chosen_P: mx.array, rejected_P: mx.array, margin_P: mx.array, *, center: float) -> mx.array:
     """-log sigmoid(chosen - rejected - margin) of each pair, its negative log-likelihood after Bradley and Terry, (P,).
 
-    As in equation 1 of https://arxiv.org/abs/2009.01325. Only differences count for it, so scores may drift; `center`
-    times the square of a pair's summed scores holds them near zero (equation 2 of https://arxiv.org/abs/2312.09244).
+    Equation 1 of https://arxiv.org/abs/2009.01325. It depends on differences only, so scores may drift; `center` times
+    the square of a pair's summed scores holds them near zero (equation 2 of https://arxiv.org/abs/2312.09244).
     """
     # this form neither overflows nor loses the digits of a small loss
     losses_P = mx.logaddexp(0.0, rejected_P + margin_P - chosen_P)
     return losses_P + center * (chosen_P + rejected_P) ** 2
-
-
-NOT_APPLICABLE = math.nan
-"""Numbers of an update that a reward model does not have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +96,8 @@ class RewardLearner:
     def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
         """One optimizer step over pairs (`pairs.to_group`). Yields after each round of passes, the report last.
 
-        The loss is the mean over the pairs of the step. A step in which something is not finite changes nothing.
-        `max_tokens` is that of `Learner.update`, and has no meaning here.
+        The loss is the mean over the pairs of the step. A step with a value that is not finite changes nothing.
+        `max_tokens` has no meaning here.
         """
         totals, faults, seconds = PairTotals(), Faults(groups), 0.0
         gradient_N = mx.zeros((1,))
@@ -121,14 +121,14 @@ class RewardLearner:
         yield with_change(report, optimizer_step)
 
     def scorer(self) -> RewardScorer:
-        """Scores with the version that is the newest now."""
+        """A scorer with the newest version."""
         return RewardScorer(self._model, self._streams, self.adapter, budget=self._budget, packs=self._packs)
 
     def optimizer_state(self) -> Arrays:
         return self._state.optimizer_state()
 
     def restore(self, adapter: Adapter, optimizer_state: Arrays) -> None:
-        """Continue from a checkpoint."""
+        """Resume from a checkpoint."""
         self._state.restore(adapter, optimizer_state)
 
     def roll_back(self) -> Adapter:
@@ -136,19 +136,21 @@ class RewardLearner:
         return self._state.roll_back()
 
     def _batches(self, groups: Sequence[TrajectoryGroup]) -> list[PairBatch]:
-        """A pair is never cut in two, since the gradient of one score depends on the other."""
-        items = [to_prompted(group) for group in groups]
+        """Pairs in passes. A pair is never cut in two: the gradient of one score depends on the other."""
+        items = [to_scoring_request(group) for group in groups]
         margins = [group.rewards[0] - group.rewards[1] for group in groups]
-        sizes = [item.num_tokens for item in items]
+        passes = make_passes([item.num_tokens for item in items], self._budget, self._streams.width)
         return [
-            PairBatch(items=tuple(items[place] for place in one), margins=tuple(margins[place] for place in one))
-            for one in make_passes(sizes, self._budget, self._streams.width)
+            PairBatch(
+                items=tuple(items[index] for index in indices), margins=tuple(margins[index] for index in indices)
+            )
+            for indices in passes
         ]
 
     def _gradient(
         self, batches: Sequence[PairBatch], weight: float, scaling: LoraScaling, key: mx.array
     ) -> tuple[Arrays, mx.array, list[mx.array]]:
-        """Gradient of `weight` times the sum of the pairs' losses (one batch per lane), that sum, scores. Evaluated."""
+        """Gradient of `weight` x the pairs' summed losses (one batch per stream), that loss, and scores. Evaluated."""
 
         def loss_of(traced: Arrays) -> tuple[mx.array, list[mx.array]]:
             lora = training_lora(single_lora(traced, scaling), self.adapter.dropout, key)
@@ -162,7 +164,7 @@ class RewardLearner:
         return gradients, loss, scores
 
     def _scores(self, batch: PairBatch, lora: LoraBinding, head_H: mx.array) -> mx.array:
-        """(P, 2)."""
+        """Scores (P, 2), chosen first."""
         hidden_SH = last_hidden(self._model, batch.items, lora, packs=self._packs)
         return reward_scores(hidden_SH, head_H).reshape(-1, 2)
 
@@ -200,7 +202,7 @@ class RewardLearner:
             clip_fraction=NOT_APPLICABLE,
             kl_to_behaviour=NOT_APPLICABLE,
             entropy=NOT_APPLICABLE,
-            num_tokens=sum(len(one.tokens) for group in groups for one in group.trajectories),
+            num_tokens=sum(len(trajectory.tokens) for group in groups for trajectory in group.trajectories),
             seconds=seconds,
             parity=ParityReport(
                 num_tokens=0, bit_equal_fraction=NOT_APPLICABLE, mean_abs=NOT_APPLICABLE, max_abs=NOT_APPLICABLE

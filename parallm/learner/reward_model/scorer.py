@@ -1,7 +1,7 @@
-"""Scores of a reward model: the product of its head with the hidden state of each completion's last token.
+"""Scores of a reward model: its head times the hidden state of each completion's last token.
 
-Completions of one prompt are computed over one copy of it (`packing`). Work is cut into passes, so that whoever decodes
-on the same device never waits long. Axes: M computed tokens, S completions, H hidden.
+`RewardLearner` and rollouts call it. Completions share one copy of their prompt (`packing`). Work is cut into passes,
+so that decoding on the same device never waits long. Axes: M computed tokens, S completions, H hidden.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.device.streams import DeviceStreams
+from parallm.learner.passes.batch import make_passes
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter
 from parallm.model.lora.dora import lora_scaling
@@ -18,9 +19,6 @@ from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.single import single_lora
 from parallm.model.shared_model import SharedModel
 from parallm.types import ScoringRequest
-
-Pass = list[int]
-"""Which items one forward computes, by their places."""
 
 
 class RewardScorer:
@@ -34,30 +32,30 @@ class RewardScorer:
         self._budget = budget
         self._packs = packs
         self._head_H = adapter.arrays[REWARD_HEAD]
-        self._view = single_lora(dict(adapter.arrays), lora_scaling(adapter, model))
+        self._lora = single_lora(dict(adapter.arrays), lora_scaling(adapter, model))
 
     def units(self, items: Sequence[ScoringRequest]) -> Iterator[list[float] | None]:
-        """Yields None after each round of passes of at most `budget` tokens, and last the scores of all completions."""
-        parts = [part for item in items for part in split(item, self._budget)]
-        found: dict[int, list[float]] = {}
+        """Score in passes of at most `budget` tokens. Yields None after each round, all scores last."""
+        parts = [part for item in items for part in split_completions(item, self._budget)]
+        scores_of_part: dict[int, list[float]] = {}
         passes = make_passes([part.num_tokens for part in parts], self._budget, self._streams.width)
         for start in range(0, len(passes), self._streams.width):
             chosen = passes[start : start + self._streams.width]
-            scores = self._streams.run(lambda places: self._scores([parts[place] for place in places]), chosen)
+            scores = self._streams.run(lambda indices: self._scores([parts[index] for index in indices]), chosen)
             mx.eval(scores)
-            for places, scores_S in zip(chosen, scores, strict=True):
+            for indices, scores_S in zip(chosen, scores, strict=True):
                 values = iter(np.array(scores_S).tolist())
-                found |= {place: [next(values) for _ in parts[place].completions] for place in places}
+                scores_of_part |= {index: [next(values) for _ in parts[index].completions] for index in indices}
             yield None
-        yield [score for place in range(len(parts)) for score in found[place]]
+        yield [score for index in range(len(parts)) for score in scores_of_part[index]]
 
     def _scores(self, items: Sequence[ScoringRequest]) -> mx.array:
-        return reward_scores(last_hidden(self._model, items, self._view, packs=self._packs), self._head_H)
+        return reward_scores(last_hidden(self._model, items, self._lora, packs=self._packs), self._head_H)
 
 
 def reward_scores(hidden_SH: mx.array, head_H: mx.array) -> mx.array:
-    """(S,), float32."""
-    # no matrix product, whose rounding may depend on the number of rows
+    """Scores (S,), float32."""
+    # no matrix product: its rounding may depend on the number of rows
     return (hidden_SH.astype(mx.float32) * head_H).sum(axis=-1)
 
 
@@ -74,37 +72,17 @@ def last_hidden(
     return packed_hidden(model, mx.array(tokens_M), [_segment(item) for item in items], lora)[mx.array(last_S)]
 
 
-def split(item: ScoringRequest, budget: int) -> list[ScoringRequest]:
-    """`item` in parts of at most `budget` tokens, prompt included; a part has one completion at least."""
+def split_completions(item: ScoringRequest, budget: int) -> list[ScoringRequest]:
+    """`item` in parts of at most `budget` tokens, prompt included, with at least one completion each."""
     parts: list[list[tuple[int, ...]]] = []
-    room = 0
+    free = 0
     for tokens in item.completions:
-        if not parts or len(tokens) > room:
+        if not parts or len(tokens) > free:
             parts.append([])
-            room = budget - len(item.prompt_tokens)
+            free = budget - len(item.prompt_tokens)
         parts[-1].append(tokens)
-        room -= len(tokens)
+        free -= len(tokens)
     return [ScoringRequest(prompt_tokens=item.prompt_tokens, completions=tuple(part)) for part in parts]
-
-
-def make_passes(sizes: Sequence[int], budget: int, streams: int) -> list[Pass]:
-    """Items of `sizes` tokens in passes of at most `budget`, one item at least, the largest passes first.
-
-    The number of passes is a multiple of `streams` where there are that many items, and they are of similar size.
-    """
-    needed = -(-sum(sizes) // budget)
-    passes: list[Pass] = [[] for _ in range(-(-needed // streams) * streams)]
-    filled = [0] * len(passes)
-    for place in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
-        emptiest = min(range(len(passes)), key=lambda one: filled[one])
-        if filled[emptiest] and filled[emptiest] + sizes[place] > budget:
-            emptiest = len(passes)
-            passes += [[] for _ in range(streams)]
-            filled += [0] * streams
-        passes[emptiest].append(place)
-        filled[emptiest] += sizes[place]
-    used = [index for index in range(len(passes)) if passes[index]]
-    return [passes[index] for index in sorted(used, key=lambda index: -filled[index])]
 
 
 def _flat(item: ScoringRequest) -> np.ndarray:
@@ -112,12 +90,12 @@ def _flat(item: ScoringRequest) -> np.ndarray:
 
 
 def _ends(item: ScoringRequest) -> np.ndarray:
-    """Where the last token of each completion stands in `_flat`."""
+    """Index in `_flat` of the last token of each completion."""
     lengths = [len(tokens) for tokens in item.completions]
     return len(item.prompt_tokens) + np.cumsum(lengths, dtype=np.int32) - 1
 
 
 def _segment(item: ScoringRequest) -> Segment:
     if len(item.completions) == 1:
-        return Segment(prompt=item.num_tokens)  # to attention one sequence, which has the faster kernels
+        return Segment(prompt=item.num_tokens)  # one sequence has faster attention kernels
     return Segment(prompt=len(item.prompt_tokens), runs=tuple((1, len(tokens)) for tokens in item.completions))

@@ -4,12 +4,11 @@ Written and read by `TrajectoryBuffer`; `LiveSource` makes the records.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any, TypeAlias, assert_never
 
-from parallm.checkpoint.trajectory_lines import trajectory_from_json, trajectory_to_json
-from parallm.types import Completion, GenerationRequest, Trajectory
+from parallm.types import Completion, GenerationRequest, Trajectory, WeightSpan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +113,24 @@ def from_values(values: Mapping[str, Any]) -> RecordedTrajectory:
     return RecordedTrajectory(
         trajectory=trajectory_from_json(values["trajectory"]), reward_request=reward_request, **fields
     )
+
+
+def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+    # not `asdict`, which copies every single token
+    values = {field.name: getattr(trajectory, field.name) for field in fields(trajectory)}
+    return values | {
+        "weight_versions": [asdict(span) for span in trajectory.weight_versions],
+        "reward_parts": dict(trajectory.reward_parts),
+    }
+
+
+def trajectory_from_json(values: dict[str, Any]) -> Trajectory:
+    """Undo `trajectory_to_json`. Raises KeyError or TypeError on anything else."""
+    tuples = {name: tuple(values[name]) for name in ("prompt_tokens", "tokens", "loss_mask", "logprobs")}
+    if (token_advantages := values.get("token_advantages")) is not None:
+        tuples["token_advantages"] = tuple(token_advantages)
+    spans = tuple(WeightSpan(**span) for span in values["weight_versions"])
+    return Trajectory(**(values | tuples | {"weight_versions": spans}))
 
 
 TRAINED = "trained"

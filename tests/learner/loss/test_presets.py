@@ -12,7 +12,7 @@ from parallm.learner.loss.objective import Objective
 from parallm.learner.loss.presets import PRESETS, resolve_objective
 from parallm.learner.settings import LearnerSettings, Preset
 
-CONF = Path(__file__).parents[2] / "conf" / "learner"
+CONF = Path(__file__).parents[3] / "conf" / "learner"
 
 
 def test_every_preset_is_a_choice_with_a_file_of_its_name() -> None:

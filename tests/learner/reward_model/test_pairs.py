@@ -9,7 +9,7 @@ import pytest
 
 from parallm.errors import ConfigError, ProblemError
 from parallm.learner.datasets import read_demonstrations
-from parallm.learner.reward_model.pairs import Pair, Pairs, read_pairs, to_group, to_prompted
+from parallm.learner.reward_model.pairs import Pair, Pairs, read_pairs, to_group, to_scoring_request
 from parallm.learner.settings import LearnerSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import Message
@@ -107,7 +107,7 @@ def a_pair(**changes: Any) -> Pair:
 
 def test_both_completions_follow_one_prompt_and_end_with_the_end_of_the_turn(nano: SharedModel) -> None:
     group = to_group(a_pair(), nano.tokenizer, 512)
-    item = to_prompted(group)
+    item = to_scoring_request(group)
     assert item.prompt_tokens == nano.tokenizer.encode_chat(a_pair().messages)
     assert [nano.tokenizer.decode(tokens) for tokens in item.completions] == ["#### 7", "#### 8"]
     assert all(tokens[-1] in nano.tokenizer.eos_token_ids for tokens in item.completions)

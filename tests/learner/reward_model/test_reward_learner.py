@@ -12,9 +12,10 @@ import pytest
 
 from parallm.device.streams import DeviceStreams
 from parallm.learner.adapter_state import OptimizerStep
-from parallm.learner.reward_model.pairs import to_prompted
+from parallm.learner.passes.batch import make_passes
+from parallm.learner.reward_model.pairs import to_scoring_request
 from parallm.learner.reward_model.reward_learner import RewardLearner, pair_loss
-from parallm.learner.reward_model.scorer import make_passes, split
+from parallm.learner.reward_model.scorer import split_completions
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import REWARD_HEAD, Adapter
 from parallm.model.adapters.reward_head import with_reward_head
@@ -176,7 +177,7 @@ def test_the_report_says_what_the_scorer_says(
 ) -> None:
     model = load_tiny("qwen3")
     learner = make_learner(model, streams, with_reward_head(make_start(model), model, 0))
-    (*_, scores) = learner.scorer().units([to_prompted(group) for group in groups])
+    (*_, scores) = learner.scorer().units([to_scoring_request(group) for group in groups])
     assert scores is not None
     margins = [chosen - rejected for chosen, rejected in zip(scores[0::2], scores[1::2], strict=True)]
     pairs = update(learner, groups, 0).pairs
@@ -240,7 +241,7 @@ def test_scores_do_not_depend_on_company(load_tiny: Load, streams: DeviceStreams
 
 def test_a_group_is_split_within_the_budget_and_no_completion_is_lost() -> None:
     item = ScoringRequest(prompt_tokens=(1, 2, 3), completions=((4, 4), (5,), (6, 6, 6), (7, 7, 7, 7, 7, 7, 7), (8,)))
-    parts = split(item, 8)
+    parts = split_completions(item, 8)
     assert [part.completions for part in parts] == [
         ((4, 4), (5,)),
         ((6, 6, 6),),
@@ -250,7 +251,7 @@ def test_a_group_is_split_within_the_budget_and_no_completion_is_lost() -> None:
     assert all(part.num_tokens <= 8 for part in parts if len(part.completions) > 1)
 
 
-def test_passes_hold_every_item_once_within_the_budget_and_fill_all_lanes() -> None:
+def test_passes_hold_every_item_once_within_the_budget_and_fill_all_streams() -> None:
     sizes = [9, 1, 30, 4, 4, 4, 12]
     passes = make_passes(sizes, 16, 2)
     assert sorted(place for one in passes for place in one) == list(range(7))
