@@ -25,7 +25,7 @@ from parallm.engine import decode_batch
 from parallm.engine.compiled_forward import row_bucket
 from parallm.engine.decode import Decoder
 from parallm.engine.kv.attention_metadata import AttentionMetadata
-from parallm.engine.kv.shapes import EMPTY, MIN_POSITIONS, BufferShape, in_quarters, grown
+from parallm.engine.kv.shapes import EMPTY, MIN_POSITIONS, BufferShape, grown, in_quarters
 from parallm.errors import EngineStopped
 from parallm.model.kernels.cuda import on_cuda
 from parallm.types import BASE, POLICY, Completion, GenerationRequest, SamplingParams
@@ -70,7 +70,7 @@ class Soak:
 
         def failing(decoder: Decoder) -> list[mx.array]:
             nonlocal left
-            if left and len(decoder.batch.sequences) > 1 and decoder.batch.sequences[0].request.traffic == "serving":
+            if left and len(decoder.sequences) > 1 and decoder.sequences[0].request.traffic == "serving":
                 left -= 1
                 raise RuntimeError(INJECTED)
             return launch(decoder)

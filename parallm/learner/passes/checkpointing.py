@@ -68,7 +68,7 @@ def _columns(linear: nn.Module) -> int:
 
 def can_checkpoint(model: SharedModel) -> bool:
     """Whether the trunk has its layers in a list, which can be exchanged."""
-    return isinstance(getattr(trunk_of(model), "layers", None), list)
+    return isinstance(getattr(model.trunk, "layers", None), list)
 
 
 @contextmanager
@@ -77,18 +77,13 @@ def checkpointed(model: SharedModel, enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    trunk = trunk_of(model)
+    trunk = model.trunk
     layers = trunk.layers
     trunk.layers = [_CheckpointedLayer(layer, model.lora_context) for layer in layers]
     try:
         yield
     finally:
         trunk.layers = layers
-
-
-def trunk_of(model: SharedModel) -> nn.Module:
-    trunk: nn.Module = model.base if model.trunk_owner is None else getattr(model.trunk_owner, model.trunk_name)
-    return trunk
 
 
 @dataclass(frozen=True, slots=True)

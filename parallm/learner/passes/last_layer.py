@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.learner.passes.checkpointing import can_checkpoint, trunk_of
+from parallm.learner.passes.checkpointing import can_checkpoint
 from parallm.learner.passes.packing import Segment, num_padding_rows, packed_hidden, padded_hidden
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.shared_model import SharedModel
@@ -35,7 +35,7 @@ def can_trim(model: SharedModel) -> bool:
     """Whether the last layer is x + attention(norm(x)), then + mlp(norm(..)): tried with a few tokens."""
     if not model.is_batch_invariant or not can_checkpoint(model):
         return False
-    if not all(hasattr(trunk_of(model).layers[-1], name) for name in PARTS):
+    if not all(hasattr(model.trunk.layers[-1], name) for name in PARTS):
         return False
     inputs, sources, segments = mx.array([3, 1, 4, 1, 5, 9, 2, 6]), mx.array([2, 3, 5, 7]), [Segment(prompt=8)]
     try:
@@ -50,7 +50,7 @@ def can_trim(model: SharedModel) -> bool:
 @contextmanager
 def _trimmed(model: SharedModel, rows_N: mx.array) -> Iterator[None]:
     """Inside the block the trunk returns these rows only. The last layer is not checkpointed: its backward is first."""
-    trunk = trunk_of(model)
+    trunk = model.trunk
     layers = trunk.layers
     trunk.layers = [*layers[:-1], _LastLayer(layers[-1], rows_N)]
     try:
