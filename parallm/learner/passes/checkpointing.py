@@ -68,7 +68,7 @@ def _columns(linear: nn.Module) -> int:
 
 def can_checkpoint(model: SharedModel) -> bool:
     """Whether the trunk has its layers in a list, which can be exchanged."""
-    return isinstance(getattr(trunk_of(model), "layers", None), list)
+    return isinstance(getattr(model.trunk, "layers", None), list)
 
 
 @contextmanager
@@ -77,18 +77,19 @@ def checkpointed(model: SharedModel, enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    trunk = trunk_of(model)
-    layers = trunk.layers
-    trunk.layers = [_CheckpointedLayer(layer, model.lora_context) for layer in layers]
+    with replaced_layers(model, [_CheckpointedLayer(layer, model.lora_context) for layer in model.trunk.layers]):
+        yield
+
+
+@contextmanager
+def replaced_layers(model: SharedModel, layers: list[Any]) -> Iterator[None]:
+    """Inside the block the trunk has these layers."""
+    trunk = model.trunk
+    own_layers, trunk.layers = trunk.layers, layers
     try:
         yield
     finally:
-        trunk.layers = layers
-
-
-def trunk_of(model: SharedModel) -> nn.Module:
-    trunk: nn.Module = model.base if model.trunk_owner is None else getattr(model.trunk_owner, model.trunk_name)
-    return trunk
+        trunk.layers = own_layers
 
 
 @dataclass(frozen=True, slots=True)
