@@ -110,7 +110,7 @@ class GenerationRequest:
     sampling: SamplingParams
     n: int = 1
     model: str = POLICY
-    """`base`, `policy` (the served version), `policy@12`, `latest`, `best`, `poet`; see `model/adapters/names.py`."""
+    """`base`, `policy` (the served version), `policy@12`, `latest`, `best`, `poet`; see `model/adapters/table.py`."""
     traffic: TrafficClass = "serving"
     switches_in_flight: bool = False
     """Follow `model` to a newly published version from the next token on, instead of keeping the first version."""

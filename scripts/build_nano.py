@@ -55,7 +55,7 @@ CPU, with nothing downloaded. It says nothing about how well a method works on r
 ## What it was trained on
 
 `scripts/build_nano.py` writes the corpus from a seed: the answers of a made-up population of solvers to problems of the
-train split, and bare sums. Held-out problems, distinguished by their kind and numbers, are not in it. **The population is
+train split, and bare sums. Held-out problems, by their kind and numbers, are not in it. **The population is
 mostly careless on purpose.** {careful} of the
 solvers of a kind work carefully; the others have habits that depend on the kind: a wrong operation, a skipped step, the
 first result in the final line, a slip by one, no final line.

@@ -17,8 +17,7 @@ from parallm.checkpoint.serving_state import (
 )
 from parallm.device.thread import DeviceThread
 from parallm.errors import NotStored, ParallmError
-from parallm.model.adapters.names import versioned
-from parallm.model.adapters.table import AdapterTable
+from parallm.model.adapters.table import AdapterTable, versioned
 
 Result = TypeVar("Result")
 SplitShares = Mapping[str, Mapping[str, float]]

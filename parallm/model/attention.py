@@ -1,6 +1,6 @@
 """Attention with one order of reduction, so that decoding and training compute the same numbers.
 
-`patches/attention.py` lets mlx-lm's models call it. On a CPU a product's result can depend on its shape: BLAS libraries
+`patches/forward.py` lets mlx-lm's models call it. On a CPU a product's result can depend on its shape: BLAS libraries
 take other kernels for fewer than four rows (MKL 2026.2 on an AMD EPYC: also for fewer than twelve columns), and split a
 long inner dimension where its length suggests. Here there are never fewer rows or columns, and the inner dimension is
 split every 192 positions for every caller. Other products keep to `MIN_ROWS` too.
@@ -10,7 +10,7 @@ Axes: B rows, H key-value heads, R query heads per key-value head, T queries, L 
 
 import mlx.core as mx
 
-from parallm.model.exponentials import softmax
+from parallm.model.logprobs import softmax
 
 MIN_ROWS = 4
 MIN_COLUMNS = 16

@@ -32,10 +32,8 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
-from parallm.model.patches.attention import install_attention
+from parallm.model.patches.forward import find_trunk, install_attention, install_swiglu
 from parallm.model.patches.rotary import install_rotary
-from parallm.model.patches.swiglu import install_swiglu
-from parallm.model.patches.trunk import find_trunk
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
 from parallm.model.shared_model import SharedModel, can_batch

@@ -40,8 +40,7 @@ class BaseSettings:
     path: str = "nano"
     """`nano` (the model inside the package), a local Hugging Face folder, or a hub id."""
     trust_remote_code: bool = False
-    """Run code that the model's folder brings along: its class (`model_file` in config.json), its tokenizer's.
-    Counts for a draft model, too."""
+    """Run code that the model's folder brings along: its class (`model_file` in config.json), its tokenizer's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights and of what is computed with them. `auto`: float32 on a CPU, as stored elsewhere."""
     adapter: str | None = None

@@ -19,8 +19,7 @@ from parallm.model.attention import at_least_rows
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraBinding, LoraContext
-from parallm.model.patches.attention import OwnCache
-from parallm.model.patches.trunk import Replay
+from parallm.model.patches.forward import OwnCache, Replay
 
 
 class PlainCache(KVCache, OwnCache):

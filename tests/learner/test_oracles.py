@@ -1,6 +1,7 @@
 """Loss and gradient of every choice against numbers of TRL 1.16.0 and prime-rl, on four completions of two groups."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,16 @@ def test_there_are_31_cases() -> None:
 
 
 @pytest.mark.parametrize(("inputs", "case"), CASES, ids=[case["name"] for _, case in CASES])
-def test_loss_and_gradient_are_those_of_the_oracle(inputs: dict[str, Any], case: dict[str, Any]) -> None:
+def test_loss_and_gradient_are_those_of_the_oracle(
+    inputs: dict[str, Any], case: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
     objective = Objective(**case["objective"])
     new_N, entropies_N = mx.array(inputs["new"]), -mx.array(inputs["new"])
     loss, gradient_N = mx.value_and_grad(objective_loss)(new_N, entropies_N, loss_inputs(inputs, case), objective)
-    assert loss.item() == pytest.approx(case["loss"], abs=1e-6)
-    assert gradient_N.tolist() == pytest.approx(case["gradient"], abs=1e-6)
+    error = max(abs(loss.item() - case["loss"]), np.abs(np.array(gradient_N) - case["gradient"]).max())
+    record_property("oracle.cases", 1)
+    record_property("oracle.worst_error", error)
+    assert error < 1e-6
 
 
 @pytest.mark.parametrize("kind", ["group_mean", "group_std", "batch_std"])

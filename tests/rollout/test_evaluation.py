@@ -15,7 +15,7 @@ from parallm.types import Completion, GenerationRequest, Message, Problem, Split
 
 
 class Graded:
-    """Scores a completion with the parts that stand behind its problem's id."""
+    """Scores a completion with the parts that follow its problem's id."""
 
     weights: Mapping[str, float] = {}
 

@@ -70,7 +70,7 @@ def run_episodes(tokenizer: ChatTokenizer, rater: Rater, *texts: Sequence[str]) 
         ]
 
     model = RewardModel(rate=rater.rate, weight=0.25, tokenizer=tokenizer)
-    stage = RolloutRunner(generate_all, tokenizer, Exact(), max_turns=1, score_seconds=5, reward_model=model)
+    runner = RolloutRunner(generate_all, tokenizer, Exact(), max_turns=1, score_seconds=5, reward_model=model)
     problems = PROBLEMS[: len(texts)]
     requests = [
         GenerationRequest(
@@ -80,7 +80,7 @@ def run_episodes(tokenizer: ChatTokenizer, rater: Rater, *texts: Sequence[str]) 
         )
         for one in problems
     ]
-    return asyncio.run(stage.run_episodes(problems, requests))
+    return asyncio.run(runner.run_episodes(problems, requests))
 
 
 def completion(tokenizer: ChatTokenizer, request: GenerationRequest, index: int, text: str) -> Completion:

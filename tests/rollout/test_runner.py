@@ -83,19 +83,19 @@ class Talker:
 def run_episodes(
     script: Script, environment: AnyEnvironment, tokenizer: ChatTokenizer, *, max_tokens: int = 60, max_turns: int = 8
 ) -> list[ScoredEpisode]:
-    stage = RolloutRunner(script.generate_all, tokenizer, environment, max_turns=max_turns, score_seconds=5.0)
+    runner = RolloutRunner(script.generate_all, tokenizer, environment, max_turns=max_turns, score_seconds=5.0)
     request = GenerationRequest(
         request_id="step-0-0",
         prompt_tokens=tokenizer.encode_chat(PROBLEM.messages),
         sampling=SamplingParams(max_tokens=max_tokens, seed=7),
         n=2,
     )
-    (row,) = asyncio.run(stage.run_episodes([PROBLEM], [request]))
+    (row,) = asyncio.run(runner.run_episodes([PROBLEM], [request]))
     return row
 
 
 def write_on(text: str) -> Callable[[Sequence[Message]], object]:
-    """Answers `text` behind an open sum, and else ends the episode."""
+    """Replies `text` after an open sum, and else ends the episode."""
 
     def answer(turns: Sequence[Message]) -> object:
         return [Message(role="assistant", content=text)] if turns[-1].content.endswith(" = ") else None

@@ -151,8 +151,8 @@ def test_a_traceback_is_logged_once_for_each_place_whatever_its_message_is(caplo
     log = FaultLog()
     for when in ("step 1", "step 2"):
         log.log(when, [(PROBLEMS[0], raised(7, "a")), (PROBLEMS[0], raised(7, "b")), (PROBLEMS[0], raised(9, "a"))])
-    told = [line.splitlines()[2] for line in caplog.messages if "where it was raised first" in line]
-    assert told == ['  File "own.py", line 7, in score', '  File "own.py", line 9, in score']
+    locations = [line.splitlines()[2] for line in caplog.messages if "where it was raised first" in line]
+    assert locations == ['  File "own.py", line 7, in score', '  File "own.py", line 9, in score']
 
 
 def test_nothing_to_tell_right_from_wrong_is_not_right() -> None:

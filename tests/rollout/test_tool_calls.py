@@ -96,10 +96,10 @@ def test_a_call_is_answered_behind_the_very_tokens_that_made_it(tokenizer: ChatT
         )
         return [[completion]]
 
-    stage = RolloutRunner(generate_all, tokenizer, Adding(), max_turns=4, score_seconds=5.0)
+    runner = RolloutRunner(generate_all, tokenizer, Adding(), max_turns=4, score_seconds=5.0)
     first = encode_problem(tokenizer, PROBLEM)
     request = GenerationRequest(request_id="a", prompt_tokens=first, sampling=SamplingParams(max_tokens=200))
-    ((scored,),) = asyncio.run(stage.run_episodes([PROBLEM], [request]))
+    ((scored,),) = asyncio.run(runner.run_episodes([PROBLEM], [request]))
     assert scored.score.parts == {"calls": 1}
     text = tokenizer.decode(prompts[1][len(first) :], special=True)
     assert text == f"{CALL}<|end|><|tool|>4<|assistant|>"

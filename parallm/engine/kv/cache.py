@@ -21,7 +21,7 @@ from parallm.engine.kv.attention_metadata import AttentionMetadata, QuerySpans
 from parallm.model.attention import attention
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.decode_attention import append_and_attend, fits
-from parallm.model.patches.attention import OwnCache
+from parallm.model.patches.forward import OwnCache
 from parallm.model.patches.rotary import before_rotation
 from parallm.model.shared_model import PlainCache
 

@@ -14,7 +14,7 @@ from typing import Any
 import verifiers as vf
 from parallm.errors import ConfigError
 from parallm.integrations.verifiers.environment import MODEL, TOTAL, BackgroundLoop, EpisodeFailed
-from parallm.integrations.verifiers.exchange import Answer, Drive, Exchange, NoMoreTurns, UnsupportedEpisode
+from parallm.integrations.verifiers.exchange import Drive, Exchange, ModelTurn, NoMoreTurns, UnsupportedEpisode
 from parallm.types import Message, Split
 from verifiers.errors import OverlongPromptError
 from verifiers.types import Messages, Response, ResponseMessage, State, Tool, ToolCall
@@ -49,12 +49,14 @@ class ClassicSource:
         return tools_json([Tool.model_validate(tool) for tool in own])
 
     def drives(self, task: Mapping[str, Any], count: int) -> Sequence[Drive]:
-        group = Group(self._env.rubric, count) if self._env.requires_group_rollouts and count > 1 else None
+        group = ScoringGroup(self._env.rubric, count) if self._env.requires_group_rollouts and count > 1 else None
         return [partial(self._play, dict(task), group)] * count
 
-    async def _play(self, task: dict[str, Any], group: "Group | None", exchange: Exchange) -> Mapping[str, float]:
+    async def _play(
+        self, task: dict[str, Any], group: "ScoringGroup | None", exchange: Exchange
+    ) -> Mapping[str, float]:
         try:
-            state = await self._env.rollout(task, PolicyClient(exchange, self.tools(task)), MODEL, {})
+            state = await self._env.rollout(task, ExchangeClient(exchange, self.tools(task)), MODEL, {})
             if state.get("error") is not None:
                 raise EpisodeFailed(repr(state["error"])) from state["error"]
             exchange.end_questions()
@@ -72,7 +74,7 @@ class ClassicSource:
         return {**(state["metrics"] or {}), TOTAL: state["reward"]}
 
 
-class Group:
+class ScoringGroup:
     """Episodes of one problem that are scored together, when the last of them has ended."""
 
     def __init__(self, rubric: vf.Rubric, count: int) -> None:
@@ -98,7 +100,7 @@ class Group:
             self._is_whole.set()
 
 
-class PolicyClient(vf.Client):
+class ExchangeClient(vf.Client):
     """The model as an episode calls it, with the tools that its prompt has."""
 
     def __init__(self, exchange: Exchange, tools: str) -> None:
@@ -121,20 +123,20 @@ class PolicyClient(vf.Client):
         sampling_args: object,
         tools: list[Tool] | None = None,
         **rest: Any,
-    ) -> Answer:
+    ) -> ModelTurn:
         """Raises OverlongPromptError where the episode has no turn left, which counts as cut off."""
         if tools_json(tools or []) != self._tools:
             raise UnsupportedEpisode("the environment has changed its tools, which stand in the prompt already")
         try:
-            answer: Answer = await self.client.ask(prompt)
+            answer: ModelTurn = await self.client.ask(prompt)
         except NoMoreTurns as error:
             raise OverlongPromptError("the episode has no turns or tokens left") from error
         return answer
 
-    async def raise_from_native_response(self, response: Answer) -> None:
+    async def raise_from_native_response(self, response: ModelTurn) -> None:
         """Accept every answer: an empty one is the model's own."""
 
-    async def from_native_response(self, response: Answer) -> Response:
+    async def from_native_response(self, response: ModelTurn) -> Response:
         calls = [
             ToolCall(id=call.call_id or f"call_{index}", name=call.name, arguments=call.arguments)
             for index, call in enumerate(response.calls)

@@ -23,7 +23,7 @@ class UnsupportedEpisode(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ModelTurn:
     """One turn of the model."""
 
     text: str
@@ -43,12 +43,12 @@ class Exchange:
         self._opening = tuple(opening)
         self._conversation: list[Message] = []
         self._questions: asyncio.Queue[tuple[Message, ...] | None] = asyncio.Queue()  # None: no further question
-        self._answers: asyncio.Queue[Answer | None] = asyncio.Queue()  # None: no turn or token is left
+        self._answers: asyncio.Queue[ModelTurn | None] = asyncio.Queue()  # None: no turn or token is left
         self._task: asyncio.Task[Mapping[str, float]] | None = None
         self._is_asking = False
         self._num_answered = 0
 
-    async def ask(self, conversation: Sequence[Message]) -> Answer:
+    async def ask(self, conversation: Sequence[Message]) -> ModelTurn:
         """Return the model's answer to the whole conversation so far. Raises NoMoreTurns."""
         self._questions.put_nowait(tuple(conversation))
         answer = await self._answers.get()
@@ -77,7 +77,7 @@ class Exchange:
         Raises UnsupportedEpisode.
         """
         await self._begin_as_announced()
-        answer = Answer(text=turns[-1].content, calls=turns[-1].calls, is_cut_off=False)
+        answer = ModelTurn(text=turns[-1].content, calls=turns[-1].calls, is_cut_off=False)
         question = await self._hand_over(answer)
         if question is None:
             return None
@@ -96,7 +96,7 @@ class Exchange:
         await self._begin_as_announced()
         answers = [turn for turn in turns if turn.role == ASSISTANT]
         if self._is_asking and len(answers) > self._num_answered:
-            await self._hand_over(Answer(text=answers[-1].content, calls=answers[-1].calls, is_cut_off=is_cut_off))
+            await self._hand_over(ModelTurn(text=answers[-1].content, calls=answers[-1].calls, is_cut_off=is_cut_off))
         while self._is_asking:
             await self._hand_over(None)
         return await self.result()
@@ -125,7 +125,7 @@ class Exchange:
             )
         self._conversation = list(question)
 
-    async def _hand_over(self, answer: Answer | None) -> tuple[Message, ...] | None:
+    async def _hand_over(self, answer: ModelTurn | None) -> tuple[Message, ...] | None:
         self._num_answered += 1
         self._answers.put_nowait(answer)
         return await self._next_question()

@@ -19,7 +19,7 @@ from parallm.model.attention import MIN_ROWS, attention
 from parallm.model.kernels.cuda import VECTOR_BYTES, on_cuda
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.lora.linear import LoraBinding
-from parallm.model.patches.attention import OwnCache
+from parallm.model.patches.forward import OwnCache
 from parallm.model.patches.rotary import before_rotation
 from parallm.model.shared_model import SharedModel
 

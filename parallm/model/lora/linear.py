@@ -22,8 +22,7 @@ from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.training import TrainingLora
-from parallm.model.patches.provenance import FusedAdd, set_origin
-from parallm.model.patches.swiglu import SwigluHalf
+from parallm.model.patches.forward import FusedAdd, SwigluHalf, set_origin
 
 ARRAYS = ("weight", "scales", "biases", "bias")
 """Arrays of linear layers, quantized or not; the first axis of each is the output."""

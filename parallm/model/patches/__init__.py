@@ -2,11 +2,11 @@
 
 | what we reach into | where | why |
 |---|---|---|
-| `scaled_dot_product_attention` of models' modules | `attention.py` | attention of our own caches |
-| `swiglu` of models' modules | `swiglu.py` | fused kernels, and a fast exp on x86-64 |
+| `scaled_dot_product_attention` of models' modules | `forward.py` | attention of our own caches |
+| `swiglu` of models' modules | `forward.py` | fused kernels, and a fast exp on x86-64 |
 | `nn.RoPE` and `Llama3RoPE` modules, on CUDA | `rotary.py` | rotation inside the attention kernels |
-| `x + self.mlp(...)`: the sum's right operand | `provenance.py` | residual adds inside a LoRA kernel |
-| the trunk as an attribute of the model | `trunk.py` | hidden states without logits, logits without the trunk |
+| `x + self.mlp(...)`: the sum's right operand | `forward.py` | residual adds inside a LoRA kernel |
+| the trunk as an attribute of the model | `forward.py` | hidden states without logits, logits without the trunk |
 | linear layers of modules | `lora/targets.py`, `lora/linear.py` | LoRA; on CUDA layers share an array |
 | classes of quantized layers | `quantized.py` | products on a CPU |
 | `cast_predicate` of models | `quantized.py` | arrays that keep their type |

@@ -14,7 +14,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.rotary import Rotation
-from parallm.model.patches.provenance import origin_of, set_origin
+from parallm.model.patches.forward import origin_of, set_origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,7 @@ def group_of(*sequences: tuple[Sequence[int], Sequence[int]], **fields: Any) -> 
 
 
 def numbered(number: int) -> dict[str, Any]:
-    """A pair of sequences that is told from others by its first token."""
+    """A pair of sequences that differs from others in its first token."""
     return group_of(((number, 1), (2, 3)), ((number, 1), (4, 5)))
 
 

@@ -31,7 +31,7 @@ RotaryAngles = tuple[int, ...]
 
 
 class Posts:
-    """Groups as environments post them, and the ledger of what was sampled for them."""
+    """Groups as environments post them, and the store of what was sampled for them."""
 
     def __init__(self, model: SharedModel, adapter: Adapter) -> None:
         self.model, self.adapter = model, adapter
@@ -41,7 +41,7 @@ class Posts:
         """Of each sequence and token: log-prob of the learner less that of the sampler."""
 
     def sequence(self, prompt: RotaryAngles, *turns: RotaryAngles, temperature: float = 1.0) -> dict[str, list[int]]:
-        """Turns of the policy, every second one of somebody else; sampled with ratios from 0.5 to 2."""
+        """Turns of the policy, every second one of a user; sampled with ratios from 0.5 to 2."""
         tokens, masks = list(prompt), [-100] * len(prompt)
         whole = (*prompt, *(token for turn in turns for token in turn))
         new_T = np.array(self.logprobs(dict(self.adapter.arrays), whole, temperature))
@@ -80,7 +80,7 @@ class Posts:
 
     def read(self, folder: Path, *groups: dict[str, Any]) -> list[TrajectoryGroup]:
         async def never(_: Sequence[GenerationRequest]) -> list[list[Completion]]:
-            raise AssertionError("everything is in the ledger")
+            raise AssertionError("everything is in the store")
 
         quarantine = Quarantine(folder)
         intake = Intake(

@@ -38,8 +38,8 @@ def find(
     trained = [False] * len(prompt)
     for place, turn in enumerate(turns):
         trained += [place % 2 == 0] * len(turn)
-    told = None if logprobs is None else np.array([1.0] * len(prompt) + logprobs, np.float32)
-    return sample_store.find(np.array(tokens, np.int32), np.array(trained), told)
+    posted = None if logprobs is None else np.array([1.0] * len(prompt) + logprobs, np.float32)
+    return sample_store.find(np.array(tokens, np.int32), np.array(trained), posted)
 
 
 def test_versions_log_probs_and_temperature_are_those_of_the_completion(sample_store: SampleStore) -> None:

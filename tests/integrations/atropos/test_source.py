@@ -24,11 +24,11 @@ asked: list[GenerationRequest] = []
 async def score(requests: Any) -> list[list[Completion]]:
     """Log-prob -0.25 for every token of a prompt."""
     asked.extend(requests)
-    told = PromptLogprob(token=0, logprob=-0.25, rank=1, top=())
+    logprob = PromptLogprob(token=0, logprob=-0.25, rank=1, top=())
     answers = []
     for request in requests:
         made = completion_of(())
-        object.__setattr__(made, "prompt_logprobs", (None, *[told] * (len(request.prompt_tokens) - 1)))
+        object.__setattr__(made, "prompt_logprobs", (None, *[logprob] * (len(request.prompt_tokens) - 1)))
         answers.append([made])
     return answers
 
@@ -84,15 +84,15 @@ def test_a_step_gets_the_groups_of_one_batch_and_no_more_are_fetched_meanwhile(
             run_api.post(give(source, number))
         await asyncio.sleep(0.1)
         assert len(run_api.state["queue"]) == 2
-        taken = source.take(1)
+        batch = source.take(1)
         await asyncio.sleep(0.1)
-        assert len(run_api.state["queue"]) == 2  # the step trains; nobody has asked for the next one
-        assert [group.problem.environment for group in taken.groups] == ["env_7", "env_7"]
-        first: TrajectoryGroup = taken.with_signal[0]
+        assert len(run_api.state["queue"]) == 2  # the step trains; the next one is not asked for yet
+        assert [group.problem.environment for group in batch.groups] == ["env_7", "env_7"]
+        first: TrajectoryGroup = batch.with_signal[0]
         assert [one.prompt_tokens for one in first.trajectories] == [(0, 1), (0, 1)]
         assert [one.tokens for one in first.trajectories] == [(2, 3), (4, 5, 6)]
         assert first.rewards == (0.0, 1.0)
-        assert taken.figures["atropos/joined_fraction"] == 1.0
+        assert batch.figures["atropos/joined_fraction"] == 1.0
 
     play(use)
 
@@ -104,10 +104,10 @@ def test_what_becomes_too_old_while_it_waits_is_dropped_by_groups(play: Callable
             run_api.post(give(source, number, version))
         await ready(source, version=5, limit=2)
         assert source.is_ready(6, 2)
-        taken = source.take(1)
-        assert (len(taken.groups), taken.num_stale) == (1, 1)
-        assert taken.groups[0].trajectories[0].weight_versions[0].version == 5
-        assert taken.figures["atropos/refused/stale"] == 1
+        batch = source.take(1)
+        assert (len(batch.groups), batch.num_stale) == (1, 1)
+        assert batch.groups[0].trajectories[0].weight_versions[0].version == 5
+        assert batch.figures["atropos/refused/stale"] == 1
 
     play(use)
 
@@ -154,9 +154,9 @@ def test_a_batch_without_any_signal_is_no_step(play: Callable[..., None], run_ap
         for number in range(4):
             run_api.post({**give(source, number), "scores": [1.0, 1.0] if number < 2 else [0.0, 1.0]})
         await ready(source)
-        taken = source.take(1)
-        assert taken.groups[0].rewards == (0.0, 1.0)
-        assert taken.figures["atropos/refused/no_signal"] == 2
+        batch = source.take(1)
+        assert batch.groups[0].rewards == (0.0, 1.0)
+        assert batch.figures["atropos/refused/no_signal"] == 2
 
     play(use)
     assert not (tmp_path / "quarantine.jsonl").exists()

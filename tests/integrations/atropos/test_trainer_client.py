@@ -93,7 +93,7 @@ def test_a_step_that_runs_backwards_means_that_somebody_else_has_registered(make
 
 def test_an_api_that_an_environment_has_posted_to_too_early_is_reset(make_client: Make, run_api: RunApi) -> None:
     run_api.post(numbered(0))
-    run_api.on_reset = [numbered(1), numbered(2)]  # and again between two resets and the registrations behind them
+    run_api.on_reset = [numbered(1), numbered(2)]  # and again between two resets and the registrations after them
     client = make_client()
     assert ask(client) == [None]
     assert run_api.calls.count("/reset_data") == 3
@@ -131,7 +131,7 @@ def test_a_trainer_that_comes_back_gets_what_the_api_holds(make_client: Make, ru
     for number in range(4):
         run_api.post(numbered(number))
     run_api.state["step"] = 7
-    asyncio.run(run_api.batch())  # a batch that the killed trainer has fetched and lost; one is left behind it
+    asyncio.run(run_api.batch())  # a batch that the killed trainer has fetched and lost; one is left after it
     client = make_client()
     assert first_tokens(ask(client)[0]) == [0, 1]
     assert ask(client) == [None]
@@ -168,7 +168,7 @@ def test_an_api_that_somebody_has_left_without_sizes_is_noticed_within_seconds(
     now = [100.0]
     client = make_client(clock=lambda: now[0])
     ask(client)
-    run_api.on_reset = [numbered(0)]  # behind this a registration changes nothing, and there is never a batch
+    run_api.on_reset = [numbered(0)]  # after this a registration changes nothing, and there is never a batch
     asyncio.run(run_api.reset_data())
     ask(client)
     assert client.facts.num_lost == 0

@@ -46,7 +46,7 @@ def are_gone(processes: list[int], seconds: float) -> bool:
 def is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
-        status = Path(f"/proc/{process}/status")  # an orphan may wait for somebody to reap it
+        status = Path(f"/proc/{process}/status")  # an orphan may not be reaped yet
         return not status.exists() or "State:\tZ" not in status.read_text()
     except (ProcessLookupError, FileNotFoundError):  # it may end while its status is read
         return False

@@ -18,7 +18,7 @@ from parallm.types import Message
 pytest.importorskip("verifiers.legacy", reason="needs verifiers 0.3", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("default")
 
-ENVIRONMENTS = Path(__file__).parents[3] / "scripts" / "workers" / "verifiers"
+ENVIRONMENTS = Path(__file__).parents[2] / "interop" / "verifiers" / "packages"
 SECOND = Message(role="user", content="Are you sure?")
 OTHERS = """
 import verifiers as vf
@@ -72,8 +72,8 @@ def said(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
-def score(side: EnvironmentSession, *turns: Message) -> "asyncio.Future[Mapping[str, float]]":
-    return asyncio.ensure_future(side.score(turns, is_cut_off=False))  # type: ignore[arg-type]  # these are awaitable
+def score(session: EnvironmentSession, *turns: Message) -> "asyncio.Future[Mapping[str, float]]":
+    return asyncio.ensure_future(session.score(turns, is_cut_off=False))  # type: ignore[arg-type]  # these are awaitable
 
 
 def test_an_answer_gets_the_rewards_of_its_rubric(folder: Path) -> None:
@@ -92,12 +92,12 @@ def test_an_answer_gets_the_rewards_of_its_rubric(folder: Path) -> None:
 def test_the_environment_replies_and_keeps_its_state() -> None:
     environment = made("other-kinds", options={"kind": "turns"}, num_test=1, correct_at=0.5)
     assert len(environment.problems("train")) == 3
-    (side,) = environment.open(environment.problems("train")[0], 1)
+    (session,) = environment.open(environment.problems("train")[0], 1)
 
     async def play() -> Mapping[str, float]:
-        assert await side.reply([said("1")]) == [SECOND]  # type: ignore[misc]
-        assert await side.reply([said("1"), SECOND, said("yes")]) is None  # type: ignore[misc]
-        return await score(side, said("1"), SECOND, said("yes"))
+        assert await session.reply([said("1")]) == [SECOND]  # type: ignore[misc]
+        assert await session.reply([said("1"), SECOND, said("yes")]) is None  # type: ignore[misc]
+        return await score(session, said("1"), SECOND, said("yes"))
 
     parts = asyncio.run(play())
     assert (parts["doubts"], parts["num_turns"], parts["verifiers/reward"], parts["correct"]) == (1, 2, 0.5, 1)
@@ -126,14 +126,14 @@ def test_a_function_that_the_model_calls_is_called_and_its_result_is_the_reply()
     environment = made("other-kinds", options={"kind": "tools"}, num_test=0)
     problem = environment.problems("train")[0]
     assert json.loads(problem.tools)[0]["function"]["name"] == "now"
-    (side,) = environment.open(problem, 1)
+    (session,) = environment.open(problem, 1)
     call = Message(role="assistant", content="", calls=(ToolCall(name="now", arguments="{}"),))
     time = Message(role="tool", content="12:00")
 
     async def play() -> Mapping[str, float]:
-        assert await side.reply([call]) == [time]  # type: ignore[misc]
-        assert await side.reply([call, time, said("noon")]) is None  # type: ignore[misc]
-        return await score(side, call, time, said("noon"))
+        assert await session.reply([call]) == [time]  # type: ignore[misc]
+        assert await session.reply([call, time, said("noon")]) is None  # type: ignore[misc]
+        return await score(session, call, time, said("noon"))
 
     parts = asyncio.run(play())
     assert (parts["now_calls"], parts["total_tool_calls"]) == (1, 1)

@@ -1,4 +1,4 @@
-"""What is said where the package, or an environment of it, is not there."""
+"""Errors where the package, or an environment of it, is not there."""
 
 import importlib.metadata
 from pathlib import Path

@@ -16,7 +16,7 @@ from parallm.types import Message
 pytest.importorskip("verifiers", minversion="0.4")
 pytestmark = pytest.mark.filterwarnings("default")
 
-ENVIRONMENTS = Path(__file__).parents[3] / "scripts" / "workers" / "verifiers"
+ENVIRONMENTS = Path(__file__).parents[2] / "interop" / "verifiers" / "packages"
 ROWS = [
     {"question": "1 + 1", "answer": "2"},
     {"question": "2 + 2", "answer": "4"},
@@ -83,9 +83,9 @@ def said(text: str) -> Message:
     return Message(role="assistant", content=text)
 
 
-def score(side: EnvironmentSession, *turns: Message, is_cut_off: bool = False) -> Mapping[str, float]:
+def score(session: EnvironmentSession, *turns: Message, is_cut_off: bool = False) -> Mapping[str, float]:
     async def play() -> Mapping[str, float]:
-        return await side.score(turns, is_cut_off=is_cut_off)  # type: ignore[misc]  # these are awaitable
+        return await session.score(turns, is_cut_off=is_cut_off)  # type: ignore[misc]  # these are awaitable
 
     return asyncio.run(play())
 
@@ -114,21 +114,21 @@ def test_a_user_of_the_environment_speaks_between_turns(folder: Path) -> None:
     environment = made("sums-in-turn", options={"path": str(folder)}, num_test=0)
     problem = environment.problems("train")[0]
     assert problem.messages == (Message(role="user", content="1 + 1"),)
-    (side,) = environment.open(problem, 1)
+    (session,) = environment.open(problem, 1)
     second = Message(role="user", content="2 + 2")
 
     async def play() -> Mapping[str, float]:
-        assert await side.reply([said("#### 2")]) == [second]  # type: ignore[misc]
-        assert await side.reply([said("#### 2"), second, said("#### 5")]) is None  # type: ignore[misc]
-        return await side.score([said("#### 2"), second, said("#### 5")], is_cut_off=False)  # type: ignore[misc]
+        assert await session.reply([said("#### 2")]) == [second]  # type: ignore[misc]
+        assert await session.reply([said("#### 2"), second, said("#### 5")]) is None  # type: ignore[misc]
+        return await session.score([said("#### 2"), second, said("#### 5")], is_cut_off=False)  # type: ignore[misc]
 
     assert asyncio.run(play()) == {"correct": 0, "right_turns": 0.5, "verifiers/reward": 0.5}
 
 
 def test_an_episode_that_ends_at_our_limits_is_scored_for_what_there_is(folder: Path) -> None:
     environment = made("sums-in-turn", options={"path": str(folder)}, num_test=0)
-    (side,) = environment.open(environment.problems("train")[0], 1)
-    assert score(side, said("#### 2"), is_cut_off=True)["verifiers/reward"] == 0.5
+    (session,) = environment.open(environment.problems("train")[0], 1)
+    assert score(session, said("#### 2"), is_cut_off=True)["verifiers/reward"] == 0.5
 
 
 def test_a_reward_that_fails_is_raised_with_its_words() -> None:

@@ -6,7 +6,7 @@ import pytest
 from parallm.model.kernels import token_scores as module
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.token_scores import token_scores
-from parallm.model.patches.swiglu import swiglu
+from parallm.model.patches.forward import swiglu
 
 TEMPERATURE = mx.array([1.0, 0.7, 0.0, 1.3])
 TOKENS = mx.array([3, 0, 299, 7])

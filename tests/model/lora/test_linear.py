@@ -11,8 +11,7 @@ from parallm.model.lora.packed import pack_lora, stack_packed
 from parallm.model.lora.segmented import SegmentedLora, order_rows
 from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.lora.training import TrainingLora
-from parallm.model.patches.provenance import origin_of
-from parallm.model.patches.swiglu import swiglu
+from parallm.model.patches.forward import origin_of, swiglu
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")
 WIDTHS = {"q": 64, "k": 32, "v": 32, "o": 64}

@@ -1,4 +1,4 @@
-"""A clock that stands still until it is told to move, and completions by numbers."""
+"""A clock that stands still until a test moves it, and completions by numbers."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ def make(file: Path, clock: Clock) -> Callable[..., LiveSource]:
 
 
 @pytest.fixture
-def traffic(make: Callable[..., LiveSource]) -> LiveSource:
+def source(make: Callable[..., LiveSource]) -> LiveSource:
     return make()
 
 
@@ -79,10 +79,10 @@ def completion_of(version: int = 0, text: str = "ab", **changes: Any) -> Complet
 
 @pytest.fixture
 def record() -> Callable[..., None]:
-    """Records a completion under an id: `record(traffic, "a", prompt=7, version=0, reward=1.0)`."""
+    """Records a completion under an id: `record(source, "a", prompt=7, version=0, reward=1.0)`."""
 
     def one(
-        traffic: LiveSource,
+        source: LiveSource,
         name: str,
         *,
         prompt: int = 7,
@@ -95,8 +95,8 @@ def record() -> Callable[..., None]:
         **changes: Any,
     ) -> None:
         asked = request_of(prompt, n, request)
-        traffic.record(name, asked, completion_of(version, **changes), scoring_function, metadata or {})
+        source.record(name, asked, completion_of(version, **changes), scoring_function, metadata or {})
         if reward is not None:
-            traffic.reward(name, reward)
+            source.reward(name, reward)
 
     return one

@@ -76,26 +76,26 @@ def test_an_answer_that_cannot_be_compared_with_is_refused_at_once(
 def test_without_an_answer_the_reward_is_left_to_the_client(
     make: Callable[..., LiveSource], record: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    traffic = make()
+    source = make()
 
     async def main() -> None:
-        traffic.connect(lambda tokens: "p" * len(tokens))
+        source.connect(lambda tokens: "p" * len(tokens))
         with caplog.at_level(logging.WARNING):
             for name in "abc":
-                record(traffic, name, scoring_function="gsm8k", metadata=CONTRACT, text=RIGHT)
-            record(traffic, "scored", scoring_function="gsm8k", metadata=CONTRACT | {"answer": "5"}, text=RIGHT)
-            await until(lambda: traffic.report().num_rewarded == 1 and caplog.text.count("no metadata.answer") == 2)
-        assert (traffic.report().num_waiting, traffic.report().num_rewarded) == (3, 1)
-        traffic.reward("a", 0.5)
-        assert (traffic.report().num_waiting, traffic.report().num_rewarded) == (2, 2)
-        await traffic.close()
+                record(source, name, scoring_function="gsm8k", metadata=CONTRACT, text=RIGHT)
+            record(source, "scored", scoring_function="gsm8k", metadata=CONTRACT | {"answer": "5"}, text=RIGHT)
+            await until(lambda: source.report().num_rewarded == 1 and caplog.text.count("no metadata.answer") == 2)
+        assert (source.report().num_waiting, source.report().num_rewarded) == (3, 1)
+        source.reward("a", 0.5)
+        assert (source.report().num_waiting, source.report().num_rewarded) == (2, 2)
+        await source.close()
 
     asyncio.run(main())  # the log counts one and two, and not three
-    assert traffic.report().dropped == {}
+    assert source.report().dropped == {}
 
 
 class Shout:
-    """An environment of somebody's own."""
+    """An environment of the user's own."""
 
     weights: Mapping[str, float] = {"loud": 2.0, "seen": 0.0}
 
@@ -139,17 +139,15 @@ def test_a_function_of_the_configuration_wins(
     module = types.ModuleType("own_scores")
     module.__dict__["always"] = lambda _: 3.0
     monkeypatch.setitem(sys.modules, "own_scores", module)
-    traffic = make(scoring_functions={"gsm8k": "own_scores:always"})
+    source = make(scoring_functions={"gsm8k": "own_scores:always"})
 
     async def main() -> None:
-        traffic.connect(
-            lambda tokens: "p" * len(tokens), environment_scoring_functions("gsm8k", Gsm8k(Gsm8kSettings()))
-        )
-        record(traffic, "a", scoring_function="gsm8k")
-        record(traffic, "b", reward=0.0)
-        await until(lambda: traffic.report().num_rewarded == 2)
-        assert [group.rewards for group in traffic.take(1).groups] == [(3.0, 0.0)]
-        await traffic.close()
+        source.connect(lambda tokens: "p" * len(tokens), environment_scoring_functions("gsm8k", Gsm8k(Gsm8kSettings())))
+        record(source, "a", scoring_function="gsm8k")
+        record(source, "b", reward=0.0)
+        await until(lambda: source.report().num_rewarded == 2)
+        assert [group.rewards for group in source.take(1).groups] == [(3.0, 0.0)]
+        await source.close()
 
     asyncio.run(main())
 
@@ -161,14 +159,14 @@ def test_the_parts_of_a_mixture_score_by_their_names_and_settings(
     mixed = Mixed(environments={"gsm8k": lenient, "shout": Shout()}, shares={"gsm8k": 1.0, "shout": 1.0})
     assert environment_scoring_functions("mixed", mixed).keys() == {"gsm8k", "shout"}
     assert parts_of(mixed, "gsm8k", "it is 5", "5") == {"correct": 1.0, "format": 0.0}
-    traffic = make()
+    source = make()
 
     async def main() -> None:
-        traffic.connect(lambda tokens: "p" * len(tokens), environment_scoring_functions("mixed", mixed))
-        record(traffic, "a", scoring_function="gsm8k", metadata={"answer": 5}, text="it is 5")
-        record(traffic, "b", scoring_function="shout", metadata={"answer": "no"}, text="NO")
-        await until(lambda: traffic.report().num_rewarded == 2)
-        assert [group.rewards for group in traffic.take(1).groups] == [(1.0, 2.0)]
-        await traffic.close()
+        source.connect(lambda tokens: "p" * len(tokens), environment_scoring_functions("mixed", mixed))
+        record(source, "a", scoring_function="gsm8k", metadata={"answer": 5}, text="it is 5")
+        record(source, "b", scoring_function="shout", metadata={"answer": "no"}, text="NO")
+        await until(lambda: source.report().num_rewarded == 2)
+        assert [group.rewards for group in source.take(1).groups] == [(1.0, 2.0)]
+        await source.close()
 
     asyncio.run(main())

@@ -14,7 +14,7 @@ from parallm.rollout.live.journal import Journal, read_journal
 
 
 class Disk:
-    """Refuses to open files by their endings while told to, and can hold a write up."""
+    """Refuses to open files by their endings on demand, and can delay a write."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.refused: tuple[str, ...] = ()

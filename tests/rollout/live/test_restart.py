@@ -19,8 +19,8 @@ Record = Callable[..., None]
 Make = Callable[..., LiveSource]
 
 
-def close(traffic: LiveSource) -> None:
-    asyncio.run(traffic.close())
+def close(source: LiveSource) -> None:
+    asyncio.run(source.close())
 
 
 def test_what_waits_and_what_has_a_reward_is_there_after_a_restart(make: Make, record: Record) -> None:
@@ -38,10 +38,10 @@ def test_what_waits_and_what_has_a_reward_is_there_after_a_restart(make: Make, r
     assert first.trajectories[0].logprobs == (-0.5, -0.25)
 
 
-def three_requests(traffic: LiveSource, record: Record) -> None:
+def three_requests(source: LiveSource, record: Record) -> None:
     for request in ("x", "y", "z"):
         for place in (0, 1):
-            record(traffic, f"{request}{place}", request=request, n=2, version=4, reward=float(place))
+            record(source, f"{request}{place}", request=request, n=2, version=4, reward=float(place))
 
 
 @pytest.mark.parametrize("is_saved", [True, False])
@@ -86,18 +86,18 @@ def test_a_step_number_that_comes_again_means_what_it_took_this_time(make: Make,
 def test_what_one_process_after_the_other_has_ended_with_is_dropped_in_the_end(
     make: Make, record: Record, clock: Any
 ) -> None:
-    traffic = make(group_by="request")
-    three_requests(traffic, record)
+    source = make(group_by="request")
+    three_requests(source, record)
     clock.now += 1
-    record(traffic, "new", request="w", n=2, version=4, reward=1.0)
+    record(source, "new", request="w", n=2, version=4, reward=1.0)
     for number in range(MAX_ABANDONED):
-        assert traffic.report().num_rewarded == 7, number
-        traffic.take(1)
-        traffic.take(2)
-        close(traffic)
-        traffic = make(group_by="request")
-        traffic.resume(0, version=4, now=4)
-    assert (traffic.report().num_rewarded, traffic.report().dropped) == (1, {"fault": 6})
+        assert source.report().num_rewarded == 7, number
+        source.take(1)
+        source.take(2)
+        close(source)
+        source = make(group_by="request")
+        source.resume(0, version=4, now=4)
+    assert (source.report().num_rewarded, source.report().dropped) == (1, {"fault": 6})
 
 
 def test_a_restart_says_how_many_wait(make: Make, record: Record, file: Path) -> None:
@@ -150,14 +150,14 @@ def test_only_time_in_which_the_run_is_there_makes_a_trajectory_older(
 
 
 def test_counts_are_those_of_the_run(make: Make, record: Record) -> None:
-    traffic = make(max_trajectories=2)
+    source = make(max_trajectories=2)
     for name in "abc":
-        record(traffic, name, reward=1.0)
-    record(traffic, "d", finish_reason="abort")
+        record(source, name, reward=1.0)
+    record(source, "d", finish_reason="abort")
     for _ in range(3):
-        close(traffic)
-        traffic = make(max_trajectories=2)
-        report = traffic.report()
+        close(source)
+        source = make(max_trajectories=2)
+        report = source.report()
         assert (report.num_collected, report.num_rewarded) == (4, 2)
         assert report.dropped == {"aborted": 1, "full": 1}
 
@@ -203,24 +203,24 @@ def rewards_in(file: Path) -> list[float]:
 def test_what_was_answered_is_in_the_file_and_what_the_disk_refuses_is_not_answered_as_if_it_were(
     make: Make, record: Record, file: Path
 ) -> None:
-    async def reward(traffic: LiveSource, value: float) -> None:
-        traffic.reward("a", value)
-        await traffic.written()
+    async def reward(source: LiveSource, value: float) -> None:
+        source.reward("a", value)
+        await source.written()
 
     async def main() -> None:
-        traffic = make()
-        record(traffic, "a")
-        await reward(traffic, 1.0)
+        source = make()
+        record(source, "a")
+        await reward(source, 1.0)
         assert rewards_in(file) == [1.0]
         good = file.rename(file.with_name("aside"))
         file.mkdir()
         with pytest.raises(NotStored, match="it counts for now, but the disk does not take it"):
-            await reward(traffic, 0.5)
+            await reward(source, 0.5)
         file.rmdir()
         good.rename(file)
-        await reward(traffic, 0.25)
+        await reward(source, 0.25)
         assert rewards_in(file) == [1.0, 0.5, 0.25]
-        await traffic.close()
+        await source.close()
 
     asyncio.run(main())
 
@@ -234,19 +234,19 @@ def test_broken_lines_cost_themselves_only(make: Make, record: Record, file: Pat
 
 
 def test_a_file_that_grows_is_written_anew_with_what_is_left(make: Make, record: Record, file: Path) -> None:
-    traffic = make(max_trajectories=2)
+    source = make(max_trajectories=2)
     for place in range(50):
-        record(traffic, str(place), reward=1.0)
-    close(traffic)
+        record(source, str(place), reward=1.0)
+    close(source)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(lines) <= 12
     assert make(max_trajectories=2).report().num_rewarded == 2
 
 
 def test_only_its_owner_may_read_what_clients_have_sent(make: Make, record: Record, file: Path) -> None:
-    traffic = make()
-    record(traffic, "a")
-    close(traffic)
+    source = make()
+    record(source, "a")
+    close(source)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     close(make())  # written anew
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -256,8 +256,8 @@ def test_a_disk_that_refuses_costs_the_file_and_not_the_run(
     make: Make, record: Record, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file.mkdir()
-    traffic = make()
-    record(traffic, "a", reward=1.0)
-    close(traffic)
+    source = make()
+    record(source, "a", reward=1.0)
+    close(source)
     assert [line.message[:12] for line in caplog.records] == ["cannot write"]
-    assert traffic.report().num_rewarded == 1
+    assert source.report().num_rewarded == 1

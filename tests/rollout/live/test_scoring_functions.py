@@ -59,38 +59,38 @@ def decode(tokens: Sequence[int]) -> str:
     return "p" * len(tokens)
 
 
-def run(traffic: LiveSource, act: Callable[[], None]) -> list[tuple[float, ...]]:
+def run(source: LiveSource, act: Callable[[], None]) -> list[tuple[float, ...]]:
     """`act` on a loop, and all that it sets off; the rewards of the groups that it makes."""
 
     async def main() -> list[tuple[float, ...]]:
-        traffic.connect(decode)
+        source.connect(decode)
         act()
-        await until(lambda: not traffic._dispatcher._tasks)
-        groups = traffic.take(1).groups
-        await traffic.close()
+        await until(lambda: not source._dispatcher._tasks)
+        groups = source.take(1).groups
+        await source.close()
         return [group.rewards for group in groups]
 
     return asyncio.run(main())
 
 
 def test_a_function_rewards_by_prompt_text_and_metadata(make: Make, record: Record, functions: dict[str, str]) -> None:
-    traffic = make(scoring_functions=functions)
+    source = make(scoring_functions=functions)
 
     def act() -> None:
-        record(traffic, "a", scoring_function="length", text="four")
-        record(traffic, "b", scoring_function="parts", metadata={"bonus": 0.5})
+        record(source, "a", scoring_function="length", text="four")
+        record(source, "b", scoring_function="parts", metadata={"bonus": 0.5})
 
-    assert run(traffic, act) == [(4.0, 2.5)]
-    assert traffic.report().dropped == {}
+    assert run(source, act) == [(4.0, 2.5)]
+    assert source.report().dropped == {}
 
 
 @pytest.mark.parametrize(("name", "reason"), [("crash", "score_raised"), ("words", "score_malformed")])
 def test_a_function_that_fails_drops_the_trajectory_and_logs_no_metadata(
     make: Make, record: Record, functions: dict[str, str], caplog: pytest.LogCaptureFixture, name: str, reason: str
 ) -> None:
-    traffic = make(scoring_functions=functions)
-    run(traffic, lambda: record(traffic, "a", scoring_function=name, metadata={"key": SECRET}))
-    assert traffic.report().dropped == {reason: 1}
+    source = make(scoring_functions=functions)
+    run(source, lambda: record(source, "a", scoring_function=name, metadata={"key": SECRET}))
+    assert source.report().dropped == {reason: 1}
     assert name in caplog.text
     assert SECRET not in caplog.text
 
@@ -98,21 +98,21 @@ def test_a_function_that_fails_drops_the_trajectory_and_logs_no_metadata(
 def test_a_reward_that_a_client_sends_counts_before_a_function(
     make: Make, record: Record, functions: dict[str, str]
 ) -> None:
-    traffic = make(scoring_functions=functions, group_by="request")
+    source = make(scoring_functions=functions, group_by="request")
 
     def act() -> None:
-        record(traffic, "a", scoring_function="length", n=2)
-        record(traffic, "b", scoring_function="length", n=2)
-        traffic.reward("a", -1.0)
+        record(source, "a", scoring_function="length", n=2)
+        record(source, "b", scoring_function="length", n=2)
+        source.reward("a", -1.0)
 
-    assert run(traffic, act) == [(-1.0, 2.0)]
+    assert run(source, act) == [(-1.0, 2.0)]
 
 
 def test_what_was_not_scored_before_a_restart_is_scored_after_it(
     make: Make, record: Record, functions: dict[str, str]
 ) -> None:
     before = make(scoring_functions=functions)
-    record(before, "a", scoring_function="length")  # nobody has connected it yet
+    record(before, "a", scoring_function="length")  # it is not connected yet
     asyncio.run(before.close())
     after = make(scoring_functions=functions)
     run(after, lambda: None)
@@ -136,39 +136,39 @@ def test_a_function_that_is_not_there_is_named_before_the_model_loads(
 def test_a_function_that_fails_costs_no_reward_that_a_client_has_sent(
     make: Make, record: Record, functions: dict[str, str]
 ) -> None:
-    traffic = make(scoring_functions=functions, group_by="request")
+    source = make(scoring_functions=functions, group_by="request")
 
     def act() -> None:
         for name, reward in (("a", 1.0), ("b", -1.0)):
-            record(traffic, name, scoring_function="crash", n=2)
-            traffic.reward(name, reward)
+            record(source, name, scoring_function="crash", n=2)
+            source.reward(name, reward)
 
-    assert run(traffic, act) == [(1.0, -1.0)]
+    assert run(source, act) == [(1.0, -1.0)]
 
 
 @pytest.mark.parametrize("bonus", [1e39, -1e308, 1.1e9])
 def test_a_function_whose_reward_no_step_could_compute_with_costs_its_trajectory(
     make: Make, record: Record, functions: dict[str, str], bonus: float
 ) -> None:
-    traffic = make(scoring_functions=functions)
-    run(traffic, lambda: record(traffic, "a", scoring_function="parts", metadata={"bonus": bonus}))
-    assert traffic.report().dropped == {"score_too_large": 1}
+    source = make(scoring_functions=functions)
+    run(source, lambda: record(source, "a", scoring_function="parts", metadata={"bonus": bonus}))
+    assert source.report().dropped == {"score_too_large": 1}
 
 
 def test_a_function_that_blocks_holds_up_no_other(make: Make, record: Record, functions: dict[str, str]) -> None:
-    traffic = make(scoring_functions=functions)
+    source = make(scoring_functions=functions)
 
     async def main() -> None:
-        traffic.connect(decode)
+        source.connect(decode)
         for place in range(MAX_PENDING + 3):
-            record(traffic, f"slow{place}", scoring_function="block")
-        record(traffic, "good", scoring_function="length")
-        await until(lambda: traffic.report().num_rewarded == 1)
-        assert traffic.report().dropped == {"score_behind": 3}
-        assert traffic.report().num_waiting == MAX_PENDING
+            record(source, f"slow{place}", scoring_function="block")
+        record(source, "good", scoring_function="length")
+        await until(lambda: source.report().num_rewarded == 1)
+        assert source.report().dropped == {"score_behind": 3}
+        assert source.report().num_waiting == MAX_PENDING
         free.set()
-        await until(lambda: traffic.report().num_rewarded == MAX_PENDING + 1)
-        await traffic.close()
+        await until(lambda: source.report().num_rewarded == MAX_PENDING + 1)
+        await source.close()
 
     asyncio.run(main())
 
@@ -186,13 +186,13 @@ def test_all_that_waited_for_a_score_before_a_restart_get_it_however_many(
 
 
 def test_rewards_are_told_to_who_listens(make: Make, record: Record, functions: dict[str, str]) -> None:
-    traffic, heard = make(scoring_functions=functions), []
-    traffic.listen(lambda name, reward: heard.append((name, reward)))
+    source, rewards = make(scoring_functions=functions), []
+    source.listen(lambda name, reward: rewards.append((name, reward)))
 
     def act() -> None:
-        record(traffic, "a", scoring_function="length", text="four")
-        record(traffic, "b")
-        traffic.reward("b", 0.5)
+        record(source, "a", scoring_function="length", text="four")
+        record(source, "b")
+        source.reward("b", 0.5)
 
-    run(traffic, act)
-    assert sorted(heard) == [("a", 4.0), ("b", 0.5)]
+    run(source, act)
+    assert sorted(rewards) == [("a", 4.0), ("b", 0.5)]

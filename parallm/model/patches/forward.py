@@ -1,0 +1,166 @@
+"""The functions and modules of mlx-lm that a forward replaces: attention, SwiGLU, the trunk while the head runs; and
+origins of arrays, by which our kernels start from the input of mlx-lm's last operation.
+
+mlx-lm's models call one operation after the other. Where a later operation is ours and has a kernel for both, it asks
+for the origin of its input and starts from that. MLX is lazy: the input itself is never computed. For the device
+thread, or a thread that builds a graph while it waits.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import activations as mlx_lm_activations
+from mlx_lm.models import base as mlx_lm_base
+
+from parallm.model.attention import attention
+from parallm.model.kernels.cuda import VECTOR_BYTES, on_cuda
+from parallm.model.kernels.swiglu import fused_swiglu
+from parallm.model.logprobs import is_slow, sigmoid
+
+TRUNK_NAMES = ("model", "transformer", "backbone")
+
+_mlx_lm_attention = mlx_lm_base.scaled_dot_product_attention
+_mlx_lm_swiglu = mlx_lm_activations.swiglu
+_origins: dict[int, tuple[weakref.ref[mx.array], object]] = {}
+
+
+class OwnCache:
+    """Marks the caches whose attention is computed here."""
+
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        *,
+        scale: float,
+        mask: Any,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """A layer's attention with this cache; `mask` comes from the cache's own `make_mask`."""
+        return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+
+
+def install_attention(model: nn.Module) -> None:
+    """Let the modules that define `model`'s layers call `_dispatch`. Changes mlx-lm's modules; safe to repeat."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        if getattr(sys.modules[name], "scaled_dot_product_attention", None) is _mlx_lm_attention:
+            sys.modules[name].scaled_dot_product_attention = _dispatch  # type: ignore[attr-defined]
+
+
+def _dispatch(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Stands in for mlx-lm's function of the same signature."""
+    if isinstance(cache, OwnCache):
+        return cache.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
+    result: mx.array = _mlx_lm_attention(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwigluHalf:
+    """Origin of an array (..., W): a half of what `gated` makes one array of."""
+
+    gated: Callable[[], mx.array]
+    """SwiGLU of both halves, (..., W); the same function for both."""
+    index: int
+    """0 or 1."""
+
+
+def install_swiglu(model: nn.Module) -> None:
+    """Let the modules that define `model`'s layers call `swiglu`. Changes mlx-lm's modules; safe to repeat."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        if getattr(sys.modules[name], "swiglu", None) is _mlx_lm_swiglu:
+            sys.modules[name].swiglu = swiglu  # type: ignore[attr-defined]
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) x (https://arxiv.org/abs/2002.05202), of the shape and dtype of both. Halves of one product are read
+    where they are."""
+    match origin_of(gate), origin_of(x):
+        case SwigluHalf(index=0, gated=gated), SwigluHalf(index=1, gated=other) if gated is other:
+            return gated()
+    if gate.shape == x.shape and is_slow(gate) and is_slow(x):
+        product: mx.array = _product(gate, sigmoid(gate), x)
+        return product
+    fits = gate.dtype == x.dtype and gate.shape == x.shape and gate.nbytes % VECTOR_BYTES == 0
+    if fits and on_cuda():
+        return fused_swiglu(gate, x)
+    plain: mx.array = _mlx_lm_swiglu(gate, x)
+    return plain
+
+
+@partial(mx.compile, shapeless=True)
+def _product(gate: mx.array, sigmoid: mx.array, x: mx.array) -> mx.array:
+    return gate * sigmoid * x
+
+
+def set_origin(array: mx.array, origin: object) -> None:
+    """Keep `origin` as long as `array` exists."""
+    key = id(array)
+    _origins[key] = (weakref.ref(array, lambda _: _origins.pop(key, None)), origin)
+
+
+def origin_of(array: mx.array) -> object | None:
+    entry = _origins.get(id(array))
+    return entry[1] if entry is not None and entry[0]() is array else None
+
+
+class FusedAdd(mx.array):
+    """`value`, until another array of its shape and type is added to it: then `added_to` of that array.
+
+    mlx-lm's layers end with `x + self.mlp(...)`, and one kernel does both: Python asks the operand of the derived class
+    first.
+    """
+
+    def __init__(self, value: mx.array, added_to: Callable[[mx.array], mx.array]) -> None:
+        super().__init__(value)
+        self._added_to = added_to
+
+    def __radd__(self, other: Any) -> mx.array:
+        if isinstance(other, mx.array) and other.shape == self.shape and other.dtype == self.dtype:
+            return self._added_to(other)
+        return super().__radd__(other)
+
+    def __add__(self, other: Any) -> mx.array:
+        return self.__radd__(other)
+
+
+def find_trunk(base: nn.Module) -> tuple[nn.Module | None, str]:
+    """The module that owns the trunk (tokens -> hidden states), and the trunk's name in it; None where there is none.
+
+    mlx-lm's models call `self.model(inputs, cache)` (or transformer, backbone; multimodal ones under language_model),
+    then the head. Whether the split reproduces the whole forward to the bit is checked when a model is loaded.
+    """
+    owner = getattr(base, "language_model", base)
+    for name in TRUNK_NAMES:
+        if isinstance(getattr(owner, name, None), nn.Module):
+            return owner, name
+    return None, ""
+
+
+class Replay:
+    """Stands in for the trunk while the head runs: gives hidden states that are already known."""
+
+    def __init__(self, trunk: nn.Module, hidden_BTH: mx.array) -> None:
+        self._trunk = trunk
+        self._hidden_BTH = hidden_BTH
+
+    def __call__(self, *_: Any, **__: Any) -> mx.array:
+        return self._hidden_BTH
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trunk, name)

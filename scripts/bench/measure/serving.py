@@ -1,0 +1,205 @@
+"""What training costs the clients of the process, what publishing costs them, and what HTTP costs."""
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from bench.clients import Traffic, stream_for
+from bench.compare import p99, print_table, ratio
+from bench.measurement import Bar, Figures, Request, has_gpu, measurement
+from bench.problems import environment_overrides, questions
+from bench.processes import running, work
+
+NUM_QUESTIONS, CLIENTS, MAX_TOKENS = 64, 8, 160
+SECONDS_TO_FIRST_STEP, SECONDS_BETWEEN_LOOKS = 300.0, 0.2
+MODES: Mapping[str, Sequence[str]] = {
+    "while_training": (),
+    "training_first": ("device.serving_share=0.3", "device.engine_share=0.3"),
+}
+"""Overrides of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    traffic: Traffic
+    steps: int
+    """Steps that were trained meanwhile."""
+    updates_per_minute: float
+    updates_per_minute_alone: float
+    """Before there were clients."""
+
+
+@measurement(
+    {
+        "serving.itl_p50_ratio_while_training": Bar(max=2),
+        "serving.itl_p99_ratio_while_training": Bar(),
+        "serving.tokens_ratio_while_training": Bar(),
+        "serving.updates_per_minute_while_training": Bar(),
+        "serving.updates_ratio_while_training": Bar(min=0.15),
+        "serving.itl_p50_ratio_training_first": Bar(),
+        "serving.tokens_ratio_training_first": Bar(),
+        "serving.updates_per_minute_training_first": Bar(),
+        "serving.steps_while_training": Bar(min=1),
+        "serving.errors_while_training": Bar(max=0),
+    },
+    minutes=8,
+)
+def serving(request: Request) -> Figures:
+    """8 streams while the process trains, over serving alone: time between tokens, tokens/s, updates a minute.
+
+    Once with the shares of the device as they are by default, once with training first. A step trains on two problems,
+    so that several fall into the time.
+    """
+    seconds = request.size(120, 5)
+    with tempfile.TemporaryDirectory() as name:
+        alone = asyncio.run(serve_alone(request, Path(name), seconds))
+        found = {mode: asyncio.run(serve_and_train(request, mode, Path(name), seconds)) for mode in MODES}
+    rows = [("serving alone", *traffic_row(alone), "", "")]
+    rows += [
+        (mode, *traffic_row(one.traffic), one.updates_per_minute, one.updates_per_minute_alone)
+        for mode, one in found.items()
+    ]
+    header = ("", "tokens/s", "p50 ms", "p99 ms", "first token p50 ms", "updates/min", "without clients")
+    print_table("Time between tokens", [header, *rows])
+    errors = [error for one in found.values() for error in one.traffic.errors]
+    print(*(f"  error: {error}" for error in errors[:5]), sep="\n")
+    figures: Figures = {
+        "serving.steps_while_training": min(one.steps for one in found.values()),
+        "serving.errors_while_training": len(errors),
+    }
+    for mode, one in found.items():
+        figures |= {
+            f"serving.itl_p50_ratio_{mode}": median(one.traffic.gaps) / median(alone.gaps),
+            f"serving.itl_p99_ratio_{mode}": p99(one.traffic.gaps) / p99(alone.gaps),
+            f"serving.tokens_ratio_{mode}": one.traffic.tokens_per_second / alone.tokens_per_second,
+            f"serving.updates_per_minute_{mode}": one.updates_per_minute,
+            f"serving.updates_ratio_{mode}": one.updates_per_minute / one.updates_per_minute_alone,
+        }
+    return figures
+
+
+def traffic_row(traffic: Traffic) -> tuple[float, ...]:
+    times = (median(traffic.gaps), p99(traffic.gaps), median(traffic.first))
+    return (traffic.tokens_per_second, *(1e3 * one for one in times))
+
+
+async def serve_alone(request: Request, folder: Path, seconds: float) -> Traffic:
+    with running("parallm.serve", [f"model.path={request.model}", "name=bench"], folder) as server:
+        return await streams(request, server.url, seconds)
+
+
+async def serve_and_train(request: Request, mode: str, folder: Path, seconds: float) -> Measured:
+    settings = [
+        *(f"model.path={request.model}", "name=bench", *environment_overrides(request.data, NUM_QUESTIONS)),
+        *("trainer.steps=1000000", "trainer.evaluate_problems=0", "checkpoint.every=1000000"),
+        *("rollout.problems_per_step=2", f"rollout.max_tokens={MAX_TOKENS}"),
+        "learner.learning_rate=1e-6",  # answers stay as long as they are without training
+        *MODES[mode],
+    ]
+    with running("parallm.train", settings, folder) as server:
+        await wait_for_first_step(server.url)
+        alone = await watched_steps(server.url, asyncio.sleep(seconds / 3))
+        watching = asyncio.create_task(watched_steps(server.url, asyncio.sleep(seconds)))
+        traffic = await streams(request, server.url, seconds)
+        times = await watching
+    return Measured(
+        traffic=traffic,
+        steps=len(times),
+        updates_per_minute=per_minute(times, seconds),
+        updates_per_minute_alone=per_minute(alone, seconds / 3),
+    )
+
+
+async def streams(request: Request, url: str, seconds: float) -> Traffic:
+    ask = partial(stream_for, url, questions(request.data, NUM_QUESTIONS), clients=CLIENTS, max_tokens=MAX_TOKENS)
+    await ask(seconds=min(3.0, seconds))
+    return await ask(seconds=seconds)
+
+
+async def watched_steps(url: str, work: Any) -> list[float]:
+    """When each step ended during `work`."""
+    times: list[float] = []
+    newest, task = await training_step(url), asyncio.ensure_future(work)
+    while not task.done():
+        await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+        step = await training_step(url)
+        times += [time.perf_counter()] * (step - newest)
+        newest = step
+    return times
+
+
+def per_minute(times: Sequence[float], seconds: float) -> float:
+    """The rate of steps that ended at `times`, within `seconds` of looking."""
+    if len(times) < 3:
+        return 60 * len(times) / seconds
+    return 60 * (len(times) - 1) / (times[-1] - times[0])
+
+
+async def wait_for_first_step(url: str) -> None:
+    async with asyncio.timeout(SECONDS_TO_FIRST_STEP):
+        while not await training_step(url):
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
+
+
+async def training_step(url: str) -> int:
+    async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+        return int((await client.get(f"{url}/v1/training/status")).json()["step"])
+
+
+@measurement(
+    {
+        "publish.p50_ms": Bar(),
+        "publish.p99_ms": Bar(max=10),
+        "publish.pointers_p99_ms": Bar(),
+        "publish.failed_requests": Bar(max=0),
+    },
+    minutes=7,
+)
+def publish(request: Request) -> Figures:
+    """What a publish adds to the next request's first token, while 8 requests decode.
+
+    Between the two lie the publish itself, which moves pointers, and what the engine makes of a version that is new to
+    it; that depends on how many other versions decode at that moment.
+    """
+    return publish_figures(work("publish_speed", model=request.model, data=request.data, repeats=request.size(300, 10)))
+
+
+def publish_figures(found: Mapping[str, Any]) -> Figures:
+    """The p99 of what a publish costs is the difference of the two p99s, but no less than that of the medians: other
+    work on the machine moves the former both ways."""
+    rows = [(name, median(found[name]), p99(found[name])) for name in ("publish", "to_first_token", "without")]
+    print_table(f"{len(found['publish'])} publishes", [("", "p50 ms", "p99 ms"), *rows])
+    after, without = found["to_first_token"], found["without"]
+    middle = median(after) - median(without)
+    return {
+        "publish.p50_ms": middle,
+        "publish.p99_ms": max(middle, p99(after) - p99(without)),
+        "publish.pointers_p99_ms": p99(found["publish"]),
+        "publish.failed_requests": found["failed"],
+    }
+
+
+@measurement({"engine.http.vs_bare": Bar(min=0.9, needs="gpu"), "engine.http.vs_bare_every_token": Bar()}, minutes=1.5)
+def http(request: Request) -> Figures:
+    """Tokens/s of 64 streams over loopback against those of the engine alone, in one process; on a GPU of an 8B shape.
+
+    The clients are a process of their own that reads and counts bytes. With more than 16 streams open, a server sends
+    each what it has every `server.coalesce_ms`; that is measured as it comes, and with each token sent at once.
+    """
+    shape = "tiny" if request.is_quick else "8b" if has_gpu() else None
+    streams, max_tokens = request.size(64, 4), request.size(160, 32)
+    job = {"model": request.model, "data": request.data, "shape": shape, "streams": streams}
+    found = work("http_speed", **job, max_tokens=max_tokens, rounds=request.size(3, 1))
+    print_table(f"{streams} streams, tokens/s", [("", "median"), *((name, median(found[name])) for name in found)])
+    return {
+        "engine.http.vs_bare": ratio(found["coalesced"], found["engine"]),
+        "engine.http.vs_bare_every_token": ratio(found["every_token"], found["engine"]),
+    }

@@ -1,0 +1,68 @@
+"""Tables of measurements: the rows of the MEASURED.md files, which `scripts/figures --write` fills from lines of JSON.
+
+A row names its figures; what was measured, the bars, the machine and the commit are filled in once a line has all of
+them. Other rows stay as they are.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.measurement import Bar, bars, shown
+
+HEADER = "| what | measured | bar | figures | machine | commit |"
+
+
+def tables(root: Path) -> list[Path]:
+    """The documents with such tables."""
+    files = (*sorted(root.glob("*.md")), *sorted((root / "parallm").rglob("*.md")))
+    return [file for file in files if HEADER in file.read_text()]
+
+
+def rows(text: str) -> Iterator[tuple[str, list[str]]]:
+    """The lines of rows, each with its cells."""
+    is_inside = False
+    for line in text.splitlines():
+        if line == HEADER:
+            is_inside = True
+        elif not line.startswith("|"):
+            is_inside = False
+        elif is_inside and not line.startswith("|---"):
+            yield line, [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def figures_in(cell: str) -> list[str]:
+    return re.findall("`([^`]+)`", cell)
+
+
+def write_tables(root: Path, outputs: Sequence[str]) -> None:
+    """Fill the rows of all tables below `root` with the last lines of these outputs. Says which rows."""
+    lines: list[dict[str, Any]] = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    for file in tables(root):
+        text = file.read_text()
+        for line, cells in rows(text):
+            for one in lines:
+                if (new := filled(cells, one)) != line:
+                    text = text.replace(line, new)
+                    print(f"{file.relative_to(root)}: {cells[0]}")
+        file.write_text(text)
+
+
+def filled(cells: Sequence[str], line: dict[str, Any]) -> str:
+    """The row with what the line has measured; as it was where the line lacks one of its figures."""
+    what, measured, _, figures, machine, commit = cells
+    names = figures_in(figures)
+    values = [line["figures"].get(name) for name in names]
+    if all(value is not None for value in values):
+        measured = "; ".join(shown(name, value) for name, value in zip(names, values, strict=True))
+        machine, commit = line["machine"], line["commit"][:7]
+    return f"| {' | '.join((what, measured, bar_of(names), figures, machine, commit))} |"
+
+
+def bar_of(names: Sequence[str]) -> str:
+    """The bars of the figures; a dash for one without."""
+    known = bars()
+    texts = [known.get(name, Bar()).text() or "-" for name in names]
+    return "; ".join(texts) if set(texts) != {"-"} else "-"

@@ -1,0 +1,131 @@
+"""Shapes of models with random weights, and the loads of both sides of a comparison of engines. Imports no MLX."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a Llama. Speed and memory depend on nothing else."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+
+    def config(self) -> dict[str, Any]:
+        """The model's config.json."""
+        rest = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192}
+        return {"model_type": "llama", "tie_word_embeddings": False} | rest | asdict(self)
+
+
+def shape_of(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head: int, words: int) -> Shape:
+    return Shape(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head,
+        vocab_size=words,
+    )
+
+
+SHAPES = {
+    "8b": shape_of(4096, 14336, 32, 32, 8, 128, 128256),
+    "0.5b": shape_of(896, 4864, 24, 14, 2, 64, 151936),
+    "25m": shape_of(512, 1408, 8, 8, 4, 64, 4096),
+    "tiny": shape_of(64, 96, 2, 4, 2, 16, 384),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Sizes of the parts of `engine_parts.py` and `batch_generator_parts.py`."""
+
+    prompt: int = 128
+    new: int = 128
+    repeats: int = 3
+    """Turns that count, after one that warms up."""
+    cached: int = 2048
+    """Positions of each row where rows join and leave."""
+    churn: int = 24
+    """Rows that leave there, one after the other, each for one that joins."""
+    group_prompt: int = 1024
+    requests: int = 128
+    """Of the mixed load."""
+    per_second: float = 32.0
+    """Mean rate of their arrivals."""
+    prompts: tuple[int, int] = (32, 4096)
+    """Shortest and longest of them; lengths between are as likely on a logarithmic scale."""
+    outputs: tuple[int, int] = (16, 1024)
+    mixed_rows: int = 64
+    """Rows that decode together there."""
+    peer_rows: tuple[int, ...] = (64, 128)
+    """The same, to try with BatchGenerator."""
+    peer_settings: dict[str, Any] | None = None
+    """Settings of BatchGenerator; None: it looks for those with which it is fastest."""
+    storm_prompts: tuple[int, int] = (8, 32)
+    storm_outputs: tuple[int, int] = (1, 8)
+    """Lengths of a storm: so short that rows join and leave in nearly every step."""
+    speculation: str = "none"
+    """engine.speculation.method of ours."""
+
+
+def read_load(values: dict[str, Any]) -> Load:
+    """From JSON, which has no tuples."""
+    return Load(**{name: tuple(one) if isinstance(one, list) else one for name, one in values.items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """A request of the mixed load."""
+
+    seconds: float
+    """Since the first one."""
+    prompt: Tokens
+    num_new: int
+
+
+def random_prompts(vocabulary: int, rows: int, length: int, seed: int) -> list[Tokens]:
+    tokens_BT = np.random.default_rng(seed).integers(0, vocabulary, (rows, length))
+    return [tuple(tokens) for tokens in tokens_BT.tolist()]
+
+
+def random_arrivals(load: Load, vocabulary: int, seed: int) -> list[Arrival]:
+    """A Poisson process with `load.per_second`."""
+    random = np.random.default_rng(seed)
+    seconds = np.cumsum(random.exponential(1 / load.per_second, load.requests))
+    prompts, outputs = (lengths(random, bounds, load.requests) for bounds in (load.prompts, load.outputs))
+    return [
+        Arrival(
+            seconds=float(second - seconds[0]),
+            prompt=tuple(random.integers(0, vocabulary, length).tolist()),
+            num_new=num_new,
+        )
+        for second, length, num_new in zip(seconds, prompts, outputs, strict=True)
+    ]
+
+
+def random_storm(load: Load, vocabulary: int, seed: int) -> list[Arrival]:
+    """Short requests that come at the same time."""
+    short = replace(load, prompts=load.storm_prompts, outputs=load.storm_outputs)
+    return [replace(one, seconds=0.0) for one in random_arrivals(short, vocabulary, seed)]
+
+
+def check_tokens(sampled: int, expected: int) -> None:
+    if sampled != expected:
+        raise ValueError(f"{sampled} tokens, expected {expected}")
+
+
+def lengths(random: np.random.Generator, bounds: tuple[int, int], count: int) -> list[int]:
+    low, high = np.log(bounds)
+    drawn: list[int] = np.exp(random.uniform(low, high, count)).round().astype(int).tolist()
+    return drawn

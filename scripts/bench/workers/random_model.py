@@ -1,0 +1,26 @@
+"""Models of mlx-lm with random weights of some shape."""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.llama import Model, ModelArgs
+from mlx_lm.utils import load_tokenizer
+
+from bench.workers.loads import Shape
+from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.model.load import NANO, share_model
+from parallm.model.settings import ModelSettings
+from parallm.model.shared_model import SharedModel
+
+
+def random_base(shape: Shape) -> nn.Module:
+    """mlx-lm's own model: bfloat16 on a GPU, float32 on a CPU. Not evaluated."""
+    on_gpu = mx.default_device() != mx.Device(mx.cpu)
+    base: nn.Module = Model(ModelArgs.from_dict(shape.config()))
+    base.set_dtype(mx.bfloat16 if on_gpu else mx.float32)
+    return base
+
+
+def random_model(shape: Shape) -> SharedModel:
+    """The same, as our engine and our learner use it."""
+    tokenizer = ChatTokenizer(load_tokenizer(NANO))
+    return share_model(random_base(shape), shape.config(), tokenizer, ModelSettings())

@@ -1,0 +1,130 @@
+"""Measurements make of what they measured what their figures say. With made-up results, and with tiny sizes."""
+
+import sys
+from typing import Any
+
+import pytest
+from bench.compare import change, change_by_halves, tune
+from bench.measure import engine, learner, serving
+from bench.measurement import Figures, Request
+from bench.processes import run_program
+
+OURS = {"tokens": 800, "seconds": [2.0], "accepted": 0}
+THEIRS = {"tokens": 800, "seconds": [5.0], "settings": {"rows": 64}}
+MIXED = "engine.gpu.mixed.vs_batchgenerator"
+
+
+def gpu_figures(found: dict[str, Any]) -> Figures:
+    return {name: value for name, value in engine.gpu_figures(engine.GPU_PARTS, found).items() if value is not None}
+
+
+def test_figures_of_engines_are_ratios_of_medians() -> None:
+    slower, plain = ({"step_seconds": [seconds], "host_seconds": [0.004]} for seconds in (0.01, 0.008))
+    floor = {"weight_bytes": 4_300_000_000, "step_seconds": [0.5, 0.002, 0.0015], "host_seconds": [0.001]}
+    found = {
+        "engine_parts.8b.b1": floor,
+        "engine_parts.8b.mixed": OURS,
+        "batch_generator_parts.8b.mixed": THEIRS,
+        "engine_parts.8b.lora": slower | {"plain": plain},
+        "engine_parts.8b.sampling16": slower | {"plain": plain},
+        "engine_parts.8b.join": {"plain_seconds": [0.004], "churn_seconds": [0.005], "changes": [0.5]},
+        "engine_parts.0.5b.group": {"computed": 4096, "of_rows": 32768},
+    }
+    assert gpu_figures(found) == {
+        "engine.gpu.8b.b1.vs_floor": 2.0,
+        MIXED: 2.5,
+        "engine.gpu.8b.lora.vs_base": 0.8,
+        "engine.sampling16.vs_greedy": 1.25,
+        "engine.join.vs_step": 0.5,
+        "engine.group.prompt_tokens_ratio": 0.125,
+    }
+
+
+def test_a_part_that_fails_costs_its_own_figure() -> None:
+    found = {"engine_parts.0.5b.b1": OURS, "engine_parts.0.5b.group": {"computed": 1, "of_rows": 8}}
+    assert gpu_figures(found) == {"engine.group.prompt_tokens_ratio": 0.125}
+
+
+@pytest.mark.parametrize("ours", [OURS | {"accepted": 3}, OURS | {"tokens": 700}])
+def test_sides_that_did_not_do_the_same_work_are_not_compared(ours: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"8b\.mixed"):
+        gpu_figures({"engine_parts.8b.mixed": ours, "batch_generator_parts.8b.mixed": THEIRS})
+
+
+def test_both_sides_run_with_tiny_sizes() -> None:
+    wanted = ("engine.cpu.load.b1.", "engine.cpu.load.groups.", "engine.cpu.load.lora8.")
+    figures = engine.loads(Request(wanted=wanted, is_quick=True))
+    assert len(figures) == 3
+    assert all(value is not None and value > 0 for value in figures.values())
+
+
+def test_parts_for_a_gpu_run_with_tiny_sizes() -> None:
+    wanted = ("engine.join", "engine.gpu.05b.b1.", "engine.group")
+    figures = engine.measure_gpu_parts(Request(wanted=wanted, is_quick=True), {"0.5b": "tiny", "8b": "tiny"})
+    assert figures["engine.group.prompt_tokens_ratio"] == 0.125
+    assert all(value is not None and value > 0 for value in figures.values())
+    assert len(figures) == 3
+
+
+def test_settings_are_tried_one_after_the_other_beside_the_best_of_the_others() -> None:
+    asked = []
+
+    def seconds_of(settings: Any) -> float | None:
+        asked.append((settings["rows"], settings["chunk"]))
+        rows = settings["rows"]
+        return None if rows == 8 else abs(rows - 4) + abs(settings["chunk"] - 10 * rows)
+
+    trials = tune({"rows": 1, "chunk": 10}, {"rows": (1, 2, 4, 8), "chunk": (20, 40)}, seconds_of)
+    assert asked == [(1, 10), (2, 10), (4, 10), (8, 10), (1, 20), (1, 40)]
+    assert (trials[0].settings, trials[0].seconds) == ({"rows": 1, "chunk": 10}, 3)
+    assert (trials[-1].settings, trials[-1].seconds) == ({"rows": 8, "chunk": 10}, None)
+
+
+def test_a_change_by_chance_has_an_interval_around_zero_and_one_by_learning_has_not() -> None:
+    same, more = change([0, 1] * 100, [1, 0] * 100), change_by_halves([0, 1] * 100 + [1, 1, 1, 0] * 50)
+    assert (same.gain, -same.low) == (0, same.high)
+    assert same.high == pytest.approx(1.96 * 0.05, rel=0.01)
+    assert more.gain == 0.25
+    assert more.low > 0.1
+
+
+def test_steps_are_compared_by_the_seconds_of_a_token_that_is_sampled_and_trained_on() -> None:
+    steps: learner.Steps = {"seconds": [10.0], "rollout": [6.0], "tokens": [600], "trained": [400]}
+    assert learner.seconds_a_token([steps, steps]) == pytest.approx(0.02)
+    steps = {"seconds": [20.0], "rollout": [6.0], "tokens": [300], "trained": [700]}
+    assert learner.seconds_a_token([steps]) == pytest.approx(0.04)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "held", "growth"), [([100, 120, 150, 160, 160, 160], 6, 0), ([100, 110, 120, 130, 140, 150], 5, 2 / 3)]
+)
+def test_memory_is_judged_after_the_last_update(arrays: list[int], held: float, growth: float) -> None:
+    found = {"base": 1000, "adapter": 10, "arrays": arrays, "allocated": arrays, "peak": 400, "peak_of_updates": 900}
+    figures = learner.memory_figures(found)
+    assert figures["memory.learner_over_base"] == pytest.approx(held / 100)
+    assert figures["memory.learner_over_base_bar"] == pytest.approx(0.11)
+    assert figures["memory.learner_adapters"] == held
+    assert figures["memory.growth_by_later_updates"] == pytest.approx(growth)
+    assert figures["memory.update_peak_mb"] == pytest.approx(500 / 1e6)
+
+
+@pytest.mark.parametrize(
+    ("after", "without", "p50", "p99"),
+    [
+        ([24.0] * 99 + [34.0], [20.0] * 99 + [30.0], 4, 4),
+        ([40.0] * 9, [20.0] * 8 + [500.0], 20, 20),  # however late a request without a publish was once
+    ],
+)
+def test_a_publish_costs_what_the_next_first_token_takes_longer(
+    after: list[float], without: list[float], p50: float, p99: float
+) -> None:
+    found = {"publish": [0.1] * len(after), "to_first_token": after, "without": without, "failed": 0}
+    figures = serving.publish_figures(found)
+    assert figures["publish.p50_ms"] == pytest.approx(p50)
+    assert figures["publish.p99_ms"] == pytest.approx(p99)
+    assert figures["publish.pointers_p99_ms"] == pytest.approx(0.1)
+
+
+def test_the_command_lists_all_figures() -> None:
+    listed = run_program([sys.executable, "-m", "bench", "--list"])
+    assert "engine.gpu.8b.lora8.vs_base" in listed
