@@ -126,11 +126,6 @@ class GenerationRequest:
     cache_salt: str = ""
     """Only requests with equal salts share cached keys and values of equal prefixes."""
 
-    @property
-    def needs_whole_prompt(self) -> bool:
-        """Whether every position of the prompt must be computed, although its prefix may be cached."""
-        return self.sampling.prompt_logprobs is not None
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSpan:

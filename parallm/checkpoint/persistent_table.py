@@ -17,7 +17,8 @@ from parallm.checkpoint.serving_state import (
 )
 from parallm.device.thread import DeviceThread
 from parallm.errors import NotStored, ParallmError
-from parallm.model.adapters.table import AdapterTable, versioned
+from parallm.model.adapters.names import versioned
+from parallm.model.adapters.table import AdapterTable
 
 Result = TypeVar("Result")
 SplitShares = Mapping[str, Mapping[str, float]]

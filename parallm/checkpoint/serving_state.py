@@ -20,7 +20,8 @@ from parallm.checkpoint.folder_lock import FolderLock
 from parallm.errors import AdapterError, CheckpointError, FolderInUse
 from parallm.model.adapters.adapter import Adapter, Key
 from parallm.model.adapters.files import read_adapter, write_exactly
-from parallm.model.adapters.table import AdapterTable, is_number, of_alias
+from parallm.model.adapters.names import is_number, of_alias
+from parallm.model.adapters.table import AdapterTable
 from parallm.model.shared_model import SharedModel
 from parallm.types import BEST
 

@@ -128,7 +128,7 @@ class Decoder:
             self._speculation.leave([self.sequences[index] for index in indices])
             self.batch.leave(indices, waits=waits)
         if not self.sequences:
-            self._processors.clear()
+            self._processors.counts = None
             self._sampled = ()
 
     @property
@@ -188,7 +188,7 @@ class Decoder:
             sampled = sample(logits_BV, self._sampling, positions_B, processed_BV)
             self._processors.count(rows, sampled.tokens_B)
         else:
-            self._processors.clear()
+            self._processors.counts = None
             sampled = sample(logits_BV, self._sampling, positions_B)
         output_2B = mx.stack([sampled.tokens_B, sampled.logprobs_B.view(mx.int32)])
         self.in_flight = Step(sequences=rows, sampled=sampled, output_2B=output_2B, fed_F=forward.fed_F)

@@ -15,8 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from parallm.engine.compiled_forward import CompiledForward, row_bucket
-from parallm.engine.kv.cost import BLOCK, KvCost, blocks
-from parallm.engine.kv.shapes import EMPTY, MIN_POSITIONS, BufferShape, grown, grown_to_end, in_quarters
+from parallm.engine.kv.budget import KvCost
+from parallm.engine.kv.shapes import BLOCK, EMPTY, MIN_POSITIONS, BufferShape, blocks, grown, grown_to_end, in_quarters
 from parallm.engine.kv.slot_manager import SlotManager, fill
 from parallm.engine.sequence import Sequence
 from parallm.model.attention import MIN_ROWS

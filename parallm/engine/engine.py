@@ -6,18 +6,17 @@ read, so that the device computes while Python works. Everything here runs on th
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 
 import mlx.core as mx
 
 from parallm.device.streams import DeviceStreams
 from parallm.engine.decode import Decoder, Step
 from parallm.engine.decode_batch import DecodeBatchFactory
-from parallm.engine.kv.budget import KvBudget, max_context, max_rows
-from parallm.engine.kv.cost import measure_cost
+from parallm.engine.kv.budget import KvBudget, max_context, max_rows, measure_cost
 from parallm.engine.prefill import Prefill
-from parallm.engine.request_queue import RequestQueue, make_sequences
-from parallm.engine.scheduler import Scheduler
-from parallm.engine.sequence import PrefillJob, Sequence
+from parallm.engine.scheduler import RequestQueue, Scheduler
+from parallm.engine.sequence import PrefillJob, Sequence, make_sequences
 from parallm.engine.settings import EngineSettings
 from parallm.engine.speculation import make_speculation
 from parallm.engine.step_failures import BrokenSequences, has_nan, is_out_of_memory
@@ -56,7 +55,7 @@ class Engine:
         self._async_scheduling = async_scheduling
         cost = measure_cost(model)
         self._make_batch = DecodeBatchFactory(model, cost)
-        self.kv_budget = KvBudget(settings, cost, self._make_batch())
+        self.kv_budget = KvBudget(settings, cost, partial(self._make_batch().bytes_for, end=None))
         self.speculation = make_speculation(settings.speculation, model)
         self._queues = {traffic: RequestQueue(self._make_decoders()) for traffic in TRAFFIC_CLASSES}
         self.scheduler = Scheduler(self.kv_budget, self._queues, max_rows(settings), self._flush)
@@ -193,7 +192,7 @@ class Engine:
         return {traffic: queue.num_tokens for traffic, queue in self._queues.items()}
 
     def _count(self) -> None:
-        self.kv_budget.used = self.kv_budget.total(self._queues.values())
+        self.kv_budget.used = self.scheduler.num_held_bytes()
 
     def _make_decoders(self) -> list[Decoder]:
         handles = self._streams.handles
@@ -289,7 +288,8 @@ class Engine:
         mx.eval([step.arrays() for step in steps])
         sequences = [sequence for step in steps for sequence in step.read(self.model.tokenizer)]
         queue.num_tokens += sum(sequence.num_unemitted for sequence in sequences)
-        failures = self._broken.failures(sequences)
+        is_broken = any(sequence.is_broken for sequence in sequences)
+        failures = self._broken.failures(sequences) if is_broken else {}
         sound = [sequence for sequence in sequences if sequence.request.request_id not in failures]
         # first of all: sampled tokens are emitted, whatever fails later
         self._emit_all([sequence.event(self.model.tokenizer) for sequence in sound])

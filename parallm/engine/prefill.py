@@ -20,9 +20,8 @@ import mlx.core as mx
 from parallm.device.streams import DeviceStreams
 from parallm.engine.decode import Decoder
 from parallm.engine.kv.budget import KvBudget
-from parallm.engine.kv.cost import BLOCK, blocks
 from parallm.engine.kv.prefix_cache import Hit, Owner, layers_of, row_copies, stacks_of
-from parallm.engine.kv.shapes import allocated, padded, reusable
+from parallm.engine.kv.shapes import BLOCK, allocated, blocks, padded, reusable
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.settings import EngineSettings
 from parallm.model.attention import MIN_ROWS

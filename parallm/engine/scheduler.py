@@ -7,18 +7,108 @@ class always goes on, and every request ends. Rollouts never take memory from se
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
-from itertools import compress
+from dataclasses import dataclass, field
+from itertools import compress, islice, takewhile
 
-from parallm.engine.decode import Decoder
+import mlx.core as mx
+
+from parallm.engine.decode import Decoder, Step
 from parallm.engine.kv.budget import KvBudget
-from parallm.engine.request_queue import RequestQueue
-from parallm.engine.sequence import MIN_SORT_KEY, PrefillJob, Sequence
+from parallm.engine.sequence import MIN_SORT_KEY, PrefillJob, Sequence, SortKey
 from parallm.types import TrafficClass
 
 LOOKAHEAD = 32
 """Tokens after the prompt that must fit before it is computed, so that its sequence is not preempted at once."""
+
+
+@dataclass(slots=True)
+class RequestQueue:
+    """The requests of one traffic class: jobs that wait, and sequences that decode.
+
+    Each class has decoders of its own, so that it can step alone.
+    """
+
+    decoders: list[Decoder]
+    """One per stream."""
+    waiting: deque[PrefillJob] = field(default_factory=deque)
+    """Jobs that are not computed, or have sequences that do not decode yet; sorted by key."""
+    newest_admitted: SortKey = MIN_SORT_KEY
+    """Largest key of any job that was ever admitted: no job after it holds memory."""
+    in_flight: tuple[Ordered[mx.array], Ordered[Sequence]] = ((), ())
+    """Prefill that the device computes and that was not waited for, and its sequences."""
+    decoded_last: bool = False
+    is_paused: bool = False
+    is_blocked: bool = False
+    """The last unit found no memory and did nothing; there is no work until another class had a unit."""
+    num_tokens: int = 0
+    """Tokens sampled since the start."""
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(decoder.sequences) for decoder in self.decoders)
+
+    @property
+    def has_running(self) -> bool:
+        """Whether a sequence decodes, or a step is in flight."""
+        return any(decoder.sequences or decoder.in_flight for decoder in self.decoders)
+
+    def running(self) -> list[Sequence]:
+        return [sequence for decoder in self.decoders for sequence in decoder.sequences]
+
+    def sequences(self) -> Iterable[Sequence]:
+        """All that wait, and all that decode."""
+        for job in self.waiting:
+            yield from job.sequences
+        yield from self.running()
+
+    def add(self, job: PrefillJob) -> None:
+        """Insert a job by its key; equal keys keep the order of arrival."""
+        position = len(self.waiting)
+        while position and job.sort_key < self.waiting[position - 1].sort_key:
+            position -= 1
+        self.waiting.insert(position, job)
+
+    def admit(self, job: PrefillJob, num_bytes: int) -> None:
+        job.num_bytes = num_bytes
+        self.newest_admitted = max(self.newest_admitted, job.sort_key)
+
+    def admitted(self) -> list[PrefillJob]:
+        """Jobs that hold memory."""
+        up_to_newest = takewhile(lambda job: job.sort_key <= self.newest_admitted, self.waiting)
+        return [job for job in up_to_newest if job.num_bytes]
+
+    def num_held_bytes(self) -> int:
+        """Bytes that running sequences and admitted jobs hold now."""
+        return sum(decoder.batch.nbytes for decoder in self.decoders) + sum(job.num_bytes for job in self.admitted())
+
+    def switching(self) -> list[Sequence]:
+        """Sequences that switch versions in flight, of running requests and of jobs that have not begun."""
+        running = [sequence for sequence in self.running() if sequence.request.switches_in_flight]
+        jobs = (job for job in self.waiting if job.request.switches_in_flight and job.num_computed == 0)
+        return [*running, *(sequence for job in jobs for sequence in job.sequences)]
+
+    def least_loaded(self) -> Decoder:
+        """The decoder that the next sequence joins."""
+        return min(self.decoders, key=lambda decoder: len(decoder.sequences))
+
+    def assigned(
+        self, computed: Iterable[PrefillJob], num_free: int
+    ) -> list[tuple[Decoder, list[tuple[PrefillJob, Sequence]]]]:
+        """The first `num_free` sequences of computed jobs by decoder, each assigned to the least loaded one."""
+        shares: list[tuple[Decoder, list[tuple[PrefillJob, Sequence]]]] = [(one, []) for one in self.decoders]
+        for joining in islice(((job, sequence) for job in computed for sequence in job.sequences), num_free):
+            min(shares, key=lambda share: len(share[0].sequences) + len(share[1]))[1].append(joining)
+        return [share for share in shares if share[1]]
+
+    def steps_to_read_first(self) -> list[Step]:
+        """The steps in flight, if one of them must be read before the next is launched."""
+        return self.take_steps() if any(decoder.waits_to_be_read for decoder in self.decoders) else []
+
+    def take_steps(self) -> list[Step]:
+        """The steps in flight; the caller reads them now."""
+        return [step for decoder in self.decoders if (step := decoder.take()) is not None]
 
 
 class Scheduler:
@@ -37,9 +127,13 @@ class Scheduler:
         self._max_rows = max_rows
         self._flush = flush
 
+    def num_held_bytes(self) -> int:
+        """Bytes that running sequences, admitted jobs and the prefix cache hold now."""
+        return sum(queue.num_held_bytes() for queue in self._queues.values()) + self._budget.prefixes.nbytes
+
     def num_free_bytes(self) -> int:
         """Bytes that can be taken without a preemption."""
-        return self._budget.limit - self._budget.total(self._queues.values())
+        return self._budget.limit - self.num_held_bytes()
 
     def schedule_prefill(self, traffic: TrafficClass, max_jobs: int, min_jobs: int) -> list[PrefillJob]:
         """Jobs to compute now: up to `max_jobs`, each with memory and with a free row for its sequences.
@@ -169,7 +263,7 @@ class Scheduler:
         return True
 
     def _held_by_others(self, decoder: Decoder) -> int:
-        return self._budget.total(self._queues.values()) - decoder.batch.nbytes
+        return self.num_held_bytes() - decoder.batch.nbytes
 
     def _fits(self, decoder: Decoder, lengths: Ordered[int], num_more: int) -> bool:
         """Whether exact buffers of a batch and `num_more` bytes fit, if need be after others give up spare capacity.
@@ -219,7 +313,7 @@ class Scheduler:
 
     def _oldest(self, traffic: TrafficClass) -> Sequence | None:
         """The sequence that always goes on; None for rollouts while serving holds memory, which will end."""
-        if traffic == "rollout" and self._budget.held([self._queues["serving"]]):
+        if traffic == "rollout" and self._queues["serving"].num_held_bytes():
             return None
         running = self._queues[traffic].running()
         return min(running, key=lambda sequence: (sequence.sort_key, sequence.index), default=None)

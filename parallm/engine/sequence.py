@@ -4,6 +4,7 @@ The engine creates and changes both, on the device thread only.
 """
 
 import math
+import secrets
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,10 @@ import mlx.core as mx
 from parallm.engine.detokenizer import Detokenizer
 from parallm.engine.kv.shapes import allocated
 from parallm.engine.sampling.prompt_logprobs import PromptLogprobScorer
+from parallm.errors import InvalidRequest
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.seeds import mix
 from parallm.types import (
     Completion,
     FinishReason,
@@ -77,8 +80,9 @@ class PrefillJob:
     def restart(self) -> None:
         """Drop what was computed, and its memory."""
         self.num_bytes, self.cache, self.cache_row, self.num_computed, self.logits_V = 0, [], 0, 0, None
-        needs_scores = self.request.needs_whole_prompt and self.sequences[0].prompt_logprobs is None
-        self.scorer = PromptLogprobScorer(sampling=self.request.sampling) if needs_scores else None
+        sampling = self.request.sampling
+        needs_scores = sampling.prompt_logprobs is not None and self.sequences[0].prompt_logprobs is None
+        self.scorer = PromptLogprobScorer(sampling=sampling) if needs_scores else None
 
     def segment(self) -> tuple[int, Adapter | None]:
         """End and adapter of the segment that holds the next token to compute; see `Sequence.segments`."""
@@ -233,7 +237,7 @@ class Sequence:
             tokens=tuple(self.tokens[new]),
             logprobs=tuple(self.logprobs[new]),
             top_logprobs=tuple(self.top_logprobs[new]),
-            text=self._detokenizer.unshown(text),
+            text=self._detokenizer.unshown(text) if self.is_streaming else text,
             completion=completion,
         )
 
@@ -261,8 +265,31 @@ class Sequence:
         )
 
     def _final_text(self, tokenizer: ChatTokenizer) -> str:
-        if self._detokenizer.has_begun:
+        if self._detokenizer.growing is not None:
             return self._detokenizer.final()
         end_tokens = (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
         is_ended = self.finish_reason == "stop" and bool(self.tokens) and self.tokens[-1] in end_tokens
         return tokenizer.decode(self.tokens[:-1] if is_ended else self.tokens)
+
+
+def make_sequences(
+    request: GenerationRequest, adapter: Adapter | None, *, is_streaming: bool, arrival: int, max_context: int
+) -> list[Sequence]:
+    """The `n` sequences of a new request. Raises InvalidRequest for a grammar that allows no token."""
+    seed = secrets.randbits(64) if request.sampling.seed is None else request.sampling.seed
+    max_tokens = min(request.sampling.max_tokens, max_context - len(request.prompt_tokens))
+    sequences = [
+        Sequence(
+            request=request,
+            index=index,
+            seed=mix(seed, index),
+            adapter=adapter,
+            is_streaming=is_streaming,
+            max_tokens=max_tokens,
+            arrival=arrival,
+        )
+        for index in range(request.n)
+    ]
+    if not all(sequence.begin_grammar() for sequence in sequences):
+        raise InvalidRequest("the grammar allows no token to begin with", "grammar")
+    return sequences

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Ordered
 
 from parallm.engine.sequence import Sequence
 from parallm.errors import NotFinite
-from parallm.model.adapters.table import versioned
+from parallm.model.adapters.names import versioned
 from parallm.types import PromptLogprob
 
 OUT_OF_MEMORY = re.compile(

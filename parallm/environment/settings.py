@@ -57,8 +57,8 @@ class VerifiersSettings:
     options: dict[str, Any] = Field(default_factory=dict)
     """Values of the taskset's configuration, or arguments of its `load_environment`."""
     test_options: dict[str, Any] | None = None
-    """Options that differ for held-out problems, such as {split: test}; null: they are the first ones of the same
-    data."""
+    """Options that differ for held-out problems, such as {split: test}; null: the first problems of the same data are
+    held out."""
     num_train: int | None = Field(default=None, ge=1)
     """Problems to train on; null: all that there are."""
     num_test: int = Field(default=100, ge=0)

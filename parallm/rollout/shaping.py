@@ -32,7 +32,7 @@ def shape_reward(scored: ScoredEpisode, settings: RolloutSettings) -> ShapedRewa
 
 
 def overlong_part(length: int, *, max_tokens: int, buffer: int) -> float:
-    """Return 0 up to `max_tokens - buffer` tokens, then less linearly down to -1 at `max_tokens`.
+    """Return 0 up to `max_tokens - buffer` tokens, then a value that falls linearly to -1 at `max_tokens`.
 
     The soft overlong punishment of DAPO, equation 13: https://arxiv.org/abs/2503.14476
     """

@@ -21,7 +21,7 @@ from parallm.integrations.atropos.source import AtroposSource
 from parallm.learner.learner import Learner
 from parallm.learner.loss.presets import resolve_objective
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.adapters.table import of_alias
+from parallm.model.adapters.names import of_alias
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from parallm.errors import InvalidRequest, UnknownModel
-from parallm.model.adapters.table import is_number, latest_of, of_alias, plain, versioned
+from parallm.model.adapters.names import is_number, latest_of, of_alias, plain, versioned
 from parallm.types import BASE, BEST, LATEST, POLICY, AdapterCard, Completion
 
 CHECKPOINT = re.compile(r"checkpoint-([0-9]{1,9})")

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from parallm.errors import UnknownModel
-from parallm.model.adapters.table import versioned
+from parallm.model.adapters.names import versioned
 from parallm.server.catalog import card_of
 from parallm.server.connection import json_response
 from parallm.server.schemas import Wire

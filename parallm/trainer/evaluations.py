@@ -9,7 +9,8 @@ from parallm.checkpoint.files import read_score, read_version
 from parallm.errors import AdapterError, ConfigError, EnvironmentFailed, UnknownModel
 from parallm.interrupts import unless
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.adapters.table import AdapterTable, of_alias
+from parallm.model.adapters.names import of_alias
+from parallm.model.adapters.table import AdapterTable
 from parallm.reports import EvaluationReport
 from parallm.trainer.context import TrainerContext
 from parallm.trainer.settings import TrainerSettings

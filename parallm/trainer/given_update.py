@@ -7,7 +7,7 @@ from functools import partial
 
 from parallm.errors import CheckpointError, InvalidRequest, TrainingStopped
 from parallm.learner.settings import Advantage
-from parallm.model.adapters.table import of_alias
+from parallm.model.adapters.names import of_alias
 from parallm.rollout.given_trajectories import check_trajectories, groups_of, with_signal
 from parallm.trainer.context import TrainerContext
 from parallm.trainer.loop import Loop

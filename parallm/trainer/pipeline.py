@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from parallm.model.adapters.table import of_alias
+from parallm.model.adapters.names import of_alias
 from parallm.reports import OffPolicyReport
 from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.rollout.staleness import is_stale, off_policy_report

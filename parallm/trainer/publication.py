@@ -7,7 +7,8 @@ from typing import Any
 
 from parallm.errors import UnknownModel
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.adapters.table import AdapterTable, of_alias
+from parallm.model.adapters.names import of_alias
+from parallm.model.adapters.table import AdapterTable
 from parallm.reports import EvaluationReport
 from parallm.trainer.settings import TrainerSettings
 from parallm.types import LATEST

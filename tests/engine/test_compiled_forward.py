@@ -10,9 +10,9 @@ import pytest
 from parallm.engine.compiled_forward import CompiledForward, row_bucket
 from parallm.engine.decode_batch import DecodeBatchFactory, SlotDecodeBatch
 from parallm.engine.kv.attention_metadata import AttentionMetadata
-from parallm.engine.kv.cost import measure_cost
+from parallm.engine.kv.budget import measure_cost
 from parallm.engine.kv.shapes import in_quarters
-from parallm.engine.request_queue import make_sequences
+from parallm.engine.sequence import make_sequences
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel

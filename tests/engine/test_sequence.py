@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from parallm.engine.request_queue import make_sequences
 from parallm.engine.sequence import Sequence as EngineSequence
+from parallm.engine.sequence import make_sequences
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, SamplingParams

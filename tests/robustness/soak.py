@@ -25,7 +25,7 @@ from parallm.engine import decode_batch
 from parallm.engine.compiled_forward import row_bucket
 from parallm.engine.decode import Decoder
 from parallm.engine.kv.attention_metadata import AttentionMetadata
-from parallm.engine.kv.shapes import EMPTY, MIN_POSITIONS, BufferShape, in_quarters, roomy
+from parallm.engine.kv.shapes import EMPTY, MIN_POSITIONS, BufferShape, grown, in_quarters
 from parallm.errors import EngineStopped
 from parallm.model.kernels.cuda import on_cuda
 from parallm.types import BASE, POLICY, Completion, GenerationRequest, SamplingParams
@@ -70,7 +70,7 @@ class Soak:
 
         def failing(decoder: Decoder) -> list[mx.array]:
             nonlocal left
-            if left and len(decoder.rows) > 1 and decoder.rows[0].request.traffic == "serving":
+            if left and len(decoder.sequences) > 1 and decoder.sequences[0].request.traffic == "serving":
                 left -= 1
                 raise RuntimeError(INJECTED)
             return launch(decoder)
@@ -182,7 +182,7 @@ async def main(*, requests: int, rounds: int, rows: int, kv_cache_bytes: int, co
                     async with asyncio.timeout(SECONDS_TO_ANSWER):
                         faults.append(await soak.fault())
                     await bench.engine.reset_caches()
-                    sizes.append(await bench.on_device(partial(settled, bench.streams.streams)))
+                    sizes.append(await bench.on_device(partial(settled, bench.streams.handles)))
             stats = bench.engine.stats()
             buckets = num_buckets(rows, bench.engine.max_context) * bench.streams.width
     return {
@@ -202,7 +202,7 @@ async def main(*, requests: int, rounds: int, rows: int, kv_cache_bytes: int, co
 def num_buckets(max_rows: int, max_positions: int) -> int:
     """Shapes that compiled steps can have: rows, slots for them, positions, with an adapter and without."""
     buckets = {row_bucket(rows) for rows in range(1, max_rows + 1)}
-    slots = buckets | {roomy(BufferShape(rows, 1), EMPTY).num_slots for rows in buckets}
+    slots = buckets | {grown(BufferShape(rows, 1), EMPTY).num_slots for rows in buckets}
     positions = {in_quarters(MIN_POSITIONS, length) for length in range(1, max_positions + 2)}
-    positions |= {roomy(BufferShape(1, length), EMPTY).num_positions for length in positions}
+    positions |= {grown(BufferShape(1, length), EMPTY).num_positions for length in positions}
     return 2 * len(positions) * sum(rows <= some for rows in buckets for some in slots)

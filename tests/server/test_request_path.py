@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-MAX_MODULES = 59
+MAX_MODULES = 48
 MAX_MODULES_BEFORE_ENGINE = 9
 
 SERVE_AND_RECORD = """
@@ -77,3 +77,8 @@ def test_a_chat_request_passes_through_few_modules(modules: list[str]) -> None:
 def test_a_chat_request_reaches_the_engine_soon(modules: list[str]) -> None:
     before = next(index for index, path in enumerate(modules) if path.startswith("parallm/engine/"))
     assert before <= MAX_MODULES_BEFORE_ENGINE, modules[: before + 1]
+
+
+def test_the_application_loads_no_mlx() -> None:
+    script = "import sys, parallm.server.app; sys.exit('mlx.core' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

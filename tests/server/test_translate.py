@@ -72,7 +72,7 @@ def test_echoed_log_probs_are_asked_of_the_engine_as_far_as_either_field_wants_t
         body = CompletionBody.model_validate({"model": "policy", "prompt": "ab", "max_tokens": 1} | fields)
         (request,) = completion_requests(body, "1", service_of(tokenizer, SETTINGS, 100))
         assert request.sampling.prompt_logprobs == asked
-        assert request.needs_whole_prompt == (asked is not None)
+        assert (request.sampling.prompt_logprobs is None) == (asked is None)
 
 
 @pytest.mark.parametrize(("max_context", "max_tokens"), [(100, 50), (40, 38), (3, 1)])

@@ -1,16 +1,16 @@
-"""The memory budget of keys, values and states: what is held, what may be held, and what could never fit."""
+"""The memory budget of keys, values and states: bytes of a token, the limit, and what could never fit."""
 
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
 from parallm.device.memory import free_memory
-from parallm.engine.decode_batch import DecodeBatch
-from parallm.engine.kv.cost import KvCost
 from parallm.engine.kv.prefix_cache import PrefixCache
-from parallm.engine.kv.shapes import allocated
-from parallm.engine.request_queue import RequestQueue
+from parallm.engine.kv.shapes import BLOCK, allocated, blocks
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ConfigError, ContextTooLong
 from parallm.model.shared_model import SharedModel
@@ -32,33 +32,42 @@ LOWERED_SHARE = 0.8
 logger = logging.getLogger(__name__)
 
 
-class KvBudget:
-    """Adds up what an engine holds. Used on the device thread; any thread may read its numbers."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCost:
+    """Bytes of one sequence in a cache of its own."""
 
-    def __init__(self, settings: EngineSettings, cost: KvCost, empty_batch: DecodeBatch) -> None:
+    layers: tuple[tuple[int, int | None], ...]
+    """(bytes of a position, positions kept at most or None: all), summed over the layers that keep the same number."""
+    per_sequence: int
+    """Bytes that do not grow: recurrent states."""
+
+    @property
+    def per_token(self) -> int:
+        return sum(size for size, _ in self.layers)
+
+    def of(self, num_positions: int) -> int:
+        """Bytes of a sequence with this many positions, in whole blocks."""
+        whole = blocks(num_positions) * BLOCK
+        return self.per_sequence + sum(size * min(whole, kept or whole) for size, kept in self.layers)
+
+
+class KvBudget:
+    """The limit of an engine's memory. Used on the device thread; any thread may read its numbers."""
+
+    def __init__(self, settings: EngineSettings, cost: KvCost, bytes_for: Callable[[Sequence[int]], int]) -> None:
+        """`bytes_for`: bytes of a decode batch with sequences of these lengths."""
         self.cost = cost
         self.limit = settings.kv_cache_bytes or default_limit()
         self.used = 0
         """Bytes held after the engine's last unit."""
         self.prefixes = PrefixCache(int(self.limit * PREFIX_SHARE))
-        self._empty_batch = empty_batch
-
-    def held(self, queues: Iterable[RequestQueue]) -> int:
-        """Bytes that running sequences and admitted jobs hold now."""
-        return sum(
-            sum(decoder.batch.nbytes for decoder in queue.decoders) + sum(job.num_bytes for job in queue.admitted())
-            for queue in queues
-        )
-
-    def total(self, queues: Iterable[RequestQueue]) -> int:
-        """`held`, and what the prefix cache holds."""
-        return self.held(queues) + self.prefixes.nbytes
+        self._bytes_for = bytes_for
 
     def needed(self, request: GenerationRequest) -> int:
         """Bytes that a sequence of this request takes at most."""
         num_tokens = len(request.prompt_tokens) + request.sampling.max_tokens
         prefill = self.cost.of(allocated(num_tokens))  # all its tokens, if it is preempted near its end
-        return prefill + self._empty_batch.bytes_for([num_tokens + 1], end=None)
+        return prefill + self._bytes_for([num_tokens + 1])
 
     def check(self, request: GenerationRequest) -> None:
         """Raises ContextTooLong for a request that would not fit if it had all memory to itself."""
@@ -109,3 +118,38 @@ def default_limit() -> int:
     """Bytes for keys and values where the settings name none."""
     share = CPU_SHARE if mx.default_device() == mx.Device(mx.cpu) else DEVICE_SHARE
     return int(share * free_memory())
+
+
+def measure_cost(model: SharedModel) -> KvCost:
+    """Measure the shapes that one token leaves in the model's own caches; evaluates nothing.
+
+    So layers that share their keys and values count once.
+    """
+    caches = model.make_cache()
+    model.hidden(mx.zeros((1, 1), mx.int32), caches, None)
+    layers: Counter[int | None] = Counter()
+    per_sequence = 0
+    for cache in _flattened(caches):
+        keys = _arrays(getattr(cache, "keys", None))
+        if keys:
+            # mlx-lm allocates ahead, which is no cost of a position
+            total = sum(array.nbytes for array in keys + _arrays(cache.values))
+            layers[getattr(cache, "max_size", None)] += total // keys[0].shape[2]
+        else:
+            per_sequence += sum(array.nbytes for array in _arrays(cache.state))
+    return KvCost(layers=tuple((size, kept) for kept, size in layers.items()), per_sequence=per_sequence)
+
+
+def _flattened(caches: Iterable[Any]) -> Iterable[Any]:
+    """The caches of all layers, and each of those in mlx-lm's lists of caches."""
+    for cache in caches:
+        if hasattr(cache, "caches"):
+            yield from _flattened(cache.caches)
+        else:
+            yield cache
+
+
+def _arrays(part: object) -> list[mx.array]:
+    if isinstance(part, mx.array):
+        return [part]
+    return [array for item in part for array in _arrays(item)] if isinstance(part, list | tuple) else []

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from parallm.engine.kv.cost import BLOCK
+from parallm.engine.kv.shapes import BLOCK
 from parallm.model.adapters.adapter import Adapter
 
 Tokens = Sequence[int]

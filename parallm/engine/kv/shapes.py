@@ -14,10 +14,11 @@ padding.
 
 from dataclasses import dataclass
 
-from parallm.engine.kv.cost import BLOCK
 from parallm.model.attention import MIN_ROWS
 from parallm.model.kernels.cuda import on_cuda
 
+BLOCK = 16
+"""Positions that are accounted, and kept in the prefix cache, together."""
 MIN_SLOTS = 8
 MIN_POSITIONS = 256
 TOO_LONG = 4
@@ -41,6 +42,10 @@ class BufferShape:
 
 
 EMPTY = BufferShape(0, 0)
+
+
+def blocks(num_positions: int) -> int:
+    return -(-num_positions // BLOCK)
 
 
 def grown(needed: BufferShape, present: BufferShape) -> BufferShape:

@@ -37,7 +37,8 @@ class LogitsProcessors:
 
     def __init__(self, eos_tokens: frozenset[int]) -> None:
         self._eos_tokens = eos_tokens
-        self._counts: PenaltyCounts | None = None
+        self.counts: PenaltyCounts | None = None
+        """Counts of the sequences with penalties; None frees their memory."""
 
     def process(self, logits_BV: mx.array, sequences: Ordered[Sequence], positions_B: Ordered[int]) -> mx.array | None:
         """Logits to sample from, float32; None where no sequence has a processor.
@@ -47,7 +48,7 @@ class LogitsProcessors:
         num_tokens = logits_BV.shape[1]
         changes = _changes(sequences, positions_B, num_tokens, self._eos_tokens)
         penalised = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.has_penalties]
-        self._counts = self._aligned([sequences[r] for r in penalised], [positions_B[r] for r in penalised], num_tokens)
+        self.counts = self._aligned([sequences[r] for r in penalised], [positions_B[r] for r in penalised], num_tokens)
         allowed = [sequence.allowed for sequence in sequences]
         has_masks = any(mask is not None for mask in allowed)
         if not changes and not penalised and not has_masks:
@@ -56,27 +57,23 @@ class LogitsProcessors:
         if changes:
             rows_C, tokens_C, values_C = zip(*changes, strict=True)
             processed_BV = processed_BV.at[mx.array(rows_C), mx.array(tokens_C)].add(mx.array(values_C, mx.float32))
-        if self._counts is not None:
+        if self.counts is not None:
             rows_R = mx.array(penalised)
             processed_BV = processed_BV[...]  # a new name for the written array
-            processed_BV[rows_R] = _penalised_logits(processed_BV[rows_R], self._counts)
+            processed_BV[rows_R] = _penalised_logits(processed_BV[rows_R], self.counts)
         return masked(processed_BV, allowed) if has_masks else processed_BV
 
     def count(self, sequences: Ordered[Sequence], tokens_B: mx.array) -> None:
         """Count the tokens that the step has sampled; they need not be evaluated."""
-        counts = self._counts
+        counts = self.counts
         if counts is not None:
             row_of = {sequence: row for row, sequence in enumerate(sequences)}
             tokens_R = tokens_B[mx.array([row_of[sequence] for sequence in counts.sequences])]
-            self._counts = PenaltyCounts(
+            self.counts = PenaltyCounts(
                 sequences=counts.sequences,
                 num_counted=[number + 1 for number in counts.num_counted],
                 counts_RV=counts.counts_RV.at[mx.arange(len(counts.sequences)), tokens_R].add(1),
             )
-
-    def clear(self) -> None:
-        """Drop the counts: no present sequence has penalties."""
-        self._counts = None
 
     def _aligned(
         self, sequences: Ordered[Sequence], positions_R: Ordered[int], num_tokens: int
@@ -84,7 +81,7 @@ class LogitsProcessors:
         """The counts of these sequences, some of which may be new, or restarted."""
         if not sequences:
             return None
-        counts = self._counts
+        counts = self.counts
         if counts and list(counts.sequences) == list(sequences) and list(counts.num_counted) == list(positions_R):
             return counts
         present = zip(counts.sequences, counts.num_counted, strict=True) if counts else ()

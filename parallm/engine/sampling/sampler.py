@@ -69,12 +69,13 @@ class RowSampling:
 def row_sampling(params_B: Sequence[SamplingParams], seeds_B: Sequence[int]) -> RowSampling:
     """`seeds_B` are 64-bit."""
     is_greedy = [params.temperature == 0 for params in params_B]
+    has_filters = any(params.top_k > 0 or params.top_p < 1 or params.min_p > 0 for params in params_B)
     return RowSampling(
         temperatures_B=interned_array(tuple(params.temperature for params in params_B), mx.float32),
         greedy_B=interned_array(tuple(is_greedy), mx.bool_) if any(is_greedy) else None,
         all_greedy=all(is_greedy),
         noise=Noise(seeds_B),
-        filters=filters_of(params_B),
+        filters=filters_of(params_B) if has_filters else (),
         max_alternatives=max(params.top_logprobs for params in params_B),
         has_logits_processors=any(params.has_logits_processors for params in params_B),
     )
@@ -94,7 +95,8 @@ def sample(
     if rows.all_greedy:
         tokens_B = _most_likely(chosen)
     else:
-        tokens_B = _draw(filtered(chosen, rows.filters), rows.noise.uniforms(positions_B))
+        weights_BV = filtered(chosen, rows.filters) if rows.filters else chosen.exponentials_NV
+        tokens_B = _draw(weights_BV, rows.noise.uniforms(positions_B))
         if rows.greedy_B is not None:
             tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]

@@ -43,7 +43,7 @@ def causes_of(facts: AtroposFacts, environments: Sequence[EnvironmentState]) -> 
     causes = (
         *_causes_in_api(facts),
         *_causes_in_processes(environments),
-        *_causes_in_sizes(facts),
+        *_causes_in_queue(facts),
         *_causes_in_refusals(facts),
         *_causes_in_traffic(facts, environments),
     )
@@ -97,14 +97,25 @@ def _causes_in_processes(environments: Sequence[EnvironmentState]) -> Iterator[C
             )
 
 
-def _causes_in_sizes(facts: AtroposFacts) -> Iterator[Cause]:
+def _causes_in_queue(facts: AtroposFacts) -> Iterator[Cause]:
     size, batch_size = facts.api.last_group_size, facts.sizes.batch_size
-    if size and facts.api.status and facts.api.status.num_queued and batch_size % size:
+    num_queued = facts.api.status.num_queued if facts.api.status else 0
+    if not size or not num_queued:
+        return
+    if batch_size % size:
         yield Cause(
             name="size_does_not_divide",
             text=f"groups of {size} can never fill a batch of exactly {batch_size} sequences, and no other group "
             "passes a larger one in the queue; make rollout.problems_per_step x rollout.group_size a multiple of "
             f"{size}, or set the environment's group_size",
+        )
+    elif num_queued * size >= batch_size:
+        yield Cause(
+            name="queue_blocked",
+            text=f"{num_queued} groups wait in run-api and form no batch of {batch_size} sequences: a group whose size "
+            "does not divide it waits before them, or an environment with a min_batch_allocation has no groups; if "
+            f"that one is dead: curl -X POST {facts.url}/disconnect-env -H 'content-type: application/json' "
+            "-d '{\"env_id\": ID}'",
         )
 
 

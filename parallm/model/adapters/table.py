@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from parallm.errors import AdapterError, UnknownModel
 from parallm.model.adapters.adapter import Adapter, Key
+from parallm.model.adapters.names import check_name, is_number, latest_of, of_alias, plain, versioned
 from parallm.types import BASE, BEST, LATEST, POLICY, AdapterCard
 
 RESERVED = {BASE, LATEST, BEST}
@@ -342,36 +343,3 @@ class AdapterTable:
         latest = [of_alias(LATEST, name) for name in sorted(state.newest)]
         names = [BASE, *self.policies, *sorted(state.served), *latest, *sorted(state.aliases), *pinned]
         return ", ".join(dict.fromkeys(names))
-
-
-def plain(model: str) -> str:
-    """Return the shortest name of the same model: `best` for `policy@best`, `latest` for `policy@latest`."""
-    name, at, ending = model.partition("@")
-    return ending if at and name == POLICY and ending and not is_number(ending) else model
-
-
-def latest_of(model: str) -> str | None:
-    """The adapter whose newest version the plain name `model` means: `policy` for `latest`; None for other names."""
-    name, _, ending = model.rpartition("@")
-    return (name or POLICY) if ending == LATEST else None
-
-
-def of_alias(alias: str, name: str) -> str:
-    """Return the plain name of an adapter's alias."""
-    return alias if name == POLICY else f"{name}@{alias}"
-
-
-def versioned(name: str, version: int) -> str:
-    return f"{name}@{version}"
-
-
-def check_name(name: str, taken: set[str]) -> None:
-    """Raise AdapterError if no adapter or alias can have this name."""
-    if not name or "@" in name or is_number(name) or name in taken:
-        raise AdapterError(
-            f"{name!r} cannot be a name here: it is empty or a number, holds an @ or is one of {sorted(taken)}"
-        )
-
-
-def is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit()

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import InvalidRequest, Unavailable
-from parallm.model.adapters.table import is_number, versioned
+from parallm.model.adapters.names import is_number, versioned
 from parallm.server.connection import body_of, json_response, read_body
 from parallm.server.interfaces import Adapters
 from parallm.server.schemas import MAX_INT, Wire

@@ -30,6 +30,7 @@ from parallm.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
+METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 CLIENT_CLOSED_REQUEST = 499  # no client reads it; access logs of proxies know the number
 MAX_UNREAD = 1 << 20
 """Bytes of a body that may come after the answer. A connection with more to come is closed, and a client that is still
@@ -181,8 +182,10 @@ class RequestMiddleware:
             current_request.reset(token)
 
     def _report(self, scope: Scope, context: RequestContext, status: int, seconds: float) -> None:
-        route = context.route
-        self._request_metrics.http_request(route, scope["method"], status, seconds)
+        route = context.route  # the path of the route, not of the request, or a client could make any number of series
+        handler, method = route or "none", scope["method"] if scope["method"] in METHODS else "other"
+        self._request_metrics.http_requests.labels(handler=handler, method=method, status=f"{status // 100}xx").inc()
+        self._request_metrics.http_seconds.labels(handler=handler, method=method).observe(seconds)
         if request_log.isEnabledFor(logging.INFO):
             fields = {
                 "request_id": context.request_id,

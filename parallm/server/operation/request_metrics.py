@@ -15,7 +15,6 @@ REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0
 TOKEN_COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
 COUNTS = (1, 2, 5, 10, 20, 50, 100)
 LABELS = ("model_name", "engine")
-METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS"})
 
 
 class RequestMetrics:
@@ -58,13 +57,6 @@ class RequestMetrics:
             registry=self.registry,
             buckets=REQUEST_SECONDS,
         )
-
-    def http_request(self, route: str | None, method: str, status: int, seconds: float) -> None:
-        """Count a request. `route` is the path of the route, not that of the request; None for an unknown path."""
-        handler = route or "none"
-        name = method if method in METHODS else "other"
-        self.http_requests.labels(handler=handler, method=name, status=f"{status // 100}xx").inc()
-        self.http_seconds.labels(handler=handler, method=name).observe(seconds)
 
     def _counter(self, name: str, text: str) -> Counter:
         return self._family(name, text).labels(**self._labels)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from parallm.engine.engine import Engine
-from parallm.engine.kv.cost import KvCost, measure_cost
+from parallm.engine.kv.budget import KvCost, measure_cost
 from parallm.engine.kv.shapes import EMPTY, BufferShape, grown, grown_to_end
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ContextTooLong

@@ -38,8 +38,15 @@ def test_a_group_that_does_not_divide_the_batch_blocks_the_queue(size: int) -> N
 
 
 def test_a_group_that_divides_the_batch_and_one_that_has_left_the_queue_are_no_cause() -> None:
-    assert names(api=dataclasses.replace(QUEUED, last_group_size=4)) == ["slow"]
+    assert names(api=dataclasses.replace(QUEUED, last_group_size=1)) == ["slow"]
     assert names(api=dataclasses.replace(WAITING, last_group_size=3)) == ["slow"]
+
+
+def test_a_queue_that_forms_no_batch_is_explained_with_the_way_to_disconnect_an_environment() -> None:
+    api = dataclasses.replace(QUEUED, last_group_size=4)
+    assert names(api=api) == ["queue_blocked"]
+    assert "http://127.0.0.1:8001/disconnect-env" in text(api=api)
+    assert '{"env_id": ID}' in text(api=api)
 
 
 def test_an_api_that_does_not_answer_is_the_only_cause() -> None:

@@ -99,7 +99,7 @@ def test_a_run_goes_on_without_the_minimum_of_a_dead_environment(stage: Stage) -
         alive = api.register_environment(group_size=4)
         dead = api.register_environment(group_size=4, min_batch_allocation=0.5)
         api.put(*(sampled(one, 4, seed=seed) | {"env_id": alive} for seed in range(2)))
-        one.wait_for_message(f"those with id {dead} have none", 30)
+        one.wait_for_message("an environment with a min_batch_allocation has no groups", 30)
         expect(one.step() == 0, "the control: a dead environment with a minimum did not hold up the batch")
         api.post("/disconnect-env", {"env_id": dead}).raise_for_status()
         one.wait_for_step(1, 20)
@@ -151,9 +151,9 @@ def failure(stage: Stage, overrides: list[str]) -> str:
 
 
 def kill(text: str) -> None:
-    """Kill the process whose command line ends with `text`; its keeper, which has the same words, lives on."""
+    """Kill the process whose command line ends with `text`; its watchdog, which has the same words, lives on."""
     listed = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
-    numbers = [line.split()[0] for line in listed.splitlines() if line.endswith(text) and "keeper.py" not in line]
+    numbers = [line.split()[0] for line in listed.splitlines() if line.endswith(text) and "watchdog.py" not in line]
     expect(len(numbers) == 1, f"{len(numbers)} processes end with {text}")
     os.kill(int(numbers[0]), signal.SIGKILL)
 

@@ -193,7 +193,7 @@ def foreign(stage: Stage, name: str, script: Path, folder: Path, arguments: str 
 
 
 def readme_flags(stage: Stage, folder: Path) -> None:
-    """The flags of the README lead gsm8k_server.py to other ports, and the status names one."""
+    """The flags of the README lead gsm8k_server.py to another server, and the status says so."""
     flags = {
         "env.rollout_server_url": "{api}",
         "env.tokenizer_name": "{tokenizer}",
@@ -208,7 +208,7 @@ def readme_flags(stage: Stage, folder: Path) -> None:
     listed = ", ".join(["serve", *(f"--{name}, '{value}'" for name, value in flags.items())])
     script = environments() / "gsm8k_server.py"
     with trainer(stage, foreign(stage, "gsm8k", script, folder, f", arguments: [{listed}]")) as one:
-        one.wait_for_message("9004", 60)
+        one.wait_for_message("it asks another server", 60)
         expect(one.step() == 0, "the control: the flags were honoured")
 
 
