@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -29,6 +30,21 @@ LAYERS: tuple[set[str], ...] = (
     {"train", "serve", "evaluate", "export", "library", "__main__"},
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
+
+SHORT = 40
+"""Lines below which a module needs two importers or a reason."""
+REASONS = {
+    "__main__.py": "entry point",
+    "train.py": "entry point",
+    "serve.py": "entry point",
+    "evaluate.py": "entry point",
+    "export.py": "entry point",
+    "client/hatch_build.py": "builds the wheel of the client",
+    "integrations/atropos/environment_host.py": "runs in the process of an environment",
+}
+
+RETIRED = re.compile(r"\b(shard|told|untold|knocks|lessons|house|skinny)\b|\bclass Room\b", re.IGNORECASE)
+FRAGMENTS = ("Of ", "That ", "Where ", "By ", "With ")
 
 
 def part_of(path: Path) -> str:
@@ -80,6 +96,37 @@ def test_the_table_of_layers_in_the_readme_is_that_of_this_test() -> None:
 def test_every_file_in_the_readme_exists() -> None:
     names = set(re.findall(r"`((?:\w+/)*\w+\.py)`", (PACKAGE / "README.md").read_text()))
     assert [name for name in sorted(names) if not ((PACKAGE / name).is_file() or (ROOT / name).is_file())] == []
+
+
+def test_a_short_module_has_two_importers_or_a_reason() -> None:
+    importers = Counter(name for path in MODULES for name in set(imported_modules(path)))
+    lonely = [
+        name
+        for path in MODULES
+        if (name := str(path.relative_to(PACKAGE))) not in REASONS
+        and path.name not in ("__init__.py", "settings.py")
+        and len(path.read_text().splitlines()) < SHORT
+        and importers[f"parallm.{name.removesuffix('.py').replace('/', '.')}"] < 2
+    ]
+    assert lonely == []
+
+
+def strings(path: Path) -> Iterator[str]:
+    """Docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def test_retired_words_stay_retired() -> None:
+    files = [path for path in sorted(PACKAGE.rglob("*")) if path.suffix in (".py", ".pyi", ".md", ".cu", ".yaml")]
+    lines = [(path, line) for path in files for line in path.read_text().splitlines()]
+    assert [f"{path.relative_to(ROOT)}: {line}" for path, line in lines if RETIRED.search(line)] == []
+
+
+def test_a_docstring_begins_with_its_subject_or_verb() -> None:
+    wrong = [(path, text) for path in MODULES for text in strings(path) if text.startswith(FRAGMENTS)]
+    assert [f"{path.relative_to(ROOT)}: {text.splitlines()[0]}" for path, text in wrong] == []
 
 
 def test_groups_fields_and_parts_have_the_same_names() -> None:

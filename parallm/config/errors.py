@@ -50,6 +50,8 @@ def explain_composition(
         return "\n".join(_explain_key(key, known, elsewhere) for key in unknown)
     if "override 'recipe" in str(error):
         return "recipe: a recipe is added to the run, so write +recipe=NAME with the plus"
+    if match := re.match(r"Could not override '(\w+)'", str(error)):
+        return f"{match[1]}: this command has no choices of it; set its keys, which --help {match[1]} shows"
     lines = (line.strip() for line in str(error).splitlines())
     return " ".join(line for line in lines if line and not line.startswith(("full_key", "object_type", "See http")))
 

@@ -32,7 +32,7 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraContext, merge_linears
 from parallm.model.lora.targets import InputRecorder, install_lora
-from parallm.model.patches.forward import find_trunk, install_attention, install_swiglu
+from parallm.model.patches.forward import find_trunk, install_forward
 from parallm.model.patches.rotary import install_rotary
 from parallm.model.quantized import arrange_quantized, cast, check_experts, choose_dtype
 from parallm.model.settings import ModelSettings
@@ -76,8 +76,7 @@ def share_model(
     sha256 = fingerprint(base)  # of what is stored, however it is kept here
     arrange_quantized(base, settings.quantized, dtype)
     _freeze(base, settings.path, model_type)
-    install_attention(base)
-    install_swiglu(base)
+    install_forward(base)
     install_rotary(base)
     lora_context = LoraContext()
     targets = install_lora(base, settings.lora, lora_context)

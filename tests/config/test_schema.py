@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from parallm.config.errors import explain_values
+from parallm.config.errors import explain_composition, explain_values
 from parallm.config.run_folder import run_folder
 from parallm.config.schema import COMMANDS, RunConfig, known_keys, register_defaults, shipped, to_config
 from parallm.environment.settings import (
@@ -223,6 +224,12 @@ def test_an_unknown_key_at_the_top_of_a_recipe_is_named() -> None:
 
 def test_known_keys_hold_every_environment_by_name() -> None:
     assert set(known_keys()["environment"]) == {"arithmetic", "gsm8k", "custom", "calculator", "verifiers", "mixed"}
+
+
+def test_a_choice_that_another_command_has_is_explained() -> None:
+    error = ConfigCompositionException("Could not override 'rollout'. No match in the defaults list.")
+    line = explain_composition(error, ["rollout=live"], known_keys(COMMANDS["evaluate"]), {})
+    assert line == "rollout: this command has no choices of it; set its keys, which --help rollout shows"
 
 
 def test_nothing_wrong_needs_no_explanation() -> None:

@@ -1,6 +1,6 @@
 """An adapter merged into its base: a whole model folder that programs without adapters load.
 
-The base is read anew and lazily, in the type that it is stored in, and written shard by shard, so that neither the
+The base is read anew and lazily, in the type that it is stored in, and written file by file, so that neither the
 serving model nor a second copy of the weights is held in memory.
 
 DoRA: see `lora/dora.py`. Axes: O outputs, I inputs, R rank.
@@ -81,7 +81,7 @@ def merged_weight(weight_OI: mx.array, adapter: Adapter, target: str) -> mx.arra
 def write_model(base: nn.Module, config: Mapping[str, Any], source: Path, folder: Path) -> None:
     """Write the arrays of `base`, `config`, and everything else that the model folder `source` holds.
 
-    Evaluates one shard after the other and takes the arrays out of `base`, so that a shard is all there is in memory.
+    Evaluates one file after the other and takes the arrays out of `base`, so that only one file is in memory.
     Raises OSError if the disk does not take it.
     """
     folder.mkdir(parents=True)
@@ -93,10 +93,10 @@ def write_model(base: nn.Module, config: Mapping[str, Any], source: Path, folder
     base.update(tree_map(lambda _: mx.array([]), base.parameters()))
     weight_map: dict[str, str] = {}
     for number in range(1, len(shards) + 1):
-        shard, shards[number - 1] = shards[number - 1], {}
+        arrays, shards[number - 1] = shards[number - 1], {}
         name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_arrays(folder / name, shard, {"format": "mlx"})
-        weight_map |= dict.fromkeys(shard, name)
+        write_arrays(folder / name, arrays, {"format": "mlx"})
+        weight_map |= dict.fromkeys(arrays, name)
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 

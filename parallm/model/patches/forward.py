@@ -1,8 +1,7 @@
-"""The functions and modules of mlx-lm that a forward replaces: attention, SwiGLU, the trunk while the head runs; and
-origins of arrays, by which our kernels start from the input of mlx-lm's last operation.
+"""Replacements in a forward of mlx-lm's models: attention, SwiGLU, residual adds, the trunk while the head runs.
 
 mlx-lm's models call one operation after the other. Where a later operation is ours and has a kernel for both, it asks
-for the origin of its input and starts from that. MLX is lazy: the input itself is never computed. For the device
+for the origin of its input (`origin_of`) and starts from that. MLX is lazy: the input itself is never computed. For the device
 thread, or a thread that builds a graph while it waits.
 """
 
@@ -47,11 +46,13 @@ class OwnCache:
         return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
-def install_attention(model: nn.Module) -> None:
-    """Let the modules that define `model`'s layers call `_dispatch`. Changes mlx-lm's modules; safe to repeat."""
-    for name in {type(module).__module__ for module in model.modules()}:
-        if getattr(sys.modules[name], "scaled_dot_product_attention", None) is _mlx_lm_attention:
-            sys.modules[name].scaled_dot_product_attention = _dispatch  # type: ignore[attr-defined]
+def install_forward(model: nn.Module) -> None:
+    """Let the modules that define `model`'s layers call our functions. Changes mlx-lm's modules; safe to repeat."""
+    replaced = {"scaled_dot_product_attention": (_mlx_lm_attention, _dispatch), "swiglu": (_mlx_lm_swiglu, swiglu)}
+    for module in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name, (original, replacement) in replaced.items():
+            if getattr(module, name, None) is original:
+                setattr(module, name, replacement)
 
 
 def _dispatch(
@@ -78,13 +79,6 @@ class SwigluHalf:
     """SwiGLU of both halves, (..., W); the same function for both."""
     index: int
     """0 or 1."""
-
-
-def install_swiglu(model: nn.Module) -> None:
-    """Let the modules that define `model`'s layers call `swiglu`. Changes mlx-lm's modules; safe to repeat."""
-    for name in {type(module).__module__ for module in model.modules()}:
-        if getattr(sys.modules[name], "swiglu", None) is _mlx_lm_swiglu:
-            sys.modules[name].swiglu = swiglu  # type: ignore[attr-defined]
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
