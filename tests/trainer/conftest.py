@@ -106,7 +106,7 @@ def fail_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         async def fail(runner: RolloutRunner, *arguments: Any) -> list[list[ScoredEpisode]]:
             if next(numbers) == chosen:
                 raise ProblemError("cannot be played")
-            return await run_episodes(stage, *arguments)
+            return await run_episodes(runner, *arguments)
 
         monkeypatch.setattr(RolloutRunner, "run_episodes", fail)
 
