@@ -103,7 +103,7 @@ class Engine:
 
     def pause(self, traffic: TrafficClass) -> None:
         """Freeze a class where it is: requests may come, and nothing is computed for any until `resume`."""
-        self.settle(traffic)
+        self.flush(traffic)
         self._queues[traffic].is_paused = True
 
     def resume(self, traffic: TrafficClass) -> None:
@@ -142,7 +142,7 @@ class Engine:
             other.is_blocked = other is queue and not has_worked
         self._at_work = None
 
-    def settle(self, traffic: TrafficClass) -> None:
+    def flush(self, traffic: TrafficClass) -> None:
         """Read what is still in flight of a class, if anything is."""
         queue = self._queues[traffic]
         self._at_work = queue.running()

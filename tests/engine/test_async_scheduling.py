@@ -246,8 +246,8 @@ def test_settling_reads_what_is_in_flight_without_a_new_step(
         engine.step("serving")
     assert len(events) == 1
     for _ in range(2):
-        engine.settle("serving")
-        engine.settle("rollout")
+        engine.flush("serving")
+        engine.flush("rollout")
     assert len(events) == 2
     while unit(engine):
         pass
