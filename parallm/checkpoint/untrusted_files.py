@@ -31,7 +31,7 @@ BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def resolve_inside(root: Path, path: str) -> Path:
-    """The existing path `path`, absolute or below `root`, with links followed.
+    """The existing `path`, absolute or below `root`, with links followed.
 
     Raises AdapterError if it is outside of `root`, AdapterMissing if it does not exist.
     """

@@ -12,10 +12,9 @@ from parallm.rollout.curriculum import Curriculum
 from parallm.rollout.episode import trajectory_of
 from parallm.rollout.problems import ProblemCursor, Stream
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.runner import GenerateAll, RolloutRunner, ScoredEpisode
-from parallm.rollout.scoring import NO_TOKENS, FaultLog
+from parallm.rollout.runner import GenerateAll, RolloutRunner
+from parallm.rollout.scoring import NO_TOKENS, FaultLog, ScoredEpisode, loss_mask, shape_reward
 from parallm.rollout.settings import RolloutSettings
-from parallm.rollout.shaping import loss_mask, shape_reward
 from parallm.rollout.tool_calls import encode_problem
 from parallm.seeds import mix
 from parallm.types import FaultyEpisode, GenerationRequest, Problem, SamplingParams, Trajectory, TrajectoryGroup

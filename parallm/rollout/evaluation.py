@@ -12,8 +12,8 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.reports import EvaluatedCompletion, Evaluation, EvaluationReport
 from parallm.rollout.confidence_intervals import mean_estimate, pass_at, share_estimate, support
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.runner import RolloutRunner, ScoredEpisode
-from parallm.rollout.scoring import REWARD_MODEL, FaultLog, raise_if_none_scored
+from parallm.rollout.runner import RolloutRunner
+from parallm.rollout.scoring import REWARD_MODEL, FaultLog, ScoredEpisode, raise_if_none_scored
 from parallm.rollout.settings import EpisodeSettings
 from parallm.rollout.tool_calls import encode_problem
 from parallm.seeds import mix

@@ -5,7 +5,7 @@ Used by `Collector` and `Evaluator`. A later turn's prompt is the very token ids
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from parallm.environment.environment import (
@@ -20,7 +20,7 @@ from parallm.model.chat.tokenizer import ASSISTANT, ChatTokenizer, reply_tokens
 from parallm.rollout.environment_calls import CallResult, EnvironmentCalls, EnvironmentFault, attempt
 from parallm.rollout.episode import Episode
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.scoring import Score, score_call, to_score
+from parallm.rollout.scoring import ScoredEpisode, score_call, to_score
 from parallm.rollout.tool_calls import parse_response
 from parallm.seeds import mix
 from parallm.types import Completion, GenerationRequest, Message, Problem
@@ -29,12 +29,6 @@ logger = logging.getLogger(__name__)
 
 GenerateAll = Callable[[Sequence[GenerationRequest]], Awaitable[list[list[Completion]]]]
 """The face of `AsyncEngine.generate_all`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredEpisode:
-    episode: Episode
-    score: Score
 
 
 class RolloutRunner:

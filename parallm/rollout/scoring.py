@@ -1,6 +1,7 @@
-"""Episodes -> reward parts. Whatever an environment does instead of scoring costs one episode and is counted.
+"""Episodes -> reward parts: the environment's, and those that depend on length alone.
 
-Used by `RolloutRunner`; `FaultLog` names the faults in the log of a run.
+Whatever an environment does instead of scoring costs one episode and is counted. Used by `RolloutRunner` and
+`Collector`; `FaultLog` names the faults in the log of a run.
 """
 
 import logging
@@ -14,6 +15,7 @@ from parallm.environment.environment import AnyEnvironment, MultiTurnEnvironment
 from parallm.errors import EnvironmentFailed
 from parallm.rollout.environment_calls import CallResult, EnvironmentFault
 from parallm.rollout.episode import Episode
+from parallm.rollout.settings import RolloutSettings
 from parallm.types import FaultyEpisode, Problem
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ REWARD_MODEL = "rollout/reward_model"
 """The reward model's part, which says nothing about right and wrong."""
 SCALAR_REWARD = "reward"
 """Name of the part of a reward that is one number."""
+OVERLONG = "rollout/overlong"
+LENGTH = "rollout/length"
 MAX_REWARD = 1e9
 """Largest absolute value of a reward or a part. Advantages are float32, and so is the sum of the squares of a gradient,
 which grows with them: a larger reward could make that of a whole step infinite."""
@@ -51,6 +55,20 @@ class Score:
             return self.parts[CORRECT] == 1
         parts = [part for name, part in self.parts.items() if name != REWARD_MODEL]
         return bool(parts) and all(part == 1 for part in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredEpisode:
+    episode: Episode
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapedReward:
+    """Parts and reward as the learner gets them."""
+
+    parts: dict[str, float]
+    reward: float
 
 
 def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], object]:
@@ -104,6 +122,39 @@ def read_parts(value: object, parts: dict[str, float]) -> EnvironmentFault | Non
             )
         parts[str(name)] = number
     return None
+
+
+def shape_reward(scored: ScoredEpisode, settings: RolloutSettings) -> ShapedReward:
+    """Add the parts that `settings` turns on to those of the score."""
+    length = len(scored.episode.tokens)
+    parts, reward = dict(scored.score.parts), scored.score.reward
+    if settings.overlong_buffer > 0:
+        parts[OVERLONG] = overlong_part(length, max_tokens=settings.max_tokens, buffer=settings.overlong_buffer)
+        reward += settings.overlong_weight * parts[OVERLONG]
+    if settings.length_weight > 0:
+        # wrong answers pay nothing: a group without a right one would learn only to be short
+        parts[LENGTH] = -length / settings.max_tokens if scored.score.is_correct else 0.0
+        reward += settings.length_weight * parts[LENGTH]
+    return ShapedReward(parts=parts, reward=reward)
+
+
+def overlong_part(length: int, *, max_tokens: int, buffer: int) -> float:
+    """Return 0 up to `max_tokens - buffer` tokens, then a value that falls linearly to -1 at `max_tokens`.
+
+    The soft overlong punishment of DAPO, equation 13: https://arxiv.org/abs/2503.14476
+    """
+    return min(0.0, (max_tokens - buffer - length) / buffer)
+
+
+def loss_mask(scored: ScoredEpisode, settings: RolloutSettings) -> tuple[bool, ...]:
+    """Return which tokens are trained on: the sampled ones, or none of a truncated completion with `mask_truncated`.
+
+    Such a completion still counts in its group's mean reward.
+    """
+    episode = scored.episode
+    if settings.mask_truncated and episode.finish_reason == "length":
+        return (False,) * len(episode.tokens)
+    return tuple(episode.is_sampled)
 
 
 class FaultLog:

@@ -20,7 +20,7 @@ class Verdict:
 
     action: Action
     reason: str = ""
-    """Why, unless training just goes on."""
+    """The reason; empty if training goes on."""
     warnings: tuple[str, ...] = ()
     """Texts for the log, with any action."""
 

@@ -99,8 +99,7 @@ class LiveTrainer(Loop):
 
 
 class ClientTrainer(LiveTrainer):
-    """Trains on completions that clients rewarded, each once, and reports to `source` which steps were saved, failed or
-    undone."""
+    """Trains on completions that clients rewarded, each once. Reports saved, failed and undone steps to `source`."""
 
     def __init__(
         self,

@@ -61,8 +61,7 @@ class TrainerSettings(EvaluationSettings):
     keep_best: bool = False
     """Write the best version by evaluation into the run's adapter folders at the end, instead of the newest."""
     publish_if: Literal["always", "evaluation"] = "always"
-    """The time at which `policy` moves to a new version: after each update, or after an evaluation finds it good
-    enough."""
+    """`policy` moves to a new version after each update, or after an evaluation finds it good enough."""
     publish_margin: float = Field(default=0.02, ge=0, le=1)
     """How far below the best held-out accuracy so far a version may be, for publish_if=evaluation; without an accuracy,
     how far above the lowest held-out loss, in nats."""

@@ -10,7 +10,8 @@ from mlx_lm.utils import load_tokenizer
 from parallm.environment.environment import AnyEnvironment
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO
-from parallm.rollout.runner import RolloutRunner, ScoredEpisode
+from parallm.rollout.runner import RolloutRunner
+from parallm.rollout.scoring import ScoredEpisode
 from parallm.types import (
     Completion,
     FinishReason,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from parallm.rollout.collector import Collector, RolloutBatch
-from parallm.rollout.shaping import overlong_part
+from parallm.rollout.scoring import overlong_part
 from parallm.types import Completion, FinishReason, GenerationRequest
 
 

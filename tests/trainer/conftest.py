@@ -23,7 +23,8 @@ from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.settings import ArithmeticSettings
 from parallm.errors import ProblemError
 from parallm.learner.passes.gradient import PassResult, PolicyGradient
-from parallm.rollout.runner import RolloutRunner, ScoredEpisode
+from parallm.rollout.runner import RolloutRunner
+from parallm.rollout.scoring import ScoredEpisode
 from parallm.run.train import run_training
 from parallm.types import Problem, Split
 
@@ -102,10 +103,10 @@ def fail_in_round(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     run_episodes, numbers = RolloutRunner.run_episodes, count(1)
 
     def fail_once(chosen: int) -> None:
-        async def fail(stage: RolloutRunner, *arguments: Any) -> list[list[ScoredEpisode]]:
+        async def fail(runner: RolloutRunner, *arguments: Any) -> list[list[ScoredEpisode]]:
             if next(numbers) == chosen:
                 raise ProblemError("cannot be played")
-            return await run_episodes(stage, *arguments)
+            return await run_episodes(runner, *arguments)
 
         monkeypatch.setattr(RolloutRunner, "run_episodes", fail)
 

@@ -77,13 +77,19 @@ def checkpointed(model: SharedModel, enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
+    with replaced_layers(model, [_CheckpointedLayer(layer, model.lora_context) for layer in model.trunk.layers]):
+        yield
+
+
+@contextmanager
+def replaced_layers(model: SharedModel, layers: list[Any]) -> Iterator[None]:
+    """Inside the block the trunk has these layers."""
     trunk = model.trunk
-    layers = trunk.layers
-    trunk.layers = [_CheckpointedLayer(layer, model.lora_context) for layer in layers]
+    own_layers, trunk.layers = trunk.layers, layers
     try:
         yield
     finally:
-        trunk.layers = layers
+        trunk.layers = own_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,14 @@ completions that saves 1% of an 8B model's update, more for smaller models or lo
 Axes: M computed tokens, N trained tokens, H hidden.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from parallm.learner.passes.checkpointing import can_checkpoint
+from parallm.learner.passes.checkpointing import can_checkpoint, replaced_layers
 from parallm.learner.passes.packing import Segment, num_padding_rows, packed_hidden, padded_hidden
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.shared_model import SharedModel
@@ -27,7 +26,10 @@ def hidden_at(
 ) -> mx.array:
     """`packed_hidden` at `sources_N`, (N, H), for a model that `can_trim`."""
     num_padding = num_padding_rows(sources_N.size)
-    with _trimmed(model, mx.concatenate([sources_N, mx.zeros((num_padding,), sources_N.dtype)])):
+    rows_N = mx.concatenate([sources_N, mx.zeros((num_padding,), sources_N.dtype)])
+    layers = model.trunk.layers
+    # the last layer is not checkpointed: its backward is the first
+    with replaced_layers(model, [*layers[:-1], _LastLayer(layers[-1], rows_N)]):
         return padded_hidden(model, inputs_M, segments, lora)[: sources_N.size]
 
 
@@ -45,18 +47,6 @@ def can_trim(model: SharedModel) -> bool:
         return float(difference.item()) < (1e-3 if model.dtype == mx.float32 else 3e-2)
     except (AssertionError, AttributeError, TypeError, ValueError):  # as in `can_pack`
         return False
-
-
-@contextmanager
-def _trimmed(model: SharedModel, rows_N: mx.array) -> Iterator[None]:
-    """Inside the block the trunk returns these rows only. The last layer is not checkpointed: its backward is first."""
-    trunk = model.trunk
-    layers = trunk.layers
-    trunk.layers = [*layers[:-1], _LastLayer(layers[-1], rows_N)]
-    try:
-        yield
-    finally:
-        trunk.layers = layers
 
 
 @dataclass(frozen=True, slots=True)
