@@ -158,7 +158,7 @@ class DeviceThread:
             self._run_worker(work, self._worker.step)
 
     def _flush(self) -> None:
-        """Finish the last step before other work begins, so that its seconds count for its own class."""
+        """Finish the step in flight before other work begins, so that its seconds count for its own class."""
         if self._worker is not None and self._unflushed is not None:
             self._run_worker(self._unflushed, self._worker.flush)
         self._unflushed = None

@@ -196,11 +196,11 @@ def test_a_class_is_flushed_before_another_kind_of_work_begins(device: DeviceThr
 
 
 def test_a_failure_to_flush_is_that_of_the_class_that_is_flushed(device: DeviceThread) -> None:
-    class FailingFlush(Counter):
+    class Unflushed(Counter):
         def flush(self, traffic: TrafficClass) -> None:
             raise ValueError(f"{traffic} is lost")
 
-    worker = FailingFlush({"serving": 10**9})
+    worker = Unflushed({"serving": 10**9})
     device.attach(worker)
     while not worker.done:
         time.sleep(0.001)

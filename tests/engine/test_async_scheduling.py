@@ -83,7 +83,7 @@ def play(make_engine: MakeEngine) -> Callable[..., tuple[Told, Engine]]:
 
 
 def mixed_requests(ask: Ask) -> list[GenerationRequest]:
-    """Of many lengths, with stops, groups, filters and alternatives, in both classes."""
+    """Requests of many lengths, with stops, groups, filters and alternatives, in both classes."""
     fields: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 1.0, "ignore_eos": False, "stop": ("1", "the")},
