@@ -401,3 +401,35 @@ class GivenUpdate:
     """Why the update changed nothing, if so."""
     checkpoint: str | None
     """Folder of the checkpoint, if one was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Load and totals of the engine, such as 3 running and 1 waiting; totals count since its start."""
+
+    num_running: int
+    """Completions that decode now."""
+    num_waiting: int
+    """Requests that wait for rows."""
+    tokens_total: Mapping[TrafficClass, int]
+    """Sampled tokens."""
+    max_rows: int
+    """Completions that can decode at the same time."""
+    kv_bytes: int
+    """Bytes of keys, values and states, as of the last unit of work."""
+    kv_bytes_limit: int
+    num_preemptions: int
+    """Times that a sequence or a prompt has given up its memory, to be computed again later."""
+    prefix_bytes: int
+    """Part of `kv_bytes` that the prefix cache holds."""
+    num_prefix_lookups: int
+    """Prompts that were looked up in the prefix cache."""
+    num_prefix_hits: int
+    prompt_tokens_total: int
+    """Tokens of prompts that have begun; what preempted sequences compute again counts."""
+    cached_prompt_tokens_total: int
+    """Tokens of these that came from the prefix cache."""
+    num_drafts: int
+    """Times that a sequence was fed draft tokens."""
+    draft_tokens_total: int
+    accepted_draft_tokens_total: int

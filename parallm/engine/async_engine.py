@@ -5,48 +5,16 @@ import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from parallm.device.memory import give_back_memory
 from parallm.device.thread import DeviceThread
 from parallm.engine.engine import Engine
 from parallm.engine.kv.budget import max_rows
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, ParallmError
-from parallm.types import Completion, GenerationRequest, SamplingParams, TokenEvent, TrafficClass
+from parallm.types import Completion, EngineStats, GenerationRequest, SamplingParams, TokenEvent
 
 Delivery = TokenEvent | Exception
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Totals count since the start."""
-
-    num_running: int
-    """Completions that decode now."""
-    num_waiting: int
-    """Requests that wait for rows."""
-    tokens_total: Mapping[TrafficClass, int]
-    """Sampled tokens."""
-    max_rows: int
-    """Completions that can decode at the same time."""
-    kv_bytes: int
-    """Bytes of keys, values and states, as of the last unit of work."""
-    kv_bytes_limit: int
-    num_preemptions: int
-    """Times that a sequence or a prompt has given up its memory, to be computed again later."""
-    prefix_bytes: int
-    """Part of `kv_bytes` that the prefix cache holds."""
-    num_prefix_lookups: int
-    """Prompts that were looked up in the prefix cache."""
-    num_prefix_hits: int
-    prompt_tokens_total: int
-    """Tokens of prompts that have begun; what preempted sequences compute again counts."""
-    cached_prompt_tokens_total: int
-    """Tokens of these that came from the prefix cache."""
-    num_drafts: int
-    """Times that a sequence was fed draft tokens."""
-    draft_tokens_total: int
-    accepted_draft_tokens_total: int
 
 
 class AsyncEngine:

@@ -64,7 +64,7 @@ def mean_intervals(values_RN: Floats, low: float = 0.0, high: float = 1.0) -> tu
 
     Gaffke's bounds (2005; https://arxiv.org/abs/1905.06208): the 2.5% and 97.5% quantiles of the mean of the values
     and the bound of their range, weighted at random by a flat Dirichlet distribution. Their coverage is conjectured
-    for all distributions within the range, and measured by scripts/check_intervals.py.
+    for all distributions within the range, and measured by tests/rollout/test_interval_coverage.py.
     """
     lows_R, highs_R = _supports(values_RN, low, high)
     return -_upper_bounds(-values_RN, -lows_R), _upper_bounds(values_RN, highs_R)

@@ -11,6 +11,7 @@ from parallm.reports import TrajectoryReport
 from parallm.types import (
     AdapterCard,
     Completion,
+    EngineStats,
     GenerationRequest,
     GivenTrajectory,
     GivenUpdate,
@@ -18,37 +19,7 @@ from parallm.types import (
     Message,
     ScoringRequest,
     TokenEvent,
-    TrafficClass,
 )
-
-
-class EngineLoad(Protocol):
-    """Counts of running completions, waiting requests, tokens and memory."""
-
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def tokens_total(self) -> Mapping[TrafficClass, int]: ...
-    @property
-    def max_rows(self) -> int: ...
-    @property
-    def kv_bytes(self) -> int: ...
-    @property
-    def kv_bytes_limit(self) -> int: ...
-    @property
-    def num_preemptions(self) -> int: ...
-    @property
-    def prompt_tokens_total(self) -> int: ...
-    @property
-    def cached_prompt_tokens_total(self) -> int: ...
-    @property
-    def num_drafts(self) -> int: ...
-    @property
-    def draft_tokens_total(self) -> int: ...
-    @property
-    def accepted_draft_tokens_total(self) -> int: ...
 
 
 class EngineClient(Protocol):
@@ -67,7 +38,7 @@ class EngineClient(Protocol):
         """Yield events of all `n` completions, interleaved. Closing it aborts the request."""
         ...
 
-    def stats(self) -> EngineLoad: ...
+    def stats(self) -> EngineStats: ...
 
     async def ping(self) -> None:
         """Return when the device thread has come by. Raises EngineStopped."""

@@ -24,12 +24,12 @@ from parallm.server.settings import ServerSettings
 from parallm.types import (
     AdapterCard,
     Completion,
+    EngineStats,
     GenerationRequest,
     Message,
     PromptLogprob,
     TokenEvent,
     TopLogprob,
-    TrafficClass,
     WeightSpan,
 )
 
@@ -108,20 +108,23 @@ class CharacterTokenizer:
         return "<end>" if token == END else chr(token)
 
 
-@dataclass(frozen=True)
-class Load:
-    num_running: int = 0
-    num_waiting: int = 0
-    tokens_total: Mapping[TrafficClass, int] = field(default_factory=lambda: {"serving": 7, "rollout": 11})
-    max_rows: int = 128
-    kv_bytes: int = 30
-    kv_bytes_limit: int = 120
-    num_preemptions: int = 2
-    prompt_tokens_total: int = 70
-    cached_prompt_tokens_total: int = 16
-    num_drafts: int = 3
-    draft_tokens_total: int = 9
-    accepted_draft_tokens_total: int = 5
+STATS = EngineStats(
+    num_running=0,
+    num_waiting=0,
+    tokens_total={"serving": 7, "rollout": 11},
+    max_rows=128,
+    kv_bytes=30,
+    kv_bytes_limit=120,
+    num_preemptions=2,
+    prefix_bytes=0,
+    num_prefix_lookups=0,
+    num_prefix_hits=0,
+    prompt_tokens_total=70,
+    cached_prompt_tokens_total=16,
+    num_drafts=3,
+    draft_tokens_total=9,
+    accepted_draft_tokens_total=5,
+)
 
 
 @dataclass
@@ -143,8 +146,8 @@ class EchoEngine:
     is_paused: bool = False
     num_resets: int = 0
 
-    def stats(self) -> Load:
-        return Load()
+    def stats(self) -> EngineStats:
+        return STATS
 
     async def ping(self) -> None:
         while self.is_stuck:

@@ -44,7 +44,7 @@ def run_tests(path: Path, request: Request, combine: Mapping[str, Combine]) -> t
     """The figures that tests have recorded, and how each has ended: passed, failed or skipped."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-o", "junit_family=xunit2", f"--junitxml={report}"]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-o", "junit_family=xunit1", f"--junitxml={report}"]
         subprocess.run([*command, str(path)], cwd=ROOT, env=clean_environment() | settings(request), check=False)
         cases = list(ElementTree.parse(report).iter("testcase"))
     values: dict[str, list[float]] = defaultdict(list)

@@ -119,10 +119,12 @@ async def open_workbench(
 
     engine = AsyncEngine(device, asyncio.get_running_loop())
     settings = EngineSettings(max_rows=rows, **engine_settings)
-    made = await asyncio.wrap_future(device.call(lambda: Workbench(device, engine, settings, load)))
-    engine.attach(made.core)
-    yield made
-    device.stop()
+    try:
+        made = await asyncio.wrap_future(device.call(lambda: Workbench(device, engine, settings, load)))
+        engine.attach(made.core)
+        yield made
+    finally:
+        device.stop()
 
 
 def random_adapter(
@@ -147,7 +149,7 @@ def scored_at_random(
     trajectories = []
     for place, completion in enumerate(completions):
         episode = Episode(problem=problem, request=request, index=place)
-        episode.take(completion, completion.text)
+        episode.append_completion(completion, completion.text)
         mask, reward = tuple(episode.is_sampled), float(place in winners)
         trajectories.append(trajectory_of(episode, reward=reward, parts={}, loss_mask=mask))
     return TrajectoryGroup(problem=problem, trajectories=tuple(trajectories))

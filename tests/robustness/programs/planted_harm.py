@@ -1,4 +1,4 @@
-"""`python -m parallm.train` that does wrong what check_hostile.py must see: an answer, a delay, a row that is lost."""
+"""`python -m parallm.train` that does wrong what test_hostile.py must see: an answer, a delay, a row that is lost."""
 
 import sys
 import time
