@@ -10,7 +10,6 @@ from bench.workers.number_words import NumberWords
 from parallm.config.schema import RunConfig
 from parallm.device.blas import BlasReport
 from parallm.run.command import run_command
-from parallm.train import run
 
 
 def arguments(model: str, vocabulary: int, sizes: dict[str, int], steps: int, folder: str) -> list[str]:
@@ -36,7 +35,9 @@ def main(*, model: str, vocabulary: int, warm_up: int, steps: int, **sizes: int)
         nonlocal peak
         import mlx.core as mx  # noqa: PLC0415  # not at the top: the command loads the BLAS before MLX
 
-        code = run(config, folder, blas)
+        from parallm.run.train import run_training  # noqa: PLC0415
+
+        code = run_training(config, folder, blas)
         peak = None if mx.default_device() == mx.Device(mx.cpu) else mx.get_peak_memory() / 1e9
         return code
 

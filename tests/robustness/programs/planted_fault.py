@@ -1,9 +1,9 @@
 """`python -m parallm.train` with a fault in one route: an odd text at /tokenize is an error that nobody handles."""
 
 import parallm.train as train
-from parallm.server.dialects import routes_generate
+from parallm.server.dialects import routes_tokenize
 
-checked = routes_generate.check_text
+checked = routes_tokenize.check_text
 
 
 def fail(text: str, *rest: object) -> None:
@@ -12,5 +12,5 @@ def fail(text: str, *rest: object) -> None:
     checked(text, *rest)
 
 
-routes_generate.check_text = fail
+routes_tokenize.check_text = fail
 train.main()

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import parallm.train as train
 from parallm.config.schema import RunConfig
 from parallm.device.blas import BlasReport
 from parallm.metrics.json_lines import JsonLines
-from parallm.server.dialects import routes_generate
+from parallm.run.command import run_command
+from parallm.server.dialects import routes_tokenize
 from parallm.types import TokenEvent
 
 FREEZE_SECONDS = 4.0
@@ -19,11 +19,12 @@ WRONG_ONE = 40
 """Every so many streams one is wrong."""
 LOST_STEP = 3
 
-run, append, check_text = train.run, JsonLines.append, routes_generate.check_text
+append, check_text = JsonLines.append, routes_tokenize.check_text
 
 
 def harmful(config: RunConfig, folder: Path, blas: BlasReport) -> int:
     from parallm.engine.async_engine import AsyncEngine  # noqa: PLC0415  # MLX takes the BLAS that there is by now
+    from parallm.run.train import run_training  # noqa: PLC0415
 
     stream = AsyncEngine.stream
     num_streams = 0
@@ -36,7 +37,7 @@ def harmful(config: RunConfig, folder: Path, blas: BlasReport) -> int:
             yield replace(event, tokens=tuple(token ^ 1 for token in event.tokens)) if is_wrong else event
 
     AsyncEngine.stream = wrong  # type: ignore[method-assign]
-    return run(config, folder, blas)
+    return run_training(config, folder, blas)
 
 
 def losing(lines: JsonLines, *rows: Any) -> None:
@@ -49,8 +50,7 @@ def freezing(text: str, *rest: Any) -> None:
     check_text(text, *rest)
 
 
-train.run = harmful
 JsonLines.append = losing  # type: ignore[method-assign]
-routes_generate.check_text = freezing
+routes_tokenize.check_text = freezing
 sys.path.insert(0, "")  # as `python -m` does: scoring functions are in the folder of the run
-train.main()
+sys.exit(run_command("train", harmful))
