@@ -28,7 +28,7 @@ class Worker(Protocol):
 
     def step(self, traffic: TrafficClass) -> None: ...
 
-    def settle(self, traffic: TrafficClass) -> None:
+    def flush(self, traffic: TrafficClass) -> None:
         """Finish the last step of a class, if it is still on the device."""
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None: ...
@@ -47,7 +47,7 @@ class DeviceThread:
         self._updates: deque[_Job] = deque()
         self._scorings: deque[_Job] = deque()
         self._worker: Worker | None = None
-        self._unsettled: TrafficClass | None = None  # class whose last step may still be on the device
+        self._unflushed: TrafficClass | None = None  # class whose last step may still be on the device
         self._stopping = False
         self._wakeup = threading.Condition()
         self._thread = threading.Thread(target=self._loop, name="device", daemon=True)
@@ -132,7 +132,7 @@ class DeviceThread:
         while self._calls and not self._stopping:
             function, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
-                _settle(future, function)
+                _complete(future, function)
 
     def _ready(self) -> list[Work]:
         ready: list[Work] = []
@@ -146,22 +146,22 @@ class DeviceThread:
 
     def _run_unit(self, work: Work) -> None:
         if work == "learning":
-            self._settle()
+            self._flush()
             self._run_job(work, self._updates)
         elif work == "rollout" and self._scorings:
-            self._settle()
+            self._flush()
             self._run_job(work, self._scorings)
         elif self._worker is not None:
-            if work != self._unsettled:
-                self._settle()
-            self._unsettled = work
+            if work != self._unflushed:
+                self._flush()
+            self._unflushed = work
             self._run_worker(work, self._worker.step)
 
-    def _settle(self) -> None:
-        """Finish the unsettled step before other work begins, so that its seconds count for its own class."""
-        if self._worker is not None and self._unsettled is not None:
-            self._run_worker(self._unsettled, self._worker.settle)
-        self._unsettled = None
+    def _flush(self) -> None:
+        """Finish the step in flight before other work begins, so that its seconds count for its own class."""
+        if self._worker is not None and self._unflushed is not None:
+            self._run_worker(self._unflushed, self._worker.flush)
+        self._unflushed = None
 
     def _run_worker(self, traffic: TrafficClass, unit: Callable[[TrafficClass], None]) -> None:
         with self._charged(traffic):
@@ -199,7 +199,7 @@ class DeviceThread:
                 self._worker.fail(traffic, error)
 
 
-def _settle(future: Future[Any], function: Callable[[], Any]) -> None:
+def _complete(future: Future[Any], function: Callable[[], Any]) -> None:
     try:
         result = function()
     except Exception as error:  # noqa: BLE001  # raised where the future is awaited

@@ -103,7 +103,7 @@ class Engine:
 
     def pause(self, traffic: TrafficClass) -> None:
         """Freeze a class where it is: requests may come, and nothing is computed for any until `resume`."""
-        self.settle(traffic)
+        self.flush(traffic)
         self._queues[traffic].is_paused = True
 
     def resume(self, traffic: TrafficClass) -> None:
@@ -142,7 +142,7 @@ class Engine:
             other.is_blocked = other is queue and not has_worked
         self._at_work = None
 
-    def settle(self, traffic: TrafficClass) -> None:
+    def flush(self, traffic: TrafficClass) -> None:
         """Read what is still in flight of a class, if anything is."""
         queue = self._queues[traffic]
         self._at_work = queue.running()
@@ -258,7 +258,7 @@ class Engine:
     def _decode(self, traffic: TrafficClass) -> bool:
         """Launch the next step of all sequences and read the one before, or both of one; False without either."""
         queue = self._queues[traffic]
-        self._read(queue, queue.steps_to_read_first())
+        self._collect(queue, queue.steps_to_read_first())
         self.scheduler.schedule_decode(traffic)
         self._at_work = queue.running()
         active = [decoder for decoder in queue.decoders if decoder.has_next_step]
@@ -268,7 +268,7 @@ class Engine:
         if self._async_scheduling:
             mx.async_eval(launched)
         self._wait_for_prefill(queue)
-        self._read(queue, [step for step in before if step is not None])
+        self._collect(queue, [step for step in before if step is not None])
         masked = [decoder for decoder in active if decoder.waits_for_masks]
         sampled = self._streams.run(Decoder.sample, masked)
         if self._async_scheduling:
@@ -279,9 +279,9 @@ class Engine:
 
     def _flush(self, queue: RequestQueue) -> None:
         """Read the steps in flight."""
-        self._read(queue, queue.take_steps())
+        self._collect(queue, queue.take_steps())
 
-    def _read(self, queue: RequestQueue, steps: list[Step]) -> None:
+    def _collect(self, queue: RequestQueue, steps: list[Step]) -> None:
         """Wait for steps, emit their tokens, and remove the sequences that have ended."""
         if not steps:
             return

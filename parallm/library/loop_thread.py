@@ -115,7 +115,7 @@ class LoopThread(Generic[Session]):
             self._error = error
         finally:
             self._session = self._task = None
-            _settle(self.ended, self._error)
+            _complete(self.ended, self._error)
             if not started.done():
                 started.set_exception(self._error or self._ended())
 
@@ -147,7 +147,7 @@ class LoopThread(Generic[Session]):
         return Unavailable(f"{self.name} is closed{reason}; open it again")
 
 
-def _settle(future: Future[None], error: BaseException | None) -> None:
+def _complete(future: Future[None], error: BaseException | None) -> None:
     if error is None:
         future.set_result(None)
     else:

@@ -20,17 +20,14 @@ BLOCK = 1000
 
 
 class Stream(Protocol):
-    """An endless supply of training problems. `cursor` is all there is to save."""
-
-    cursor: int
-    """Number of problems drawn so far; written by `take` and to resume a run."""
+    """An endless supply of training problems. An index always means the same problem."""
 
     @property
     def digest(self) -> str:
-        """Digest of the problems and of their order except for the seed: equal digests give a cursor equal meaning."""
+        """Digest of the problems and of their order except for the seed: in equal streams an index means the same."""
 
-    def take(self, count: int) -> list[Problem]:
-        """Draw the next `count` problems."""
+    def at(self, index: int) -> Problem:
+        """Return the problem of the `index`-th draw."""
 
 
 class ProblemStream:
@@ -39,7 +36,6 @@ class ProblemStream:
     def __init__(self, problems: Sequence[Problem], seed: int) -> None:
         self._problems = problems
         self._seed = seed
-        self.cursor = 0
         self._epoch = -1  # the epoch of `_order`
         self._order: list[int] = []
 
@@ -47,18 +43,14 @@ class ProblemStream:
     def digest(self) -> str:
         return _sha256(map(repr, self._problems))
 
-    def take(self, count: int) -> list[Problem]:
-        """Draw the next `count` problems."""
-        return [self._next() for _ in range(count)]
-
-    def _next(self) -> Problem:
-        epoch, index = divmod(self.cursor, len(self._problems))
+    def at(self, index: int) -> Problem:
+        """Return the problem of the `index`-th draw."""
+        epoch, offset = divmod(index, len(self._problems))
         if epoch != self._epoch:
             self._order = list(range(len(self._problems)))
             random.Random(mix(self._seed, epoch)).shuffle(self._order)
             self._epoch = epoch
-        self.cursor += 1
-        return self._problems[self._order[index]]
+        return self._problems[self._order[offset]]
 
 
 class MixedStream:
@@ -72,24 +64,14 @@ class MixedStream:
         self._plan = plan
 
     @property
-    def cursor(self) -> int:
-        return sum(stream.cursor for stream in self._streams.values())
-
-    @cursor.setter
-    def cursor(self, value: int) -> None:
-        num_blocks, offset = divmod(value, len(self._plan))
-        for name, stream in self._streams.items():
-            stream.cursor = num_blocks * self._plan.count(name) + self._plan[:offset].count(name)
-
-    @property
     def digest(self) -> str:
         return _sha256([*self._plan, *(stream.digest for stream in self._streams.values())])
 
-    def take(self, count: int) -> list[Problem]:
-        """Draw the next `count` problems."""
-        begin = self.cursor
-        names = [self._plan[index % len(self._plan)] for index in range(begin, begin + count)]
-        return [problem for name in names for problem in self._streams[name].take(1)]
+    def at(self, index: int) -> Problem:
+        """Return the problem of the `index`-th draw."""
+        num_blocks, offset = divmod(index, len(self._plan))
+        name = self._plan[offset]
+        return self._streams[name].at(num_blocks * self._plan.count(name) + self._plan[:offset].count(name))
 
 
 def even_plan(shares: Mapping[str, float], length: int) -> list[str]:
@@ -153,13 +135,13 @@ def load_problems(environment: AnyEnvironment, num_test: int) -> ProblemSplits:
 class ProblemCursor:
     """The position of a run in its stream, as an account of which step has drawn which problems.
 
-    An interrupted step draws the same problems again. Steps that are collected at the same time draw in turns, so the
-    stream's own cursor does not tell what a finished step has used. An index always means the same problem.
+    An interrupted step draws the same problems again. Steps that are collected at the same time draw in turns, so one
+    number does not tell what a finished step has used.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._cursor = stream.cursor  # the first index that was never drawn
+        self._cursor = 0  # the first index that was never drawn
         self._again: deque[int] = deque()  # indices that were drawn in vain and come first
         self._unclaimed: list[int] = []
         self._drawn: dict[int, list[int]] = {}
@@ -205,5 +187,4 @@ class ProblemCursor:
             index = self._cursor
             self._cursor += 1
         self._unclaimed.append(index)
-        self._stream.cursor = index
-        return self._stream.take(1)[0]
+        return self._stream.at(index)

@@ -32,9 +32,9 @@ class SupervisedData:
     stream: ProblemStream
     per_step: int
 
-    def take(self) -> list[TrajectoryGroup]:
-        """The groups of the next step."""
-        return [self.groups[problem.problem_id] for problem in self.stream.take(self.per_step)]
+    def groups_at(self, cursor: int) -> list[TrajectoryGroup]:
+        """Return the groups of the step that begins with the `cursor`-th draw."""
+        return [self.groups[self.stream.at(index).problem_id] for index in range(cursor, cursor + self.per_step)]
 
 
 def tokenize_demonstrations(
@@ -72,22 +72,22 @@ class SupervisedTrainer(Loop):
         # without samples there are no log-probs to compare with
         super().__init__(context, settings, compares=False, save_every=save_every)
         self._data = data
-        self._cursor = data.stream.cursor  # after the last finished step
+        self._cursor = 0  # draws of finished steps
 
     def resume(self, state: TrainingState) -> None:
         super().resume(state)
         if self._context.facts.draws_same_problems(state.facts):
-            self._cursor = self._data.stream.cursor = int(state.counters["cursor"])
+            self._cursor = int(state.counters["cursor"])
 
     async def _one_step(self) -> Verdict:
         began, served = time.perf_counter(), self._served()
         self._set("updating")
-        groups = self._data.take()
+        groups = self._data.groups_at(self._cursor)
         update = await self._update(groups, max_tokens=1)
         seconds = time.perf_counter() - began
         metrics = _metrics(self._step + 1, groups, update, seconds, (self._served() - served) / max(seconds, 1e-9))
         verdict = await self._judge(metrics, trained=groups)
-        self._cursor = self._data.stream.cursor
+        self._cursor += self._data.per_step
         self._finish(metrics)
         return verdict
 

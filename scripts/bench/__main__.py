@@ -12,7 +12,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-import bench.measure  # noqa: F401  # registers the measurements
 from bench.compare import print_table
 from bench.measured import write_tables
 from bench.measurement import (

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench.measure  # noqa: F401  # registers the measurements
 from bench.measurement import Bar, bars, shown
 
 HEADER = "| what | measured | bar | figures | machine | commit |"

@@ -21,7 +21,7 @@ class Counter:
         self.broken = broken
         self.done: list[str] = []
         self.failures: list[tuple[TrafficClass, str]] = []
-        self.settled: list[tuple[TrafficClass, int]] = []
+        self.flushed: list[tuple[TrafficClass, int]] = []
         """Class, and the units of all classes that were done by then."""
 
     def has_work(self, traffic: TrafficClass) -> bool:
@@ -33,8 +33,8 @@ class Counter:
         self.units[traffic] -= 1
         self.done.append(traffic)
 
-    def settle(self, traffic: TrafficClass) -> None:
-        self.settled.append((traffic, len(self.done)))
+    def flush(self, traffic: TrafficClass) -> None:
+        self.flushed.append((traffic, len(self.done)))
 
     def fail(self, traffic: TrafficClass, error: Exception) -> None:
         self.units[traffic] = 0
@@ -179,7 +179,7 @@ def test_a_failing_unit_fails_its_class_and_the_loop_goes_on(
     assert "a serving step failed" in caplog.text
 
 
-def test_a_class_is_settled_before_another_kind_of_work_begins(device: DeviceThread) -> None:
+def test_a_class_is_flushed_before_another_kind_of_work_begins(device: DeviceThread) -> None:
     worker = Counter({"serving": 4, "rollout": 4})
     go, _ = blocked(device)
     device.attach(worker)
@@ -191,16 +191,16 @@ def test_a_class_is_settled_before_another_kind_of_work_begins(device: DeviceThr
         time.sleep(0.001)
     for place, (one, other) in enumerate(itertools.pairwise(worker.done), 1):
         if one != other:
-            assert (one, place) in worker.settled
-    assert all(worker.done[place - 1] == traffic for traffic, place in worker.settled)
+            assert (one, place) in worker.flushed
+    assert all(worker.done[place - 1] == traffic for traffic, place in worker.flushed)
 
 
-def test_a_failure_to_settle_is_that_of_the_class_that_is_settled(device: DeviceThread) -> None:
-    class Unsettled(Counter):
-        def settle(self, traffic: TrafficClass) -> None:
+def test_a_failure_to_flush_is_that_of_the_class_that_is_flushed(device: DeviceThread) -> None:
+    class Unflushed(Counter):
+        def flush(self, traffic: TrafficClass) -> None:
             raise ValueError(f"{traffic} is lost")
 
-    worker = Unsettled({"serving": 10**9})
+    worker = Unflushed({"serving": 10**9})
     device.attach(worker)
     while not worker.done:
         time.sleep(0.001)

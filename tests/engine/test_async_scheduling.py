@@ -83,7 +83,7 @@ def play(make_engine: MakeEngine) -> Callable[..., tuple[Told, Engine]]:
 
 
 def mixed_requests(ask: Ask) -> list[GenerationRequest]:
-    """Of many lengths, with stops, groups, filters and alternatives, in both classes."""
+    """Requests of many lengths, with stops, groups, filters and alternatives, in both classes."""
     fields: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 1.0, "ignore_eos": False, "stop": ("1", "the")},
@@ -246,8 +246,8 @@ def test_settling_reads_what_is_in_flight_without_a_new_step(
         engine.step("serving")
     assert len(events) == 1
     for _ in range(2):
-        engine.settle("serving")
-        engine.settle("rollout")
+        engine.flush("serving")
+        engine.flush("rollout")
     assert len(events) == 2
     while unit(engine):
         pass

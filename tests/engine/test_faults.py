@@ -32,7 +32,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def run(engine: Engine, most: int = 10_000) -> int:
-    """As the device thread does: an error goes back to the engine. How many units raised one."""
+    """Run units like the device thread: an error goes back to the engine. Returns how many units raised one."""
     num_errors = 0
     for _ in range(most):
         if not engine.has_work("serving"):

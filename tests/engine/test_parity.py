@@ -34,7 +34,7 @@ def parity(
     random_adapter: Callable[..., Adapter],
     streams: DeviceStreams,
 ) -> Callable[[str], ParityReport]:
-    """What an update on freshly sampled completions reports, with LoRA on and ragged prompts."""
+    """The report of an update on freshly sampled completions, with LoRA on and ragged prompts."""
 
     def measure(architecture: str) -> ParityReport:
         model = load_tiny(architecture)

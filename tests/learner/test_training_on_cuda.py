@@ -5,7 +5,7 @@ import pytest
 from mlx_lm.models import llama, qwen2, qwen3
 from mlx_lm.utils import load_tokenizer
 
-from parallm.learner.passes.last_layer import can_trim, hidden_at
+from parallm.learner.passes.gradient import can_trim, hidden_at
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.chat.tokenizer import ChatTokenizer

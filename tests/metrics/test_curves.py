@@ -1,4 +1,4 @@
-"""Which panels a kind of run has."""
+"""Panels of each kind of run."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a display says about the time that a run still takes."""
+"""The time left that a display shows, and progress of long work."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What stands beside each figure."""
+"""Machine and commit beside each figure."""
 
 from parallm.metrics.machine import describe_commit, describe_machine, num_usable_cores, peak_memory_gb
 

@@ -75,10 +75,11 @@ def make_collector(engine: Recorder) -> Callable[..., Collector]:
 
     def make(*answers: str, seed: int = 1, cursor: int = 0, **values: Any) -> Collector:
         problems = problems_with(*answers)
-        stream = ProblemStream(problems, seed)
-        stream.cursor = cursor
         settings = RolloutSettings(group_size=4, max_tokens=9, temperature=0.5, **values)
+        stream = ProblemStream(problems, seed)
         # the fakes have just the methods that the collector uses
-        return Collector(engine.generate_all, Letters(), Hardness(problems), stream, settings, seed)  # type: ignore[arg-type]
+        collector = Collector(engine.generate_all, Letters(), Hardness(problems), stream, settings, seed)  # type: ignore[arg-type]
+        collector.problem_cursor.restore({"cursor": cursor})
+        return collector
 
     return make

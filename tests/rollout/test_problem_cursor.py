@@ -18,7 +18,7 @@ def stream() -> ProblemStream:
 @pytest.fixture
 def order() -> list[str]:
     """What a cursor alone draws: three epochs."""
-    return [problem.problem_id for problem in stream().take(12)]
+    return [stream().at(index).problem_id for index in range(12)]
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def assert_every_problem_once(folder: Path, group_size: int = 4) -> None:
     samples = Counter(row["problem_id"] for row in rows_of(folder, "samples.jsonl"))
     cursor = newest_state(folder).counters["cursor"]
     stream = ProblemStream(Arithmetic(ArithmeticSettings(num_train=32, num_test=4)).problems("train"), 0)
-    expected = Counter(problem.problem_id for problem in stream.take(cursor))
+    expected = Counter(stream.at(index).problem_id for index in range(cursor))
     assert samples == {name: group_size * count for name, count in expected.items()}
 
 

@@ -1,8 +1,8 @@
 """Replacements in a forward of mlx-lm's models: attention, SwiGLU, residual adds, the trunk while the head runs.
 
 mlx-lm's models call one operation after the other. Where a later operation is ours and has a kernel for both, it asks
-for the origin of its input (`origin_of`) and starts from that. MLX is lazy: the input itself is never computed. For the device
-thread, or a thread that builds a graph while it waits.
+for the origin of its input (`origin_of`) and starts from that. MLX is lazy: the input itself is never computed. For the
+device thread, or a thread that builds a graph while it waits.
 """
 
 import sys

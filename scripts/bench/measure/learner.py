@@ -265,8 +265,8 @@ def grpo_gpu(request: Request) -> Figures:
     sizes = {"prompts": 16, "group_size": 8, "prompt": 128, "completion": 256}
     torch = {"python": request.torch_python, "environment": {"BENCH_BLAS_LIBRARY": "", "HF_HUB_OFFLINE": "1"}}
     with tempfile.TemporaryDirectory() as model:
-        work("random_checkpoint", **torch, folder=model, config=SHAPES[shape].config())
-        job = {"model": model, "vocabulary": SHAPES[shape].vocab_size, **sizes}
+        work("random_checkpoint", **torch, folder=model, config=SHAPES[shape])
+        job = {"model": model, "vocabulary": SHAPES[shape]["vocab_size"], **sizes}
         trl = {"rows": (128, 64, 32), "generation": ("plain", "static", "continuous")}
         found = {
             "parallm": fastest("grpo_steps", job, {"rows": (16, 64)}, {}),

@@ -88,7 +88,7 @@ class Bench:
         How many rows decode together shows on the whole load only, so that is tried on it, and the fastest counts. What
         does not fit into memory is left out.
         """
-        load, vocabulary = self._load, self._shape.vocab_size
+        load, vocabulary = self._load, self._shape["vocab_size"]
         start = load.peer_settings or {**DEFAULTS, "rows": load.peer_rows[0]}
         self._serve(arrivals_of(load, vocabulary, 1)[: max(1, load.requests // 4)], start)
         short = arrivals_of(replace(load, requests=max(1, load.requests // tuned_share)), vocabulary, 2)
@@ -118,7 +118,7 @@ class Bench:
         turn = iter(range(1_000_000))
 
         def timed(settings: Settings) -> float:
-            distinct = random_prompts(self._shape.vocab_size, prompts, length, next(turn))
+            distinct = random_prompts(self._shape["vocab_size"], prompts, length, next(turn))
             return self._complete([one for one in distinct for _ in range(rows_each)], new, settings)
 
         own = {"prompts": min(rows, DEFAULTS["prompts"]), "rows": rows} | ({"copies": False} if rows_each > 1 else {})

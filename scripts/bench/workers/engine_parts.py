@@ -154,7 +154,7 @@ class Bench:
 
     def served(self, arrivals_of: Callable[[Load, int, int], list[Arrival]]) -> dict[str, Any]:
         """Requests of all lengths at the times of their arrivals; before them a quarter of others that warm up."""
-        engine, vocabulary = self._engine(self._load.mixed_rows), self._shape.vocab_size
+        engine, vocabulary = self._engine(self._load.mixed_rows), self._shape["vocab_size"]
         _serve(engine, arrivals_of(self._load, vocabulary, 1)[: max(1, self._load.requests // 4)])
         before = engine.num_tokens()["serving"]
         arrivals = arrivals_of(self._load, vocabulary, 0)
@@ -194,7 +194,7 @@ class Bench:
         """One request for each; prompts of `length` and `new` tokens, by default those of the load."""
         self._num_runs += 1
         prompts = random_prompts(
-            self._shape.vocab_size, len(settings), length or self._load.prompt, seed=1000 + self._num_runs
+            self._shape["vocab_size"], len(settings), length or self._load.prompt, seed=1000 + self._num_runs
         )
         return [
             GenerationRequest(

@@ -1,6 +1,6 @@
 """Shapes of models with random weights, and the loads of both sides of a comparison of engines. Imports no MLX."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -8,34 +8,15 @@ import numpy as np
 Tokens = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """Sizes of a Llama. Speed and memory depend on nothing else."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-
-    def config(self) -> dict[str, Any]:
-        """The model's config.json."""
-        rest = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192}
-        return {"model_type": "llama", "tie_word_embeddings": False} | rest | asdict(self)
+Shape = dict[str, Any]
+"""The config.json of a Llama. Speed and memory depend on its sizes alone."""
 
 
 def shape_of(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head: int, words: int) -> Shape:
-    return Shape(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head,
-        vocab_size=words,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers, "head_dim": head}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": words}
+    rest = {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+    return {"model_type": "llama"} | sizes | rest
 
 
 SHAPES = {

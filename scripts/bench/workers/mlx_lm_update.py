@@ -29,18 +29,18 @@ WARM_UP = 2  # the second update finds moments that the first one has made, and 
 
 class Updates:
     def __init__(self, shape: Shape, rows: int, prompt: int, completion: int) -> None:
-        self._model = Model(ModelArgs.from_dict(shape.config()))
+        self._model = Model(ModelArgs.from_dict(shape))
         self._model.set_dtype(mx.bfloat16 if mx.default_device() != mx.Device(mx.cpu) else mx.float32)
         self._model.freeze()
         keys = [name for name, module in self._model.layers[0].named_modules() if isinstance(module, nn.Linear)]
         linear_to_lora_layers(
-            self._model, shape.num_hidden_layers, {"rank": 16, "scale": 2.0, "dropout": 0.0, "keys": keys}
+            self._model, shape["num_hidden_layers"], {"rank": 16, "scale": 2.0, "dropout": 0.0, "keys": keys}
         )
         self._model.train()
         mx.eval(self._model.parameters())
         self._prompt, length = prompt, prompt + completion
         # one token more, as mlx-lm pads: then the inputs have the length that its fused attention needs
-        self._tokens = mx.array(np.random.default_rng(0).integers(0, shape.vocab_size, (rows, length + 1), np.int32))
+        self._tokens = mx.array(np.random.default_rng(0).integers(0, shape["vocab_size"], (rows, length + 1), np.int32))
         self._lengths = mx.array([[prompt, length]] * rows)
 
     def seconds(self, settings: Settings, repeats: int) -> list[float]:

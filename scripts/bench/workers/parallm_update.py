@@ -51,7 +51,7 @@ def main(*, shape: str, groups: int, group_size: int, prompt: int, completion: i
     # advantages over the whole batch: a group of one has a signal, too, and the step ends with an optimizer step
     settings = LearnerSettings(advantage="reinforce_pp")
     learner = Learner(model, DeviceStreams(lambda _: None), settings, start=adapter, total_steps=10, seed=0)
-    trained = random_groups(groups, group_size, prompt, completion, SHAPES[shape].vocab_size)
+    trained = random_groups(groups, group_size, prompt, completion, SHAPES[shape]["vocab_size"])
     seconds: list[float] = []
     for step in range(repeats + 1):
         if step == 1:

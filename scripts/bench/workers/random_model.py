@@ -15,7 +15,7 @@ from parallm.model.shared_model import SharedModel
 def random_base(shape: Shape) -> nn.Module:
     """mlx-lm's own model: bfloat16 on a GPU, float32 on a CPU. Not evaluated."""
     on_gpu = mx.default_device() != mx.Device(mx.cpu)
-    base: nn.Module = Model(ModelArgs.from_dict(shape.config()))
+    base: nn.Module = Model(ModelArgs.from_dict(shape))
     base.set_dtype(mx.bfloat16 if on_gpu else mx.float32)
     return base
 
@@ -23,4 +23,4 @@ def random_base(shape: Shape) -> nn.Module:
 def random_model(shape: Shape) -> SharedModel:
     """The same, as our engine and our learner use it."""
     tokenizer = ChatTokenizer(load_tokenizer(NANO))
-    return share_model(random_base(shape), shape.config(), tokenizer, ModelSettings())
+    return share_model(random_base(shape), shape, tokenizer, ModelSettings())

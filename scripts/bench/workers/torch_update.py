@@ -38,7 +38,7 @@ START = {"adapters": "float32", "precision": "highest", "attention": "any", "com
 
 class Updates:
     def __init__(self, shape: Shape, rows: int, prompt: int, completion: int) -> None:
-        fields = {name: value for name, value in shape.config().items() if name != "model_type"}
+        fields = {name: value for name, value in shape.items() if name != "model_type"}
         torch.set_default_dtype(torch.bfloat16 if ON_GPU else torch.float32)
         with torch.device(DEVICE):
             base = LlamaForCausalLM(LlamaConfig(**fields, attn_implementation="sdpa"))
@@ -46,7 +46,7 @@ class Updates:
         self._model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
         self._trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         # one token more, so that the inputs have a length that kernels like
-        self._tokens = torch.randint(0, shape.vocab_size, (rows, prompt + completion + 1), device=DEVICE)
+        self._tokens = torch.randint(0, shape["vocab_size"], (rows, prompt + completion + 1), device=DEVICE)
 
     def seconds(self, settings: Settings, repeats: int) -> list[float]:
         """Of each update, after one that warms up."""

@@ -34,8 +34,8 @@ HIDDEN = 256
 def peaks_and_difference(tokens: int, vocabulary: int) -> tuple[list[int], float]:
     """Peak bytes of our head in chunks and of all logits at once, and the relative difference of their gradients."""
     shape = shape_of(HIDDEN, 64, 1, 4, 4, 64, vocabulary)
-    base: nn.Module = Model(ModelArgs.from_dict(shape.config()))
-    model = share_model(base, shape.config(), ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
+    base: nn.Module = Model(ModelArgs.from_dict(shape))
+    model = share_model(base, shape, ChatTokenizer(load_tokenizer(NANO)), ModelSettings())
     hidden_NH = mx.random.normal((tokens, HIDDEN)).astype(model.dtype)
     tokens_N = mx.random.randint(0, vocabulary, (tokens,))
     ones_N = mx.ones((tokens,))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 
-from parallm.learner.passes.last_layer import can_trim, hidden_at
+from parallm.learner.passes.gradient import can_trim, hidden_at
 from parallm.learner.passes.packing import Segment, packed_hidden
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.lora.single import LoraScaling, single_lora

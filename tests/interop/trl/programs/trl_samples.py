@@ -35,7 +35,7 @@ def main() -> None:
     transformers.set_seed(CONFIG["seed"])  # the trainer draws LoRA's A before it sets its own seed
     tokenizer = AutoTokenizer.from_pretrained(JOB["model"], padding_side="left")
     stream = ProblemStream(ENVIRONMENT.problems("train"), CONFIG["seed"])
-    problems = stream.take(STEPS * ROLLOUT["problems_per_step"])
+    problems = [stream.at(index) for index in range(STEPS * ROLLOUT["problems_per_step"])]
     watcher = Watcher(tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
