@@ -4,8 +4,7 @@ import asyncio
 import weakref
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from parallm.client import AsyncClient
 from parallm.config.compose import compose
@@ -20,8 +19,6 @@ from parallm.server.operation.http_server import HttpServer
 from parallm.types import POLICY, AdapterCard
 
 Result = TypeVar("Result")
-ModelSelf = TypeVar("ModelSelf", bound="Model")
-ServerSelf = TypeVar("ServerSelf", bound="Server")
 
 MAX_CONCURRENT_REQUESTS = 256
 """Concurrent requests of `generate`; the others wait, so that the engine's queue is not full."""
@@ -42,12 +39,10 @@ class Server:
         if server is not None and self._thread.is_open:
             self._thread.call(self._thread.session.stop_listening(server))
 
-    def __enter__(self: ServerSelf) -> ServerSelf:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -162,12 +157,10 @@ class Model:
         """End the server and all requests, and free the memory. Does nothing the second time."""
         self._thread.close()
 
-    def __enter__(self: ModelSelf) -> ModelSelf:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -3,8 +3,7 @@
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from parallm.config.compose import compose, listed
 from parallm.config.schema import RunConfig
@@ -22,7 +21,6 @@ from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.types import GivenUpdate
 
 Result = TypeVar("Result")
-Self = TypeVar("Self", bound="Training")
 
 
 def train(
@@ -202,12 +200,10 @@ class Training:
         """End training after the present step, which is saved, then the model. Does nothing the second time."""
         self._thread.close()
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
         failure = self._result.exception()
         if failure is not None and kind is None and not self._is_awaited:

@@ -5,7 +5,6 @@ a version, which no other module does.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.errors import ParallmError, UnknownModel
+from parallm.errors import UnknownModel
 from parallm.server.catalog import answered_by, resolved, version_of
 from parallm.server.connection import json_response, while_connected
 from parallm.server.control.trajectory_recorder import TrajectoryRecorder, recorder_for
@@ -35,7 +34,6 @@ from parallm.server.service import Service
 from parallm.server.streaming import DONE, EventStream, encode_events, failed, merged
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
-logger = logging.getLogger(__name__)
 Events: TypeAlias = AsyncGenerator[tuple[int, TokenEvent], None]
 
 
@@ -167,7 +165,7 @@ async def respond(
         try:
             if writer is None:
                 return await _respond_whole(service, http, builder)
-            return await _respond_stream(service, http, context.requests, writer)
+            return await _respond_stream(service, http, context, writer)
         except UnknownModel:
             model = context.requests[0].model
             if model in tried:
@@ -188,13 +186,11 @@ async def _respond_whole(service: Service, http: Request, builder: ResponseBuild
     return await service.workers.run_if_long(partial(json_response, answer), seconds=seconds)
 
 
-async def _respond_stream(
-    service: Service, http: Request, requests: Sequence[GenerationRequest], writer: StreamWriter
-) -> Response:
+async def _respond_stream(service: Service, http: Request, context: ResponseContext, writer: StreamWriter) -> Response:
     """Wait for the first event, so that what is wrong before it becomes an ordinary HTTP error."""
-    name = requests[0].model
+    name = context.requests[0].model
     before = resolved(name, service.catalog(), service.policies)
-    events = merged([service.gateway.stream(request) for request in requests])
+    events = merged([service.gateway.stream(request) for request in context.requests])
     try:
         first = await while_connected(http.receive, _next(events))
     except BaseException:
@@ -203,8 +199,13 @@ async def _respond_stream(
     # a version published in between may or may not be the one at work; only the last event will tell
     model = before if before == resolved(name, service.catalog(), service.policies) else name
     started = StartedStream(model=model, first=first, events=events)
-    stall_seconds = service.settings.stall_seconds
-    return EventStream(writer.encode(started), events, stall_seconds=stall_seconds, failed=writer.failed)
+    return EventStream(
+        writer.encode(started),
+        events,
+        name=context.answer_id,
+        stall_seconds=service.settings.stall_seconds,
+        failed=writer.failed,
+    )
 
 
 async def _generate_all(gateway: EngineGateway, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
@@ -233,27 +234,21 @@ class ChunkStream:
     failed = staticmethod(failed)
 
     async def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes. A failure after the first event becomes an event of its own, without `[DONE]`."""
+        """Yield the bytes, and `[DONE]` unless it fails."""
         context, builder = self._context, self._builder
-        try:
-            chunks = [self._with_extras(chunk) for chunk in builder.opening(started.model)]
-            chunks += self._chunks(started.model, *started.first)
-            await _written(context)
-            yield encode_events(chunks)
-            async for prompt, event in started.events:
-                if chunks := self._chunks(started.model, prompt, event):
-                    if event.completion is not None:
-                        await _written(context)
-                    yield encode_events(chunks)
-            if context.usage_chunk:
-                chunk = builder.usage_chunk(started.model, context.whole_usage(self._ended))
-                yield encode_events([_echoing(context, chunk)])
-            yield DONE
-        except ParallmError as error:
-            yield failed(error)
-        except Exception as error:  # the status is sent already: the log is the only place left for the cause
-            logger.exception("the stream %s failed", context.answer_id)
-            yield failed(error)
+        chunks = [self._with_extras(chunk) for chunk in builder.opening(started.model)]
+        chunks += self._chunks(started.model, *started.first)
+        await _written(context)
+        yield encode_events(chunks)
+        async for prompt, event in started.events:
+            if chunks := self._chunks(started.model, prompt, event):
+                if event.completion is not None:
+                    await _written(context)
+                yield encode_events(chunks)
+        if context.usage_chunk:
+            chunk = builder.usage_chunk(started.model, context.whole_usage(self._ended))
+            yield encode_events([_echoing(context, chunk)])
+        yield DONE
 
     def _chunks(self, model: str, prompt: int, event: TokenEvent) -> list[BaseModel]:
         self._num_tokens += len(event.tokens)

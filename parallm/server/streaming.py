@@ -1,6 +1,7 @@
 """Server-sent events: one `data:` line for each chunk, a response that ends with its client, streams as one."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeVar
@@ -10,9 +11,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from parallm.errors import ParallmError
 from parallm.server.connection import while_connected
 from parallm.server.failures import DeadlineExceeded, Draining, failure_of
 
+logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -38,6 +41,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         source: AsyncGenerator[object, None],
         *,
+        name: str,
         stall_seconds: float,
         failed: Callable[[Exception], bytes] = failed,
     ) -> None:
@@ -45,6 +49,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._source = source
+        self._name = name
         self._stall_seconds = stall_seconds
         self._failed = failed
 
@@ -62,9 +67,18 @@ class EventStream(Response):
             await self._source.aclose()
 
     async def _send_events(self, send: Send) -> None:
-        async for event in self._events:
+        while (event := await self._next_event()) is not None:
             await self._send(send, event)
         await self._send(send, b"", is_last=True)
+
+    async def _next_event(self) -> bytes | None:
+        """Return the next event, None at the end. A failure becomes the last event."""
+        try:
+            return await anext(self._events, None)
+        except Exception as error:
+            if not isinstance(error, ParallmError):  # the status is sent already: the log alone can hold the cause
+                logger.exception("the stream %s failed", self._name)
+            return self._failed(error)
 
     async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
         """Wait while the client's buffers are full. Raises ClientDisconnect if it takes nothing for too long."""

@@ -210,7 +210,7 @@ def test_a_client_that_takes_nothing_is_given_up_and_its_sources_are_closed() ->
 
         source = endless("source")
         await anext(source)
-        await EventStream(endless("events"), source, stall_seconds=0.05)({"type": "http"}, receive, send)
+        await EventStream(endless("events"), source, name="a", stall_seconds=0.05)({"type": "http"}, receive, send)
         return num_sent
 
     assert asyncio.run(run()) == 4

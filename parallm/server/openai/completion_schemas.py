@@ -28,13 +28,13 @@ def read_bias(value: object) -> list[tuple[int, float]]:
     """Token ids, which are text in JSON, and numbers. By hand: strict and stops at the first wrong item."""
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise ValueError(f"should be an object of at most {MAX_BIASES} token ids and numbers")
-    found = []
+    biases = []
     for token, bias in value.items():
         is_token = token.isascii() and token.isdecimal() and len(token) < 10
         if not is_token or type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise ValueError('should have token ids as names and numbers from -100 to 100, as in {"50256": -100}')
-        found.append((int(token), float(bias)))
-    return found
+        biases.append((int(token), float(bias)))
+    return biases
 
 
 def read_stop(value: object) -> list[object]:

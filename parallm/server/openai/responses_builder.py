@@ -1,12 +1,10 @@
 """Answers of `POST /v1/responses`: one completion as a list of items, whole and as events."""
 
-import logging
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Literal
 
 from parallm.conversation import ToolCall
-from parallm.errors import ParallmError
 from parallm.server.catalog import answered_by, version_of
 from parallm.server.failures import failure_of
 from parallm.server.generation import ResponseContext, StartedStream
@@ -30,7 +28,6 @@ from parallm.server.openai.responses_schemas import (
 from parallm.server.service import Service
 from parallm.types import Completion, TokenEvent
 
-logger = logging.getLogger(__name__)
 Kind = Literal["reasoning", "message"]
 
 
@@ -159,20 +156,14 @@ class ResponsesStream:
         self._text = ""
 
     async def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]:
-        """Yield the bytes. A failure after the first event becomes an event `error`, the last one."""
-        try:
-            answer = self._builder.opening(started.model)
-            opening = [self._event("response.created", response=answer)]
-            opening.append(self._event("response.in_progress", response=answer))
-            yield _encode([*opening, *self._events(started.first[1])])
-            async for _, event in started.events:
-                if events := list(self._events(event)):
-                    yield _encode(events)
-        except ParallmError as error:
-            yield self.failed(error)
-        except Exception as error:  # the status is sent already: the log is the only place left for the cause
-            logger.exception("the stream %s failed", self._builder.context.answer_id)
-            yield self.failed(error)
+        """Yield the bytes of the answer."""
+        answer = self._builder.opening(started.model)
+        opening = [self._event("response.created", response=answer)]
+        opening.append(self._event("response.in_progress", response=answer))
+        yield _encode([*opening, *self._events(started.first[1])])
+        async for _, event in started.events:
+            if events := list(self._events(event)):
+                yield _encode(events)
 
     def failed(self, error: Exception) -> bytes:
         """Return the last event of a stream that cannot go on."""
