@@ -19,7 +19,6 @@ from bench.measurement import (
     MEASUREMENTS,
     MISSING,
     SHORT,
-    Bar,
     Figures,
     Measurement,
     Request,
@@ -144,12 +143,8 @@ def list_figures() -> None:
     for one in MEASUREMENTS:
         for name, bar in one.bars.items():
             needs = sorted({one.needs, bar.needs} - {""})
-            rows.append((name, bar_text(bar), ", ".join(needs), one.name, f"{one.minutes:g}"))
+            rows.append((name, bar.text() or bar.max_figure or "", ", ".join(needs), one.name, f"{one.minutes:g}"))
     print_table("Figures", rows)
-
-
-def bar_text(bar: Bar) -> str:
-    return bar.text() or (f"<= {bar.max_figure}" if bar.max_figure else "")
 
 
 if __name__ == "__main__":

@@ -131,7 +131,11 @@ def trainer(stage: Stage, overrides: Sequence[str]) -> Iterator[Trainer]:
     """A run from its first answer to its end. Raises RuntimeError if it ends by itself."""
     run = stage.folder / "run"
     with running("parallm.train", [*overrides, f"hydra.run.dir={run}"], stage.folder) as server:
-        yield Trainer(server, run)
+        one = Trainer(server, run)
+        try:
+            yield one
+        finally:
+            one.http.close()
 
 
 class RunApi:
@@ -163,6 +167,9 @@ class RunApi:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def close(self) -> None:
+        self._http.close()
 
     def get(self, path: str) -> Any:
         return self._http.get(path).json()
@@ -205,6 +212,7 @@ def run_api(stage: Stage) -> Iterator[RunApi]:
         yield api
     finally:
         api.kill()
+        api.close()
 
 
 def sampled(trainer: Trainer, n: int, *, max_tokens: int = 16, seed: int = 0, **fields: Any) -> Group:
