@@ -76,9 +76,6 @@ def rollouts(request: Request) -> Figures:
     }
 
 
-# loads ---------------------------------------------------------------------------------------------------------------
-
-
 def vs_batch_generator(part: str, found: Found) -> tuple[float, str, str]:
     ours, theirs = found[f"{OURS}.{part}"], found[f"{THEIRS}.{part}"]
     check_same_work(part, ours, theirs)
@@ -259,9 +256,6 @@ def gpu_figures(parts: Mapping[str, Part], found: Found) -> Figures:
             rows.append((figure, value, ours, beside))
     print_table("The engine on a GPU", [("figure", "value", "ours", "beside"), *rows])
     return figures
-
-
-# speculation, quantization -------------------------------------------------------------------------------------------
 
 
 @measurement(

@@ -166,9 +166,6 @@ def growth(readings: Sequence[int]) -> list[int]:
     return [size - readings[0] for size in readings[1:]]
 
 
-# a GPU ---------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
     """One side of the comparison of updates."""

@@ -73,8 +73,6 @@ def strict_mode(request: Request) -> Figures:
     return {"parity.strict_speed_ratio": ratio(found["not strict"], found["strict"])}
 
 
-# sampling ahead ------------------------------------------------------------------------------------------------------
-
 MODES: Mapping[str, Mapping[str, Any]] = {
     "limit 0": {"ahead": 0},
     "limit 1": {"ahead": 1},
