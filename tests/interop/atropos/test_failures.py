@@ -152,7 +152,7 @@ def failure(stage: Stage, overrides: list[str]) -> str:
 
 def kill(text: str) -> None:
     """Kill the process whose command line ends with `text`; its watchdog, which has the same words, lives on."""
-    listed = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-wweo", "pid=,args="], capture_output=True, text=True, check=True).stdout
     numbers = [line.split()[0] for line in listed.splitlines() if line.endswith(text) and "watchdog.py" not in line]
     expect(len(numbers) == 1, f"{len(numbers)} processes end with {text}")
     os.kill(int(numbers[0]), signal.SIGKILL)
