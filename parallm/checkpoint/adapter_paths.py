@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallm.checkpoint.files import ADAPTER, MANIFEST, read_version
+from parallm.checkpoint.format import ADAPTER, MANIFEST, read_version
 from parallm.checkpoint.manager import best_checkpoint, checkpoint_folders
 from parallm.errors import AdapterError
 from parallm.model.adapters.configs import CONFIG

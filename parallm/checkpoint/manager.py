@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-from parallm.checkpoint.files import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
+from parallm.checkpoint.format import MANIFEST, needed_bytes, read_checkpoint, read_score, sync, write_checkpoint
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, RunFacts, TrainingState
 from parallm.errors import CheckpointError, InvalidRequest

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from parallm.checkpoint.files import sync, write_atomically
 from parallm.checkpoint.folder_lock import FolderLock
+from parallm.checkpoint.format import sync, write_atomically
 from parallm.errors import AdapterError, CheckpointError, FolderInUse
 from parallm.model.adapters.adapter import Adapter, Key
 from parallm.model.adapters.files import read_adapter, write_exactly

@@ -11,8 +11,8 @@ from functools import partial
 import mlx.core as mx
 
 from parallm.device.streams import DeviceStreams
-from parallm.engine.decode import Decoder, Step
 from parallm.engine.decode_batch import DecodeBatchFactory
+from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv.budget import KvBudget, max_context, max_rows, measure_cost
 from parallm.engine.prefill import Prefill
 from parallm.engine.scheduler import RequestQueue, Scheduler

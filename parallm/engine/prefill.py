@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from parallm.device.streams import DeviceStreams
-from parallm.engine.decode import Decoder
+from parallm.engine.decoder import Decoder
 from parallm.engine.kv.budget import KvBudget
 from parallm.engine.kv.prefix_cache import Hit, Owner, layers_of, row_copies, stacks_of
 from parallm.engine.kv.shapes import BLOCK, allocated, blocks, padded, reusable

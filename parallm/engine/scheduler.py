@@ -14,7 +14,7 @@ from itertools import compress, islice, takewhile
 
 import mlx.core as mx
 
-from parallm.engine.decode import Decoder, Step
+from parallm.engine.decoder import Decoder, Step
 from parallm.engine.kv.budget import KvBudget
 from parallm.engine.sequence import MIN_SORT_KEY, PrefillJob, Sequence, SortKey
 from parallm.types import TrafficClass

@@ -21,10 +21,10 @@ from parallm.learner.faults import Faults
 from parallm.learner.loss.presets import resolve_objective
 from parallm.learner.optimizer import Arrays, learning_rate
 from parallm.learner.passes.batch import MicroBatch, make_micro_batches
-from parallm.learner.passes.checkpointing import checkpoints_layers, pass_tokens
 from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics
 from parallm.learner.passes.lm_head import run_stages
 from parallm.learner.passes.packing import can_pack
+from parallm.learner.passes.recomputation import checkpoints_layers, pass_tokens
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import Adapter

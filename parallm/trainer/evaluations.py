@@ -5,7 +5,7 @@ import logging
 import math
 from typing import Any
 
-from parallm.checkpoint.files import read_score, read_version
+from parallm.checkpoint.format import read_score, read_version
 from parallm.errors import AdapterError, ConfigError, EnvironmentFailed, UnknownModel
 from parallm.interrupts import unless
 from parallm.model.adapters.adapter import Adapter

@@ -9,8 +9,8 @@ from pathlib import Path
 from parallm.checkpoint.adapter_paths import find_adapter
 from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
-from parallm.learner.passes.checkpointing import pass_tokens
 from parallm.learner.passes.packing import can_pack
+from parallm.learner.passes.recomputation import pass_tokens
 from parallm.learner.reward_model.pairs import Pair, Pairs, to_group
 from parallm.learner.reward_model.reward_learner import RewardLearner
 from parallm.learner.reward_model.scorer import RewardScorer

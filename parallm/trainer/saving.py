@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from parallm.checkpoint.files import sync
+from parallm.checkpoint.format import sync
 from parallm.checkpoint.manager import TEMPORARY, CheckpointManager, rename_into_place
 from parallm.checkpoint.state import Fingerprint, TrainingState
 from parallm.device.thread import DeviceThread

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
-from parallm.checkpoint import files
+from parallm.checkpoint import format
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import Fingerprint, TrainingState
@@ -113,7 +113,7 @@ def test_every_single_flipped_bit_of_the_manifest_is_noticed_or_harmless(make_st
 
 def is_read(folder: Path) -> bool:
     try:
-        files.read_checkpoint(folder)
+        format.read_checkpoint(folder)
     except CheckpointError:
         return False
     return True
@@ -158,7 +158,7 @@ def test_a_checkpoint_whose_replacement_was_interrupted_comes_back(make_state: M
 def test_saving_a_step_again_replaces_it(make_state: MakeState, tmp_path: Path) -> None:
     manager(tmp_path).save(make_state(1))
     path = manager(tmp_path).save(make_state(1, score=0.5))
-    assert (files.read_checkpoint(path).score, names(tmp_path)) == (0.5, ["step_000001"])
+    assert (format.read_checkpoint(path).score, names(tmp_path)) == (0.5, ["step_000001"])
 
 
 def test_what_could_not_be_removed_of_a_step_does_not_keep_it_from_being_saved_again(
@@ -170,9 +170,9 @@ def test_what_could_not_be_removed_of_a_step_does_not_keep_it_from_being_saved_a
         for score in (0.1, 0.2, 0.3):
             path = checkpoints.save(make_state(1, score=score))
     assert ".old-step_000001" in names(tmp_path)
-    assert files.read_checkpoint(path).score == 0.3
+    assert format.read_checkpoint(path).score == 0.3
     path = checkpoints.save(make_state(1, score=0.4))
-    assert files.read_checkpoint(path).score == 0.4
+    assert format.read_checkpoint(path).score == 0.4
     manager(tmp_path)
     assert names(tmp_path) == ["step_000001"]
 
@@ -255,7 +255,7 @@ def test_a_disk_that_fills_up_while_saving_costs_nothing_but_that_save(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "write_arrays", fail)
+        patch.setattr(format, "write_arrays", fail)
         with pytest.raises(CheckpointError, match=r"the disk is full: [\d,]+ bytes are free, about [\d,]+ are needed"):
             checkpoints.save(make_state(2))
     assert names(tmp_path) == ["step_000001"]
@@ -267,7 +267,7 @@ def test_a_disk_that_has_less_room_than_a_checkpoint_needs_is_not_filled_with_ha
     make_state: MakeState, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     written: list[object] = []
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=files.needed_bytes(make_state(1)) - 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=format.needed_bytes(make_state(1)) - 1))
     monkeypatch.setattr("parallm.checkpoint.manager.write_checkpoint", lambda *arguments: written.append(arguments))
     with pytest.raises(CheckpointError, match="the disk is full"):
         manager(tmp_path).save(make_state(1))
@@ -379,7 +379,7 @@ def test_arrays_that_cannot_be_computed_cost_nothing_but_that_save(
     def fail(*_: object) -> None:
         raise RuntimeError("[malloc] Unable to allocate 9 bytes")
 
-    monkeypatch.setattr(files, "write_arrays", fail)
+    monkeypatch.setattr(format, "write_arrays", fail)
     with pytest.raises(CheckpointError, match=r"could not be saved: .malloc. Unable to allocate 9 bytes; older"):
         manager(tmp_path).save(make_state(1))
     assert names(tmp_path) == []
@@ -389,7 +389,7 @@ SAVE_FOREVER = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from parallm.checkpoint.files import read_checkpoint
+from parallm.checkpoint.format import read_checkpoint
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.settings import CheckpointSettings
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import pytest
 
-from parallm.checkpoint import files, serving_state
+from parallm.checkpoint import format, serving_state
 from parallm.checkpoint.adapter_store import AdapterStore
 from parallm.checkpoint.persistent_table import PersistentTable
 from parallm.checkpoint.serving_state import STATE, ServingFolder
@@ -316,7 +316,7 @@ def test_a_power_failure_finds_the_weights_before_the_state_that_names_them(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[str, str]] = []
-    sync, replace = files.sync, Path.replace
+    sync, replace = format.sync, Path.replace
 
     def synced(path: Path) -> None:
         done.append(("sync", path.name))
@@ -326,7 +326,7 @@ def test_a_power_failure_finds_the_weights_before_the_state_that_names_them(
         done.append(("replace", target.name))
         return replace(path, target)
 
-    for module in (files, serving_state):
+    for module in (format, serving_state):
         monkeypatch.setattr(module, "sync", synced)
     monkeypatch.setattr(Path, "replace", replaced)
     run(start().store.load("poet", "a"))

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from parallm.checkpoint.files import write_checkpoint
+from parallm.checkpoint.format import write_checkpoint
 from parallm.checkpoint.manager import CheckpointManager
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.checkpoint.state import TrainingState

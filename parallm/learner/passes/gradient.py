@@ -22,9 +22,9 @@ from parallm.learner.loss.objective import Objective
 from parallm.learner.loss.policy_loss import LossInputs, is_clipped, objective_loss
 from parallm.learner.optimizer import ParameterLayout
 from parallm.learner.passes.batch import MicroBatch
-from parallm.learner.passes.checkpointing import can_checkpoint, checkpointed, replaced_layers
 from parallm.learner.passes.lm_head import ChunkedHead, Scores, Stages, run_stages
 from parallm.learner.passes.packing import Segment, num_padding_rows, packed_hidden, padded_hidden
+from parallm.learner.passes.recomputation import can_checkpoint, checkpointed, replaced_layers
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.module_names import layer_of
 from parallm.model.kernels.cuda import on_cuda

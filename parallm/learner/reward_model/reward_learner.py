@@ -17,8 +17,8 @@ from parallm.learner.adapter_state import AdapterState, OptimizerStep, with_chan
 from parallm.learner.faults import Faults
 from parallm.learner.optimizer import Arrays, learning_rate
 from parallm.learner.passes.batch import make_passes
-from parallm.learner.passes.checkpointing import checkpointed, checkpoints_layers, pass_tokens
 from parallm.learner.passes.packing import can_pack
+from parallm.learner.passes.recomputation import checkpointed, checkpoints_layers, pass_tokens
 from parallm.learner.reward_model.pairs import to_scoring_request
 from parallm.learner.reward_model.scorer import RewardScorer, last_hidden, reward_scores
 from parallm.learner.settings import LearnerSettings

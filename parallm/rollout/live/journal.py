@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from parallm.checkpoint import files
+from parallm.checkpoint import format
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +84,9 @@ class Journal:
         for entry in entries:
             entry.resolve()
         try:
-            files.sync(self._file)
+            format.sync(self._file)
             if any(entry.replaces for entry in entries):
-                files.sync(self._file.parent)
+                format.sync(self._file.parent)
         except OSError as error:
             logger.warning("%s could not be synced to the disk: %s", self._file, error)
 

@@ -16,8 +16,8 @@ from parallm.learner.loss.policy_loss import LossInputs, objective_loss
 from parallm.learner.loss.presets import PRESETS
 from parallm.learner.optimizer import ParameterLayout
 from parallm.learner.passes.batch import make_micro_batches
-from parallm.learner.passes.checkpointing import checkpointed
 from parallm.learner.passes.gradient import LoraWeights, PolicyGradient
+from parallm.learner.passes.recomputation import checkpointed
 from parallm.learner.passes.scoring import ScoredStep, score_step
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import initial_arrays

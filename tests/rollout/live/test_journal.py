@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parallm.checkpoint import files
+from parallm.checkpoint import format
 from parallm.rollout.live import journal
 from parallm.rollout.live.journal import Journal, read_journal
 
@@ -21,7 +21,7 @@ class Disk:
         self.num_synced = 0
         self.is_free = threading.Event()
         self.is_free.set()
-        opened, sync = journal._opened, files.sync
+        opened, sync = journal._opened, format.sync
 
         def open_file(file: Path, mode: str) -> object:
             self.is_free.wait(10)
@@ -34,7 +34,7 @@ class Disk:
             sync(path)
 
         monkeypatch.setattr(journal, "_opened", open_file)
-        monkeypatch.setattr(files, "sync", count)
+        monkeypatch.setattr(format, "sync", count)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from parallm.checkpoint.files import OPTIMIZER, needed_bytes, read_checkpoint, write_checkpoint
+from parallm.checkpoint.format import OPTIMIZER, needed_bytes, read_checkpoint, write_checkpoint
 from parallm.checkpoint.state import TrainingState
 from parallm.model.adapters.files import read_adapter
 

@@ -1,8 +1,8 @@
 import pytest
 
 from parallm.errors import ConfigError
-from parallm.learner.passes import checkpointing
-from parallm.learner.passes.checkpointing import activation_bytes, checkpoints_layers, pass_tokens
+from parallm.learner.passes import recomputation
+from parallm.learner.passes.recomputation import activation_bytes, checkpoints_layers, pass_tokens
 from parallm.learner.settings import LearnerSettings
 from parallm.model.shared_model import SharedModel
 
@@ -24,7 +24,7 @@ def test_layers_are_checkpointed_where_a_pass_would_need_half_of_the_memory(
 ) -> None:
     needed = 1000 * activation_bytes(nano)
     for room, expected in ((2.1 * needed, False), (1.9 * needed, True)):
-        monkeypatch.setattr(checkpointing, "device_memory", lambda room=room: nano.base_bytes + room)
+        monkeypatch.setattr(recomputation, "device_memory", lambda room=room: nano.base_bytes + room)
         assert checkpoints_layers(LearnerSettings(), nano, 1000) is expected
     assert not checkpoints_layers(LearnerSettings(checkpoint_layers="none"), nano, 10**9)
     assert checkpoints_layers(LearnerSettings(checkpoint_layers="all"), nano, 1)
@@ -33,7 +33,7 @@ def test_layers_are_checkpointed_where_a_pass_would_need_half_of_the_memory(
 def test_a_model_without_a_list_of_layers_is_refused_or_left_alone(
     nano: SharedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointing, "can_checkpoint", lambda _: False)
+    monkeypatch.setattr(recomputation, "can_checkpoint", lambda _: False)
     with pytest.raises(ConfigError, match=r"learner\.checkpoint_layers=all"):
         checkpoints_layers(LearnerSettings(checkpoint_layers="all"), nano, 1)
     assert not checkpoints_layers(LearnerSettings(), nano, 10**9)
