@@ -61,9 +61,14 @@ def test_both_sides_run_with_tiny_sizes() -> None:
 def test_parts_for_a_gpu_run_with_tiny_sizes() -> None:
     wanted = ("engine.join", "engine.gpu.05b.b1.", "engine.group")
     figures = engine.measure_gpu_parts(Request(wanted=wanted, is_quick=True), {"0.5b": "tiny", "8b": "tiny"})
+    assert set(figures) == {
+        "engine.gpu.05b.b1.vs_batchgenerator",
+        "engine.join.vs_step",
+        "engine.group.prompt_tokens_ratio",
+    }
     assert figures["engine.group.prompt_tokens_ratio"] == 0.125
-    assert all(value is not None and value > 0 for value in figures.values())
-    assert len(figures) == 3
+    assert (figures["engine.gpu.05b.b1.vs_batchgenerator"] or 0) > 0
+    assert figures["engine.join.vs_step"] is not None  # a difference of two times, which noise makes negative
 
 
 def test_settings_are_tried_one_after_the_other_beside_the_best_of_the_others() -> None:
