@@ -74,7 +74,7 @@ class ScoringDispatcher:
 
         It is a fault if too many calls wait already, unless `is_patient`.
         """
-        name = record.reward_request.scoring_function
+        name = record.scoring_function
         if name is not None and record.rewarded is None and self._decode is not None:
             prompt = self._decode(record.trajectory.prompt_tokens)
             task = asyncio.create_task(self._score(record, name, prompt, is_patient=is_patient))
@@ -106,7 +106,7 @@ class ScoringDispatcher:
             prompt=prompt,
             text=record.trajectory.text,
             finish_reason=record.trajectory.finish_reason,
-            metadata=record.reward_request.metadata,
+            metadata=record.metadata,
         )
         if name not in self._workers:
             self._workers[name] = ScoringWorker(self._functions[name], self._seconds)
