@@ -15,7 +15,7 @@ import mlx.core as mx
 from parallm.model.lora.single import JoinedA, SingleLora, join_a
 
 MAX_COLUMNS = 256
-"""Of a product with B. MKL sums longer ones in parts (384), whose ends could lie within an adapter: a row would get
+"""Columns of a product with B: MKL sums longer ones in parts, whose ends could lie within an adapter, so that a row got
 other bits than alone."""
 
 
