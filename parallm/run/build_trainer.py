@@ -179,7 +179,6 @@ async def _trainer_context(
         tokenizer=runtime.model.tokenizer,
         environment=data.environment,
         problems=data.splits.test,
-        max_tokens=config.rollout.max_tokens,
         samples=evaluation_samples(config.trainer, config.seed),
         rollout=config.rollout,
         reward_model=reward_model,

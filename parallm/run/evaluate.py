@@ -83,7 +83,6 @@ async def _evaluate(config: EvaluateConfig, folder: Path, blas: BlasReport) -> N
             tokenizer=runtime.model.tokenizer,
             environment=environment,
             problems=problems,
-            max_tokens=config.rollout.max_tokens,
             samples=evaluation_samples(config.trainer, config.seed),
             rollout=config.rollout,
             reward_model=reward_model,

@@ -70,7 +70,7 @@ class Quarantine:
     def put(self, refused: GroupRefused, group: Any) -> None:
         self._counts[refused.reason] += 1
         if refused.reason not in OF_THE_RUN and self._counts[refused.reason] <= MAX_KEPT:
-            self._journal.append(lambda: {"reason": refused.reason, "detail": refused.detail, "group": group})
+            self._journal.append({"reason": refused.reason, "detail": refused.detail, "group": group})
 
     def close(self) -> None:
         """Wait until the file holds everything."""
