@@ -32,7 +32,7 @@ from parallm.server.failures import failure, failure_of
 from parallm.server.openai.routes import generation_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
-from parallm.server.operation.collectors import ServiceCollector, SplitCollector
+from parallm.server.operation.collectors import ServiceCollector
 from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Origins, RequestMiddleware
 from parallm.server.operation.routes_operation import operation_routes
 from parallm.server.routes_models import model_routes
@@ -73,9 +73,7 @@ def create_app(service: Service) -> FastAPI:
     # routes read bodies by hand: FastAPI alone has nothing to show on them
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=has_keys)))  # noqa: B010
     app.add_route("/docs", _docs)
-    registry = service.request_metrics.registry
-    registry.register(ServiceCollector(service))
-    registry.register(SplitCollector(service.splits, service.statistics))
+    service.request_metrics.registry.register(ServiceCollector(service))
     routers = [routes(service) for routes in ROUTES] + [operation_routes(service, drain)]
     check_roles(routers)
     for router in routers:
