@@ -16,15 +16,12 @@ from starlette.responses import RedirectResponse, Response
 
 from parallm.errors import ParallmError
 from parallm.server.connection import error_response
-from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
-from parallm.server.control.routes_adapters import adapter_routes
-from parallm.server.control.routes_engine import engine_routes, queue_routes
+from parallm.server.control.routes_adapters import adapter_alias_routes, adapter_routes
+from parallm.server.control.routes_engine import engine_routes, queue_routes, share_routes
 from parallm.server.control.routes_scores import score_routes
-from parallm.server.control.routes_shares import share_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
-from parallm.server.control.training_status import training_status_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
 from parallm.server.dialects.routes_tokenize import tokenize_routes
@@ -48,7 +45,6 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     adapter_routes,
     adapter_alias_routes,
     training_routes,
-    training_status_routes,
     trajectory_routes,
     engine_routes,
     queue_routes,

@@ -14,15 +14,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
-from parallm.server.control import routes_adapter_aliases as aliases
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
 from parallm.server.control import routes_scores as scores
-from parallm.server.control import routes_shares as shares
 from parallm.server.control import routes_splits as splits
 from parallm.server.control import routes_training as training
 from parallm.server.control import routes_trajectories as trajectories
-from parallm.server.dialects import native, sglang, trl, versioned, vllm_legacy, vllm_tokens
+from parallm.server.dialects import native, sglang, trl, vllm
 from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
 from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
@@ -190,15 +188,15 @@ _DOCUMENTS: Mapping[str, RouteDocument] = {
     "GET /v1/adapters": RouteDocument((), (adapters.AdapterList,)),
     "POST /v1/adapters/load": RouteDocument((adapters.LoadBody,), (adapters.AdapterEntry,), FOLDER),
     "POST /load_adapter": RouteDocument(
-        (adapters.LoadBody, aliases.LoadPolicyBody),
-        (adapters.AdapterEntry, aliases.PolicyMoved),
+        (adapters.LoadBody, adapters.LoadPolicyBody),
+        (adapters.AdapterEntry, adapters.PolicyMoved),
         FOLDER,
         {"the policy that is served moves": {"adapter_path": "poet/adapter"}},
     ),
     "PUT /v1/adapters/{name}": RouteDocument((), (adapters.AdapterEntry,), body_type="application/zip"),
     "POST /upload_adapter": RouteDocument(
         (),
-        (aliases.PolicyMoved, adapters.AdapterEntry),
+        (adapters.PolicyMoved, adapters.AdapterEntry),
         parameters=(NAME,),
         body_type=FORM,
     ),
@@ -210,13 +208,15 @@ _DOCUMENTS: Mapping[str, RouteDocument] = {
     "POST /v1/adapters/rollback": RouteDocument((adapters.RollBackBody,), (adapters.NameMeans,), {"name": "poet"}),
     "POST /v1/adapters/aliases": RouteDocument((adapters.AliasBody,), (adapters.Done,), VERSION | {"alias": "liked"}),
     "POST /v1/load_lora_adapter": RouteDocument((adapters.LoadBody,), (), FOLDER, media_type="text/plain"),
-    "POST /v1/unload_lora_adapter": RouteDocument((aliases.UnloadBody,), (), {"name": "poet"}, media_type="text/plain"),
-    "POST /load_lora_adapter, POST /skyrl/v1/load_lora_adapter": RouteDocument(
-        (adapters.LoadBody,), (aliases.LoadedAdapters,), FOLDER
+    "POST /v1/unload_lora_adapter": RouteDocument(
+        (adapters.UnloadBody,), (), {"name": "poet"}, media_type="text/plain"
     ),
-    "POST /unload_lora_adapter": RouteDocument((aliases.UnloadBody,), (aliases.LoadedAdapters,), {"name": "poet"}),
+    "POST /load_lora_adapter, POST /skyrl/v1/load_lora_adapter": RouteDocument(
+        (adapters.LoadBody,), (adapters.LoadedAdapters,), FOLDER
+    ),
+    "POST /unload_lora_adapter": RouteDocument((adapters.UnloadBody,), (adapters.LoadedAdapters,), {"name": "poet"}),
     "POST /model/switch-lora": RouteDocument(
-        (aliases.SwitchBody,),
+        (adapters.SwitchBody,),
         (adapters.NameMeans,),
         VERSION,
         {"the policy, by a word": {"version": "checkpoint-3"}},
@@ -226,9 +226,9 @@ _DOCUMENTS: Mapping[str, RouteDocument] = {
     ),
     "DELETE /v1/splits/{name}": RouteDocument((), (splits.SplitAnswer,)),
     "GET /v1/splits": RouteDocument((), (splits.SplitList,)),
-    "GET /v1/shares": RouteDocument((), (shares.SharesAnswer,), errors=(409,)),
+    "GET /v1/shares": RouteDocument((), (engine.SharesAnswer,), errors=(409,)),
     "PUT /v1/shares": RouteDocument(
-        (shares.SharesBody,), (shares.SharesAnswer,), {"serving_share": 0.9}, errors=(409,)
+        (engine.SharesBody,), (engine.SharesAnswer,), {"serving_share": 0.9}, errors=(409,)
     ),
     "POST /v1/rewards": RouteDocument((splits.RewardBody,), (splits.RewardAnswer,), {"id": "cmpl-1f", "reward": 1.0}),
     "POST /v1/rewards/score": RouteDocument(
@@ -271,8 +271,8 @@ _DOCUMENTS: Mapping[str, RouteDocument] = {
         (training.TrainingBody,), (training.CheckpointAnswer,), {}
     ),
     "POST /generate, POST /generate/, POST //generate": RouteDocument(
-        (CompletionBody, sglang.SglangBody, trl.TrlBody, versioned.VersionedBody),
-        (native.NativeAnswer, sglang.SglangRow, trl.TrlAnswer, vllm_legacy.LegacyAnswer, versioned.VersionedAnswer),
+        (CompletionBody, sglang.SglangBody, trl.TrlBody, native.VersionedBody),
+        (native.NativeAnswer, sglang.SglangRow, trl.TrlAnswer, vllm.LegacyAnswer, native.VersionedAnswer),
         {"prompt": [17, 10, 18], "model": "policy", "max_tokens": 8, "n": 1},
         {
             "SGLang": {"input_ids": [17, 10, 18], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True},
@@ -282,8 +282,8 @@ _DOCUMENTS: Mapping[str, RouteDocument] = {
         },
     ),
     "POST /inference/v1/generate": RouteDocument(
-        (vllm_tokens.TokensBody,),
-        (vllm_tokens.TokensAnswer,),
+        (vllm.TokensBody,),
+        (vllm.TokensAnswer,),
         {"model": "policy", "token_ids": [17, 10, 18], "sampling_params": {"max_tokens": 8}},
     ),
     "POST /tokenize": RouteDocument((tokenize.TokenizeBody,), (tokenize.TokensOfText,), {"prompt": "2 + 3"}),
