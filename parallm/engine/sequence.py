@@ -5,7 +5,6 @@ The engine creates and changes both, on the device thread only.
 
 import math
 import secrets
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import mlx.core as mx
 
 from parallm.engine.detokenizer import Detokenizer
 from parallm.engine.kv.shapes import allocated
-from parallm.engine.sampling.prompt_logprobs import PromptLogprobScorer
+from parallm.engine.sampling.sampler import PromptLogprobScorer
 from parallm.errors import InvalidRequest
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.chat.tokenizer import ChatTokenizer
@@ -196,7 +195,7 @@ class Sequence:
         """Tokens that no event has covered."""
         return len(self.tokens) - self._num_emitted
 
-    def append(self, token: int, logprob: float, tops: Ordered[TopLogprob], tokenizer: ChatTokenizer) -> None:
+    def append(self, token: int, logprob: float, tops: tuple[TopLogprob, ...], tokenizer: ChatTokenizer) -> None:
         """Take a sampled token; sets `finish_reason` when it ends the sequence."""
         sampling = self.request.sampling
         if self._end_tokens is None:
@@ -206,7 +205,7 @@ class Sequence:
             self.adapter_starts.append((self.adapter, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.top_logprobs.append(tuple(tops[: sampling.top_logprobs]) if tops else ())
+        self.top_logprobs.append(tops[: sampling.top_logprobs])
         if math.isnan(logprob):
             self.is_broken, self.finish_reason = True, "abort"
             return
