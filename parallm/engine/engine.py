@@ -273,7 +273,8 @@ class Engine:
     def _decode(self, traffic: TrafficClass) -> bool:
         """Launch the next step of all sequences and read the one before, or both of one; False without either."""
         queue = self._queues[traffic]
-        self._collect(queue, queue.steps_to_read_first())
+        if any(decoder.waits_to_be_read for decoder in queue.decoders):
+            self._flush(queue)
         self.scheduler.schedule_decode(traffic)
         self._at_work = queue.running()
         active = [decoder for decoder in queue.decoders if decoder.has_next_step]

@@ -126,7 +126,7 @@ class Sequence:
     """Drafts that equalled the sampled token."""
     _mask: TokenMask | None = None
     _end_tokens: frozenset[int] | None = None  # set with the first sampled token
-    _detokenizer: Detokenizer = field(default_factory=Detokenizer)
+    _detokenizer: Detokenizer | None = None  # a completion that is only read at its end needs none
     _num_emitted: int = 0  # tokens that events have covered
 
     @property
@@ -211,9 +211,10 @@ class Sequence:
             return
         is_end = token in self._end_tokens
         if not is_end and (self.is_streaming or sampling.stop):
-            stops = sampling.stop if len(self.tokens) >= sampling.min_tokens else ()
-            self._detokenizer.add(token, tokenizer, stops)
-        if is_end or self._detokenizer.stop_at is not None:
+            if self._detokenizer is None:
+                self._detokenizer = Detokenizer(tokenizer)
+            self._detokenizer.add(token, sampling.stop if len(self.tokens) >= sampling.min_tokens else ())
+        if is_end or (self._detokenizer is not None and self._detokenizer.stop_at is not None):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_tokens:
             self.finish_reason = "length"
@@ -229,14 +230,17 @@ class Sequence:
         if not self.is_streaming and self.finish_reason is None:
             return None
         completion = self._completion(tokenizer, self.finish_reason) if self.finish_reason else None
-        text = completion.text if completion else self._detokenizer.certain(self.request.sampling.stop)
+        text = completion.text if completion else ""
+        if self._detokenizer is not None and self.is_streaming:
+            so_far = text if completion else self._detokenizer.certain(self.request.sampling.stop)
+            text = self._detokenizer.unshown(so_far)
         return TokenEvent(
             request_id=self.request.request_id,
             index=self.index,
             tokens=tuple(self.tokens[new]),
             logprobs=tuple(self.logprobs[new]),
             top_logprobs=tuple(self.top_logprobs[new]),
-            text=self._detokenizer.unshown(text) if self.is_streaming else text,
+            text=text,
             completion=completion,
         )
 
@@ -264,7 +268,7 @@ class Sequence:
         )
 
     def _final_text(self, tokenizer: ChatTokenizer) -> str:
-        if self._detokenizer.growing is not None:
+        if self._detokenizer is not None:
             return self._detokenizer.final()
         end_tokens = (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
         is_ended = self.finish_reason == "stop" and bool(self.tokens) and self.tokens[-1] in end_tokens
