@@ -99,7 +99,6 @@ class ResponseBuilder(Protocol):
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> BaseModel:
         """Build the answer; `completions` by prompt."""
-        ...
 
 
 class StreamBuilder(ResponseBuilder, Protocol):
@@ -107,11 +106,9 @@ class StreamBuilder(ResponseBuilder, Protocol):
 
     def opening(self, model: str) -> Sequence[BaseModel]:
         """Build the chunks before the first text."""
-        ...
 
     def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> BaseModel | None:
         """Return None if there is nothing to send yet, such as text held back for a stop string."""
-        ...
 
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> BaseModel: ...
 
@@ -145,7 +142,6 @@ class StreamWriter(Protocol):
 
     def failed(self, error: Exception) -> bytes:
         """Return the last event of a stream that cannot go on."""
-        ...
 
 
 async def respond(
