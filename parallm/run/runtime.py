@@ -138,7 +138,12 @@ async def open_runtime(settings: RuntimeSettings, blas: BlasReport) -> AsyncIter
         folder = await asyncio.to_thread(find_folder, settings.model.path)  # may download it
         defaults = set_values(sampling_defaults(settings.server, folder))
         shares = settings.device
-        device = DeviceThread(Governor(serving_share=shares.serving_share, engine_share=shares.engine_share))
+        governor = Governor(
+            serving_share=shares.serving_share,
+            engine_share=shares.engine_share,
+            serving_latency_target=shares.serving_latency_target,
+        )
+        device = DeviceThread(governor)
         resources.callback(device.stop)
         await on_device(device, wire_memory)
         model = await on_device(device, partial(load_shared_model, settings.model))
