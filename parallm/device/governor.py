@@ -59,10 +59,13 @@ class Governor:
             return "learning"
         return self._traffic.choose({work for work in ready if work != "learning"})
 
-    def charge(self, work: Work, seconds: float) -> None:
-        """Account for the seconds of a finished unit."""
+    def charge(self, work: Work, seconds: float, *, is_flush: bool = False) -> None:
+        """Account for the seconds of a finished unit, or of finishing one before other work begins."""
         self.seconds[work] += seconds
-        self._intervals.charge(work, seconds, self.serving_latency_target or 1.0)
+        if is_flush:
+            self._intervals.delay(seconds)
+        else:
+            self._intervals.charge(work, seconds, self.serving_latency_target)
         if work == "learning":
             self._sides.charge("learner", seconds, 1 - self.engine_share)
         else:
@@ -105,22 +108,29 @@ class _ServingIntervals:
         fits = self._idle_median + other_seconds <= target * self._idle_median
         return fits or (self._other_seconds == 0 and not self._was_late)
 
-    def charge(self, work: Work, seconds: float, target: float) -> None:
+    def delay(self, seconds: float) -> None:
+        """Count seconds that delay serving's next unit."""
+        if self._other_seconds is not None:
+            self._other_seconds += seconds
+
+    def charge(self, work: Work, seconds: float, target: float | None) -> None:
         if work != "serving":
             self._unit_seconds[work] = seconds
-            if self._other_seconds is not None:
-                self._other_seconds += seconds
+            self.delay(seconds)
             return
         other_seconds, self._other_seconds = self._other_seconds or 0.0, 0.0
         own_seconds = seconds
         if other_seconds:
             self._num_mixed += 1
-            own_seconds = min(seconds, self._idle_median or seconds)
+            own_seconds = self._idle_median
             self._switch_seconds += (seconds - self._idle_median - self._switch_seconds) / SWITCHES
         else:
             self._num_mixed = 0
             self._idle_seconds.append(seconds)
             self._idle_median = median(self._idle_seconds)
+        if target is None:
+            self._credit, self._was_late = 0.0, False
+            return
         self._was_late = bool(other_seconds) and seconds + other_seconds > target * self._idle_median
         shortfall = target * own_seconds - (seconds + other_seconds)
         self._credit = min(self._credit + shortfall, (target - 1) * own_seconds)

@@ -82,6 +82,8 @@ def intervals(target: float | None, other_seconds: float, switch_seconds: float,
     lengths, times, last = random.Random(5), [0.0], "serving"
     for _ in range(20_000):
         work = governor.choose(ready)
+        if work != "serving" and last == "serving":
+            governor.charge("serving", 1e-6, is_flush=True)
         seconds = (0.01 if work == "serving" else other_seconds) * lengths.uniform(0.8, 1.2)
         seconds += switch_seconds if work == "serving" and last != "serving" else 0.0
         governor.charge(work, seconds)
@@ -117,6 +119,13 @@ def test_other_work_gets_what_the_target_leaves() -> None:
     assert shares(governor, ["rollout", "learning"], units=100)["learning"] == 1.0
     governor.serving_latency_target = None
     assert shares(governor, ["serving", "learning"])["learning"] == pytest.approx(0.6, abs=0.02)
+
+
+def test_a_target_that_is_set_while_work_runs_holds_from_then_on() -> None:
+    governor = Governor(serving_share=0.7, engine_share=0.4)
+    shares(governor, ["serving", "learning"], units=10_000)
+    governor.serving_latency_target = 1.2
+    assert shares(governor, ["serving", "learning"], units=2000)["learning"] == pytest.approx(0.2 / 1.2, abs=0.02)
 
 
 def test_serving_that_begins_goes_first() -> None:
