@@ -33,8 +33,8 @@ from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import AdapterError, ConfigError
 from parallm.learner.settings import LearnerSettings
+from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
-from parallm.metrics.header import RunHeader
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.reward_head import is_reward_model, refuse_reward_model

@@ -75,12 +75,7 @@ class OutputFormat(Protocol):
     def parse_calls(self, text: str, tools: Sequence[Mapping[str, object]]) -> list[ToolCall]: ...
 
 
-class TokenTexts(Protocol):
-    def token_text(self, token: int) -> str:
-        """Return the text of one token, special tokens shown."""
-
-
-class Tokenizer(TokenTexts, Protocol):
+class Tokenizer(Protocol):
     """Interface of `model.chat.tokenizer.ChatTokenizer`."""
 
     @property
@@ -96,6 +91,9 @@ class Tokenizer(TokenTexts, Protocol):
     @property
     def max_token_length(self) -> int:
         """Characters of the longest token."""
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, special tokens shown."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]: ...
     def encode_more(self, text: str) -> tuple[int, ...]:
