@@ -6,10 +6,10 @@ a version, which no other module does.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypedDict
+from typing import Protocol, TypeAlias, TypedDict
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -27,7 +27,9 @@ from parallm.server.service import Service
 from parallm.server.streaming import DONE, EventStream, encode_events, failed, merged
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
-Events: TypeAlias = AsyncGenerator[tuple[int, TokenEvent], None]
+NumberedEvent: TypeAlias = tuple[int, TokenEvent]
+"""The number of a prompt and an event of its completions."""
+Events: TypeAlias = AsyncGenerator[NumberedEvent, None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,20 +41,17 @@ class ResponseContext:
     requests: Sequence[GenerationRequest]
     """One for each prompt. `respond` replaces a split name by the version that answers."""
     tokenizer: Tokenizer
-    token_text: Callable[[int], str]
-    """Name of a token in log-probs."""
-    logprobs: bool
+    logprobs: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     recorder: TrajectoryRecorder | None = None
     """Takes the completions that the policy is to learn from; set by `respond`."""
     num_running: int = 0
     """Completions that decoded when the request came."""
-    echo: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `Echo` that every chunk carries."""
 
     @property
-    def token_ids(self) -> bool:
-        return self.body.return_token_ids
+    def token_text(self) -> Callable[[int], str]:
+        """Return the function that names a token in log-probs."""
+        return "token_id:{}".format if self.body.return_tokens_as_token_ids else self.tokenizer.token_text
 
     @property
     def usage_chunk(self) -> bool:
@@ -119,19 +118,11 @@ class Provenance(TypedDict):
 UNFINISHED = Provenance(finish_reason=None, policy_version=None, weight_versions=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartedStream:
-    """A stream whose first event has come. Its holder closes `events`."""
-
-    model: str
-    first: tuple[int, TokenEvent]
-    events: Events
-
-
 class StreamWriter(Protocol):
     """One endpoint's way to write a stream."""
 
-    def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]: ...
+    def encode(self, model: str, first: NumberedEvent, events: Events) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a stream whose `first` event has come."""
 
     def failed(self, error: Exception) -> bytes:
         """Return the last event of a stream that cannot go on."""
@@ -170,7 +161,7 @@ async def _respond_whole(service: Service, http: Request, builder: ResponseBuild
     seconds = _seconds_to_write(completions)
     answer = await service.workers.run_if_long(partial(builder.whole, model, completions), seconds=seconds)
     ended = [(prompt, completion) for prompt, group in enumerate(completions) for completion in group]
-    answer = _echoing(context, _recorded(context, answer, ended))
+    answer = _recorded(context, answer, ended)
     await _written(context)
     return await service.workers.run_if_long(partial(json_response, answer), seconds=seconds)
 
@@ -187,9 +178,8 @@ async def _respond_stream(service: Service, http: Request, context: ResponseCont
         raise
     # a version published in between may or may not be the one at work; only the last event will tell
     model = before if before == resolved(name, service.catalog(), service.policies) else name
-    started = StartedStream(model=model, first=first, events=events)
     return EventStream(
-        writer.encode(started),
+        writer.encode(model, first, events),
         events,
         name=context.answer_id,
         stall_seconds=service.settings.stall_seconds,
@@ -206,7 +196,7 @@ async def _generate_all(gateway: EngineGateway, requests: Sequence[GenerationReq
     return [task.result() for task in tasks]
 
 
-async def _next(events: Events) -> tuple[int, TokenEvent]:
+async def _next(events: Events) -> NumberedEvent:
     return await anext(events)
 
 
@@ -222,21 +212,20 @@ class ChunkStream:
 
     failed = staticmethod(failed)
 
-    async def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]:
+    async def encode(self, model: str, first: NumberedEvent, events: Events) -> AsyncGenerator[bytes, None]:
         """Yield the bytes, and `[DONE]` unless it fails."""
         context, builder = self._context, self._builder
-        chunks = [self._with_extras(chunk) for chunk in builder.opening(started.model)]
-        chunks += self._chunks(started.model, *started.first)
+        chunks = [self._with_usage(chunk) for chunk in builder.opening(model)]
+        chunks += self._chunks(model, *first)
         await _written(context)
         yield encode_events(chunks)
-        async for prompt, event in started.events:
-            if chunks := self._chunks(started.model, prompt, event):
+        async for prompt, event in events:
+            if chunks := self._chunks(model, prompt, event):
                 if event.completion is not None:
                     await _written(context)
                 yield encode_events(chunks)
         if context.usage_chunk:
-            chunk = builder.usage_chunk(started.model, context.whole_usage(self._ended))
-            yield encode_events([_echoing(context, chunk)])
+            yield encode_events([builder.usage_chunk(model, context.whole_usage(self._ended))])
         yield DONE
 
     def _chunks(self, model: str, prompt: int, event: TokenEvent) -> list[BaseModel]:
@@ -249,23 +238,18 @@ class ChunkStream:
             model = answered_by(name, event.completion, self._service.catalog())
             final = self._builder.final_chunk(model, prompt, event.completion)
             chunks.append(_recorded(self._context, final, [(prompt, event.completion)]))
-        return [self._with_extras(chunk) for chunk in chunks]
+        return [self._with_usage(chunk) for chunk in chunks]
 
-    def _with_extras(self, chunk: BaseModel) -> BaseModel:
-        if self._context.usage_in_chunks:
-            chunk = chunk.model_copy(update={"usage": self._context.usage(self._num_tokens)})
-        return _echoing(self._context, chunk)
+    def _with_usage(self, chunk: BaseModel) -> BaseModel:
+        if not self._context.usage_in_chunks:
+            return chunk
+        return chunk.model_copy(update={"usage": self._context.usage(self._num_tokens)})
 
 
 async def _written(context: ResponseContext) -> None:
     """Wait until a client that knows a trajectory's id can rely on it."""
     if context.recorder is not None:
         await context.recorder.written()
-
-
-def _echoing(context: ResponseContext, chunk: BaseModel) -> BaseModel:
-    """Return the chunk with the fields by which the client finds its answer again."""
-    return chunk.model_copy(update=context.echo) if context.echo else chunk
 
 
 def _recorded(context: ResponseContext, answer: BaseModel, ended: Sequence[tuple[int, Completion]]) -> BaseModel:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from parallm.conversation import ToolCall
 from parallm.server.catalog import answered_by, version_of
 from parallm.server.failures import failure_of
-from parallm.server.generation import ResponseContext, StartedStream
+from parallm.server.generation import Events, NumberedEvent, ResponseContext
 from parallm.server.openai.output_parser import MessagePart, OutputParsing, new_parser, parse_whole
 from parallm.server.openai.responses_schemas import (
     IncompleteDetails,
@@ -154,15 +154,15 @@ class ResponsesStream:
         self._item_id = ""
         self._text = ""
 
-    async def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]:
+    async def encode(self, model: str, first: NumberedEvent, events: Events) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of the answer."""
-        answer = self._builder.opening(started.model)
+        answer = self._builder.opening(model)
         opening = [self._event("response.created", response=answer)]
         opening.append(self._event("response.in_progress", response=answer))
-        yield _encode([*opening, *self._events(started.first[1])])
-        async for _, event in started.events:
-            if events := list(self._events(event)):
-                yield _encode(events)
+        yield _encode([*opening, *self._events(first[1])])
+        async for _, event in events:
+            if written := list(self._events(event)):
+                yield _encode(written)
 
     def failed(self, error: Exception) -> bytes:
         """Return the last event of a stream that cannot go on."""

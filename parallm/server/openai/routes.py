@@ -1,7 +1,7 @@
 """`POST /v1/completions`, `POST /v1/chat/completions`, and `POST /v1/responses`, the chat endpoint in other words."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from parallm.server.connection import received
 from parallm.server.generation import ChunkStream, ResponseContext, respond
 from parallm.server.openai.answer_builders import ChatBuilder, CompletionBuilder
 from parallm.server.openai.chat_schemas import ChatBody
-from parallm.server.openai.completion_schemas import CompletionBody, GenerationBody
+from parallm.server.openai.completion_schemas import CompletionBody
 from parallm.server.openai.grammars import body_grammar, chat_grammar, constrained
 from parallm.server.openai.responses_builder import ResponsesBuilder, ResponsesStream
 from parallm.server.openai.responses_schemas import (
@@ -32,7 +32,6 @@ from parallm.server.openai.translate import chat_request, completion_requests, e
 from parallm.server.request_limits import check_items
 from parallm.server.schemas import checked, parse_body, read_object
 from parallm.server.service import Service
-from parallm.types import GenerationRequest
 
 FIELD_NAMES = {
     "messages": "input",
@@ -68,31 +67,18 @@ def generation_routes(service: Service) -> APIRouter:
     return router
 
 
-def response_context(
-    service: Service, answer_id: str, body: GenerationBody, requests: Sequence[GenerationRequest], *, logprobs: bool
-) -> ResponseContext:
-    echo = {
-        "request_id": body.request_id,
-        "step_id": body.step_id,
-        "logprobs_mode": "temperature" if logprobs else None,
-    }
-    return ResponseContext(
-        answer_id=answer_id,
-        body=body,
-        requests=requests,
-        tokenizer=service.tokenizer,
-        token_text="token_id:{}".format if body.return_tokens_as_token_ids else service.tokenizer.token_text,
-        logprobs=logprobs,
-        echo={name: value for name, value in echo.items() if value is not None},
-    )
-
-
 def _prepare_completions(service: Service, text: bytes) -> tuple[CompletionBuilder, GrammarSource | None]:
     """Raises InvalidRequest."""
     body = effective_body(parse_body(text, CompletionBody), service)
     answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
     requests = completion_requests(body, answer_id, service)
-    context = response_context(service, answer_id, body, requests, logprobs=body.logprobs is not None)
+    context = ResponseContext(
+        answer_id=answer_id,
+        body=body,
+        requests=requests,
+        tokenizer=service.tokenizer,
+        logprobs=body.logprobs is not None,
+    )
     return CompletionBuilder(context, body), body_grammar(body)
 
 
@@ -103,7 +89,9 @@ def _prepare_chat(service: Service, text: bytes) -> tuple[ChatBuilder, GrammarSo
     body = effective_body(checked(value, ChatBody), service)
     answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     request, parsing = chat_request(body, answer_id, service)
-    context = response_context(service, answer_id, body, [request], logprobs=body.logprobs)
+    context = ResponseContext(
+        answer_id=answer_id, body=body, requests=[request], tokenizer=service.tokenizer, logprobs=body.logprobs
+    )
     return ChatBuilder(context, parsing), chat_grammar(body)
 
 
@@ -116,7 +104,7 @@ def _prepare_response(service: Service, text: bytes) -> tuple[ResponsesBuilder, 
     with _field_names_of_responses():
         chat = effective_body(_to_chat(body), service)
         request, parsing = chat_request(chat, answer_id, service)
-        context = response_context(service, answer_id, chat, [request], logprobs=False)
+        context = ResponseContext(answer_id=answer_id, body=chat, requests=[request], tokenizer=service.tokenizer)
         return ResponsesBuilder(context, parsing, body), chat_grammar(chat)
 
 
