@@ -233,7 +233,7 @@ class TrainingStatus:
     available_checkpoints: tuple[str, ...] = ()
     """Versions in memory, such as `checkpoint-12`."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """`serving_share` and `engine_share` of the device."""
+    """`serving_share`, `engine_share` and, if there is one, `serving_latency_target` of the device."""
     policies: Mapping[str, "TrainingStatus"] = field(default_factory=dict)
     """Status by policy if several are trained; the fields above are then about the one with the most steps left."""
 

@@ -14,7 +14,7 @@ from parallm.environment.settings import (
     MixedSettings,
     VerifiersSettings,
 )
-from parallm.integrations.verifiers.load import load_verifiers
+from parallm.integrations.verifiers.environment import load_verifiers
 
 
 def build_environment(settings: EnvironmentSettings) -> AnyEnvironment:

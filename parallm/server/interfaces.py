@@ -167,10 +167,12 @@ class Device(Protocol):
         """Return the shares of the last second in which `process`, `machine` and `accelerator` were busy, if known."""
 
     def shares(self) -> Mapping[str, float]:
-        """Return `serving_share` and `engine_share`."""
+        """Return `serving_share`, `engine_share` and, if there is one, `serving_latency_target`."""
 
-    def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:
-        """Change the shares; None leaves a share as it is."""
+    def set_shares(
+        self, *, serving_share: float | None, engine_share: float | None, serving_latency_target: float | None
+    ) -> None:
+        """Change settings; None leaves one as it is, a target of 0 ends the target."""
 
 
 class Training(Protocol):

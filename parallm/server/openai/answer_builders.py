@@ -37,6 +37,12 @@ class AnswerBuilder:
 
     def __init__(self, context: ResponseContext) -> None:
         self.context = context
+        echo: dict[str, Any] = {
+            "request_id": context.body.request_id,
+            "step_id": context.body.step_id,
+            "logprobs_mode": "temperature" if context.logprobs else None,
+        }
+        self._echo = {name: value for name, value in echo.items() if value is not None}
 
     def _answer(
         self,
@@ -51,14 +57,14 @@ class AnswerBuilder:
             # clients that asked for usage get the field, null, in every other chunk
             fields["usage"] = usage
         answer_id, created = self.context.answer_id, self.context.created
-        return kind(id=answer_id, object=name, created=created, model=model, choices=choices, **fields)
+        return kind(id=answer_id, object=name, created=created, model=model, choices=choices, **fields, **self._echo)
 
     def _is_shown(self, event: TokenEvent) -> bool:
         """Return whether there is a chunk for the event's tokens, although it may have no text."""
-        return bool(event.tokens) and (self.context.logprobs or self.context.token_ids)
+        return bool(event.tokens) and (self.context.logprobs or self.context.body.return_token_ids)
 
     def _ids(self, name: str, tokens: Sequence[int]) -> dict[str, Any]:
-        return {name: list(tokens)} if self.context.token_ids else {}
+        return {name: list(tokens)} if self.context.body.return_token_ids else {}
 
     def _prompt_logprobs(self, completion: Completion) -> dict[str, Any]:
         count, logprobs = self.context.body.prompt_logprobs, completion.prompt_logprobs

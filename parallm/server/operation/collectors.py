@@ -139,7 +139,7 @@ def _device(device: Device) -> Iterator[Metric]:
     yield _counter("parallm:device_seconds", "Seconds of the device by kind of work.", ("work",), by(device.seconds()))
     text = "Bytes of arrays: now, at most, kept after use."
     yield _gauge("parallm:device_memory_bytes", text, ("kind",), by(device.memory()))
-    text = "Shares of its seconds, as the settings of these names."
+    text = "Shares of its seconds and serving's latency target, as the settings of these names."
     yield _gauge("parallm:device_share", text, ("share",), by(device.shares()))
     usage = dict(device.usage())
     if "accelerator" in usage:
