@@ -148,7 +148,7 @@ class ExportConfig(LogConfig):
     """The library behind matrix products on a CPU."""
 
 
-COMMANDS: Mapping[str, type] = {
+COMMANDS: Mapping[str, type[RunConfig | ServeConfig | EvaluateConfig | ExportConfig]] = {
     "train": RunConfig,
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,

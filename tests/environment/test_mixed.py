@@ -3,7 +3,7 @@ from collections.abc import Mapping, Sequence
 from parallm.environment.calculator import Calculator
 from parallm.environment.environment import Ask, Mixed, connect, environment_of
 from parallm.environment.settings import ArithmeticSettings, CalculatorSettings, MixedPart, MixedSettings
-from parallm.run.environments import build_environment
+from parallm.run.training_data import build_environment
 from parallm.types import Problem, Split
 
 EASY = ArithmeticSettings(levels=(1,), num_train=30, num_test=10)
