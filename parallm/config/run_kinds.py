@@ -124,7 +124,7 @@ SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
 def keys_without_effect(run: RunParts) -> Iterator[str]:
     """Yield one line for each key that differs from its default and has no effect in this run."""
     kind, is_played = kind_of(run), plays_environment(run)
-    parts = {"learner": run.learner, "rollout": run.rollout, "trainer": run.trainer}
+    parts = {part: getattr(run, part) for part in ("learner", "rollout", "trainer")}
     usual = flat_keys({part: asdict(type(settings)()) for part, settings in parts.items()})
     given = flat_keys({part: asdict(settings) for part, settings in parts.items()})
     for name, value in given.items():
@@ -156,7 +156,7 @@ def recorded_keys(run: RunParts, dropout: float) -> dict[str, Any]:
     An environment's options are replaced by digests, since they may be secret. Programs that an Atropos run starts are
     left out.
     """
-    parts = {"environment": run.environment, "learner": run.learner, "rollout": run.rollout, "trainer": run.trainer}
+    parts = {part: getattr(run, part) for part in ("environment", "learner", "rollout", "trainer")}
     plain = json.loads(json.dumps({part: asdict(settings) for part, settings in parts.items()}))
     shown = {
         key: _digest(value) if any(name.endswith("options") for name in key.split(".")) else value

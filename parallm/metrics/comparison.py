@@ -102,7 +102,7 @@ def _on_one_line(value: str, interval: str = "") -> str:
 
 def _rows(models: Sequence[Compared], first: str) -> list[tuple[str, list[Cell]]]:
     reports = [model.report for model in models]
-    rows = [
+    rows: list[tuple[str, list[Cell]]] = [
         ("version", [(_version(model),) for model in models]),
         ("problems", [(str(report.num_problems),) for report in reports]),
         ("greedy accuracy", [_shown(Estimate(one.accuracy, one.low, one.high), percent) for one in reports]),
