@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from parallm.device.streams import DeviceStreams
 from parallm.engine.decoder import Decoder
@@ -229,12 +230,5 @@ def _copies(stacks_NBHTD: Ordered[mx.array], row: int, start: int, end: int) -> 
 
 
 def _states(cache: Ordered[Any]) -> list[mx.array]:
-    return [array for layer in cache for array in _arrays(layer.state)]
-
-
-def _arrays(state: object) -> list[mx.array]:
-    if isinstance(state, mx.array):
-        return [state]
-    if isinstance(state, list | tuple):
-        return [array for part in state for array in _arrays(part)]
-    return []
+    leaves = tree_flatten([layer.state for layer in cache])
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

@@ -102,10 +102,6 @@ class RequestQueue:
             min(shares, key=lambda share: len(share[0].sequences) + len(share[1]))[1].append(joining)
         return [share for share in shares if share[1]]
 
-    def steps_to_read_first(self) -> list[Step]:
-        """The steps in flight, if one of them must be read before the next is launched."""
-        return self.take_steps() if any(decoder.waits_to_be_read for decoder in self.decoders) else []
-
     def take_steps(self) -> list[Step]:
         """The steps in flight; the caller reads them now."""
         return [step for decoder in self.decoders if (step := decoder.take()) is not None]

@@ -14,8 +14,8 @@ from parallm.config.run_folder import TRAJECTORIES
 from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys
 from parallm.config.schema import RunConfig
 from parallm.errors import CheckpointError, ConfigError
-from parallm.integrations.atropos.api import Registration
 from parallm.integrations.atropos.source import AtroposSource
+from parallm.integrations.atropos.trainer_client import Registration
 from parallm.learner.learner import Learner
 from parallm.learner.loss.presets import resolve_objective
 from parallm.model.adapters.adapter import Adapter
@@ -50,8 +50,7 @@ async def build_policy_run(
 
     Raises ConfigError, CheckpointError.
     """
-    config, save_every = spec.config, spec.config.checkpoint.every
-    rollout, settings = config.rollout, config.trainer
+    config, rollout, settings = spec.config, spec.config.rollout, spec.config.trainer
     reward_model = await open_reward_model(
         rollout.reward_model, config.learner, runtime.device, runtime.model, runtime.streams
     )
@@ -65,15 +64,15 @@ async def build_policy_run(
         min_reward = 0.0 if resolve_objective(config.learner).advantage == "max_rl" else -MAX_REWARD
         live = LiveSource(rollout, spec.folder / TRAJECTORIES, min_reward=min_reward)
         sources.push_async_callback(live.close)
-        trainer = ClientTrainer(context, live, settings, rollout, save_every=save_every)
+        trainer = ClientTrainer(context, live, settings, rollout)
     elif rollout.source == "atropos":
         _check_atropos_context(config, runtime)
         atropos = AtroposSource(rollout, spec.folder, lambda: _registration(spec, trainer))
         sources.push_async_callback(atropos.close)
-        trainer = LiveTrainer(context, atropos, settings, rollout, save_every=save_every)
+        trainer = LiveTrainer(context, atropos, settings, rollout)
     else:
         context = _drawing_from(context, context.collector.stream)
-        trainer = Trainer(context, settings, rollout, save_every=save_every)
+        trainer = Trainer(context, settings, rollout)
     state, resumed_version = await _restore(spec, runtime, context, trainer)
     _report_resumption(context, state, live, resumed_version)
     if live is not None:
@@ -192,7 +191,7 @@ async def _supervised(
         train = data.demonstrations.train
         given = tokenize_demonstrations(train, runtime.model, per_step=per_step, seed=config.seed)
     context = _drawing_from(context, given.stream)
-    return context, SupervisedTrainer(context, given, config.trainer, save_every=config.checkpoint.every)
+    return context, SupervisedTrainer(context, given, config.trainer)
 
 
 def _drawing_from(context: TrainerContext, stream: Stream) -> TrainerContext:

@@ -6,10 +6,10 @@ from functools import partial
 
 from parallm.config.schema import shipped
 from parallm.errors import ConfigError
-from parallm.integrations.atropos.api import Sizes, TrajectoryApi
 from parallm.integrations.atropos.intake import Rescorer
 from parallm.integrations.atropos.launcher import LaunchContext, Launcher
 from parallm.integrations.atropos.scored_group import Limits
+from parallm.integrations.atropos.trainer_client import Sizes, TrajectoryApi
 from parallm.model.adapters.names import of_alias
 from parallm.model.load import find_folder
 from parallm.run.policy_runs import PolicyRun

@@ -66,7 +66,9 @@ async def open_serving(
     settings = RuntimeSettings(
         model=config.model,
         engine=config.engine,
-        device=DeviceSettings(serving_share=config.device.serving_share),
+        device=DeviceSettings(
+            serving_share=config.device.serving_share, serving_latency_target=config.device.serving_latency_target
+        ),
         server=config.server,
         folder=folder,
         keeps_state=True,

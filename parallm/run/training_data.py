@@ -18,7 +18,7 @@ from parallm.environment.settings import (
     MixedSettings,
     VerifiersSettings,
 )
-from parallm.integrations.verifiers.load import load_verifiers
+from parallm.integrations.verifiers.environment import load_verifiers
 from parallm.learner.datasets import Dataset, read_demonstrations
 from parallm.learner.reward_model.pairs import Pairs, read_pairs
 from parallm.rollout.problems import ProblemSplits, load_problems

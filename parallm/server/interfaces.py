@@ -75,12 +75,7 @@ class OutputFormat(Protocol):
     def parse_calls(self, text: str, tools: Sequence[Mapping[str, object]]) -> list[ToolCall]: ...
 
 
-class TokenTexts(Protocol):
-    def token_text(self, token: int) -> str:
-        """Return the text of one token, special tokens shown."""
-
-
-class Tokenizer(TokenTexts, Protocol):
+class Tokenizer(Protocol):
     """Interface of `model.chat.tokenizer.ChatTokenizer`."""
 
     @property
@@ -96,6 +91,9 @@ class Tokenizer(TokenTexts, Protocol):
     @property
     def max_token_length(self) -> int:
         """Characters of the longest token."""
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, special tokens shown."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]: ...
     def encode_more(self, text: str) -> tuple[int, ...]:
@@ -169,10 +167,12 @@ class Device(Protocol):
         """Return the shares of the last second in which `process`, `machine` and `accelerator` were busy, if known."""
 
     def shares(self) -> Mapping[str, float]:
-        """Return `serving_share` and `engine_share`."""
+        """Return `serving_share`, `engine_share` and, if there is one, `serving_latency_target`."""
 
-    def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:
-        """Change the shares; None leaves a share as it is."""
+    def set_shares(
+        self, *, serving_share: float | None, engine_share: float | None, serving_latency_target: float | None
+    ) -> None:
+        """Change settings; None leaves one as it is, a target of 0 ends the target."""
 
 
 class Training(Protocol):

@@ -22,7 +22,6 @@ TEXTS_BY_MODEL = frozenset({"content", "reasoning_content"})
 ASSISTANT = "assistant"
 PLACEHOLDER = "the-turn-7f3a9c51"
 """Stands for the model's turn while the template is rendered around it; no user's message holds it."""
-REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
 
 
 class ChatTokenizer:
@@ -192,32 +191,6 @@ def _joined(
         name = "tools" if tools else "chat_template_kwargs" if variables else "messages"
         raise InvalidRequest(f"the model has no chat template, so {name} cannot reach it", name)
     return "\n".join(str(turn["content"]) for turn in turns) + ("" if end == "unfinished" else "\n")
-
-
-class GrowingText:
-    """Text of a token sequence that grows; decodes only from the last safe index, so cost per token is bounded."""
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._safe = 0  # tokens before this are in `text`
-        self._context = 0  # decoding starts here: a tokenizer may write a token differently at the start of a text
-        self.text = ""
-
-    def add(self, token: int) -> None:
-        """Append a token; `text` grows by the characters that are complete."""
-        self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._context : self._safe])
-        now = self._tokenizer.decode(self._tokens[self._context :])
-        if len(now) > len(before) and not now.endswith(REPLACEMENT):
-            self.text += now[len(before) :]
-            self._context, self._safe = self._safe, len(self._tokens)
-
-    def finish(self) -> None:
-        """Take incomplete characters over as they are."""
-        before = self._tokenizer.decode(self._tokens[self._context : self._safe])
-        self.text += self._tokenizer.decode(self._tokens[self._context :])[len(before) :]
-        self._context = self._safe = len(self._tokens)
 
 
 def reply_tokens(

@@ -27,8 +27,15 @@ from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.concatenated import ConcatenatedLora, ConcatenatedLoras, concatenate_loras
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
-from parallm.model.lora.packed import PackedLayout, PackedLora, pack_lora, stack_packed
-from parallm.model.lora.segmented import NO_ADAPTER, SegmentedLora, order_rows
+from parallm.model.lora.segmented import (
+    NO_ADAPTER,
+    PackedLayout,
+    PackedLora,
+    SegmentedLora,
+    order_rows,
+    pack_lora,
+    stack_packed,
+)
 from parallm.model.lora.single import SingleLora, single_lora
 from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel

@@ -157,7 +157,7 @@ def engine_routes(service: Service) -> APIRouter:
     @router.post("/flush_cache")
     async def reset_caches() -> Response:
         """Drop caches, which only save work."""
-        await gateway.reset_caches()
+        await service.engine.reset_caches()
         return json_response(CachesAnswer(success=True))
 
     return router

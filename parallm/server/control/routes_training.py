@@ -15,13 +15,13 @@ from pydantic import AfterValidator, Field, PlainValidator
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.errors import ContextTooLong, InvalidRequest, Unavailable
+from parallm.errors import InvalidRequest, Unavailable
 from parallm.server.connection import body_of, json_response, received, while_connected
 from parallm.server.control.training_status import status_answer
 from parallm.server.interfaces import Tokenizer, Training
 from parallm.server.openai.completion_schemas import WeightVersions
 from parallm.server.openai.translate import MIN_TEMPERATURE
-from parallm.server.request_limits import check_items, check_text
+from parallm.server.request_limits import check_items, check_text, too_long
 from parallm.server.schemas import FIRST_FAULT, MAX_INT, Tokens, Wire, is_tokens, parse_body
 from parallm.server.service import Service
 from parallm.types import GivenTrajectory, WeightSpan
@@ -121,12 +121,7 @@ def parse_trajectory(body: TrajectoryBody, index: int, tokenizer: Tokenizer, max
     prompt = _tokens(body, name, tokenizer)
     tokens, text = _completion(body, name, tokenizer)
     if len(prompt) + len(tokens) > max_context:
-        raise ContextTooLong(
-            f"{name} has {len(prompt) + len(tokens)} tokens, this model's maximum context length is {max_context}; "
-            "shorten it",
-            name,
-            setting="engine.max_context",
-        )
+        raise too_long(name, f"{len(prompt) + len(tokens)} tokens", str(max_context))
     for field in ("logprobs", "loss_mask"):
         values = getattr(body, field)
         if values is not None and len(values) != len(tokens):

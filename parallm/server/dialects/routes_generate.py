@@ -22,9 +22,8 @@ from parallm.server.dialects.versioned import VERSIONED
 from parallm.server.dialects.vllm_legacy import VLLM_LEGACY
 from parallm.server.dialects.vllm_tokens import VLLM_TOKENS
 from parallm.server.failures import DeadlineExceeded, failure_of
-from parallm.server.generation import ChunkStream, respond
+from parallm.server.generation import ChunkStream, ResponseContext, respond
 from parallm.server.openai.grammars import body_grammar, constrained
-from parallm.server.openai.routes_generation import response_context
 from parallm.server.openai.translate import completion_requests, with_lora_adapter
 from parallm.server.schemas import read_object
 from parallm.server.service import Service
@@ -112,10 +111,13 @@ def _parse(
 async def _respond(service: Service, http: Request, parsed: EngineRequests) -> Response:
     asked, body = parsed.asked, parsed.asked.body
     requests = await constrained(parsed.requests, parsed.grammar, service, reasoning=None)
-    # these answers have the ids at places of their own
-    plain = body.model_copy(update={"request_id": None, "step_id": None})
-    context = response_context(service, parsed.answer_id, plain, requests, logprobs=False)
-    context.num_running = service.engine.stats().num_running
+    context = ResponseContext(
+        answer_id=parsed.answer_id,
+        body=body,
+        requests=requests,
+        tokenizer=service.tokenizer,
+        num_running=service.engine.stats().num_running,
+    )
     if body.stream and asked.stream is not None:
         builder = asked.stream(context)
         return await respond(service, http, builder, ChunkStream(service, builder))

@@ -2,12 +2,12 @@
 
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from parallm.conversation import ToolCall
 from parallm.server.catalog import answered_by, version_of
 from parallm.server.failures import failure_of
-from parallm.server.generation import ResponseContext, StartedStream
+from parallm.server.generation import Events, NumberedEvent, ResponseContext
 from parallm.server.openai.output_parser import MessagePart, OutputParsing, new_parser, parse_whole
 from parallm.server.openai.responses_schemas import (
     IncompleteDetails,
@@ -29,6 +29,13 @@ from parallm.server.service import Service
 from parallm.types import Completion, TokenEvent
 
 Kind = Literal["reasoning", "message"]
+REPEATED = ResponseBody.model_fields.keys() & ResponseAnswer.model_fields.keys() - {
+    "model",
+    "reasoning",
+    "store",
+    "text",
+}
+"""Fields of the request that its answer repeats as they are."""
 
 
 class ResponsesBuilder:
@@ -77,24 +84,16 @@ class ResponsesBuilder:
             status=status,
             error=None,
             incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata,
             model=model,
             output=output,
-            parallel_tool_calls=body.parallel_tool_calls,
             previous_response_id=None,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             store=False,
-            temperature=body.temperature,
             text={"format": body.text.format.model_dump(by_alias=True, exclude_unset=True)},
-            tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-            tools=[tool.model_dump() for tool in body.tools],
-            top_p=body.top_p,
             truncation="disabled",
             usage=usage,
-            user=body.user,
             policy_version=None if completion is None else version_of(completion),
+            **body.model_dump(include=set(REPEATED)),
         )
 
 
@@ -107,9 +106,9 @@ def _items(part: MessagePart, status: Status) -> list[OutputItem]:
     """Return the items of an answer; without any text or call, an empty message."""
     items: list[OutputItem] = []
     if part.reasoning:
-        items.append(_reasoning_item(_new_id("rs"), part.reasoning, status))
+        items.append(_text_item("reasoning", _new_id("rs"), status, part.reasoning))
     if part.content or not part:
-        items.append(_message_item(_new_id("msg"), part.content, status))
+        items.append(_text_item("message", _new_id("msg"), status, part.content))
     return [*items, *(_call_item(_new_id("fc"), call, status) for call in part.calls)]
 
 
@@ -117,18 +116,17 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _text_part(text: str) -> OutputText:
-    return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+def _part(kind: Kind, text: str) -> OutputText | ReasoningText:
+    if kind == "message":
+        return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+    return ReasoningText(type="reasoning_text", text=text)
 
 
-def _reasoning_item(item_id: str, text: str | None, status: Status) -> OutputReasoning:
-    content = [] if text is None else [ReasoningText(type="reasoning_text", text=text)]
+def _text_item(kind: Kind, item_id: str, status: Status, text: str | None = None) -> OutputMessage | OutputReasoning:
+    content: list[Any] = [] if text is None else [_part(kind, text)]
+    if kind == "message":
+        return OutputMessage(type="message", id=item_id, status=status, role="assistant", content=content)
     return OutputReasoning(type="reasoning", id=item_id, status=status, summary=[], content=content)
-
-
-def _message_item(item_id: str, text: str | None, status: Status) -> OutputMessage:
-    content = [] if text is None else [_text_part(text)]
-    return OutputMessage(type="message", id=item_id, status=status, role="assistant", content=content)
 
 
 def _call_item(item_id: str, call: ToolCall, status: Status) -> OutputCall:
@@ -155,15 +153,15 @@ class ResponsesStream:
         self._item_id = ""
         self._text = ""
 
-    async def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]:
+    async def encode(self, model: str, first: NumberedEvent, events: Events) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of the answer."""
-        answer = self._builder.opening(started.model)
+        answer = self._builder.opening(model)
         opening = [self._event("response.created", response=answer)]
         opening.append(self._event("response.in_progress", response=answer))
-        yield _encode([*opening, *self._events(started.first[1])])
-        async for _, event in started.events:
-            if events := list(self._events(event)):
-                yield _encode(events)
+        yield _encode([*opening, *self._events(first[1])])
+        async for _, event in events:
+            if written := list(self._events(event)):
+                yield _encode(written)
 
     def failed(self, error: Exception) -> bytes:
         """Return the last event of a stream that cannot go on."""
@@ -197,30 +195,22 @@ class ResponsesStream:
             yield from self._close()
             yield from self._open(kind)
         self._text += text
-        if kind == "message":
-            yield self._in_item("response.output_text.delta", delta=text, logprobs=[])
-        else:
-            yield self._in_item("response.reasoning_text.delta", delta=text)
+        yield self._text_event("delta", delta=text)
 
     def _open(self, kind: Kind) -> Iterator[ResponseEvent]:
         self._kind, self._text = kind, ""
         self._item_id = _new_id("msg" if kind == "message" else "rs")
-        make = _message_item if kind == "message" else _reasoning_item
-        item = make(self._item_id, None, "in_progress")
+        item = _text_item(kind, self._item_id, "in_progress")
         yield self._event("response.output_item.added", output_index=len(self._items), item=item)
-        yield self._in_item("response.content_part.added", part=self._part(""))
+        yield self._in_item("response.content_part.added", part=_part(kind, ""))
 
     def _close(self, status: Status = "completed") -> Iterator[ResponseEvent]:
-        if self._kind is None:
+        if (kind := self._kind) is None:
             return
-        if self._kind == "message":
-            yield self._in_item("response.output_text.done", text=self._text, logprobs=[])
-        else:
-            yield self._in_item("response.reasoning_text.done", text=self._text)
-        yield self._in_item("response.content_part.done", part=self._part(self._text))
-        make = _message_item if self._kind == "message" else _reasoning_item
+        yield self._text_event("done", text=self._text)
+        yield self._in_item("response.content_part.done", part=_part(kind, self._text))
         self._kind = None
-        yield self._done(make(self._item_id, self._text, status))
+        yield self._done(_text_item(kind, self._item_id, status, self._text))
 
     def _call_events(self, call: ToolCall) -> Iterator[ResponseEvent]:
         """Yield a complete call: there is one delta."""
@@ -237,16 +227,17 @@ class ResponsesStream:
         self._items.append(item)
         return self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
-    def _part(self, text: str) -> object:
-        return _text_part(text) if self._kind == "message" else ReasoningText(type="reasoning_text", text=text)
+    def _text_event(self, what: str, **fields: object) -> ResponseEvent:
+        if self._kind == "message":
+            return self._in_item(f"response.output_text.{what}", **fields, logprobs=[])
+        return self._in_item(f"response.reasoning_text.{what}", **fields)
 
     def _in_item(self, kind: str, **fields: object) -> ResponseEvent:
         return self._event(kind, item_id=self._item_id, output_index=len(self._items), content_index=0, **fields)
 
     def _event(self, kind: str, **fields: object) -> ResponseEvent:
-        event = ResponseEvent(type=kind, sequence_number=self._number)
         self._number += 1
-        return event.model_copy(update=fields)
+        return ResponseEvent(type=kind, sequence_number=self._number - 1, **fields)
 
 
 def _encode(events: list[ResponseEvent]) -> bytes:

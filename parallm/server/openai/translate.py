@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from parallm.conversation import ChatPrompt, PromptEnd
-from parallm.errors import ContextTooLong, InvalidRequest
+from parallm.errors import InvalidRequest
 from parallm.server.catalog import means_the_same, model_of
 from parallm.server.interfaces import Tokenizer
 from parallm.server.openai.chat_schemas import (
@@ -22,7 +22,7 @@ from parallm.server.openai.chat_schemas import (
 )
 from parallm.server.openai.completion_schemas import CompletionBody, GenerationBody
 from parallm.server.openai.output_parser import OutputParsing
-from parallm.server.request_limits import check_items, check_text, check_texts
+from parallm.server.request_limits import check_items, check_text, check_texts, too_long
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
@@ -242,12 +242,7 @@ def _default_max_tokens(prompt: Sequence[int], service: Service, name: str) -> i
     """Return the default, or fewer tokens where the context ends before."""
     max_context = service.engine.max_context
     if len(prompt) >= max_context:
-        raise ContextTooLong(
-            f"{name} has {len(prompt)} tokens and this model's maximum context length is {max_context}, with the "
-            "answer; shorten it",
-            name,
-            setting="engine.max_context",
-        )
+        raise too_long(name, f"{len(prompt)} tokens", f"{max_context}, with the answer")
     return min(service.settings.default_max_tokens, max_context - len(prompt))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError
-from parallm.integrations.verifiers.load import environment_module
+from parallm.integrations.verifiers.environment import environment_module
 from parallm.run.training_data import build_environment
 
 

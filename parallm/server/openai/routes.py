@@ -1,0 +1,267 @@
+"""OpenAI's routes: completions, chats, responses (the chat endpoint in other words), and the names of models."""
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from parallm.conversation import GrammarSource
+from parallm.errors import InvalidRequest, UnknownModel
+from parallm.model.adapters.names import versioned
+from parallm.server.catalog import card_of
+from parallm.server.connection import json_response, received
+from parallm.server.generation import ChunkStream, ResponseContext, respond
+from parallm.server.openai.answer_builders import ChatBuilder, CompletionBuilder
+from parallm.server.openai.chat_schemas import ChatBody
+from parallm.server.openai.completion_schemas import CompletionBody
+from parallm.server.openai.grammars import body_grammar, chat_grammar, constrained
+from parallm.server.openai.responses_builder import ResponsesBuilder, ResponsesStream
+from parallm.server.openai.responses_schemas import (
+    InputCall,
+    InputCallOutput,
+    InputMessage,
+    InputReasoning,
+    ResponseBody,
+    ResponseNamedTool,
+    ResponseSchemaFormat,
+)
+from parallm.server.openai.translate import chat_request, completion_requests, effective_body, with_defaults
+from parallm.server.request_limits import check_items
+from parallm.server.schemas import Wire, checked, parse_body, read_object
+from parallm.server.service import Service
+from parallm.types import BASE, AdapterCard
+
+FIELD_NAMES = {
+    "messages": "input",
+    "response_format": "text.format",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Names of chat fields at `/v1/responses`."""
+
+
+class ModelEntry(Wire):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    policy_version: int
+
+
+class ModelList(Wire):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+def openai_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        """Complete one or more prompts, given as text or as token ids."""
+        builder, grammar = await received(service, http, partial(_prepare_completions, service))
+        return await _respond(service, http, builder, grammar, reasoning=None)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        """Answer the last message of a chat, in the format of the model's chat template."""
+        builder, grammar = await received(service, http, partial(_prepare_chat, service))
+        return await _respond(service, http, builder, grammar, reasoning=builder.parsing.begins_in_reasoning)
+
+    @router.post("/v1/responses")
+    async def responses(http: Request) -> Response:
+        """Answer a conversation of messages, reasoning and function calls. Nothing of it is stored."""
+        builder, grammar = await received(service, http, partial(_prepare_response, service))
+        with _field_names_of_responses():
+            return await _respond(service, http, builder, grammar, reasoning=builder.parsing.begins_in_reasoning)
+
+    @router.get("/v1/models")
+    @router.get("/models")
+    async def models() -> Response:
+        """Every name that `model` may be: the base, adapters, their versions and aliases."""
+        return json_response(_model_list(service))
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One of these names, or another that `model` may be."""
+        return json_response(_model_entry(name, service))
+
+    return router
+
+
+def _prepare_completions(service: Service, text: bytes) -> tuple[CompletionBuilder, GrammarSource | None]:
+    """Raises InvalidRequest."""
+    body = effective_body(parse_body(text, CompletionBody), service)
+    answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+    requests = completion_requests(body, answer_id, service)
+    context = ResponseContext(
+        answer_id=answer_id,
+        body=body,
+        requests=requests,
+        tokenizer=service.tokenizer,
+        logprobs=body.logprobs is not None,
+    )
+    return CompletionBuilder(context, body), body_grammar(body)
+
+
+def _prepare_chat(service: Service, text: bytes) -> tuple[ChatBuilder, GrammarSource | None]:
+    """Raises InvalidRequest."""
+    value = read_object(text)
+    check_items(value.get("messages"), "messages", "messages", service.engine.max_context)
+    body = effective_body(checked(value, ChatBody), service)
+    answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+    request, parsing = chat_request(body, answer_id, service)
+    context = ResponseContext(
+        answer_id=answer_id, body=body, requests=[request], tokenizer=service.tokenizer, logprobs=body.logprobs
+    )
+    return ChatBuilder(context, parsing), chat_grammar(body)
+
+
+def _prepare_response(service: Service, text: bytes) -> tuple[ResponsesBuilder, GrammarSource | None]:
+    """Raises InvalidRequest."""
+    value = read_object(text)
+    check_items(value.get("input"), "items", "input", service.engine.max_context)
+    body = with_defaults(checked(value, ResponseBody), service.sampling_defaults)  # the answer shows these fields
+    answer_id = f"resp_{uuid.uuid4().hex}"
+    with _field_names_of_responses():
+        chat = effective_body(_to_chat(body), service)
+        request, parsing = chat_request(chat, answer_id, service)
+        context = ResponseContext(answer_id=answer_id, body=chat, requests=[request], tokenizer=service.tokenizer)
+        return ResponsesBuilder(context, parsing, body), chat_grammar(chat)
+
+
+async def _respond(
+    service: Service,
+    http: Request,
+    builder: CompletionBuilder | ChatBuilder | ResponsesBuilder,
+    grammar: GrammarSource | None,
+    *,
+    reasoning: bool | None,
+) -> Response:
+    context = builder.context
+    context.requests = await constrained(context.requests, grammar, service, reasoning=reasoning)
+    if not context.body.stream:
+        return await respond(service, http, builder)
+    if isinstance(builder, ResponsesBuilder):
+        return await respond(service, http, builder, ResponsesStream(service, builder))
+    return await respond(service, http, builder, ChunkStream(service, builder))
+
+
+@contextmanager
+def _field_names_of_responses() -> Iterator[None]:
+    """Make errors about the chat name the fields of this endpoint."""
+    try:
+        yield
+    except InvalidRequest as error:
+        name, dot, inner = (error.parameter or "").partition(".")
+        error.parameter = FIELD_NAMES.get(name, name + dot + inner) or None
+        raise
+
+
+def _to_chat(body: ResponseBody) -> ChatBody:
+    """Raises InvalidRequest where an item does not fit those around it."""
+    same = {"model", "lora_adapter", "temperature", "top_p", "stream", "parallel_tool_calls", "user"}
+    fields = body.model_dump(include=same) | {
+        "messages": _messages(body),
+        "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools],
+        "tool_choice": _tool_choice(body),
+        "response_format": _format(body),
+    }
+    if body.max_output_tokens is not None:
+        fields["max_completion_tokens"] = body.max_output_tokens
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        fields["reasoning_effort"] = body.reasoning.effort
+    return ChatBody.model_validate(fields)
+
+
+def _messages(body: ResponseBody) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    for item in body.input:
+        match item:
+            case InputMessage(role="assistant"):
+                _turn(messages, "content")["content"] = "".join(part.text for part in item.content)
+            case InputMessage():
+                messages.append({"role": item.role, "content": "".join(part.text for part in item.content)})
+            case InputReasoning():
+                _turn(messages, "reasoning_content")["reasoning_content"] = "".join(part.text for part in item.content)
+            case InputCall():
+                call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+                _turn(messages, None).setdefault("tool_calls", []).append(call)
+            case InputCallOutput():
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+    return messages
+
+
+def _turn(messages: list[dict[str, Any]], name: str | None) -> dict[str, Any]:
+    """Return the assistant's turn that the next item belongs to: the last message, or a new one if that is complete."""
+    last = messages[-1] if messages else {"role": ""}
+    is_over = last["role"] != "assistant" or (name is not None and (name in last or "tool_calls" in last))
+    if is_over or (name == "reasoning_content" and "content" in last):
+        messages.append({"role": "assistant"})
+    return messages[-1]
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _tool_choice(body: ResponseBody) -> object:
+    if isinstance(body.tool_choice, ResponseNamedTool):
+        return {"type": "function", "function": {"name": body.tool_choice.name}}
+    return body.tool_choice
+
+
+def _format(body: ResponseBody) -> dict[str, Any]:
+    form = body.text.format
+    if isinstance(form, ResponseSchemaFormat):
+        return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.json_schema}}
+    return {"type": form.type}
+
+
+def _model_list(service: Service) -> ModelList:
+    """List the policies, the base, other adapters (the version that is served), aliases, and every version.
+
+    Policies come first because many clients take the first model of the list.
+    """
+    cards = service.catalog()
+    names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
+    names -= set(service.policies)
+    versions = [versioned(card.name, card.version) for card in cards]
+    order = (*service.policies, BASE, *sorted(names), *versions)
+    return ModelList(object="list", data=[_entry(name, card_of(name, cards), service) for name in order])
+
+
+def _model_entry(name: str, service: Service) -> ModelEntry:
+    """Return the entry of a name of the list, or of another way to say it. Raises UnknownModel."""
+    entries = {entry.id: entry for entry in _model_list(service).data}
+    if name in entries:
+        return entries[name]
+    card = card_of(name, service.catalog())
+    if card is None:
+        raise UnknownModel(f"no model {name[:200]!r}; there are {sorted(entries)}")
+    return _entry(name, card, service)
+
+
+def _entry(name: str, card: AdapterCard | None, service: Service) -> ModelEntry:
+    """Return the entry of a name; one without a card is the base, or a policy before its first version."""
+    parent = BASE if card is None or not card.parent else versioned(card.name, card.parent)
+    return ModelEntry(
+        id=name,
+        object="model",
+        created=service.started,
+        owned_by="parallm",
+        root=service.base_name,
+        parent=None if name == BASE else parent,
+        max_model_len=service.engine.max_context,
+        policy_version=0 if card is None else card.version,
+    )
