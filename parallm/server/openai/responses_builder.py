@@ -29,6 +29,13 @@ from parallm.server.service import Service
 from parallm.types import Completion, TokenEvent
 
 Kind = Literal["reasoning", "message"]
+REPEATED = ResponseBody.model_fields.keys() & ResponseAnswer.model_fields.keys() - {
+    "model",
+    "reasoning",
+    "store",
+    "text",
+}
+"""Fields of the request that its answer repeats as they are."""
 
 
 class ResponsesBuilder:
@@ -77,24 +84,16 @@ class ResponsesBuilder:
             status=status,
             error=None,
             incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata,
             model=model,
             output=output,
-            parallel_tool_calls=body.parallel_tool_calls,
             previous_response_id=None,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             store=False,
-            temperature=body.temperature,
             text={"format": body.text.format.model_dump(by_alias=True, exclude_unset=True)},
-            tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-            tools=[tool.model_dump() for tool in body.tools],
-            top_p=body.top_p,
             truncation="disabled",
             usage=usage,
-            user=body.user,
             policy_version=None if completion is None else version_of(completion),
+            **body.model_dump(include=set(REPEATED)),
         )
 
 
