@@ -14,15 +14,12 @@ from parallm.config.run_folder import TRAJECTORIES
 from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys
 from parallm.config.schema import RunConfig
 from parallm.errors import CheckpointError, ConfigError
-from parallm.integrations.atropos.intake import Rescorer
-from parallm.integrations.atropos.scored_group import Limits
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.integrations.atropos.trainer_client import Registration
 from parallm.learner.datasets import Dataset
 from parallm.learner.learner import Learner
 from parallm.learner.loss.presets import resolve_objective
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.adapters.names import of_alias
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
@@ -43,7 +40,6 @@ from parallm.trainer.reward_training import open_reward_model, reward_model_cont
 from parallm.trainer.saving import fingerprint_of, restore, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, supervised_data, tokenize
 from parallm.trainer.trainer import Trainer
-from parallm.types import LATEST
 
 logger = logging.getLogger(__name__)
 
@@ -106,20 +102,6 @@ async def build_policy_run(
     )
 
 
-def connect_atropos(run: PolicyRun, runtime: Runtime) -> None:
-    """Let a source of Atropos register and ask for batches, once run-api is started."""
-    if run.atropos is not None:
-        run.atropos.connect(
-            Limits(
-                max_tokens=run.spec.config.rollout.atropos.max_token_len,
-                num_token_ids=runtime.model.vocabulary_size,
-            ),
-            Rescorer(runtime.engine.generate_all, of_alias(LATEST, run.name)),
-            partial(runtime.model.tokenizer.decode, special=True),
-            run.version,
-        )
-
-
 async def write_final_adapter(run: PolicyRun, runtime: Runtime) -> None:
     """Write the adapter that the run leaves into its folder, or say that there is none. Raises CheckpointError."""
     try:
@@ -165,18 +147,13 @@ async def _trainer_context(
         start=runtime.start.digest if config.model.adapter is not None else "",
         keys=recorded_keys(config, runtime.start.dropout),
     )
-    collector = Collector(
-        runtime.engine.generate_all,
-        runtime.model.tokenizer,
-        data.environment,
-        make_stream(data.environment, data.splits.train, config.seed),
-        config.rollout,
-        config.seed,
-        reward_model,
-    )
+    generate, tokenizer = runtime.engine.generate_all, runtime.model.tokenizer
+    stream = make_stream(data.environment, data.splits.train, config.seed)
+    rollout, seed = config.rollout, config.seed
+    collector = Collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
     evaluator = Evaluator(
-        generate_all=runtime.engine.generate_all,
-        tokenizer=runtime.model.tokenizer,
+        generate_all=generate,
+        tokenizer=tokenizer,
         environment=data.environment,
         problems=data.splits.test,
         samples=evaluation_samples(config.trainer, config.seed),

@@ -16,15 +16,12 @@ from starlette.responses import RedirectResponse, Response
 
 from parallm.errors import ParallmError
 from parallm.server.connection import error_response
-from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
-from parallm.server.control.routes_adapters import adapter_routes
-from parallm.server.control.routes_engine import engine_routes, queue_routes
+from parallm.server.control.routes_adapters import adapter_alias_routes, adapter_routes
+from parallm.server.control.routes_engine import engine_routes, queue_routes, share_routes
 from parallm.server.control.routes_scores import score_routes
-from parallm.server.control.routes_shares import share_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
-from parallm.server.control.training_status import training_status_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
 from parallm.server.dialects.routes_tokenize import tokenize_routes
@@ -32,7 +29,7 @@ from parallm.server.failures import Failure, failure_of
 from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
-from parallm.server.operation.collectors import ServiceCollector, SplitCollector
+from parallm.server.operation.collectors import ServiceCollector
 from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Origins, RequestMiddleware
 from parallm.server.operation.routes_operation import operation_routes
 from parallm.server.service import Service
@@ -46,7 +43,6 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     adapter_routes,
     adapter_alias_routes,
     training_routes,
-    training_status_routes,
     trajectory_routes,
     engine_routes,
     queue_routes,
@@ -71,9 +67,7 @@ def create_app(service: Service) -> FastAPI:
     # routes read bodies by hand: FastAPI alone has nothing to show on them
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=has_keys)))  # noqa: B010
     app.add_route("/docs", _docs)
-    registry = service.request_metrics.registry
-    registry.register(ServiceCollector(service))
-    registry.register(SplitCollector(service.splits, service.statistics))
+    service.request_metrics.registry.register(ServiceCollector(service))
     routers = [routes(service) for routes in ROUTES] + [operation_routes(service, drain)]
     check_roles(routers)
     for router in routers:

@@ -14,15 +14,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
-from parallm.server.control import routes_adapter_aliases as aliases
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
 from parallm.server.control import routes_scores as scores
-from parallm.server.control import routes_shares as shares
 from parallm.server.control import routes_splits as splits
 from parallm.server.control import routes_training as training
 from parallm.server.control import routes_trajectories as trajectories
-from parallm.server.dialects import native, sglang, trl, versioned, vllm_legacy, vllm_tokens
+from parallm.server.dialects import native, sglang, trl, vllm
 from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
 from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
@@ -172,13 +170,13 @@ _DOCUMENTS: Mapping[str, Row] = {
     "GET /v1/adapters": Row((), (adapters.AdapterList,)),
     "POST /v1/adapters/load": Row((adapters.LoadBody,), (adapters.AdapterEntry,), FOLDER),
     "POST /load_adapter": Row(
-        (adapters.LoadBody, aliases.LoadPolicyBody),
-        (adapters.AdapterEntry, aliases.PolicyMoved),
+        (adapters.LoadBody, adapters.LoadPolicyBody),
+        (adapters.AdapterEntry, adapters.PolicyMoved),
         FOLDER,
         {"the policy that is served moves": {"adapter_path": "poet/adapter"}},
     ),
     "PUT /v1/adapters/{name}": Row((), (adapters.AdapterEntry,), body_type="application/zip"),
-    "POST /upload_adapter": Row((), (aliases.PolicyMoved, adapters.AdapterEntry), parameters=(NAME,), body_type=FORM),
+    "POST /upload_adapter": Row((), (adapters.PolicyMoved, adapters.AdapterEntry), parameters=(NAME,), body_type=FORM),
     "POST /update_adapter_weights": Row(
         (), (adapters.AdapterEntry,), parameters=({**NAME, "required": True},), body_type="application/octet-stream"
     ),
@@ -187,21 +185,21 @@ _DOCUMENTS: Mapping[str, Row] = {
     "POST /v1/adapters/rollback": Row((adapters.RollBackBody,), (adapters.NameMeans,), {"name": "poet"}),
     "POST /v1/adapters/aliases": Row((adapters.AliasBody,), (adapters.Done,), VERSION | {"alias": "liked"}),
     "POST /v1/load_lora_adapter": Row((adapters.LoadBody,), (), FOLDER, media_type="text/plain"),
-    "POST /v1/unload_lora_adapter": Row((aliases.UnloadBody,), (), {"name": "poet"}, media_type="text/plain"),
+    "POST /v1/unload_lora_adapter": Row((adapters.UnloadBody,), (), {"name": "poet"}, media_type="text/plain"),
     "POST /load_lora_adapter, POST /skyrl/v1/load_lora_adapter": Row(
-        (adapters.LoadBody,), (aliases.LoadedAdapters,), FOLDER
+        (adapters.LoadBody,), (adapters.LoadedAdapters,), FOLDER
     ),
-    "POST /unload_lora_adapter": Row((aliases.UnloadBody,), (aliases.LoadedAdapters,), {"name": "poet"}),
+    "POST /unload_lora_adapter": Row((adapters.UnloadBody,), (adapters.LoadedAdapters,), {"name": "poet"}),
     "POST /model/switch-lora": Row(
-        (aliases.SwitchBody,), (adapters.NameMeans,), VERSION, {"the policy, by a word": {"version": "checkpoint-3"}}
+        (adapters.SwitchBody,), (adapters.NameMeans,), VERSION, {"the policy, by a word": {"version": "checkpoint-3"}}
     ),
     "PUT /v1/splits/{name}": Row(
         (splits.SplitBody,), (splits.SplitAnswer,), {"weights": {"policy@11": 9, "policy@12": 1}}
     ),
     "DELETE /v1/splits/{name}": Row((), (splits.SplitAnswer,)),
     "GET /v1/splits": Row((), (splits.SplitList,)),
-    "GET /v1/shares": Row((), (shares.SharesAnswer,), errors=(409,)),
-    "PUT /v1/shares": Row((shares.SharesBody,), (shares.SharesAnswer,), {"serving_share": 0.9}, errors=(409,)),
+    "GET /v1/shares": Row((), (engine.SharesAnswer,), errors=(409,)),
+    "PUT /v1/shares": Row((engine.SharesBody,), (engine.SharesAnswer,), {"serving_share": 0.9}, errors=(409,)),
     "POST /v1/rewards": Row((splits.RewardBody,), (splits.RewardAnswer,), {"id": "cmpl-1f", "reward": 1.0}),
     "POST /v1/rewards/score": Row(
         (scores.ScoreBody,),
@@ -240,8 +238,8 @@ _DOCUMENTS: Mapping[str, Row] = {
         (training.TrainingBody,), (training.CheckpointAnswer,), {}
     ),
     "POST /generate, POST /generate/, POST //generate": Row(
-        (CompletionBody, sglang.SglangBody, trl.TrlBody, versioned.VersionedBody),
-        (native.NativeAnswer, sglang.SglangRow, trl.TrlAnswer, vllm_legacy.LegacyAnswer, versioned.VersionedAnswer),
+        (CompletionBody, sglang.SglangBody, trl.TrlBody, native.VersionedBody),
+        (native.NativeAnswer, sglang.SglangRow, trl.TrlAnswer, vllm.LegacyAnswer, native.VersionedAnswer),
         {"prompt": [17, 10, 18], "model": "policy", "max_tokens": 8, "n": 1},
         {
             "SGLang": {"input_ids": [17, 10, 18], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True},
@@ -251,8 +249,8 @@ _DOCUMENTS: Mapping[str, Row] = {
         },
     ),
     "POST /inference/v1/generate": Row(
-        (vllm_tokens.TokensBody,),
-        (vllm_tokens.TokensAnswer,),
+        (vllm.TokensBody,),
+        (vllm.TokensAnswer,),
         {"model": "policy", "token_ids": [17, 10, 18], "sampling_params": {"max_tokens": 8}},
     ),
     "POST /tokenize": Row((tokenize.TokenizeBody,), (tokenize.TokensOfText,), {"prompt": "2 + 3"}),
