@@ -14,14 +14,12 @@ from parallm.config.run_folder import TRAJECTORIES
 from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys
 from parallm.config.schema import RunConfig
 from parallm.errors import CheckpointError, ConfigError
-from parallm.integrations.atropos.intake import Rescorer
-from parallm.integrations.atropos.scored_group import Limits
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.integrations.atropos.trainer_client import Registration
+from parallm.learner.datasets import Dataset
 from parallm.learner.learner import Learner
 from parallm.learner.loss.presets import resolve_objective
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.adapters.names import of_alias
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
@@ -38,11 +36,10 @@ from parallm.trainer.evaluators import evaluation_samples
 from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.live_trainer import ClientTrainer, LiveTrainer
 from parallm.trainer.loop import Loop
-from parallm.trainer.reward_training import open_reward_model, reward_model_context, tokenize_pairs
+from parallm.trainer.reward_training import open_reward_model, reward_model_context
 from parallm.trainer.saving import fingerprint_of, restore, write_adapter
-from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, tokenize_demonstrations
+from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, supervised_data, tokenize
 from parallm.trainer.trainer import Trainer
-from parallm.types import LATEST
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +59,8 @@ async def build_policy_run(
     live: LiveSource | None = None
     atropos: AtroposSource | None = None
     trainer: Loop
-    if data.pairs is not None or data.demonstrations is not None:
-        context, trainer = await _supervised(context, config, runtime, data)
+    if data.given is not None:
+        context, trainer = await _supervised(context, config, runtime, data.given)
     elif rollout.source == "live":
         min_reward = 0.0 if resolve_objective(config.learner).advantage == "max_rl" else -MAX_REWARD
         live = LiveSource(rollout, spec.folder / TRAJECTORIES, min_reward=min_reward)
@@ -83,7 +80,7 @@ async def build_policy_run(
         scores = environment_scoring_functions(config.environment.name, data.environment)
         live.connect(partial(runtime.model.tokenizer.decode, special=True), scores)
     given_updates = None
-    if data.pairs is None and data.demonstrations is None:
+    if data.given is None:
         given_updates = GivenUpdates(
             trainer,
             context,
@@ -103,20 +100,6 @@ async def build_policy_run(
         atropos=atropos,
         given_updates=given_updates,
     )
-
-
-def connect_atropos(run: PolicyRun, runtime: Runtime) -> None:
-    """Let a source of Atropos register and ask for batches, once run-api is started."""
-    if run.atropos is not None:
-        run.atropos.connect(
-            Limits(
-                max_tokens=run.spec.config.rollout.atropos.max_token_len,
-                num_token_ids=runtime.model.vocabulary_size,
-            ),
-            Rescorer(runtime.engine.generate_all, of_alias(LATEST, run.name)),
-            partial(runtime.model.tokenizer.decode, special=True),
-            run.version,
-        )
 
 
 async def write_final_adapter(run: PolicyRun, runtime: Runtime) -> None:
@@ -164,18 +147,13 @@ async def _trainer_context(
         start=runtime.start.digest if config.model.adapter is not None else "",
         keys=recorded_keys(config, runtime.start.dropout),
     )
-    collector = Collector(
-        runtime.engine.generate_all,
-        runtime.model.tokenizer,
-        data.environment,
-        make_stream(data.environment, data.splits.train, config.seed),
-        config.rollout,
-        config.seed,
-        reward_model,
-    )
+    generate, tokenizer = runtime.engine.generate_all, runtime.model.tokenizer
+    stream = make_stream(data.environment, data.splits.train, config.seed)
+    rollout, seed = config.rollout, config.seed
+    collector = Collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
     evaluator = Evaluator(
-        generate_all=runtime.engine.generate_all,
-        tokenizer=runtime.model.tokenizer,
+        generate_all=generate,
+        tokenizer=tokenizer,
         environment=data.environment,
         problems=data.splits.test,
         samples=evaluation_samples(config.trainer, config.seed),
@@ -198,23 +176,20 @@ async def _trainer_context(
 
 
 async def _supervised(
-    context: TrainerContext, config: RunConfig, runtime: Runtime, data: TrainingData
+    context: TrainerContext, config: RunConfig, runtime: Runtime, given: Dataset
 ) -> tuple[TrainerContext, Loop]:
     """Return the trainer of demonstrations or pairs, and the context that it uses."""
-    per_step = config.rollout.problems_per_step
-    if data.pairs is not None:
-        make = partial(reward_model_context, context, data.pairs, config.learner, config.trainer, start=runtime.start)
-        make = partial(make, model=runtime.model, streams=runtime.streams, seed=config.seed)
-        context = await on_device(runtime.device, make)
-        given = tokenize_pairs(data.pairs.train, runtime.model, per_step=per_step, seed=config.seed)
+    held_out = tokenize(given.held_out[: config.trainer.evaluate_problems], runtime.model)
+    if kind_of(config) == "reward_model":
+        make = partial(reward_model_context, context, held_out, config.learner, start=runtime.start)
+        make = partial(make, model=runtime.model, streams=runtime.streams)
+        context = await on_device(runtime.device, partial(make, total_steps=config.trainer.steps, seed=config.seed))
     else:
-        assert data.demonstrations is not None, "a supervised run has pairs or demonstrations"
-        held_out = data.demonstrations.held_out[: config.trainer.evaluate_problems]
-        context = add_held_out_loss(context, held_out, runtime.model)
-        train = data.demonstrations.train
-        given = tokenize_demonstrations(train, runtime.model, per_step=per_step, seed=config.seed)
-    context = _drawing_from(context, given.stream)
-    return context, SupervisedTrainer(context, given, config.trainer)
+        context = add_held_out_loss(context, held_out)
+    groups = tokenize(given.train, runtime.model)
+    data = supervised_data(groups, per_step=config.rollout.problems_per_step, seed=config.seed)
+    context = _drawing_from(context, data.stream)
+    return context, SupervisedTrainer(context, data, config.trainer)
 
 
 def _drawing_from(context: TrainerContext, stream: Stream) -> TrainerContext:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from parallm.errors import ParallmError, UnknownModel
-from parallm.server.catalog import answered_by, resolved, version_of
+from parallm.server.catalog import answered_by, resolved
 from parallm.server.connection import json_response, while_connected
 from parallm.server.control.trajectory_recorder import TrajectoryRecorder, recorder_for
 from parallm.server.engine_gateway import EngineGateway
@@ -111,17 +111,6 @@ class StreamBuilder(ResponseBuilder, Protocol):
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> BaseModel: ...
 
     def usage_chunk(self, model: str, usage: Usage) -> BaseModel: ...
-
-
-class Provenance(TypedDict):
-    """Fields of a choice that say how it ended and which weights made it."""
-
-    finish_reason: str | None
-    policy_version: int | None
-    weight_versions: list[WeightVersions] | None
-
-
-UNFINISHED = Provenance(finish_reason=None, policy_version=None, weight_versions=None)
 
 
 class StreamWriter(Protocol):
@@ -284,15 +273,6 @@ def _seconds_to_write(completions: Sequence[Sequence[Completion]]) -> float:
         for completion in group
     )
     return num_entries * SECONDS_PER_LOGPROB
-
-
-def provenance(completion: Completion, *, has_calls: bool = False) -> Provenance:
-    calls = has_calls and completion.finish_reason == "stop"
-    return Provenance(
-        finish_reason="tool_calls" if calls else completion.finish_reason,
-        policy_version=version_of(completion),
-        weight_versions=weight_versions(completion),
-    )
 
 
 def weight_versions(completion: Completion) -> list[WeightVersions]:
