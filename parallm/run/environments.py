@@ -1,7 +1,6 @@
 """Builds the environment that settings choose. Called before the model of a run is loaded."""
 
-from parallm.environment.arithmetic import Arithmetic
-from parallm.environment.calculator import Calculator
+from parallm.environment.arithmetic import Arithmetic, Calculator
 from parallm.environment.custom import make_custom
 from parallm.environment.environment import AnyEnvironment, Mixed
 from parallm.environment.gsm8k import Gsm8k

@@ -83,7 +83,7 @@ class ScoringDispatcher:
             raise InvalidRequest(f"no scoring_function {name[:50]!r}; there are {names}", "scoring_function")
         function = self._functions[name]
         if isinstance(function, EnvironmentScoring):
-            function.check(metadata)
+            function.answer(metadata)
 
     def connect(self, decode: Callable[[Sequence[int]], str], scores: Mapping[str, EnvironmentScoring]) -> None:
         """Begin to call functions; `decode` makes prompts of tokens.
