@@ -5,30 +5,36 @@ a version, which no other module does.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias, TypedDict
+from typing import Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from parallm.errors import UnknownModel
-from parallm.server.catalog import answered_by, resolved, version_of
+from parallm.errors import ParallmError, UnknownModel
+from parallm.server.catalog import answered_by, resolved
 from parallm.server.connection import json_response, while_connected
 from parallm.server.control.trajectory_recorder import TrajectoryRecorder, recorder_for
 from parallm.server.engine_gateway import EngineGateway
+from parallm.server.failures import DeadlineExceeded, Draining, failure_of
 from parallm.server.interfaces import Tokenizer
 from parallm.server.openai.completion_schemas import Answer, GenerationBody, PromptTokensDetails, Usage, WeightVersions
 from parallm.server.request_limits import SECONDS_PER_LOGPROB
 from parallm.server.service import Service
-from parallm.server.streaming import DONE, EventStream, encode_events, failed, merged
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
+logger = logging.getLogger(__name__)
+DONE = b"data: [DONE]\n\n"
 NumberedEvent: TypeAlias = tuple[int, TokenEvent]
 """The number of a prompt and an event of its completions."""
+Item = TypeVar("Item")
 Events: TypeAlias = AsyncGenerator[NumberedEvent, None]
 
 
@@ -105,17 +111,6 @@ class StreamBuilder(ResponseBuilder, Protocol):
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> BaseModel: ...
 
     def usage_chunk(self, model: str, usage: Usage) -> BaseModel: ...
-
-
-class Provenance(TypedDict):
-    """Fields of a choice that say how it ended and which weights made it."""
-
-    finish_reason: str | None
-    policy_version: int | None
-    weight_versions: list[WeightVersions] | None
-
-
-UNFINISHED = Provenance(finish_reason=None, policy_version=None, weight_versions=None)
 
 
 class StreamWriter(Protocol):
@@ -210,7 +205,8 @@ class ChunkStream:
         self._num_tokens = 0
         self._ended: list[list[Completion]] = [[] for _ in self._context.requests]  # by prompt
 
-    failed = staticmethod(failed)
+    def failed(self, error: Exception) -> bytes:
+        return encode_events([failure_of(error).answer])
 
     async def encode(self, model: str, first: NumberedEvent, events: Events) -> AsyncGenerator[bytes, None]:
         """Yield the bytes, and `[DONE]` unless it fails."""
@@ -279,16 +275,111 @@ def _seconds_to_write(completions: Sequence[Sequence[Completion]]) -> float:
     return num_entries * SECONDS_PER_LOGPROB
 
 
-def provenance(completion: Completion, *, has_calls: bool = False) -> Provenance:
-    calls = has_calls and completion.finish_reason == "stop"
-    return Provenance(
-        finish_reason="tool_calls" if calls else completion.finish_reason,
-        policy_version=version_of(completion),
-        weight_versions=weight_versions(completion),
-    )
-
-
 def weight_versions(completion: Completion) -> list[WeightVersions]:
     return [
         WeightVersions(version=str(span.version), start=span.start, end=span.end) for span in completion.weight_versions
     ]
+
+
+def encode_events(chunks: Iterable[BaseModel]) -> bytes:
+    return b"".join(b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n" for chunk in chunks)
+
+
+class EventStream(Response):
+    """Sends `events` until they end, the client leaves or stops reading, or the request's time is over.
+
+    Then it closes `events` and `source`, which `events` reads: a generator that never started closes nothing itself.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        source: AsyncGenerator[object, None],
+        *,
+        name: str,
+        stall_seconds: float,
+        failed: Callable[[Exception], bytes],
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source
+        self._name = name
+        self._stall_seconds = stall_seconds
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await while_connected(receive, self._send_events(send))
+        except (DeadlineExceeded, Draining) as error:
+            with suppress(ClientDisconnect):
+                await self._send(send, self._failed(error), is_last=True)
+        except ClientDisconnect:
+            pass  # no client is left to answer
+        finally:
+            await self._events.aclose()
+            await self._source.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        while (event := await self._next_event()) is not None:
+            await self._send(send, event)
+        await self._send(send, b"", is_last=True)
+
+    async def _next_event(self) -> bytes | None:
+        """Return the next event, None at the end. A failure becomes the last event."""
+        try:
+            return await anext(self._events, None)
+        except Exception as error:
+            if not isinstance(error, ParallmError):  # the status is sent already: the log alone can hold the cause
+                logger.exception("the stream %s failed", self._name)
+            return self._failed(error)
+
+    async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
+        """Wait while the client's buffers are full. Raises ClientDisconnect if it takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        except TimeoutError as error:
+            raise ClientDisconnect from error
+
+
+async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
+    """Yield the items of all streams as they come, each with the number of its stream.
+
+    The first error of any stream is raised here. Closing this closes all streams.
+    """
+    if len(streams) == 1:  # no queue, so that the stream is asked only when its reader wants more
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, Item] | int] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(number, stream, queue)) for number, stream in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            message = await queue.get()
+            if isinstance(message, int):
+                await tasks[message]  # raises what ended the stream
+                num_open -= 1
+            else:
+                yield message
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    number: int, stream: AsyncGenerator[Item, None], queue: "asyncio.Queue[tuple[int, Item] | int]"
+) -> None:
+    """Move the items of one stream into `queue`, and at its end, well or not, its number."""
+    try:
+        async with aclosing(stream):
+            async for item in stream:
+                queue.put_nowait((number, item))
+    finally:
+        queue.put_nowait(number)

@@ -5,7 +5,7 @@ from parallm.environment.environment import Ask, Mixed, connect, environment_of
 from parallm.environment.settings import ArithmeticSettings, CalculatorSettings, MixedPart, MixedSettings
 from parallm.rollout.episode import Episode
 from parallm.rollout.scoring import score_call
-from parallm.run.environments import build_environment
+from parallm.run.training_data import build_environment
 from parallm.types import GenerationRequest, Message, Problem, SamplingParams, Split
 
 EASY = ArithmeticSettings(levels=(1,), num_train=30, num_test=10)

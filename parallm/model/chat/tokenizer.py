@@ -79,18 +79,12 @@ class ChatTokenizer:
         A model without a template gets the messages' contents joined by newlines. Raises InvalidRequest where the
         template refuses the messages.
         """
-        text = self.render_chat(messages)
-        return self.encode_more(text) if self.has_chat_template else self.encode(text)
+        return self.encode_prompt(_turns(messages)).tokens
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The text that `encode_chat` encodes; it may hold marks of `ControlTokens`.
-
-        Raises InvalidRequest where the template refuses the messages.
-        """
-        turns = self._guarded([{"role": message.role, "content": message.content} for message in messages])
-        if not self.has_chat_template:
-            return "\n".join(str(turn["content"]) for turn in turns) + "\n"
-        return self.template.render(turns)
+        """The text that `encode_chat` encodes; it may hold marks of `ControlTokens`. Raises as it does."""
+        turns = self._guarded(_turns(messages))
+        return self.template.render(turns) if self.has_chat_template else _joined(turns, (), None, "answer")
 
     def encode_prompt(
         self,
@@ -156,9 +150,9 @@ class ChatTokenizer:
     def _rendered(self, messages: Sequence[Message], answer: str | None) -> str:
         if not self.has_chat_template:
             return "" if answer is None else answer
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
-        return self.template.render(turns, end="message" if answer is not None else "answer")
+        if answer is None:
+            return self.template.render(_turns(messages))
+        return self.template.render(_turns([*messages, Message(role=ASSISTANT, content=answer)]), end="message")
 
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens shown."""
@@ -178,6 +172,10 @@ class ChatTokenizer:
             return None
         ends = (self._tokenizer.bos_token_id, self._tokenizer.pad_token_id)
         return self.eos_token_ids | {int(token) for token in ends if token is not None}
+
+
+def _turns(messages: Sequence[Message]) -> list[dict[str, object]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def _joined(
