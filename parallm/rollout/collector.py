@@ -46,7 +46,6 @@ class RolloutBatch:
 
     @property
     def faults(self) -> Mapping[str, int]:
-        """Number of faults by kind."""
         return dict(sorted(Counter(fault.kind for group in self.sampled for fault in group.faulty).items()))
 
 

@@ -220,7 +220,6 @@ class Curriculum:
         return fmean(rates) if rates else None
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON."""
         rates = {key: list(rates) for key, rates in self._rates.items()}
         return {"curriculum": {"by": self._settings.by, "rates": rates}}
 

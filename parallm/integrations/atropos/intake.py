@@ -61,7 +61,6 @@ class Quarantine:
             self._journal.append({"reason": refused.reason, "detail": refused.detail, "group": group})
 
     def close(self) -> None:
-        """Wait until the file holds everything."""
         self._journal.close()
 
 

@@ -100,7 +100,6 @@ class SampleStore:
         self.expire()
 
     def expire(self) -> None:
-        """Drop completions that are too old or too many."""
         oldest = self._clock() - self._settings.ledger_seconds
         while self._arrivals and (self._arrivals[0][0] < oldest or self.num_tokens > self._settings.ledger_tokens):
             _, key, number, num_tokens = self._arrivals.popleft()

@@ -147,7 +147,6 @@ class AtroposSource:
         )
 
     def end(self) -> None:
-        """Ask for nothing any more."""
         if self._task is not None:
             self._task.cancel()
 

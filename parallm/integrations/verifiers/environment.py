@@ -219,7 +219,6 @@ def environment_module(environment_id: str) -> ModuleType:
 
 
 def is_shipped(name: str) -> bool:
-    """Whether the package brings the taskset."""
     try:
         return importlib.util.find_spec(f"{SHIPPED}.{name}") is not None
     except ModuleNotFoundError:

@@ -52,7 +52,6 @@ ScoringFunction: TypeAlias = Callable[[ScoringInput], Rewards | Awaitable[Reward
 
 
 def load_scoring_functions(targets: Mapping[str, str]) -> dict[str, ScoringFunction]:
-    """Import the functions. Raises ConfigError for one that is not there."""
     return {
         name: import_callable(target, f"rollout.live.scoring_functions.{name}={target!r}", "function")
         for name, target in targets.items()

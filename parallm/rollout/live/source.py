@@ -104,7 +104,6 @@ class LiveSource:
             raise InvalidRequest("collect_trajectory compares completions of a request here; send n of 2 or more", "n")
 
     def knows(self, trajectory_id: str) -> bool:
-        """Whether a trajectory has this id, or had it not long ago."""
         return self._buffer.knows(trajectory_id)
 
     def record(
@@ -370,7 +369,6 @@ class PartNames:
         self._names = set(configured)
 
     def bounded(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Return the parts under names that have a column, summed where several share one."""
         columns: dict[str, float] = {}
         for name, part in parts.items():
             if len(self._names) < MAX_NAMES:
