@@ -16,8 +16,7 @@ from parallm.learner.faults import Faults
 from parallm.learner.optimizer import Arrays, learning_rate
 from parallm.learner.passes.batch import make_passes
 from parallm.learner.passes.recomputation import checkpointed
-from parallm.learner.reward_model.pairs import to_scoring_request
-from parallm.learner.reward_model.scorer import RewardScorer, last_hidden, reward_scores
+from parallm.learner.reward_model.scorer import RewardScorer, last_hidden, reward_scores, to_scoring_request
 from parallm.model.adapters.adapter import REWARD_HEAD
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
@@ -59,7 +58,7 @@ class RewardLearner(AdapterLearner):
     """Turns pairs into the next version of a reward model. All methods run on the device thread."""
 
     def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
-        """One optimizer step over pairs (`pairs.to_group`). Yields after each round of passes, the report last.
+        """One optimizer step over pairs (`datasets.to_group`). Yields after each round of passes, the report last.
 
         The loss is the mean over the pairs of the step. A step with a value that is not finite changes nothing.
         `max_tokens` has no meaning here.

@@ -18,7 +18,15 @@ from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.single import single_lora
 from parallm.model.shared_model import SharedModel
-from parallm.types import ScoringRequest
+from parallm.types import ScoringRequest, TrajectoryGroup
+
+
+def to_scoring_request(group: TrajectoryGroup) -> ScoringRequest:
+    """The prompt and completions of a group."""
+    return ScoringRequest(
+        prompt_tokens=group.trajectories[0].prompt_tokens,
+        completions=tuple(trajectory.tokens for trajectory in group.trajectories),
+    )
 
 
 class RewardScorer:
