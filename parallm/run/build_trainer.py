@@ -18,7 +18,7 @@ from parallm.integrations.atropos.source import AtroposSource
 from parallm.integrations.atropos.trainer_client import Registration
 from parallm.learner.datasets import Dataset
 from parallm.learner.learner import Learner
-from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.loss.objective import resolve_objective
 from parallm.model.adapters.adapter import Adapter
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from parallm.config.run_kinds import plays_environment
 from parallm.config.schema import RunConfig
-from parallm.environment.arithmetic import Arithmetic
-from parallm.environment.calculator import Calculator
+from parallm.environment.arithmetic import Arithmetic, Calculator
 from parallm.environment.custom import make_custom
 from parallm.environment.environment import AnyEnvironment, Mixed
 from parallm.environment.gsm8k import Gsm8k
