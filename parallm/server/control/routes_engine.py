@@ -4,7 +4,6 @@ The routes stand under ParaLLM's and vLLM's names and those of SGLang and AReaL;
 """
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
@@ -102,7 +101,7 @@ class WarmUpAnswer(Wire):
 
 
 def _check_target(target: float) -> float:
-    if target == 0 or (target >= 1 and isfinite(target)):
+    if target == 0 or target >= 1:
         return target
     raise ValueError("must be at least 1, or 0 for none")
 
