@@ -31,7 +31,6 @@ from parallm.metrics.live_display import make_display
 from parallm.metrics.summary import RunSummary, flat_reward_advice
 from parallm.model.adapters.names import of_alias
 from parallm.model.load import find_folder
-from parallm.reports import TrainingStatus
 from parallm.rollout.judge import Judge
 from parallm.run.build_trainer import build_policy_run, rescue_adapter, write_final_adapter
 from parallm.run.operator_state import check_given
@@ -45,7 +44,7 @@ from parallm.run.policy_runs import (
     train_all,
 )
 from parallm.run.runtime import Runtime, RuntimeSettings, header_of, open_application, open_runtime, resolve_model
-from parallm.run.training_data import TrainingData, read_training_data
+from parallm.run.training_data import read_training_data
 from parallm.server.operation.http_server import HttpServer, Listener, listening
 from parallm.types import LATEST, POLICY
 
@@ -133,7 +132,14 @@ async def open_training(
     """
     configs = policy_configs(config)
     data = {name: read_training_data(policy, environment) for name, policy in configs.items()}
-    schedules = {name: _schedule(policy, data[name]) for name, policy in configs.items()}
+    schedules = {
+        name: Schedule(
+            total_steps=policy.trainer.steps,
+            evaluate_every=policy.trainer.evaluate_every if data[name].has_held_out else None,
+            waits_for_others=policy.rollout.source != "environment",
+        )
+        for name, policy in configs.items()
+    }
     is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
     display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout, is_logged=True)
     async with AsyncExitStack() as stack:
@@ -163,7 +169,7 @@ async def open_training(
             open_application(
                 runtime,
                 listener,
-                partial(_status, policies),
+                lambda: combined_status({policy.name: policy.status for policy in policies}),
                 training=control,
                 trajectories={policy.name: policy.live for policy in policies if policy.live},
                 sample_stores={policy.name: policy.atropos.sample_store for policy in policies if policy.atropos},
@@ -210,18 +216,6 @@ def _settings(config: RunConfig, folder: Path) -> RuntimeSettings:
         folder=folder,
         keeps_state=config.checkpoint.resume == "auto",
     )
-
-
-def _schedule(config: RunConfig, data: TrainingData) -> Schedule:
-    return Schedule(
-        total_steps=config.trainer.steps,
-        evaluate_every=config.trainer.evaluate_every if data.has_held_out else None,
-        waits_for_others=config.rollout.source != "environment",
-    )
-
-
-def _status(policies: tuple[PolicyRun, ...]) -> TrainingStatus:
-    return combined_status({policy.name: policy.status for policy in policies})
 
 
 async def _start_atropos(run: PolicyRun, runtime: Runtime, url: str | None, processes: AsyncExitStack) -> None:
