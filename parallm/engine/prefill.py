@@ -1,11 +1,9 @@
 """Computes prompts in chunks, each alone with a plain causal mask, and preempted sequences as they were computed
 before.
 
-With MLX's CUDA build, jobs that begin at the same position are computed together, each in a row of one forward: a
-forward takes Python milliseconds, whatever it holds. Shorter rows are padded, which causal attention hides. On a CPU
-that would gain nothing, and a prompt's numbers could depend on its company.
-
-Tokens in the prefix cache are not computed again. Only batch-invariant models have one: recurrent states cannot be cut.
+With MLX's CUDA build, jobs that begin at the same position are rows of one forward, which takes Python milliseconds,
+whatever it holds. Shorter rows are padded, which causal attention hides. On a CPU that would gain nothing, and a
+prompt's numbers could depend on its company. Recurrent states cannot be cut: such models have no prefix cache.
 
 Axes: B jobs, T tokens, H hidden, V vocabulary.
 """
@@ -95,13 +93,9 @@ class Prefill:
 
     def compute_together(self, jobs: Ordered[PrefillJob]) -> list[mx.array]:
         """Compute jobs to their ends in one forward; returns what to evaluate."""
-        cache, hits, num_cached = self._model.make_cache(), [self._match(job) for job in jobs], 0
-        for row, (job, hit) in enumerate(zip(jobs, hits, strict=True)):
-            job.cache, job.cache_row, num_cached = cache, row, hit.num_tokens if hit else 0
-            self._count(job, num_cached)
-        uncached = [job.tokens[num_cached:] for job in jobs]
+        cache = self._begin(jobs)
+        uncached = [job.tokens[job.num_computed :] for job in jobs]
         longest = padded(max(map(len, uncached)))
-        _allocate(cache, allocated(num_cached + longest), [hit for hit in hits if hit])
         tokens_BT = [[*tokens, *tokens[-1:] * (longest - len(tokens))] for tokens in uncached]
         lora = self._loras.select([jobs[0].segment()[1]] * len(jobs))
         hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, lora)
@@ -117,8 +111,7 @@ class Prefill:
     def compute_chunk(self, job: PrefillJob) -> list[mx.array]:
         """Compute the next chunk of a job; returns what to evaluate."""
         if job.num_computed == 0:
-            job.cache = self._model.make_cache()
-            self._begin(job)
+            self._begin([job])
         segment_end, adapter = job.segment()
         chunk = job.tokens[job.num_computed : self._chunk_end(job.num_computed, segment_end)]
         # Padding after the chunk, which causal attention hides, makes products of the right sizes
@@ -163,20 +156,23 @@ class Prefill:
         owner = Owner.of(adapter, sequence.request.cache_salt)
         return prefixes.add(owner, tokens, copy, self._budget.cost.per_token, self._num_free_bytes())
 
-    def _begin(self, job: PrefillJob) -> None:
-        """Allocate for the whole prompt, where mlx-lm's caches would grow and copy, and fill in what is cached."""
-        hit = self._match(job)
-        self._count(job, hit.num_tokens if hit else 0)
+    def _begin(self, jobs: Ordered[PrefillJob]) -> list[Any]:
+        """A cache with a row for each job, allocated for whole prompts, where mlx-lm's caches would grow and copy, and
+        filled with what is cached, as many tokens for each."""
+        cache, hits = self._model.make_cache(), [self._match(job) for job in jobs]
+        num_cached = hits[0].num_tokens if hits[0] else 0
+        for row, job in enumerate(jobs):
+            job.cache, job.cache_row, job.num_computed = cache, row, num_cached
+            self.num_prompt_tokens += len(job.tokens)
+            self.num_cached_tokens += num_cached
+            for sequence in job.sequences if num_cached else ():
+                if not sequence.tokens:
+                    sequence.num_cached_prompt_tokens = num_cached
         if self._model.is_batch_invariant:
-            _allocate(job.cache, job.num_allocated, [hit] if hit else [])
-
-    def _count(self, job: PrefillJob, num_cached: int) -> None:
-        self.num_prompt_tokens += len(job.tokens)
-        self.num_cached_tokens += num_cached
-        job.num_computed = num_cached
-        for sequence in job.sequences if num_cached else ():
-            if not sequence.tokens:
-                sequence.num_cached_prompt_tokens = num_cached
+            longest = max(len(job.tokens) for job in jobs)
+            size = allocated(longest if len(jobs) == 1 else num_cached + padded(longest - num_cached))
+            _allocate(cache, size, [hit for hit in hits if hit])
+        return cache
 
     def _match(self, job: PrefillJob) -> Hit | None:
         """The cached prefix of a job that begins."""

@@ -1,9 +1,8 @@
 """Decides which requests hold memory, which jobs are computed next, and which sequences decode.
 
-The engine calls it in each unit. Memory comes from the prefix cache first, then from buffers that are larger than
-needed, then from preemption. A preempted sequence goes back to the queue with its tokens and is computed again later:
-rollouts before serving, and within a class the largest priority number and the newest first. So the first sequence of a
-class always goes on, and every request ends. Rollouts never take memory from serving.
+Memory comes from the prefix cache first, then from buffers that are larger than needed, then from preemption: rollouts
+before serving, and within a class the largest priority number and the newest first. A preempted sequence goes back to
+the queue with its tokens and is computed again later.
 """
 
 from collections import deque
@@ -25,10 +24,7 @@ LOOKAHEAD = 32
 
 @dataclass(slots=True)
 class RequestQueue:
-    """The requests of one traffic class: jobs that wait, and sequences that decode.
-
-    Each class has decoders of its own, so that it can step alone.
-    """
+    """The requests of one traffic class: jobs that wait, and sequences that decode. Each class can step alone."""
 
     decoders: list[Decoder]
     """One per stream."""
@@ -157,14 +153,26 @@ class Scheduler:
         length = min(len(job.tokens) + LOOKAHEAD, len(request.prompt_tokens) + request.sampling.max_tokens) + 1
         decoder = queue.least_loaded()
         lengths, num_bytes = [*_lengths(decoder.sequences), length], self._budget.cost.of(job.num_allocated)
-        while not self._fits(decoder, lengths, num_bytes):
-            later = [other for other in queue.admitted() if other.sort_key > job.sort_key]
+        fits = self._free_until(
+            traffic,
+            lambda: self._fits(decoder, lengths, num_bytes),
+            lambda: [other for other in queue.admitted() if other.sort_key > job.sort_key],
+        )
+        if fits:
+            queue.admit(job, num_bytes)
+        return fits
+
+    def _free_until(
+        self, traffic: TrafficClass, fits: Callable[[], bool], droppable: Callable[[], list[PrefillJob]]
+    ) -> bool:
+        """Take memory from rollouts, where serving asks, then from the last of the droppable jobs, until it fits."""
+        while not fits():
             if traffic == "serving" and self._preempt_one("rollout", spared=None):
                 continue
-            if not later:
+            jobs = droppable()
+            if not jobs:
                 return False
-            self._drop(max(later, key=lambda other: other.sort_key))
-        queue.admit(job, num_bytes)
+            self._drop(max(jobs, key=lambda job: job.sort_key))
         return True
 
     def schedule_decode(self, traffic: TrafficClass) -> None:
@@ -206,14 +214,12 @@ class Scheduler:
 
     def _make_room(self, traffic: TrafficClass, decoder: Decoder, sequence: Sequence, job: PrefillJob) -> bool:
         """Make room for one more sequence; False if it has to wait until others end."""
-        while not self._resize(decoder, [*decoder.sequences, sequence]):
-            if traffic == "serving" and self._preempt_one("rollout", spared=None):
-                continue
-            others = [other for other in self._queues[traffic].admitted() if other is not job]
-            if self._queues[traffic].num_running or not others:
-                return False
-            self._drop(max(others, key=lambda other: other.sort_key))
-        return True
+        queue = self._queues[traffic]
+        return self._free_until(
+            traffic,
+            lambda: self._resize(decoder, [*decoder.sequences, sequence]),
+            lambda: [] if queue.num_running else [other for other in queue.admitted() if other is not job],
+        )
 
     def preempt(self, queue: RequestQueue, decoder: Decoder, sequence: Sequence) -> None:
         """Move a sequence, of which nothing is in flight, from its slot back to the queue."""

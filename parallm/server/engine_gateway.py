@@ -54,8 +54,8 @@ class EngineGateway:
         self._coalescer = StreamCoalescer(settings.coalesce_ms)
         self._open = asyncio.Event()
         self._open.set()
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._settled = asyncio.Event()
+        """Set when no request runs, and at the end of a pause."""
         self._running: dict[str, str | None] = {}  # request id -> name of its key
         self._held: dict[str, _HeldRequest] = {}
 
@@ -123,11 +123,14 @@ class EngineGateway:
         if mode == "abort":
             await self._engine.cancel(tuple(self._running))
         await self._engine.resume()  # frozen requests could not come to their ends
-        await _first_of(self._empty, self._open)
+        if self._running and self.is_paused:
+            self._settled.clear()
+            await self._settled.wait()
 
     async def resume(self) -> None:
         await self._engine.resume()
         self._open.set()
+        self._settled.set()
         for held in self._held.values():
             held.end(is_admitted=True)
 
@@ -169,13 +172,12 @@ class EngineGateway:
     @contextmanager
     def _in_flight(self, request: GenerationRequest) -> Iterator[None]:
         self._running[request.request_id] = _api_key()
-        self._empty.clear()
         try:
             yield
         finally:
             del self._running[request.request_id]
             if not self._running:
-                self._empty.set()
+                self._settled.set()
 
     @contextmanager
     def _timed(self, request: GenerationRequest) -> "Iterator[RequestTimer]":
@@ -339,15 +341,6 @@ def names_request(request_id: str, name: str) -> bool:
 def _api_key() -> str | None:
     context = current_request.get()
     return None if context is None else context.api_key
-
-
-async def _first_of(*events: asyncio.Event) -> None:
-    tasks = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _name(error: BaseException | None) -> str | None:

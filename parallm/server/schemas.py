@@ -140,15 +140,6 @@ def checked(value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, 
 
     `neutral` are fields that the schema lacks, with the values that ask for nothing.
     """
-    try:
-        return schema.model_validate(_fields_of(value, schema, neutral))
-    except ValidationError as error:
-        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from error
-
-
-def _fields_of(
-    value: Mapping[str, Any], schema: type[Body], neutral: Mapping[str, tuple[object, ...]]
-) -> dict[str, Any]:
     fields = {}
     for name, item in value.items():
         field = schema.model_fields.get(name)
@@ -156,7 +147,10 @@ def _fields_of(
             _check_neutral(name, item, neutral, schema)
         elif item is not None or field.is_required():
             fields[name] = item
-    return fields
+    try:
+        return schema.model_validate(fields)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_context=False)[0]) from error
 
 
 def _check_neutral(name: str, value: object, neutral: Mapping[str, tuple[object, ...]], schema: type[Wire]) -> None:

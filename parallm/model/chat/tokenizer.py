@@ -62,11 +62,8 @@ class ChatTokenizer:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]:
-        """Token ids of plain text.
-
-        `add_special`: with the special tokens that the tokenizer adds by itself. `parse_special`: texts of control
-        tokens become the tokens.
-        """
+        """Token ids of plain text. `add_special`: with the special tokens that the tokenizer adds by itself.
+        `parse_special`: texts of control tokens become the tokens."""
         return self._controls.encode(text if parse_special else self._controls.guarded(text), add_special=add_special)
 
     def encode_more(self, text: str) -> tuple[int, ...]:
@@ -76,21 +73,14 @@ class ChatTokenizer:
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Token ids of the chat template with the generation prompt. Control tokens in the messages are text.
 
-        A model without a template gets the messages' contents joined by newlines. Raises InvalidRequest where the
-        template refuses the messages.
+        A model without a template gets the contents joined by newlines. Raises InvalidRequest where it refuses them.
         """
-        text = self.render_chat(messages)
-        return self.encode_more(text) if self.has_chat_template else self.encode(text)
+        return self.encode_prompt(_turns(messages)).tokens
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The text that `encode_chat` encodes; it may hold marks of `ControlTokens`.
-
-        Raises InvalidRequest where the template refuses the messages.
-        """
-        turns = self._guarded([{"role": message.role, "content": message.content} for message in messages])
-        if not self.has_chat_template:
-            return "\n".join(str(turn["content"]) for turn in turns) + "\n"
-        return self.template.render(turns)
+        """The text that `encode_chat` encodes; it may hold marks of `ControlTokens`. Raises as it does."""
+        turns = self._guarded(_turns(messages))
+        return self.template.render(turns) if self.has_chat_template else _joined(turns, (), None, "answer")
 
     def encode_prompt(
         self,
@@ -119,10 +109,7 @@ class ChatTokenizer:
         return ChatPrompt(tokens=self.encode_more(text), begins_in_reasoning=in_reasoning)
 
     def compile_grammar(self, source: GrammarSource, *, reasoning: bool | None = None) -> Grammar:
-        """The grammar of `source`, perhaps after reasoning; see `GrammarCompiler.compile`. Takes up to a second.
-
-        Raises InvalidRequest where the source is wrong or cannot be enforced.
-        """
+        """See `GrammarCompiler.compile`. Takes up to a second."""
         return self._grammars.compile(source, reasoning=reasoning)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
@@ -156,9 +143,9 @@ class ChatTokenizer:
     def _rendered(self, messages: Sequence[Message], answer: str | None) -> str:
         if not self.has_chat_template:
             return "" if answer is None else answer
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
-        return self.template.render(turns, end="message" if answer is not None else "answer")
+        if answer is None:
+            return self.template.render(_turns(messages))
+        return self.template.render(_turns([*messages, Message(role=ASSISTANT, content=answer)]), end="message")
 
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens shown."""
@@ -178,6 +165,10 @@ class ChatTokenizer:
             return None
         ends = (self._tokenizer.bos_token_id, self._tokenizer.pad_token_id)
         return self.eos_token_ids | {int(token) for token in ends if token is not None}
+
+
+def _turns(messages: Sequence[Message]) -> list[dict[str, object]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
 
 
 def _joined(

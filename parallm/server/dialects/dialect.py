@@ -7,6 +7,7 @@ Each dialect turns its body into the fields of `/v1/completions`, so that limits
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from operator import attrgetter
 from typing import Any
 
 from pydantic import BaseModel
@@ -40,8 +41,8 @@ class Dialect:
     name: str
     read: Callable[[Mapping[str, Any]], DialectRequest]
     """Reads a JSON object that names its `model`. Raises InvalidRequest."""
-    refusal: Callable[[Failure], BaseModel]
-    """Makes the body of an error's answer."""
+    refusal: Callable[[Failure], BaseModel] = attrgetter("answer")
+    """Makes the body of an error's answer; OpenAI's form without it."""
 
 
 class VllmErrorDetail(Wire):
@@ -68,10 +69,6 @@ def vllm_sampling_fields(params: Mapping[str, Any], *, has_text: bool) -> dict[s
     """Return vLLM's SamplingParams as fields of `/v1/completions`, without those of text where there is none."""
     ignored = () if has_text else TEXT_FIELDS
     return {"max_tokens": VLLM_MAX_TOKENS} | {name: value for name, value in params.items() if name not in ignored}
-
-
-def openai_refusal(failure: Failure) -> BaseModel:
-    return failure.answer
 
 
 def vllm_refusal(failure: Failure) -> VllmError:

@@ -8,7 +8,7 @@ from parallm.conversation import ToolCall
 from parallm.server.catalog import answered_by, version_of
 from parallm.server.failures import failure_of
 from parallm.server.generation import Events, NumberedEvent, ResponseContext
-from parallm.server.openai.output_parser import MessagePart, OutputParsing, new_parser, parse_whole
+from parallm.server.openai.output_parser import MessageParser, MessagePart, OutputParsing, parse_whole
 from parallm.server.openai.responses_schemas import (
     IncompleteDetails,
     InputDetails,
@@ -46,7 +46,7 @@ class ResponsesBuilder:
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> ResponseAnswer:
         ((completion,),) = completions
-        part = parse_whole(new_parser(self.context.tokenizer.output, self.parsing), completion.text)
+        part = parse_whole(MessageParser(self.context.tokenizer.output, self.parsing), completion.text)
         return self.finished(model, completion, _items(part, _status(completion)))
 
     def opening(self, model: str) -> ResponseAnswer:
@@ -146,7 +146,7 @@ class ResponsesStream:
     def __init__(self, service: Service, builder: ResponsesBuilder) -> None:
         self._service = service
         self._builder = builder
-        self._parser = new_parser(builder.context.tokenizer.output, builder.parsing)
+        self._parser = MessageParser(builder.context.tokenizer.output, builder.parsing)
         self._number = 0
         self._items: list[OutputItem] = []
         self._kind: Kind | None = None
