@@ -17,7 +17,7 @@ from parallm.server.catalog import answered_by
 from parallm.server.interfaces import EngineClient
 from parallm.server.operation.request_context import current_request
 from parallm.server.operation.request_metrics import RequestMetrics
-from parallm.server.operation.tracing import FinishedRequest, Traces
+from parallm.server.operation.tracing import Traces
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, Completion, GenerationRequest, TokenEvent
 
@@ -196,7 +196,7 @@ class EngineGateway:
             error = sys.exception()
             timer.end()
             if self._traces is not None:
-                self._traces.record(timer.summary(self._catalog(), _name(error)))
+                timer.trace(self._traces, self._catalog(), _name(error))
 
     def _notify(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         for listener in self._listeners:
@@ -297,18 +297,16 @@ class RequestTimer:
         if self.num_unfinished:
             self._metrics.finished["abort"].inc(self.num_unfinished)
 
-    def summary(self, cards: Sequence[AdapterCard], error: str | None) -> FinishedRequest:
-        """Return the whole request, for its span."""
+    def trace(self, traces: Traces, cards: Sequence[AdapterCard], error: str | None) -> None:
+        """Record the whole request as a span."""
         completions = self._completions
-        return FinishedRequest(
-            request=self._request,
-            context=self._context,
+        traces.record(
+            self._request,
+            self._context,
             began=self._began,
             first_token=min(self._first.values(), default=None),
-            ended=time.perf_counter(),
-            finish_reasons=[completion.finish_reason for completion in completions],
+            completions=completions,
             num_tokens=self._num_tokens,
-            num_cached_tokens=max((completion.num_cached_prompt_tokens for completion in completions), default=0),
             model=answered_by(self._request.model, completions[0], cards) if completions else None,
             error=error,
         )
