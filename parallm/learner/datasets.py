@@ -16,7 +16,7 @@ from typing import Any
 
 from parallm.errors import ConfigError, ProblemError
 from parallm.learner.loss.advantage import MAX_FLOAT32
-from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.loss.objective import resolve_objective
 from parallm.learner.settings import LearnerSettings
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.types import Message, Problem, Trajectory, TrajectoryGroup

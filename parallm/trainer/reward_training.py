@@ -11,8 +11,7 @@ from parallm.device.streams import DeviceStreams
 from parallm.device.thread import DeviceThread
 from parallm.learner.passes.packing import can_pack
 from parallm.learner.passes.recomputation import pass_tokens
-from parallm.learner.reward_model.reward_learner import RewardLearner
-from parallm.learner.reward_model.scorer import RewardScorer
+from parallm.learner.reward_model import RewardLearner, RewardScorer
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.reward_head import read_reward_model, with_reward_head

@@ -9,7 +9,7 @@ import pytest
 
 from parallm.errors import ConfigError, ProblemError
 from parallm.learner.datasets import Dataset, Example, read_dataset, to_group
-from parallm.learner.reward_model.scorer import to_scoring_request
+from parallm.learner.reward_model import to_scoring_request
 from parallm.learner.settings import LearnerSettings
 from parallm.model.shared_model import SharedModel
 from parallm.types import Message
