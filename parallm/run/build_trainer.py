@@ -137,27 +137,26 @@ async def _trainer_context(
     config, kind = spec.config, kind_of(spec.config)
     if kind == "rollouts" or (kind != "reward_model" and data.splits.test):
         _check_context(config, runtime)
+    steps, rollout, seed = config.trainer.steps, config.rollout, config.seed
     make_learner = partial(Learner, runtime.model, runtime.streams, config.learner, start=runtime.start)
-    make_learner = partial(make_learner, total_steps=config.trainer.steps, seed=config.seed)
-    learner = await on_device(runtime.device, make_learner)
+    learner = await on_device(runtime.device, partial(make_learner, total_steps=steps, seed=seed))
     fingerprint = await on_device(runtime.device, partial(fingerprint_of, runtime.model, runtime.start))
     facts = RunFacts(
         kind=CHOICES[kind],
-        seed=config.seed,
+        seed=seed,
         start=runtime.start.digest if config.model.adapter is not None else "",
         keys=recorded_keys(config, runtime.start.dropout),
     )
     generate, tokenizer = runtime.engine.generate_all, runtime.model.tokenizer
-    stream = make_stream(data.environment, data.splits.train, config.seed)
-    rollout, seed = config.rollout, config.seed
+    stream = make_stream(data.environment, data.splits.train, seed)
     collector = Collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
     evaluator = Evaluator(
         generate_all=generate,
         tokenizer=tokenizer,
         environment=data.environment,
         problems=data.splits.test,
-        samples=evaluation_samples(config.trainer, config.seed),
-        rollout=config.rollout,
+        samples=evaluation_samples(config.trainer, seed),
+        rollout=rollout,
         reward_model=reward_model,
     )
     return TrainerContext(
