@@ -10,7 +10,7 @@ import pytest
 
 from parallm.config.process_log import LogLevel, error_line, logging_to
 from parallm.metrics.log_capture import LogCapture
-from parallm.server.operation.request_log import request_log, writing_request_log
+from parallm.server.operation.request_context import request_log, writing_request_log
 
 own, foreign = logging.getLogger("parallm.trainer.loop"), logging.getLogger("another.program")
 
