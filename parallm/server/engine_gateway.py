@@ -193,10 +193,9 @@ class EngineGateway:
         try:
             yield timer
         finally:
-            error = sys.exception()
-            timer.end()
+            finished = timer.end(self._catalog(), sys.exception())
             if self._traces is not None:
-                self._traces.record(timer.summary(self._catalog(), _name(error)))
+                self._traces.record(finished)
 
     def _notify(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         for listener in self._listeners:
@@ -289,28 +288,29 @@ class RequestTimer:
         self._metrics.finished[completion.finish_reason].inc()
         self._metrics.lengths.observe(len(completion.tokens))
 
-    def end(self) -> None:
-        """Count unfinished completions as aborted: by the client, a limit or an error, as the HTTP status says."""
-        self._metrics.request.observe(time.perf_counter() - self._began)
+    def end(self, cards: Sequence[AdapterCard], error: BaseException | None) -> FinishedRequest:
+        """Count unfinished completions as aborted: by the client, a limit or an error, as the HTTP status says.
+
+        Return the whole request, for its span.
+        """
+        ended = time.perf_counter()
+        self._metrics.request.observe(ended - self._began)
         if self.num_unfinished < self._request.n or self._first:
             self._metrics.prompt_tokens.inc(len(self._request.prompt_tokens))
         if self.num_unfinished:
             self._metrics.finished["abort"].inc(self.num_unfinished)
-
-    def summary(self, cards: Sequence[AdapterCard], error: str | None) -> FinishedRequest:
-        """Return the whole request, for its span."""
         completions = self._completions
         return FinishedRequest(
             request=self._request,
             context=self._context,
             began=self._began,
             first_token=min(self._first.values(), default=None),
-            ended=time.perf_counter(),
+            ended=ended,
             finish_reasons=[completion.finish_reason for completion in completions],
             num_tokens=self._num_tokens,
             num_cached_tokens=max((completion.num_cached_prompt_tokens for completion in completions), default=0),
             model=answered_by(self._request.model, completions[0], cards) if completions else None,
-            error=error,
+            error=_name(error),
         )
 
 
