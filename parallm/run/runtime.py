@@ -47,7 +47,7 @@ from parallm.reports import TrainingStatus
 from parallm.rollout.reward_model import Rate, RewardModel
 from parallm.rollout.settings import RewardModelSettings
 from parallm.run.operator_state import open_table, restore
-from parallm.run.sampling_defaults import sampling_defaults, set_values
+from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.app import create_app
 from parallm.server.engine_gateway import CompletionListener
 from parallm.server.interfaces import Training, Trajectories
@@ -137,7 +137,7 @@ async def open_runtime(settings: RuntimeSettings, blas: BlasReport) -> AsyncIter
         resources.callback(monitor.stop)
         _check_reward_model(settings.server)  # before the model, which may take minutes to load
         folder = await asyncio.to_thread(find_folder, settings.model.path)  # may download it
-        defaults = set_values(sampling_defaults(settings.server, folder))
+        defaults = sampling_defaults(settings.server, folder)
         shares = settings.device
         governor = Governor(
             serving_share=shares.serving_share,

@@ -17,7 +17,7 @@ from parallm.server.catalog import answered_by
 from parallm.server.interfaces import EngineClient
 from parallm.server.operation.request_context import current_request
 from parallm.server.operation.request_metrics import RequestMetrics
-from parallm.server.operation.tracing import FinishedRequest, Traces
+from parallm.server.operation.tracing import Traces
 from parallm.server.settings import ServerSettings
 from parallm.types import AdapterCard, Completion, GenerationRequest, TokenEvent
 
@@ -185,9 +185,10 @@ class EngineGateway:
         try:
             yield timer
         finally:
-            finished = timer.end(self._catalog(), sys.exception())
+            error = sys.exception()
+            timer.end()
             if self._traces is not None:
-                self._traces.record(finished)
+                timer.trace(self._traces, self._catalog(), error)
 
     def _notify(self, request: GenerationRequest, completions: Sequence[Completion]) -> None:
         for listener in self._listeners:
@@ -280,27 +281,24 @@ class RequestTimer:
         self._metrics.finished[completion.finish_reason].inc()
         self._metrics.lengths.observe(len(completion.tokens))
 
-    def end(self, cards: Sequence[AdapterCard], error: BaseException | None) -> FinishedRequest:
-        """Count unfinished completions as aborted: by the client, a limit or an error, as the HTTP status says.
-
-        Return the whole request, for its span.
-        """
-        ended = time.perf_counter()
-        self._metrics.request.observe(ended - self._began)
+    def end(self) -> None:
+        """Count unfinished completions as aborted: by the client, a limit or an error, as the HTTP status says."""
+        self._metrics.request.observe(time.perf_counter() - self._began)
         if self.num_unfinished < self._request.n or self._first:
             self._metrics.prompt_tokens.inc(len(self._request.prompt_tokens))
         if self.num_unfinished:
             self._metrics.finished["abort"].inc(self.num_unfinished)
+
+    def trace(self, traces: Traces, cards: Sequence[AdapterCard], error: BaseException | None) -> None:
+        """Record the whole request as a span."""
         completions = self.completions
-        return FinishedRequest(
-            request=self._request,
-            context=self._context,
+        traces.record(
+            self._request,
+            self._context,
             began=self._began,
             first_token=min(self._first.values(), default=None),
-            ended=ended,
-            finish_reasons=[completion.finish_reason for completion in completions],
+            completions=completions,
             num_tokens=self._num_tokens,
-            num_cached_tokens=max((completion.num_cached_prompt_tokens for completion in completions), default=0),
             model=answered_by(self._request.model, completions[0], cards) if completions else None,
             error=_name(error),
         )

@@ -13,6 +13,7 @@ import socket
 import ssl
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -387,7 +388,7 @@ class _Server(uvicorn.Server):
         await super().startup([])
         assert sockets, "the caller has bound the socket"
         connections = Connections(
-            self._connection,
+            partial(HttpConnection, self.config, self.server_state, self.lifespan.state),
             limit=connection_limit(self._settings),
             stall_seconds=self._settings.stall_seconds,
             tls=self.config.ssl,
@@ -406,6 +407,3 @@ class _Server(uvicorn.Server):
             self._connections.cancel()
             await asyncio.gather(self._connections, return_exceptions=True)
         await super().shutdown(sockets)
-
-    def _connection(self, on_lost: Callable[[HttpConnection], None]) -> HttpConnection:
-        return HttpConnection(self.config, self.server_state, self.lifespan.state, on_lost)
