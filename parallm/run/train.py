@@ -172,7 +172,9 @@ async def open_training(
                 lambda: combined_status({policy.name: policy.status for policy in policies}),
                 training=control,
                 trajectories={policy.name: policy.live for policy in policies if policy.live},
-                sample_stores={policy.name: policy.atropos.sample_store for policy in policies if policy.atropos},
+                sample_stores={
+                    policy.name: policy.atropos.sample_store.record for policy in policies if policy.atropos
+                },
                 reward_models={policy.name: model for policy in policies if (model := policy.reward_model) is not None},
             )
         )
