@@ -24,7 +24,7 @@ from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
 from parallm.rollout.live.source import LiveSource
-from parallm.rollout.problems import Stream, make_stream
+from parallm.rollout.problems import ProblemStream, Stream, make_stream
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import MAX_REWARD
 from parallm.run.policy_runs import PolicyRun, PolicySpec
@@ -38,7 +38,7 @@ from parallm.trainer.live_trainer import ClientTrainer, LiveTrainer
 from parallm.trainer.loop import Loop
 from parallm.trainer.reward_training import open_reward_model, reward_model_context
 from parallm.trainer.saving import fingerprint_of, restore, write_adapter
-from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, supervised_data, tokenize
+from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, tokenize
 from parallm.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -186,9 +186,9 @@ async def _supervised(
     else:
         context = add_held_out_loss(context, held_out)
     groups = tokenize(given.train, runtime.model)
-    data = supervised_data(groups, per_step=config.rollout.problems_per_step, seed=config.seed)
-    context = _drawing_from(context, data.stream)
-    return context, SupervisedTrainer(context, data, config.trainer)
+    stream = ProblemStream([group.problem for group in groups], config.seed)
+    context, per_step = _drawing_from(context, stream), config.rollout.problems_per_step
+    return context, SupervisedTrainer(context, groups, stream, config.trainer, per_step=per_step)
 
 
 def _drawing_from(context: TrainerContext, stream: Stream) -> TrainerContext:
