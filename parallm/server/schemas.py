@@ -7,7 +7,7 @@ field with a default is left out unless it was set.
 import json
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import ErrorDetails, from_json
@@ -43,6 +43,10 @@ def text_parts(value: object, kind: str = "text") -> object:
     if not isinstance(value, str | list):
         raise ValueError("should be a string or a list of text parts")
     return [{"type": kind, "text": value}] if isinstance(value, str) else value
+
+
+class Done(Wire):
+    status: Literal["ok"]
 
 
 class ErrorDetail(Wire):

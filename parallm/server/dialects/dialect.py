@@ -4,7 +4,7 @@ Each dialect turns its body into the fields of `/v1/completions`, so that limits
 `routes_generate.py` chooses the dialect of a body.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from operator import attrgetter
@@ -16,7 +16,9 @@ from parallm.errors import InvalidRequest
 from parallm.server.failures import Failure
 from parallm.server.generation import ResponseBuilder, ResponseContext, StreamBuilder
 from parallm.server.openai.completion_schemas import CompletionBody
+from parallm.server.openai.logprobs import finite
 from parallm.server.schemas import Wire, checked
+from parallm.types import Completion
 
 RESPONSE_FIELDS = ("collect_trajectory", "echo", "prompt_logprobs", "return_tokens_as_token_ids")
 """Fields of `/v1/completions` that change the answer, for which a dialect needs a place in its own."""
@@ -63,6 +65,14 @@ def completion_body(fields: Mapping[str, Any], *, has_prompt_logprobs: bool = Fa
         if value is not None and value is not False and not (has_prompt_logprobs and name == "prompt_logprobs"):
             raise InvalidRequest(f"{name} is not answered here; send token ids to /v1/completions", name)
     return checked(fields, CompletionBody)
+
+
+def positions(completion: Completion) -> Iterator[dict[int, float]]:
+    """Yield the log-probs of each position by token id: the sampled token, then the most likely ones."""
+    tops = completion.top_logprobs or ((),) * len(completion.tokens)
+    for token, logprob, top in zip(completion.tokens, completion.logprobs, tops, strict=True):
+        others = {likely.token: finite(likely.logprob) for likely in top if likely.token != token}
+        yield {token: finite(logprob)} | others
 
 
 def vllm_sampling_fields(params: Mapping[str, Any], *, has_text: bool) -> dict[str, Any]:
