@@ -49,7 +49,8 @@ from parallm.rollout.settings import RewardModelSettings
 from parallm.run.operator_state import open_table, restore
 from parallm.run.sampling_defaults import sampling_defaults
 from parallm.server.app import create_app
-from parallm.server.interfaces import SampleStore, Training, Trajectories
+from parallm.server.engine_gateway import CompletionListener
+from parallm.server.interfaces import Training, Trajectories
 from parallm.server.operation.http_server import HttpServer, Listener
 from parallm.server.operation.request_log import writing_request_log
 from parallm.server.operation.tracing import Traces, exporting_traces
@@ -193,7 +194,7 @@ async def open_application(
     *,
     training: Training | None = None,
     trajectories: Mapping[str, Trajectories] | None = None,
-    sample_stores: Mapping[str, SampleStore] | None = None,
+    sample_stores: Mapping[str, CompletionListener] | None = None,
     reward_models: Mapping[str, RewardModel] | None = None,
 ) -> AsyncIterator[Application]:
     """Answer requests until the end, over HTTP if `listener` is bound; clients that connect before wait.
