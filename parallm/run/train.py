@@ -228,8 +228,19 @@ async def _start_atropos(run: PolicyRun, runtime: Runtime, url: str | None, proc
     """
     if run.atropos is None:
         return
-    settings = run.spec.config.rollout.atropos
-    context = _launch_context(run, url or "")
+    config, settings, url = run.spec.config, run.spec.config.rollout.atropos, url or ""
+    if settings.start.environments and not url.startswith("http"):
+        raise ConfigError(
+            "rollout.atropos.start.environments: they ask this process for completions over HTTP; leave server.uds "
+            "unset and server.enabled=true"
+        )
+    context = LaunchContext(
+        rollout=config.rollout,
+        server=url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:"),
+        recipes=str(shipped("recipes")),
+        tokenizer=str(find_folder(config.model.path)),
+        model=run.name,
+    )
     api = TrajectoryApi(settings)
     processes.push_async_callback(api.close)
     launcher = Launcher(context, run.spec.folder.absolute(), api=api, facts=run.atropos.facts)
@@ -249,19 +260,3 @@ async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-
-
-def _launch_context(run: PolicyRun, url: str) -> LaunchContext:
-    config, rollout = run.spec.config, run.spec.config.rollout
-    if rollout.atropos.start.environments and not url.startswith("http"):
-        raise ConfigError(
-            "rollout.atropos.start.environments: they ask this process for completions over HTTP; leave server.uds "
-            "unset and server.enabled=true"
-        )
-    return LaunchContext(
-        rollout=rollout,
-        server=url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:"),
-        recipes=str(shipped("recipes")),
-        tokenizer=str(find_folder(config.model.path)),
-        model=run.name,
-    )

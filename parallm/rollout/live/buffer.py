@@ -324,15 +324,14 @@ class TrajectoryBuffer:
             raise UnknownTrajectory(f"no trajectory {name} waits for a reward: {cause}")
 
     def _explain(self, reason: str) -> str:
-        match reason:
-            case "no_reward" | "unused":
-                return f"it is older than {self._settings.max_age_seconds:g} s (rollout.live.max_age_seconds)"
-            case "full":
-                return f"{self._settings.max_trajectories} newer ones wait (rollout.live.max_trajectories)"
-            case "stale":
-                return "its version is too old to be trained on (trainer.max_off_policy_steps)"
-            case _:
-                return f"it was dropped ({reason})"
+        late = f"it is older than {self._settings.max_age_seconds:g} s (rollout.live.max_age_seconds)"
+        causes = {
+            "no_reward": late,
+            "unused": late,
+            "full": f"{self._settings.max_trajectories} newer ones wait (rollout.live.max_trajectories)",
+            "stale": "its version is too old to be trained on (trainer.max_off_policy_steps)",
+        }
+        return causes.get(reason, f"it was dropped ({reason})")
 
     def _write_anew(self) -> None:
         self._journal.rewrite(self._state.changes())
