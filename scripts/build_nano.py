@@ -44,8 +44,6 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-
-
 README = """# The nano policy
 
 A language model of {parameters:,} parameters (Llama architecture, float32) that can do one thing: the short word

@@ -72,21 +72,24 @@ class AsyncEngine:
         """
         return (await self.generate_all([request]))[0]
 
-    async def generate_all(
-        self, requests: Sequence[GenerationRequest], progress: Callable[[int], None] | None = None
-    ) -> list[list[Completion]]:
+    async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """`generate` for several requests, which the engine gets at the same moment, so that they make the same batches
-        in every run. `progress` is called with the number of finished completions each time that one ends."""
-        completions: dict[str, list[Completion]] = {request.request_id: [] for request in requests}
-        num_finished = 0
+        in every run."""
+        groups: list[list[Completion]] = [[] for _ in requests]
+        async for index, completion in self.completions(requests):
+            groups[index].append(completion)
+        return [sorted(group, key=lambda completion: completion.index) for group in groups]
+
+    async def completions(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+        """Each completion of several requests as soon as it ends, with the index of its request.
+
+        The engine gets the requests at the same moment; closing the iterator aborts them. Raises as `generate`.
+        """
+        indices = {request.request_id: index for index, request in enumerate(requests)}
         async with aclosing(self._events(requests, is_streaming=False)) as events:
             async for event in events:
                 if event.completion is not None:
-                    completions[event.request_id].append(event.completion)
-                    num_finished += 1
-                    if progress is not None:
-                        progress(num_finished)
-        return [sorted(group, key=lambda completion: completion.index) for group in completions.values()]
+                    yield indices[event.request_id], event.completion
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Events of all completions as they come, joined while the consumer is elsewhere; closing the iterator aborts

@@ -37,6 +37,8 @@ from parallm.types import GenerationRequest, TokenEvent, TrafficClass
 logger = logging.getLogger(__name__)
 
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("serving", "rollout")
+ROLLOUT_PATIENCE = 4
+"""Decode units for which a rollout's prompt waits for another one, so that no stream is idle while it is computed."""
 OUT_OF_MEMORY = re.compile(
     r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE
 )
@@ -143,13 +145,16 @@ class Engine:
         self._at_work = queue.running()
         self._switch_versions(queue)
         jobs = self.scheduler.schedule_prefill(traffic, self.prefill.max_jobs, self._streams.width)
-        # Rollouts fill their rows first; serving alternates, so that a long prompt does not stall running answers
-        if jobs and (traffic == "rollout" or queue.decoded_last or queue.num_running == 0):
-            queue.decoded_last = False
+        # Rollouts fill their rows first, but a prompt that would leave a stream idle waits a little for others. Serving
+        # alternates, so that a long prompt does not stall running answers
+        fills = traffic == "rollout" and len(jobs) >= self._streams.width
+        patience = ROLLOUT_PATIENCE if traffic == "rollout" else 1
+        if jobs and (fills or queue.num_decodes >= patience or queue.num_running == 0):
+            queue.num_decodes = 0
             self._compute(queue, jobs)
             has_worked = True
         else:
-            queue.decoded_last = True
+            queue.num_decodes += 1
             has_worked = self._decode(traffic)
         self._count()
         for other in self._queues.values():

@@ -34,7 +34,8 @@ class RequestQueue:
     """Largest key of any job that was ever admitted: no job after it holds memory."""
     in_flight: tuple[Ordered[mx.array], Ordered[Sequence]] = ((), ())
     """Prefill that the device computes and that was not waited for, and its sequences."""
-    decoded_last: bool = False
+    num_decodes: int = 0
+    """Decode units since the last prefill."""
     is_paused: bool = False
     is_blocked: bool = False
     """The last unit found no memory and did nothing; there is no work until another class had a unit."""

@@ -11,7 +11,7 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.rollout.episode import trajectory_of
 from parallm.rollout.problems import Curriculum, ProblemCursor, Stream
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.runner import GenerateAll, RolloutRunner, encode_problem
+from parallm.rollout.runner import Generate, RolloutRunner, encode_problem
 from parallm.rollout.scoring import NO_TOKENS, FaultLog, ScoredEpisode, loss_mask, shape_reward
 from parallm.rollout.settings import RolloutSettings
 from parallm.seeds import mix
@@ -57,7 +57,7 @@ class Collector:
 
     def __init__(
         self,
-        generate_all: GenerateAll,
+        generate: Generate,
         tokenizer: ChatTokenizer,
         environment: AnyEnvironment,
         stream: Stream,
@@ -66,7 +66,7 @@ class Collector:
         reward_model: RewardModel | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._runner = RolloutRunner(generate_all, tokenizer, environment, settings, reward_model)
+        self._runner = RolloutRunner(generate, tokenizer, environment, settings, reward_model)
         self.stream = stream
         self.problem_cursor = ProblemCursor(stream)
         self.curriculum = Curriculum(self.problem_cursor, settings.curriculum, seed)

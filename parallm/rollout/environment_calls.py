@@ -42,21 +42,35 @@ class CallTimeout(BaseException):
 class EnvironmentCalls:
     """Makes one call after the other in a thread, so that HTTP is answered meanwhile; awaitables run concurrently.
 
-    A thread cannot be killed. One that exceeds its time gets an exception at its next Python instruction; one that
-    waits outside of Python is abandoned.
+    Calls that wait at the same moment share a thread, and each returns as soon as it has ended. A thread cannot be
+    killed. One that exceeds its time gets an exception at its next Python instruction; one that waits outside of Python
+    is abandoned.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._lock = asyncio.Lock()
+        self._waiting: list[_Call] = []
+        self._worker: asyncio.Task[None] | None = None
 
-    async def call_all(self, functions: Sequence[Callable[[], object]]) -> list[CallResult]:
-        """Return what each of `functions` returns, awaited where it is awaitable; faults are `raised`, `timed_out`."""
-        results: list[CallResult] = []
-        async with self._lock:
-            while len(results) < len(functions):
-                results += await call_in_thread(functions[len(results) :], self._seconds)
-        return list(await asyncio.gather(*map(self._awaited, results)))
+    async def call(self, function: Callable[[], object]) -> CallResult:
+        """Return what `function` returns, awaited where it is awaitable; faults are `raised`, `timed_out`."""
+        if inspect.iscoroutinefunction(function):  # nothing of it runs before it is awaited
+            return await self._awaited(attempt(function))
+        call = _Call(function)
+        self._waiting.append(call)
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        return await self._awaited(await call.result)
+
+    async def _work(self) -> None:
+        """Make the calls that wait, until none does."""
+        while self._waiting:
+            calls, self._waiting = self._waiting, []
+            results = await call_in_thread([call.run for call in calls], self._seconds)
+            for call, result in zip(calls, results, strict=False):
+                if result.fault is not None:
+                    call.end(result)
+            self._waiting = [*calls[len(results) :], *self._waiting]
 
     async def _awaited(self, result: CallResult) -> CallResult:
         if not inspect.isawaitable(result.value):
@@ -68,6 +82,23 @@ class EnvironmentCalls:
             return task.result() if done else late(self._seconds)
         finally:
             task.cancel()
+
+
+class _Call:
+    """A function that waits for its call. A call that was cancelled meanwhile is not made."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+        self._loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[CallResult] = self._loop.create_future()
+
+    def run(self) -> None:
+        if not self.result.done():
+            self._loop.call_soon_threadsafe(self.end, attempt(self._function))
+
+    def end(self, result: CallResult) -> None:
+        if not self.result.done():
+            self.result.set_result(result)
 
 
 async def call_in_thread(

@@ -3,26 +3,23 @@
 Used by the trainers and by `python -m parallm.evaluate`.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from parallm.environment.environment import AnyEnvironment, environment_of
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.reports import EvaluatedCompletion, Evaluation, EvaluationReport
 from parallm.rollout.confidence_intervals import mean_estimate, pass_at, share_estimate, support
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.runner import RolloutRunner, encode_problem
+from parallm.rollout.runner import Generate, RolloutRunner, encode_problem
 from parallm.rollout.scoring import REWARD_MODEL, FaultLog, ScoredEpisode, raise_if_none_scored
 from parallm.rollout.settings import EpisodeSettings
 from parallm.seeds import mix
-from parallm.types import Completion, GenerationRequest, Problem, SamplingParams
+from parallm.types import GenerationRequest, Problem, SamplingParams
 
 EVALUATION = -1  # takes the place of a training step's number in the seed
 Progress = Callable[[int, int], None]
-"""Called with the number of finished completions and of all."""
-GenerateCounted = Callable[[Sequence[GenerationRequest], Callable[[int], None]], Awaitable[list[list[Completion]]]]
-"""The face of `AsyncEngine.generate_all`, with a listener to progress."""
+"""Called with the number of scored completions and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +54,7 @@ class Evaluator:
     A completion that cannot be scored counts as wrong, its reward and parts as 0.
     """
 
-    generate_all: GenerateCounted
+    generate: Generate
     tokenizer: ChatTokenizer
     environment: AnyEnvironment
     problems: Sequence[Problem]
@@ -123,18 +120,14 @@ class Evaluator:
     async def _scored(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[list[ScoredEpisode]]:
         """Return the episodes of each request; requests go through the problems in order, once or twice."""
         problems = [self.problems[index % len(self.problems)] for index in range(len(requests))]
-        generate_all = partial(self._generated, progress)
-        runner = RolloutRunner(generate_all, self.tokenizer, self.environment, self.rollout, self.reward_model)
-        groups = await runner.run_episodes(problems, requests)
+        total = sum(request.n for request in requests)
+        runner = RolloutRunner(self.generate, self.tokenizer, self.environment, self.rollout, self.reward_model)
+        groups = await runner.run_episodes(problems, requests, lambda done: progress(done, total))
         pairs = [(problem, scored) for problem, group in zip(problems, groups, strict=True) for scored in group]
         faults = [(problem, scored.score.fault) for problem, scored in pairs if scored.score.fault]
         self.fault_log.log("evaluation", faults)
         raise_if_none_scored("evaluation", [fault for _, fault in faults], len(pairs) - len(faults))
         return groups
-
-    async def _generated(self, progress: Progress, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
-        total = sum(request.n for request in requests)
-        return await self.generate_all(requests, lambda done: progress(done, total))
 
     def _requests(self, model: str, samples: Samples | None = None) -> list[GenerationRequest]:
         """Return a request of each problem: greedy, or for `samples`."""

@@ -1,19 +1,19 @@
 """The served model as a judge of completions, for environments that ask it. Made by the wiring of a run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
 from parallm.model.chat.tokenizer import ChatTokenizer
-from parallm.rollout.runner import GenerateAll
-from parallm.types import BASE, GenerationRequest, Message, SamplingParams
+from parallm.types import BASE, Completion, GenerationRequest, Message, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Judge:
     """The `Ask` of environments. It samples greedily, so the same question gets the same answer."""
 
-    generate_all: GenerateAll
+    generate: Callable[[GenerationRequest], Awaitable[Sequence[Completion]]]
+    """The face of `AsyncEngine.generate`."""
     tokenizer: ChatTokenizer
     numbers: Iterator[int] = field(default_factory=count)
 
@@ -27,5 +27,5 @@ class Judge:
             traffic="rollout",
             is_continued=False,
         )
-        ((completion,),) = await self.generate_all([request])
+        (completion,) = await self.generate(request)
         return completion.text

@@ -3,15 +3,18 @@
 Used by `Collector` and `Evaluator`. A later turn's prompt is the very token ids of the earlier ones.
 """
 
+import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
 from parallm.conversation import ToolCall
 from parallm.environment.environment import (
     AnyEnvironment,
+    EnvironmentSession,
     MultiTurnEnvironment,
     StatefulEnvironment,
     environment_of,
@@ -29,27 +32,30 @@ from parallm.types import Completion, GenerationRequest, Message, Problem
 
 logger = logging.getLogger(__name__)
 
-GenerateAll = Callable[[Sequence[GenerationRequest]], Awaitable[list[list[Completion]]]]
-"""The face of `AsyncEngine.generate_all`."""
+Generate = Callable[[Sequence[GenerationRequest]], AsyncGenerator[tuple[int, Completion], None]]
+"""The face of `AsyncEngine.completions`."""
+OpenedGroup = tuple[Sequence[EnvironmentSession | None], EnvironmentFault | None]
+"""The sessions of a group's episodes by index, or why they could not be opened."""
 NUM_MARK_TOKENS = 8
 """Tokens at the end of a prompt that may hold the mark with which reasoning begins."""
 
 
 class RolloutRunner:
-    """Runs and scores the episodes of problems turn by turn: a turn of all of them goes to the engine at one moment.
+    """Runs and scores the episodes of problems, each at its own pace: no episode waits for another one's reply.
 
-    Used on the asyncio thread.
+    The engine gets the first turns of all at one moment; a later turn begins as soon as the reply is there, and an
+    episode is scored as soon as it ends. Used on the asyncio thread.
     """
 
     def __init__(
         self,
-        generate_all: GenerateAll,
+        generate: Generate,
         tokenizer: ChatTokenizer,
         environment: AnyEnvironment,
         settings: EpisodeSettings,
         reward_model: RewardModel | None = None,
     ) -> None:
-        self._generate_all = generate_all
+        self._generate = generate
         self._tokenizer = tokenizer
         self._environment = environment
         self._max_turns = settings.max_turns
@@ -57,59 +63,65 @@ class RolloutRunner:
         self._reward_model = reward_model
 
     async def run_episodes(
-        self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]
+        self,
+        problems: Sequence[Problem],
+        requests: Sequence[GenerationRequest],
+        progress: Callable[[int], None] = lambda num_scored: None,
     ) -> list[list[ScoredEpisode]]:
-        """Return the episodes of each problem's request, by index. Raises what generating raises."""
+        """Return the episodes of each problem's request, by index; `progress` gets their number after each score.
+
+        Raises what generating raises, after the other episodes are cancelled.
+        """
         first = [self._for_turn(*pair, turn=0) for pair in zip(problems, requests, strict=True)]
-        results = await generate_for(problems, first, self._generate_all)
-        groups = [self._begin(*triple) for triple in zip(problems, requests, results, strict=True)]
-        await self._run_later_turns([episode for group in groups for episode in group])
-        return await self._score(groups)
+        opened: dict[int, OpenedGroup] = {}
+        groups: list[list[ScoredEpisode]] = [[] for _ in requests]
 
-    async def _run_later_turns(self, episodes: list[Episode]) -> None:
-        for turn in range(1, self._max_turns):
-            episodes = [episode for episode in episodes if not episode.is_over]
-            await self._reply(episodes)
-            episodes = [episode for episode in episodes if not episode.is_over]
-            if not episodes:
-                return
-            problems = [episode.problem for episode in episodes]
-            requests = [self._next_request(episode, turn) for episode in episodes]
-            results = await generate_for(problems, requests, self._generate_all)
-            for episode, (completion,) in zip(episodes, results, strict=True):
-                self._append(episode, completion)
+        async def finish(index: int, completion: Completion) -> None:
+            episode = self._begin(problems[index], requests[index], completion, opened[index])
+            await self._run_later_turns(episode)
+            groups[index].append(await self._score(episode))
+            progress(sum(map(len, groups)))
 
-    async def _score(self, groups: list[list[Episode]]) -> list[list[ScoredEpisode]]:
-        valid = [episode for group in groups for episode in group if episode.fault is None]
-        close_sessions(episode for group in groups for episode in group if episode.fault is not None)
-        results = iter(await self._calls.call_all([score_call(self._environment, episode) for episode in valid]))
-        scored = [
-            [
-                to_score(self._environment, episode, next(results) if episode.fault is None else CallResult())
-                for episode in group
-            ]
-            for group in groups
-        ]
-        close_sessions(
-            one.episode
-            for group in scored
-            for one in group
-            if one.score.fault is not None and one.episode.fault is None
-        )
+        async with task_group() as tasks, aclosing(self._completions(problems, first)) as completions:
+            async for index, completion in completions:
+                if index not in opened:
+                    opened[index] = self._open(problems[index], requests[index].n)
+                tasks.create_task(finish(index, completion))
+        scored = [sorted(group, key=lambda one: one.episode.index) for group in groups]
         return scored if self._reward_model is None else await self._reward_model.rated(scored)
 
-    def _begin(self, problem: Problem, request: GenerationRequest, completions: Sequence[Completion]) -> list[Episode]:
-        opened = attempt(partial(open_sessions, self._environment, problem, len(completions)))
-        fault = opened.fault or fault_of_open(opened.value, len(completions))
-        sessions = [None] * len(completions) if fault is not None else opened.value
-        episodes = []
-        for completion, session in zip(completions, sessions, strict=True):
-            episode = Episode(problem=problem, request=request, index=completion.index, session=session)
-            self._append(episode, completion)
-            if fault is not None:
-                episode.fault, episode.is_over = fault, True
-            episodes.append(episode)
-        return episodes
+    def _open(self, problem: Problem, count: int) -> OpenedGroup:
+        """Open the sessions of a group."""
+        opened = attempt(partial(open_sessions, self._environment, problem, count))
+        fault = opened.fault or fault_of_open(opened.value, count)
+        return ([None] * count if fault is not None else opened.value), fault
+
+    def _begin(
+        self, problem: Problem, request: GenerationRequest, completion: Completion, opened: OpenedGroup
+    ) -> Episode:
+        sessions, fault = opened
+        session = sessions[completion.index]
+        episode = Episode(problem=problem, request=request, index=completion.index, session=session)
+        self._append(episode, completion)
+        if fault is not None:
+            episode.fault, episode.is_over = fault, True
+        return episode
+
+    async def _run_later_turns(self, episode: Episode) -> None:
+        for turn in range(1, self._max_turns):
+            if not episode.is_over:
+                await self._reply(episode)
+            if episode.is_over:
+                return
+            async for _, completion in self._completions([episode.problem], [self._next_request(episode, turn)]):
+                self._append(episode, completion)
+
+    async def _score(self, episode: Episode) -> ScoredEpisode:
+        call = score_call(self._environment, episode) if episode.fault is None else None
+        scored = to_score(self._environment, episode, await self._calls.call(call) if call else CallResult())
+        if scored.score.fault is not None:
+            close_session(episode)
+        return scored
 
     def _append(self, episode: Episode, completion: Completion) -> None:
         if not self._has_turns(episode.problem):
@@ -122,15 +134,14 @@ class RolloutRunner:
             episode.append_completion(completion, text, parse_response(self._tokenizer, episode.problem, prompt, text))
             episode.text = self._tokenizer.decode(episode.tokens)
 
-    async def _reply(self, episodes: list[Episode]) -> None:
-        """Append the environment's reply to each of `episodes`, or end the episode."""
-        results = await self._calls.call_all([self._reply_call(episode) for episode in episodes])
-        for episode, result in zip(episodes, results, strict=True):
-            fault = result.fault or fault_of_reply(result.value)
-            if fault is not None or result.value is None:
-                episode.fault, episode.is_over = fault, True
-            else:
-                self._append_reply(episode, result.value)
+    async def _reply(self, episode: Episode) -> None:
+        """Append the environment's reply, or end the episode."""
+        result = await self._calls.call(self._reply_call(episode))
+        fault = result.fault or fault_of_reply(result.value)
+        if fault is not None or result.value is None:
+            episode.fault, episode.is_over = fault, True
+        else:
+            self._append_reply(episode, result.value)
 
     def _reply_call(self, episode: Episode) -> Callable[[], object]:
         if episode.session is not None:
@@ -174,14 +185,36 @@ class RolloutRunner:
         sampling = replace(request.sampling, stop=stop) if stop else request.sampling
         return replace(request, sampling=sampling, is_continued=True)
 
+    async def _completions(
+        self, problems: Sequence[Problem], requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
+        """Generate one request per problem. Raises ContextTooLong that names the problem with the longest prompt."""
+        try:
+            async with aclosing(self._generate(requests)) as completions:
+                async for index, completion in completions:
+                    yield index, completion
+        except ContextTooLong as error:
+            problem, request = max(zip(problems, requests, strict=True), key=lambda pair: len(pair[1].prompt_tokens))
+            raise named(error, problem, request) from error
+
     def _has_turns(self, problem: Problem) -> bool:
         return isinstance(environment_of(self._environment, problem), MultiTurnEnvironment | StatefulEnvironment)
 
 
-def close_sessions(episodes: Iterable[Episode]) -> None:
-    for episode in episodes:
-        if episode.session is not None and (fault := attempt(episode.session.close).fault) is not None:
-            logger.warning("problem %s: closing an episode has failed: %s", episode.problem.problem_id, fault.detail)
+@asynccontextmanager
+async def task_group() -> AsyncGenerator[asyncio.TaskGroup, None]:
+    """An `asyncio.TaskGroup` that raises its first error as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except ExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+
+
+def close_session(episode: Episode) -> None:
+    if episode.session is not None and (fault := attempt(episode.session.close).fault) is not None:
+        logger.warning("problem %s: closing an episode has failed: %s", episode.problem.problem_id, fault.detail)
 
 
 def fault_of_open(value: object, count: int) -> EnvironmentFault | None:
@@ -202,23 +235,17 @@ def fault_of_reply(value: object) -> EnvironmentFault | None:
     )
 
 
-async def generate_for(
-    problems: Sequence[Problem], requests: Sequence[GenerationRequest], generate_all: GenerateAll
-) -> list[list[Completion]]:
-    """Generate one request per problem. Raises ContextTooLong that names the problem with the longest prompt."""
-    try:
-        return await generate_all(requests)
-    except ContextTooLong as error:
-        problem, request = max(zip(problems, requests, strict=True), key=lambda pair: len(pair[1].prompt_tokens))
-        if error.limit is None:
-            raise ContextTooLong(f"problem {problem.problem_id}: {error}", error.parameter) from error
-        raise ContextTooLong(
-            f"problem {problem.problem_id}: its prompt has {len(request.prompt_tokens)} tokens, and with "
-            f"rollout.max_tokens={request.sampling.max_tokens} it does not fit the context of {error.limit} tokens; "
-            "lower rollout.max_tokens, leave the problem out, or raise engine.max_context if the model knows more",
-            error.parameter,
-            limit=error.limit,
-        ) from error
+def named(error: ContextTooLong, problem: Problem, request: GenerationRequest) -> ContextTooLong:
+    """Return `error` with the problem's name and a way out."""
+    if error.limit is None:
+        return ContextTooLong(f"problem {problem.problem_id}: {error}", error.parameter)
+    return ContextTooLong(
+        f"problem {problem.problem_id}: its prompt has {len(request.prompt_tokens)} tokens, and with "
+        f"rollout.max_tokens={request.sampling.max_tokens} it does not fit the context of {error.limit} tokens; "
+        "lower rollout.max_tokens, leave the problem out, or raise engine.max_context if the model knows more",
+        error.parameter,
+        limit=error.limit,
+    )
 
 
 def encode_problem(tokenizer: ChatTokenizer, problem: Problem) -> tuple[int, ...]:

@@ -147,11 +147,11 @@ async def _trainer_context(
         start=runtime.start.digest if config.model.adapter is not None else "",
         keys=recorded_keys(config, runtime.start.dropout),
     )
-    generate, tokenizer = runtime.engine.generate_all, runtime.model.tokenizer
+    generate, tokenizer = runtime.engine.completions, runtime.model.tokenizer
     stream = make_stream(data.environment, data.splits.train, seed)
     collector = Collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
     evaluator = Evaluator(
-        generate_all=generate,
+        generate=generate,
         tokenizer=tokenizer,
         environment=data.environment,
         problems=data.splits.test,

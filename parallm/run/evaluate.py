@@ -78,12 +78,12 @@ async def _evaluate(config: EvaluateConfig, folder: Path, blas: BlasReport) -> N
         candidates = [Candidate(name=BASE, model=BASE)] if config.base else []
         for path in adapters:
             candidates.append(await _publish(runtime, path, f"candidate-{len(candidates)}"))
-        connect(environment, Judge(runtime.engine.generate_all, runtime.model.tokenizer))
+        connect(environment, Judge(runtime.engine.generate, runtime.model.tokenizer))
         reward_model = await open_reward_model(
             config.rollout.reward_model, LearnerSettings(), runtime.device, runtime.model, runtime.streams
         )
         evaluator = Evaluator(
-            generate_all=runtime.engine.generate_all,
+            generate=runtime.engine.completions,
             tokenizer=runtime.model.tokenizer,
             environment=environment,
             problems=problems,

@@ -149,7 +149,7 @@ async def open_training(
         header = header_of(config.name, config.model, blas, listener.url)
         schedule = None if config.policies else schedules[POLICY]
         display.start(replace(header, folder=short_path(folder), policies=tuple(config.policies), schedule=schedule))
-        judge = Judge(runtime.engine.generate_all, runtime.model.tokenizer)  # one for all: it numbers its requests
+        judge = Judge(runtime.engine.generate, runtime.model.tokenizer)  # one for all: it numbers its requests
         policies: tuple[PolicyRun, ...] = ()
         for spec in specs:
             connect(data[spec.name].environment, judge)

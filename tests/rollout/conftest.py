@@ -9,6 +9,7 @@ from parallm.rollout.collector import Collector
 from parallm.rollout.problems import ProblemStream
 from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, GenerationRequest, Message, Problem, Split, WeightSpan
+from tests.rollout.answers import one_by_one
 
 
 class Letters:
@@ -78,7 +79,7 @@ def make_collector(engine: Recorder) -> Callable[..., Collector]:
         settings = RolloutSettings(group_size=4, max_tokens=9, temperature=0.5, **values)
         stream = ProblemStream(problems, seed)
         # the fakes have just the methods that the collector uses
-        collector = Collector(engine.generate_all, Letters(), Hardness(problems), stream, settings, seed)  # type: ignore[arg-type]
+        collector = Collector(one_by_one(engine.generate_all), Letters(), Hardness(problems), stream, settings, seed)  # type: ignore[arg-type]
         collector.problem_cursor.restore({"cursor": cursor})
         return collector
 

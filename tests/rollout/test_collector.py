@@ -7,6 +7,7 @@ import pytest
 from parallm.errors import ContextTooLong
 from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.types import Completion, GenerationRequest, WeightSpan
+from tests.rollout.answers import one_by_one
 
 
 def collect(collector: Collector, step: int = 0) -> RolloutBatch:
@@ -105,6 +106,6 @@ def test_a_prompt_longer_than_the_context_names_its_problem(make_collector: Call
         raise ContextTooLong("the prompt has 3 tokens and max_tokens is 9; together the limit is 8", "max_tokens")
 
     collector = make_collector("1", "2", "3", problems_per_step=3)
-    collector._runner._generate_all = refuse
+    collector._runner._generate = one_by_one(refuse)
     with pytest.raises(ContextTooLong, match=r"problem p2: the prompt has 3 tokens .* limit is 8"):
         collect(collector)

@@ -9,7 +9,13 @@ from parallm.rollout.environment_calls import MAX_LINES, CallResult, Environment
 
 
 def call_all(*functions: Callable[[], object], seconds: float = 5.0) -> list[CallResult]:
-    return asyncio.run(EnvironmentCalls(seconds).call_all(functions))
+    """The results of calls that are asked for at one moment."""
+
+    async def main() -> list[CallResult]:
+        calls = EnvironmentCalls(seconds)
+        return await asyncio.gather(*map(calls.call, functions))
+
+    return asyncio.run(main())
 
 
 def kinds(outcomes: list[CallResult]) -> list[object]:
@@ -109,15 +115,15 @@ def test_the_limit_is_for_each_call_and_not_for_all() -> None:
 
 
 def test_the_event_loop_goes_on_during_calls() -> None:
-    async def main() -> list[object]:
+    async def main() -> object:
         go = threading.Event()
-        work = asyncio.ensure_future(EnvironmentCalls(60).call_all([lambda: go.wait(60)]))
+        work = asyncio.ensure_future(EnvironmentCalls(60).call(lambda: go.wait(60)))
         await asyncio.sleep(0.05)
         assert not work.done()
         go.set()  # the loop is not blocked: it gets here while the call waits
-        return [outcome.value for outcome in await work]
+        return (await work).value
 
-    assert asyncio.run(main()) == [True]
+    assert asyncio.run(main()) is True
 
 
 def test_async_calls_wait_side_by_side_and_each_has_the_limit() -> None:
@@ -134,5 +140,28 @@ def test_async_calls_wait_side_by_side_and_each_has_the_limit() -> None:
     assert time.monotonic() - began < 1.5
 
 
-def test_no_calls_have_no_outcomes() -> None:
-    assert call_all() == []
+def test_a_call_returns_before_later_ones_have_ended() -> None:
+    async def main() -> None:
+        calls, go = EnvironmentCalls(60), threading.Event()
+        first, second = (asyncio.ensure_future(calls.call(one)) for one in (lambda: 1, lambda: go.wait(60)))
+        assert (await asyncio.wait_for(first, 5)).value == 1
+        assert not second.done()
+        go.set()
+        assert (await second).value is True
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_cancelled_before_its_turn_is_not_made() -> None:
+    async def main() -> list[int]:
+        calls, go, made = EnvironmentCalls(60), threading.Event(), list[int]()
+        first = asyncio.ensure_future(calls.call(lambda: go.wait(60)))
+        others = [asyncio.ensure_future(calls.call(lambda number=number: made.append(number))) for number in (1, 2)]  # type: ignore[misc]
+        await asyncio.sleep(0.05)
+        others[0].cancel()
+        await asyncio.sleep(0)
+        go.set()
+        await asyncio.gather(first, others[1])
+        return made
+
+    assert asyncio.run(main()) == [2]

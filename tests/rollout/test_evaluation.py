@@ -1,5 +1,5 @@
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from parallm.rollout.evaluation import Evaluator, Samples
 from parallm.rollout.problems import ProblemStream
 from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.types import Completion, GenerationRequest, Message, Problem, Split
+from tests.rollout.answers import one_by_one
 
 
 class Graded:
@@ -42,12 +43,8 @@ class Silent:
     def __init__(self) -> None:
         self.requests: list[GenerationRequest] = []
 
-    async def generate_all(
-        self, requests: Sequence[GenerationRequest], progress: Callable[[int], None] = lambda done: None
-    ) -> list[list[Completion]]:
+    async def generate_all(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         self.requests += requests
-        for done in range(1, sum(request.n for request in requests) + 1):
-            progress(done)
         return [
             [
                 Completion(
@@ -69,7 +66,7 @@ class Silent:
 def evaluator_of(environment: AnyEnvironment, generate_all: Any, samples: Samples | None = None) -> Evaluator:
     problems = environment.problems("test")
     return Evaluator(
-        generate_all=generate_all,
+        generate=one_by_one(generate_all),
         tokenizer=Letters(),  # type: ignore[arg-type]  # it has just the method that is used
         environment=environment,
         problems=problems,
@@ -167,7 +164,7 @@ def test_an_evaluation_never_samples_with_the_seeds_of_a_training_step() -> None
     evaluated(evaluator_of(environment, silent.generate_all, SAMPLES))
     settings = RolloutSettings(problems_per_step=2)
     collector = Collector(
-        silent.generate_all,
+        one_by_one(silent.generate_all),
         Letters(),  # type: ignore[arg-type]  # it has just the method that is used
         environment,
         ProblemStream(environment.problems("train"), seed=SAMPLES.seed),
@@ -216,7 +213,7 @@ def test_the_rewards_of_a_mixture_reach_as_far_as_those_of_any_environment() -> 
     assert 3.5 < reward.high <= 4
 
 
-def test_progress_counts_finished_completions() -> None:
+def test_progress_counts_scored_completions() -> None:
     seen: list[tuple[int, int]] = []
     evaluator = evaluator_of(Graded(a={"correct": 1}, b={"correct": 1}), Silent().generate_all, SAMPLES)
     asyncio.run(evaluator.evaluate(1, 1, "policy", lambda done, total: seen.append((done, total))))

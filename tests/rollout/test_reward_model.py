@@ -23,6 +23,7 @@ from parallm.types import (
     Split,
     WeightSpan,
 )
+from tests.rollout.answers import one_by_one
 
 END = 1
 PROBLEMS = [
@@ -72,15 +73,16 @@ def run_episodes(tokenizer: ChatTokenizer, rater: Rater, *texts: Sequence[str]) 
         ]
 
     model = RewardModel(rate=rater.rate, weight=0.25, tokenizer=tokenizer)
-    runner = RolloutRunner(generate_all, tokenizer, Exact(), EpisodeSettings(max_turns=1), model)
+    runner = RolloutRunner(one_by_one(generate_all), tokenizer, Exact(), EpisodeSettings(max_turns=1), model)
     problems = PROBLEMS[: len(texts)]
     requests = [
         GenerationRequest(
             request_id=one.problem_id,
             prompt_tokens=tokenizer.encode_chat(one.messages),
             sampling=SamplingParams(max_tokens=9),
+            n=len(row),
         )
-        for one in problems
+        for one, row in zip(problems, texts, strict=True)
     ]
     return asyncio.run(runner.run_episodes(problems, requests))
 

@@ -23,6 +23,7 @@ from parallm.types import (
     Split,
     WeightSpan,
 )
+from tests.rollout.answers import one_by_one
 
 END = 1
 PROBLEM = Problem(problem_id="p", messages=(Message(role="user", content="Tom has 3 bags of 4 apples"),), answer="12")
@@ -85,7 +86,9 @@ class Talker:
 def run_episodes(
     script: Script, environment: AnyEnvironment, tokenizer: ChatTokenizer, *, max_tokens: int = 60, max_turns: int = 8
 ) -> list[ScoredEpisode]:
-    runner = RolloutRunner(script.generate_all, tokenizer, environment, EpisodeSettings(max_turns=max_turns))
+    runner = RolloutRunner(
+        one_by_one(script.generate_all), tokenizer, environment, EpisodeSettings(max_turns=max_turns)
+    )
     request = GenerationRequest(
         request_id="step-0-0",
         prompt_tokens=tokenizer.encode_chat(PROBLEM.messages),
@@ -138,18 +141,19 @@ def test_a_reply_of_another_role_is_written_by_the_template(tokenizer: ChatToken
     def ask_once(turns: Sequence[Message]) -> object:
         return [Message(role="user", content="more apples")] if len(turns) == 1 else None
 
-    script = Script(tokenizer, ["12|", "13|"], ["14|", "15|"])
+    script = Script(tokenizer, ["12|", "13|"], ["14|"], ["15|"])
     episode = run_episodes(script, Talker(ask_once), tokenizer)[1].episode
     assert "".join(map(tokenizer.token_text, episode.tokens)) == "13<|end|><|user|>more apples<|assistant|>15<|end|>"
     assert sum(episode.is_sampled) == 6
 
 
 def test_the_last_turn_is_not_stopped_for_an_answer_that_never_comes(tokenizer: ChatTokenizer) -> None:
-    script = Script(tokenizer, ["3 * 4 = ", "3 + 4 = "], ["\n1 + 1 = ", "\n#### 7|"], ["2|"])
+    script = Script(tokenizer, ["3 * 4 = ", "3 + 4 = "], ["\n1 + 1 = "], ["\n#### 7|"], ["2|"])
     row = run_episodes(script, Talker(write_on("12")), tokenizer, max_turns=3)
     assert [[request.sampling.stop for request in requests] for requests in script.asked] == [
         [(" = ",)],
-        [(" = ",), (" = ",)],
+        [(" = ",)],
+        [(" = ",)],
         [()],
     ]
     assert row[0].episode.text == "3 * 4 = 12\n1 + 1 = 122"

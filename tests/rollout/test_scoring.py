@@ -15,6 +15,7 @@ from parallm.rollout.problems import ProblemStream
 from parallm.rollout.scoring import REWARD_MODEL, FaultLog, Score, raise_if_none_scored
 from parallm.rollout.settings import RolloutSettings
 from parallm.types import Completion, FaultyEpisode, GenerationRequest, Message, Problem, Split
+from tests.rollout.answers import one_by_one
 
 PROBLEMS = [
     Problem(problem_id=f"p{place}", messages=(Message(role="user", content="?"),), answer="") for place in range(2)
@@ -42,8 +43,9 @@ def collect(engine: Any, answer: Callable[[int], object], **values: Any) -> Roll
             return (5,)
 
     settings = RolloutSettings(**{"problems_per_step": 2, "group_size": 4, "refill_rounds": 0} | values)
+    generate, stream = one_by_one(engine.generate_all), ProblemStream(PROBLEMS, 0)
     # the fake has just the method that is used
-    collector = Collector(engine.generate_all, Letters(), Scoring(answer), ProblemStream(PROBLEMS, 0), settings, 0)  # type: ignore[arg-type]
+    collector = Collector(generate, Letters(), Scoring(answer), stream, settings, 0)  # type: ignore[arg-type]
     return asyncio.run(collector.collect(2, "policy"))
 
 

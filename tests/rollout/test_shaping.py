@@ -8,6 +8,7 @@ import pytest
 from parallm.rollout.collector import Collector, RolloutBatch
 from parallm.rollout.scoring import overlong_part
 from parallm.types import Completion, FinishReason, GenerationRequest
+from tests.rollout.answers import one_by_one
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def collect(collector: Collector, engine: Any) -> RolloutBatch:
         reason: FinishReason = "length" if length == 9 else "stop"
         return replace(one, tokens=(7,) * length, logprobs=(-0.5,) * length, finish_reason=reason)
 
-    collector._runner._generate_all = generate_all
+    collector._runner._generate = one_by_one(generate_all)
     return asyncio.run(collector.collect(0, "policy"))
 
 

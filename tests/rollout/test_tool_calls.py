@@ -15,6 +15,7 @@ from parallm.model.load import NANO
 from parallm.rollout.runner import RolloutRunner, encode_problem, parse_response
 from parallm.rollout.settings import EpisodeSettings
 from parallm.types import Completion, GenerationRequest, Message, Problem, SamplingParams, Split
+from tests.rollout.answers import one_by_one
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}])
 PROBLEM = Problem(problem_id="p", messages=(Message(role="user", content="2 + 2"),), answer="4", tools=TOOLS)
@@ -96,7 +97,7 @@ def test_a_call_is_answered_behind_the_very_tokens_that_made_it(tokenizer: ChatT
         )
         return [[completion]]
 
-    runner = RolloutRunner(generate_all, tokenizer, Adding(), EpisodeSettings(max_turns=4))
+    runner = RolloutRunner(one_by_one(generate_all), tokenizer, Adding(), EpisodeSettings(max_turns=4))
     first = encode_problem(tokenizer, PROBLEM)
     request = GenerationRequest(request_id="a", prompt_tokens=first, sampling=SamplingParams(max_tokens=200))
     ((scored,),) = asyncio.run(runner.run_episodes([PROBLEM], [request]))

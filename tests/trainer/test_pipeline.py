@@ -13,6 +13,7 @@ from parallm.rollout.problems import ProblemStream
 from parallm.rollout.settings import RolloutSettings
 from parallm.trainer.trainer import Pipeline
 from parallm.types import Completion, GenerationRequest, Message, Problem, WeightSpan
+from tests.rollout.answers import one_by_one
 
 
 class Letters:
@@ -69,7 +70,7 @@ def make(limit: int, num_steps: int = 10) -> tuple[Pipeline, Model, Collector]:
     ]
     model, settings = Model(), RolloutSettings(problems_per_step=2, group_size=2, max_tokens=9)
     # the fakes have just the methods that the collector uses
-    collector = Collector(model.generate_all, Letters(), Halves(), ProblemStream(problems, 0), settings, 1)  # type: ignore[arg-type]
+    collector = Collector(one_by_one(model.generate_all), Letters(), Halves(), ProblemStream(problems, 0), settings, 1)  # type: ignore[arg-type]
     pipeline = Pipeline(collector, lambda: model.version, policy="policy", limit=limit, num_steps=num_steps)
     return pipeline, model, collector
 
@@ -152,7 +153,7 @@ def test_requests_of_a_step_are_those_of_a_run_that_samples_in_turns() -> None:
             seen.extend(asked)
             return await model.generate_all(asked)
 
-        collector._runner._generate_all = generate_all
+        collector._runner._generate = one_by_one(generate_all)
         for step in range(4):
             await pipeline.take(step)
         return {(one.request_id, one.sampling.seed, one.prompt_tokens) for one in seen}
@@ -206,7 +207,7 @@ def test_what_collecting_a_step_raises_comes_when_the_step_is_due() -> None:
                 raise EngineStopped("gone")
             return await generate_all(requests)
 
-        collector._runner._generate_all = fail_in_step_1
+        collector._runner._generate = one_by_one(fail_in_step_1)
         await pipeline.take(0)
         await commit()
         with pytest.raises(EngineStopped, match="gone"):

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
@@ -20,7 +20,6 @@ import numpy as np
 from parallm.integrations.atropos.sample_store import SampleStore, SamplingRecord
 from parallm.integrations.atropos.scored_group import GroupRefused, Limits, ScoredGroup, ScoredSequence, read_group
 from parallm.rollout.live.journal import Journal
-from parallm.rollout.runner import GenerateAll
 from parallm.rollout.settings import AtroposSettings
 from parallm.types import (
     Completion,
@@ -71,7 +70,7 @@ class Rescorer:
     The engine computes the log-probs as those of a prompt, which are the very numbers that the learner computes.
     """
 
-    generate_all: GenerateAll
+    generate_all: Callable[[Sequence[GenerationRequest]], Awaitable[list[list[Completion]]]]
     model: str
     numbers: Iterator[int] = field(default_factory=itertools.count)
 

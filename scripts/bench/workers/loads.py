@@ -6,8 +6,6 @@ from typing import Any
 import numpy as np
 
 Tokens = tuple[int, ...]
-
-
 Shape = dict[str, Any]
 """The config.json of a Llama. Speed and memory depend on its sizes alone."""
 

@@ -22,8 +22,6 @@ MICRO_BATCH_ROWS = 16
 SAMPLED_ROWS, PROMPTS_AT_ONCE = 64, 32
 """With which BatchGenerator is about as fast as it gets."""
 LEARNING_RATE = 1e-6
-
-
 GROUP_SIZE = 8
 
 
