@@ -23,7 +23,7 @@ from parallm.learner.optimizer import Arrays, learning_rate
 from parallm.learner.passes.batch import MicroBatch, make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics
 from parallm.learner.passes.lm_head import run_stages
-from parallm.learner.passes.packing import can_pack
+from parallm.learner.passes.packing import can_pack, takes_rows
 from parallm.learner.passes.recomputation import checkpoints_layers, pass_tokens
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
@@ -124,10 +124,11 @@ class Learner:
         self._builder = GraphBuilder(streams.handles[0])
         self._model = model
         self._packs = can_pack(model)
+        self._takes_rows = takes_rows(model)
         self._total_steps = total_steps
         self._seed = seed
         self._state = AdapterState(start, settings, total_steps)
-        self._budget = pass_tokens(settings)
+        self._budget = pass_tokens(settings, model)
         self._gradient = PolicyGradient(
             model,
             streams,
@@ -219,6 +220,7 @@ class Learner:
             budget=self._budget,
             streams=self._streams.width,
             packs=self._packs,
+            takes_rows=self._takes_rows,
         )
 
     def _apply(self, optimizer_step: OptimizerStep, step: int, faults: Faults) -> str | None:

@@ -84,7 +84,7 @@ class RewardLearner:
         self._total_steps = total_steps
         self._seed = seed
         self._packs = can_pack(model)
-        self._budget = pass_tokens(settings)
+        self._budget = pass_tokens(settings, model)
         self._checkpoints = checkpoints_layers(settings, model, self._budget * streams.width)
         self._state = AdapterState(start, settings, total_steps)
 
