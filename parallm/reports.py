@@ -31,10 +31,10 @@ class ParityReport:
     if there are none.
     """
 
-    num_tokens: int
-    bit_equal_fraction: float
-    mean_abs: float
-    max_abs: float
+    num_tokens: int = 0
+    bit_equal_fraction: float = math.nan
+    mean_abs: float = math.nan
+    max_abs: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,10 @@ class RatioReport:
     Counts the trained tokens that parity leaves out. NaN if there are none.
     """
 
-    num_tokens: int
-    mean: float
-    smallest: float
-    largest: float
+    num_tokens: int = 0
+    mean: float = math.nan
+    smallest: float = math.nan
+    largest: float = math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +96,16 @@ class UpdateReport:
     loss: float
     gradient_norm: float
     learning_rate: float
-    clip_fraction: float
-    kl_to_behaviour: float
+    clip_fraction: float = math.nan
+    kl_to_behaviour: float = math.nan
     """Mean of the k3 estimator between the learner's policy and the sampling one."""
-    entropy: float
+    entropy: float = math.nan
     num_tokens: int
     """Completion tokens trained on."""
     seconds: float
     """Device seconds of the update, without waiting for the engine."""
-    parity: ParityReport
-    ratio: RatioReport
+    parity: ParityReport = ParityReport()
+    ratio: RatioReport = RatioReport()
     skipped: str | None = None
     fault: FaultKind | None = None
     """The quantity that was not finite; None if the step was skipped because there was nothing to learn."""
@@ -233,7 +233,7 @@ class TrainingStatus:
     available_checkpoints: tuple[str, ...] = ()
     """Versions in memory, such as `checkpoint-12`."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """`serving_share` and `engine_share` of the device."""
+    """`serving_share`, `engine_share` and, if there is one, `serving_latency_target` of the device."""
     policies: Mapping[str, "TrainingStatus"] = field(default_factory=dict)
     """Status by policy if several are trained; the fields above are then about the one with the most steps left."""
 

@@ -56,7 +56,7 @@ INTERRUPTED_TWICE = """
 import asyncio, os, signal, sys, threading
 from parallm.interrupts import stop_on_signals
 from parallm.metrics.live_display import LiveDisplay
-from parallm.metrics.header import RunHeader
+from parallm.metrics.display import RunHeader
 
 display = LiveDisplay(sys.stdout)
 display.start(RunHeader(name="run", model="nano", device="CPU", blas="", url=None))

@@ -1,24 +1,61 @@
-"""`Client`: synchronous."""
+"""`Client`, and `AsyncClient`, whose methods are the same to be awaited."""
 
 import ssl
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+from urllib.parse import quote
 
 import httpx
 
-from parallm.client import calls
-from parallm.client.calls import Call, Generated, Prompt, Reward
-from parallm.client.connection import connection
+from parallm.client.calls import (
+    Call,
+    Generated,
+    read_card,
+    read_generated,
+    read_record,
+    read_split,
+    read_status,
+)
 from parallm.reports import SplitReport, TrainingStatus, TrajectoryReport
 from parallm.types import POLICY, AdapterCard, GivenUpdate
 
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-Self = TypeVar("Self", bound="Client")
+Http = TypeVar("Http", httpx.Client, httpx.AsyncClient)
+Prompt = str | Sequence[int]
+"""A text or token ids."""
+Reward = float | Mapping[str, float]
+"""One number, or parts by name."""
+DEFAULT_SECONDS = 600.0
 
 
-class Client:
-    """Every method raises ApiError for what the server refuses, and httpx.HTTPError for what does not reach it."""
+class Method(Generic[Parameters, Result]):
+    """Type of a method that returns its result in `Client`, and has to be awaited for it in `AsyncClient`."""
+
+    @overload
+    def __get__(self, client: "Client", kind: Any) -> Callable[Parameters, Result]: ...
+    @overload
+    def __get__(self, client: "AsyncClient", kind: Any) -> Callable[Parameters, Coroutine[Any, Any, Result]]: ...
+    def __get__(self, client: Any, kind: Any) -> Any:
+        raise NotImplementedError("only a type")
+
+
+def method(make: Callable[Concatenate[Any, Parameters], Call[Result]]) -> Method[Parameters, Result]:
+    """Let a method that makes a request send it, and return the meaning of its answer."""
+
+    @wraps(make)
+    def send(client: Any, *arguments: Parameters.args, **options: Parameters.kwargs) -> Any:
+        return client._send(make(client, *arguments, **options))
+
+    return cast(Method[Parameters, Result], send)
+
+
+class Requests(Generic[Http]):
+    """The methods of both clients. One that makes a `Call[X]` returns an `X`, or is awaited for it.
+
+    Every method raises ApiError for what the server refuses, and httpx.HTTPError for what does not reach it.
+    """
 
     def __init__(
         self,
@@ -27,102 +64,136 @@ class Client:
         api_key: str | None = None,
         timeout: float | None = None,
         verify: ssl.SSLContext | bool | None = None,
-        http: httpx.Client | None = None,
+        http: Http | None = None,
     ) -> None:
         """`base_url` without `/v1`. `verify` is a context of ssl, or False to trust any certificate.
 
         `http` is an HTTP client of your own, with its timeout, certificates and proxies; `api_key` is sent beside its
         headers. Raises ValueError for arguments that contradict it.
         """
-        self._connection = connection(base_url, api_key=api_key, timeout=timeout, verify=verify, http=http)
-        self._http = http or httpx.Client(**self._connection.options)
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {_checked_key(api_key)}"}
+        if http is None:
+            if not base_url:
+                raise ValueError("base_url is empty; give the server's address, such as http://localhost:8000")
+            self._base_url = base_url.rstrip("/")
+            self._http: Http = self._new(
+                timeout=DEFAULT_SECONDS if timeout is None else timeout, verify=True if verify is None else verify
+            )
+            return
+        for name, value in (("timeout", timeout), ("verify", verify)):
+            if value is not None:
+                raise ValueError(
+                    f"{name} belongs to the client that is given as http; make that with it, or leave http out"
+                )
+        own = str(http.base_url).rstrip("/")
+        if own and base_url and own != base_url.rstrip("/"):
+            raise ValueError(f"base_url is {base_url}, and that of http is {own}; leave one of them out")
+        if api_key is not None and http.headers.get("authorization") not in (None, self._headers["Authorization"]):
+            raise ValueError("api_key differs from the key in the headers of http; leave one of them out")
+        if not own and not base_url:
+            raise ValueError("neither base_url nor http says where the server is; give base_url")
+        self._base_url = own or base_url.rstrip("/")
+        self._http = http
 
-    def __enter__(self: Self) -> Self:
-        return self
+    def _new(self, **options: Any) -> Http:
+        """Make an HTTP client."""
+        raise NotImplementedError
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _request(self, call: Call[Any]) -> dict[str, Any]:
+        """Return arguments for httpx's `request`."""
+        return {"url": self._base_url + call.path, "headers": self._headers, **call.options()}
 
-    def close(self) -> None:
-        self._http.close()
-
+    @method
     def generate(
-        self,
-        prompt: Prompt,
-        *,
-        policy_version: int | None = None,
-        step_id: int | str | None = None,
-        **fields: Any,
-    ) -> Generated:
+        self, /, prompt: Prompt, *, policy_version: int | None = None, step_id: int | str | None = None, **fields: Any
+    ) -> Call[Generated]:
         """Sample one completion, with its tokens and log-probs.
 
         `policy_version` is the version that you believe to be served; the answer repeats it beside the version that
         sampled.
         `fields` are those of `/v1/completions`: `max_tokens`, `temperature` and others.
         """
-        return self._send(calls.generate(prompt, policy_version, step_id, fields))
+        if fields.get("n", 1) != 1:
+            raise ValueError(f"n is {fields['n']}; several completions are for generate_all")
+        asked = _completion_fields(_prompt(prompt), policy_version, step_id, fields)
+        return Call("POST", "/generate", partial(read_generated, asked), asked)
 
+    @method
     def generate_all(
         self,
+        /,
         prompts: Sequence[Prompt],
         *,
         policy_version: int | None = None,
         step_id: int | str | None = None,
         **fields: Any,
-    ) -> list[Generated]:
+    ) -> Call[list[Generated]]:
         """Sample completions of several prompts in one request; with `n`, prompt by prompt."""
-        return self._send(calls.generate_all(prompts, policy_version, step_id, fields))
+        asked = _completion_fields(list(map(_prompt, prompts)), policy_version, step_id, fields)
+        return Call("POST", "/generate", lambda answers: [read_generated(asked, answer) for answer in answers], asked)
 
-    def adapters(self) -> tuple[AdapterCard, ...]:
+    @method
+    def adapters(self) -> Call[tuple[AdapterCard, ...]]:
         """Return every version in memory."""
-        return self._send(calls.adapters())
+        return Call("GET", "/v1/adapters", lambda answer: tuple(map(read_card, answer["data"])))
 
-    def load_adapter(self, path: str, *, name: str = POLICY) -> AdapterCard:
+    @method
+    def load_adapter(self, path: str, *, name: str = POLICY) -> Call[AdapterCard]:
         """Serve a folder below the server's `server.adapters_root` as the next version of `name`.
 
         The policy moves to it in a process that does not train it.
         """
-        return self._send(calls.load_adapter(path, name))
+        return Call("POST", "/v1/adapters/load", read_card, {"name": name, "path": path})
 
-    def upload_adapter(self, name: str, archive: bytes) -> AdapterCard:
+    @method
+    def upload_adapter(self, name: str, archive: bytes) -> Call[AdapterCard]:
         """Serve a zip archive of adapter_config.json and safetensors as the next version of `name`."""
-        return self._send(calls.upload_adapter(name, archive))
+        return Call("PUT", f"/v1/adapters/{_quoted(name)}", read_card, content=archive)
 
-    def update_adapter(self, name: str, weights: bytes) -> AdapterCard:
+    @method
+    def update_adapter(self, name: str, weights: bytes) -> Call[AdapterCard]:
         """Serve the present version with these tensors (safetensors) in place of its own as the next one."""
-        return self._send(calls.update_adapter(name, weights))
+        return Call("POST", f"/update_adapter_weights?name={_quoted(name)}", read_card, content=weights)
 
-    def unload_adapter(self, model: str) -> None:
+    @method
+    def unload_adapter(self, model: str) -> Call[None]:
         """Forget `poet`, or one version `poet@3`. Requests that run finish first."""
-        self._send(calls.unload_adapter(model))
+        return Call("DELETE", f"/v1/adapters/{quote(model, safe='@')}", _read_nothing)
 
-    def promote(self, version: int, name: str = POLICY) -> None:
+    @method
+    def promote(self, version: int, name: str = POLICY) -> Call[None]:
         """Let the bare name mean this version."""
-        self._send(calls.promote(version, name))
+        return Call("POST", "/v1/adapters/promote", _read_nothing, {"name": name, "version": version})
 
-    def roll_back(self, name: str = POLICY) -> int:
+    @method
+    def roll_back(self, name: str = POLICY) -> Call[int]:
         """Let the bare name mean the version below. Returns that version."""
-        return self._send(calls.roll_back(name))
+        return Call("POST", "/v1/adapters/rollback", lambda answer: int(answer["version"]), {"name": name})
 
-    def set_alias(self, alias: str, version: int, name: str = POLICY) -> None:
+    @method
+    def set_alias(self, alias: str, version: int, name: str = POLICY) -> Call[None]:
         """Let `name@alias` mean a version."""
-        self._send(calls.set_alias(alias, version, name))
+        fields = {"alias": alias, "name": name, "version": version}
+        return Call("POST", "/v1/adapters/aliases", _read_nothing, fields)
 
-    def remove_alias(self, alias: str, name: str = POLICY) -> None:
-        self._send(calls.remove_alias(alias, name))
+    @method
+    def remove_alias(self, alias: str, name: str = POLICY) -> Call[None]:
+        return Call("DELETE", f"/v1/adapters/{_quoted(name)}/aliases/{_quoted(alias)}", _read_nothing)
 
-    def training_status(self) -> TrainingStatus:
-        return self._send(calls.training_status())
+    @method
+    def training_status(self) -> Call[TrainingStatus]:
+        return Call("GET", "/v1/training/status", read_status)
 
-    def pause_training(self, policy: str | None = None) -> TrainingStatus:
+    @method
+    def pause_training(self, policy: str | None = None) -> Call[TrainingStatus]:
         """Begin no further step."""
-        return self._send(calls.steer_training("pause", policy))
+        return Call("POST", "/v1/training/pause", read_status, _given(policy=policy))
 
-    def resume_training(self, policy: str | None = None) -> TrainingStatus:
-        return self._send(calls.steer_training("resume", policy))
+    @method
+    def resume_training(self, policy: str | None = None) -> Call[TrainingStatus]:
+        return Call("POST", "/v1/training/resume", read_status, _given(policy=policy))
 
+    @method
     def train_on(
         self,
         trajectories: Sequence[Mapping[str, Any]],
@@ -130,62 +201,157 @@ class Client:
         policy: str | None = None,
         update_inference: bool | None = None,
         checkpoint_name: str | None = None,
-    ) -> GivenUpdate:
+    ) -> Call[GivenUpdate]:
         """Make one update on trajectories, which `Generated.rewarded` returns, after the present step.
 
         `update_inference` says whether clients get the new version; `checkpoint_name` saves it under that name.
         """
-        return self._send(calls.train_on(trajectories, policy, update_inference, checkpoint_name))
+        fields = _given(
+            policy=policy,
+            trajectories=[dict(trajectory) for trajectory in trajectories],
+            update_inference=update_inference,
+            checkpoint_name=checkpoint_name,
+        )
+        return Call("POST", "/v1/training/update", lambda answer: read_record(GivenUpdate, answer["update"]), fields)
 
-    def train_step(self, policy: str | None = None) -> TrainingStatus:
+    @method
+    def train_step(self, policy: str | None = None) -> Call[TrainingStatus]:
         """Wait for one more step: a new one where training is paused, else the one at work."""
-        return self._send(calls.steer_training("update", policy))
+        return Call("POST", "/v1/training/update", read_status, _given(policy=policy))
 
-    def checkpoint(self, policy: str | None = None) -> dict[str, str]:
+    @method
+    def checkpoint(self, policy: str | None = None) -> Call[dict[str, str]]:
         """Save after the present step. Returns the folder of each policy's checkpoint, on the server's disk."""
-        return self._send(calls.checkpoint(policy))
+        return Call("POST", "/v1/training/checkpoint", lambda answer: dict(answer["folders"]), _given(policy=policy))
 
-    def reward(self, trajectory_id: str, value: Reward) -> float:
+    @method
+    def reward(self, trajectory_id: str, value: Reward) -> Call[float]:
         """Set the reward of a completion with a `trajectory_id`. Returns the sum of its parts."""
-        return self._send(calls.reward(trajectory_id, value))
+        path = f"/v1/trajectories/{_quoted(trajectory_id)}/reward"
+        sent = dict(value) if isinstance(value, Mapping) else value
+        return Call("POST", path, lambda answer: float(answer["reward"]), {"reward": sent})
 
-    def trajectories(self) -> dict[str, TrajectoryReport]:
+    @method
+    def trajectories(self) -> Call[dict[str, TrajectoryReport]]:
         """Return what became of these completions, by policy."""
-        return self._send(calls.trajectories())
+        return Call(
+            "GET",
+            "/v1/trajectories",
+            lambda answer: {name: read_record(TrajectoryReport, report) for name, report in answer["data"].items()},
+        )
 
-    def splits(self) -> dict[str, SplitReport]:
+    @method
+    def splits(self) -> Call[dict[str, SplitReport]]:
         """Return each name that clients have asked for: its shares, if it is split, and counts of its versions."""
-        return self._send(calls.splits())
+        return Call("GET", "/v1/splits", lambda answer: {split["name"]: read_split(split) for split in answer["data"]})
 
-    def set_split(self, name: str, weights: Mapping[str, float]) -> SplitReport:
+    @method
+    def set_split(self, name: str, weights: Mapping[str, float]) -> Call[SplitReport]:
         """Let these models answer requests for `name`, by their weights."""
-        return self._send(calls.set_split(name, weights))
+        return Call("PUT", f"/v1/splits/{_quoted(name)}", read_split, {"weights": dict(weights)})
 
-    def remove_split(self, name: str) -> None:
-        self._send(calls.remove_split(name))
+    @method
+    def remove_split(self, name: str) -> Call[None]:
+        return Call("DELETE", f"/v1/splits/{_quoted(name)}", _read_nothing)
 
-    def score(self, texts: Sequence[str], *, model: str | None = None) -> list[float]:
+    @method
+    def score(self, texts: Sequence[str], *, model: str | None = None) -> Call[list[float]]:
         """Rate texts by the reward model `model`, or by the only one that is loaded."""
-        return self._send(calls.score(texts, model))
+        return Call("POST", "/v1/rewards/score", _read_scores, _given(input=list(texts), model=model))
 
+    @method
     def score_completions(
         self, prompt: str | Sequence[Mapping[str, str]], completions: Sequence[str], *, model: str | None = None
-    ) -> list[float]:
+    ) -> Call[list[float]]:
         """Rate completions of a prompt, or of the messages of a chat."""
-        return self._send(calls.score_completions(prompt, completions, model))
+        asked = {"prompt": prompt} if isinstance(prompt, str) else {"messages": [dict(message) for message in prompt]}
+        fields = _given(**asked, completions=list(completions), model=model)
+        return Call("POST", "/v1/rewards/score", _read_scores, fields)
 
-    def shares(self) -> dict[str, float]:
+    @method
+    def shares(self) -> Call[dict[str, float]]:
         """Return `serving_share` and `engine_share` of the device."""
-        return self._send(calls.shares())
+        return Call("GET", "/v1/shares", dict)
 
-    def set_shares(self, *, serving_share: float | None = None, engine_share: float | None = None) -> dict[str, float]:
+    @method
+    def set_shares(
+        self, *, serving_share: float | None = None, engine_share: float | None = None
+    ) -> Call[dict[str, float]]:
         """Change one share or both, until the process ends. Returns both."""
-        return self._send(calls.set_shares(serving_share, engine_share))
+        return Call("PUT", "/v1/shares", dict, _given(serving_share=serving_share, engine_share=engine_share))
 
-    def cancel(self, request_id: str) -> int:
+    @method
+    def cancel(self, request_id: str) -> Call[int]:
         """End the requests of this id, which answer with what they have. Returns their number."""
-        return self._send(calls.cancel(request_id))
+        path = f"/v1/requests/{_quoted(request_id)}/cancel"
+        return Call("POST", path, lambda answer: int(answer["aborted"]))
+
+
+class Client(Requests[httpx.Client]):
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _new(self, **options: Any) -> httpx.Client:
+        return httpx.Client(**options)
 
     def _send(self, call: Call[Result]) -> Result:
-        url = self._connection.base_url + call.path
-        return call.result(self._http.request(call.method, url, headers=self._connection.headers, **call.options()))
+        return call.result(self._http.request(**self._request(call)))
+
+
+class AsyncClient(Requests[httpx.AsyncClient]):
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    def _new(self, **options: Any) -> httpx.AsyncClient:
+        return httpx.AsyncClient(**options)
+
+    async def _send(self, call: Call[Result]) -> Result:
+        return call.result(await self._http.request(**self._request(call)))
+
+
+def _checked_key(api_key: str) -> str:
+    """Refuse a wrong key here, since the error of the HTTP client would show it."""
+    if not api_key.strip():
+        raise ValueError("api_key is empty; leave it out for a server without keys")
+    if api_key != api_key.strip():
+        raise ValueError("api_key has white space around it, as a line of a file has its end; give api_key.strip()")
+    return api_key
+
+
+def _completion_fields(
+    prompt: object, policy_version: int | None, step_id: int | str | None, fields: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the body. The key `policy_version`, even as null, asks for the answer that `read_generated` reads."""
+    return {**fields, "prompt": prompt, "policy_version": policy_version, **_given(step_id=step_id)}
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    """Return the fields that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _prompt(prompt: Prompt) -> str | list[int]:
+    return prompt if isinstance(prompt, str) else list(prompt)
+
+
+def _quoted(name: str) -> str:
+    return quote(name, safe="")
+
+
+def _read_nothing(_: Any) -> None: ...
+
+
+def _read_scores(answer: Any) -> list[float]:
+    return [float(entry["score"]) for entry in answer["data"]]

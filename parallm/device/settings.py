@@ -24,6 +24,9 @@ class ServingDeviceSettings(BlasSettings):
 
     serving_share: float = Field(default=0.7, ge=0, le=1)
     """Share of the engine's device seconds for serving traffic, while rollouts or scoring have work too."""
+    serving_latency_target: float | None = Field(default=None, ge=1)
+    """In place of shares while serving traffic is live: the mean and the median time between tokens of serving stay
+    within this factor of what they are without other work, and other work gets the rest. 1.2 gives it a sixth."""
 
 
 @settings

@@ -160,11 +160,13 @@ class DeviceThread:
     def _flush(self) -> None:
         """Finish the step in flight before other work begins, so that its seconds count for its own class."""
         if self._worker is not None and self._unflushed is not None:
-            self._run_worker(self._unflushed, self._worker.flush)
+            self._run_worker(self._unflushed, self._worker.flush, is_flush=True)
         self._unflushed = None
 
-    def _run_worker(self, traffic: TrafficClass, unit: Callable[[TrafficClass], None]) -> None:
-        with self._charged(traffic):
+    def _run_worker(
+        self, traffic: TrafficClass, unit: Callable[[TrafficClass], None], *, is_flush: bool = False
+    ) -> None:
+        with self._charged(traffic, is_flush=is_flush):
             try:
                 unit(traffic)
             except Exception as error:  # the one broad except: the requests of this unit fail and the loop continues
@@ -173,10 +175,10 @@ class DeviceThread:
                 self._worker.fail(traffic, error)
 
     @contextmanager
-    def _charged(self, work: Work) -> Iterator[None]:
+    def _charged(self, work: Work, *, is_flush: bool = False) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.governor.charge(work, time.perf_counter() - start)
+        self.governor.charge(work, time.perf_counter() - start, is_flush=is_flush)
 
     def _run_job(self, work: Work, jobs: "deque[_Job]") -> None:
         with self._charged(work):

@@ -117,12 +117,18 @@ class DeviceReport:
         return self._monitor.usage
 
     def shares(self) -> Mapping[str, float]:
-        """Return `serving_share` and `engine_share`; see `DeviceSettings`."""
-        return {"serving_share": self._governor.serving_share, "engine_share": self._governor.engine_share}
+        """Return `serving_share`, `engine_share` and, if there is one, `serving_latency_target` of `DeviceSettings`."""
+        target = self._governor.serving_latency_target
+        shares = {"serving_share": self._governor.serving_share, "engine_share": self._governor.engine_share}
+        return shares if target is None else {**shares, "serving_latency_target": target}
 
-    def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:
-        """Change shares from the next unit of work on; None leaves a share as it is."""
+    def set_shares(
+        self, *, serving_share: float | None, engine_share: float | None, serving_latency_target: float | None
+    ) -> None:
+        """Change settings from the next unit of work on; None leaves one as it is, a target of 0 ends the target."""
         if serving_share is not None:
             self._governor.serving_share = serving_share
         if engine_share is not None:
             self._governor.engine_share = engine_share
+        if serving_latency_target is not None:
+            self._governor.serving_latency_target = serving_latency_target or None

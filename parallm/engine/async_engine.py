@@ -10,7 +10,6 @@ from dataclasses import replace
 from parallm.device.memory import give_back_memory
 from parallm.device.thread import DeviceThread
 from parallm.engine.engine import Engine
-from parallm.engine.kv.budget import max_rows
 from parallm.errors import ContextTooLong, EngineStopped, InvalidRequest, ParallmError
 from parallm.types import Completion, EngineStats, GenerationRequest, SamplingParams, TokenEvent
 
@@ -48,7 +47,7 @@ class AsyncEngine:
             num_running=engine.num_running(),
             num_waiting=engine.num_waiting(),
             tokens_total=engine.num_tokens(),
-            max_rows=max_rows(engine.settings),
+            max_rows=budget.max_rows,
             kv_bytes=budget.used,
             kv_bytes_limit=budget.limit,
             num_preemptions=engine.scheduler.num_preempted,

@@ -13,7 +13,7 @@ import mlx.core as mx
 from parallm.device.streams import DeviceStreams
 from parallm.engine.decode_batch import DecodeBatchFactory
 from parallm.engine.decoder import Decoder, Step
-from parallm.engine.kv.budget import KvBudget, max_context, max_rows, measure_cost
+from parallm.engine.kv.budget import KvBudget, max_context, measure_cost
 from parallm.engine.prefill import Prefill
 from parallm.engine.scheduler import RequestQueue, Scheduler
 from parallm.engine.sequence import PrefillJob, Sequence, make_sequences
@@ -58,7 +58,7 @@ class Engine:
         self.kv_budget = KvBudget(settings, cost, partial(self._make_batch().bytes_for, end=None))
         self.speculation = make_speculation(settings.speculation, model)
         self._queues = {traffic: RequestQueue(self._make_decoders()) for traffic in TRAFFIC_CLASSES}
-        self.scheduler = Scheduler(self.kv_budget, self._queues, max_rows(settings), self._flush)
+        self.scheduler = Scheduler(self.kv_budget, self._queues, self.kv_budget.max_rows, self._flush)
         num_free_bytes = self.scheduler.num_free_bytes
         self.prefill = Prefill(model, streams, self._loras, self.kv_budget, settings, adapters.holds, num_free_bytes)
         self._broken = BrokenSequences()

@@ -19,7 +19,8 @@ class SpeculationSettings:
 @settings
 class EngineSettings:
     max_rows: int | None = Field(default=None, ge=1, le=1024)
-    """Completions that decode at the same time; null: 128, on a CPU 256."""
+    """Completions that decode at the same time; null: 128, on a CPU 256, and with MLX's CUDA build the
+    power of two up to 1024 whose rows of 1024 tokens fit into `kv_cache_bytes`, at least 128."""
     max_context: int | None = Field(default=None, ge=8)
     """Tokens of prompt and completion together; null: what the model allows, at most 8192."""
     max_waiting: int = Field(default=4096, ge=1)

@@ -15,23 +15,20 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.device.streams import DeviceStreams
-from parallm.errors import AdapterNotFinite
-from parallm.learner.adapter_state import AdapterState, OptimizerStep, with_change
+from parallm.learner.adapter_learner import AdapterLearner, OptimizerStep, with_change
 from parallm.learner.faults import Faults
 from parallm.learner.loss.presets import resolve_objective
-from parallm.learner.optimizer import Arrays, learning_rate
+from parallm.learner.optimizer import learning_rate
 from parallm.learner.passes.batch import MicroBatch, make_micro_batches
 from parallm.learner.passes.gradient import LoraWeights, PassResult, PolicyGradient, TokenStatistics
 from parallm.learner.passes.lm_head import run_stages
-from parallm.learner.passes.packing import can_pack, takes_rows
-from parallm.learner.passes.recomputation import checkpoints_layers, pass_tokens
+from parallm.learner.passes.packing import takes_rows
 from parallm.learner.passes.scoring import ScoredStep, TokenLoss, score_step, token_losses
 from parallm.learner.settings import LearnerSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
 from parallm.reports import ParityReport, RatioReport, UpdateReport
-from parallm.seeds import mix
 from parallm.types import TrajectoryGroup
 
 Built = TypeVar("Built")
@@ -67,14 +64,11 @@ class UpdateTotals:
     kl_to_base: float = 0.0
     entropy: float = 0.0
     clipped: float = 0.0
-    difference: float = 0.0
-    largest: float = 0.0
-    equal: int = 0
-    comparable: int = 0
-    """Tokens that parity compares."""
     tokens: int = 0
+    differences: list[np.ndarray] = field(default_factory=list)
+    """Absolute differences of log-probs at tokens that parity compares."""
     ratios: list[np.ndarray] = field(default_factory=list)
-    """Ratios of the tokens that parity leaves out."""
+    """Ratios of the other tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +99,7 @@ class Round:
         mx.async_eval(self.gradient_N, self.norm, [statistics.arrays for statistics in self.result.statistics])
 
 
-class Learner:
+class Learner(AdapterLearner):
     """Turns trajectory groups into the next adapter version. All methods run on the device thread."""
 
     def __init__(
@@ -118,30 +112,18 @@ class Learner:
         total_steps: int,
         seed: int,
     ) -> None:
-        self._settings = settings
+        super().__init__(model, streams, settings, start=start, total_steps=total_steps, seed=seed)
         self._objective = resolve_objective(settings)
-        self._streams = streams
         self._builder = GraphBuilder(streams.handles[0])
-        self._model = model
-        self._packs = can_pack(model)
         self._takes_rows = takes_rows(model)
-        self._total_steps = total_steps
-        self._seed = seed
-        self._state = AdapterState(start, settings, total_steps)
-        self._budget = pass_tokens(settings, model)
         self._gradient = PolicyGradient(
             model,
             streams,
             self._objective,
             chunk_bytes=settings.head_chunk_bytes,
             dropout=start.dropout,
-            checkpoints=checkpoints_layers(settings, model, self._budget * streams.width),
+            checkpoints=self._checkpoints,
         )
-
-    @property
-    def adapter(self) -> Adapter:
-        """The newest version."""
-        return self._state.adapter
 
     @property
     def needs_all_groups(self) -> bool:
@@ -188,7 +170,8 @@ class Learner:
         norm = math.nan if optimizer_step is None else float(optimizer_step.norm.item())
         skipped = faults.message or _nothing_to_learn(totals, norm)
         if skipped is None and optimizer_step is not None:
-            skipped = self._apply(optimizer_step, step, faults)
+            self._advance(optimizer_step, step, faults)
+            skipped = faults.message
         report = self._report(totals, norm, step, seconds + time.perf_counter() - began, skipped, faults)
         yield with_change(report, optimizer_step)
 
@@ -196,21 +179,6 @@ class Learner:
         """Score completions with the newest version, without dropout, in the same units as `update`."""
         score = partial(self._gradient.score, LoraWeights(self.adapter, self._model).lora)
         return token_losses(self._micro_batches(groups, max_tokens=1), score, self._streams.width)
-
-    def optimizer_state(self) -> Arrays:
-        return self._state.optimizer_state()
-
-    def restore(self, adapter: Adapter, optimizer_state: Arrays) -> None:
-        """Resume from a checkpoint."""
-        self._state.restore(adapter, optimizer_state)
-
-    def renumber(self, version: int) -> Adapter:
-        """Give the newest version a higher number. Returns the version to publish."""
-        return self._state.renumber(version)
-
-    def roll_back(self) -> Adapter:
-        """Undo the newest update. Returns the version to publish."""
-        return self._state.roll_back()
 
     def _micro_batches(self, groups: Sequence[TrajectoryGroup], max_tokens: int) -> list[MicroBatch]:
         return make_micro_batches(
@@ -223,20 +191,10 @@ class Learner:
             takes_rows=self._takes_rows,
         )
 
-    def _apply(self, optimizer_step: OptimizerStep, step: int, faults: Faults) -> str | None:
-        """Make the next version. Returns a reason, and changes nothing, if its weights are not finite."""
-        try:
-            self._state.advance(optimizer_step, step)
-        except AdapterNotFinite:
-            faults.add("weights")
-        return faults.message
-
     def _rounds(self, batches: Sequence[MicroBatch], weights: LoraWeights, step: int) -> Iterator[Round]:
         """Rounds of one micro-batch per stream, built on demand and not evaluated."""
         gradient_N: mx.array | None = None
-        for start in range(0, len(batches), self._streams.width):
-            chosen = batches[start : start + self._streams.width]
-            key = mx.random.key(mix(mix(self._seed, step), start))
+        for chosen, key in self._rounds_of(batches, step):
             result = self._gradient(weights.lora, chosen, key)
             more_N = weights.join(result.gradients)
             gradient_N = more_N if gradient_N is None else gradient_N + more_N
@@ -249,8 +207,7 @@ class Learner:
         following = next(rounds, None)
         if following is not None:
             return following, None
-        gradient_N = weights.backward(current.gradient_N, self._state.layout)
-        return None, self._state.compute_step(gradient_N, step)
+        return None, self.compute_step(weights.backward(current.gradient_N, self.layout), step)
 
     def _collect(self, current: Round, totals: UpdateTotals, faults: Faults) -> None:
         """Wait for a round and add its statistics to the totals."""
@@ -263,16 +220,12 @@ class Learner:
         logprobs_N = np.array(statistics.logprobs_N)
         trained_N = batch.weights_N > 0
         comparable_N = trained_N & (batch.versions_N == self.adapter.version)
-        difference_N = np.abs(logprobs_N - batch.behaviour_N)[comparable_N]
         totals.loss += float(statistics.loss.item())
         totals.kl += float(np.array(statistics.kl_N)[trained_N].sum())
         totals.kl_to_base += float(np.array(statistics.kl_to_base_N)[trained_N].sum())
         totals.entropy += float(np.array(statistics.entropies_N)[trained_N].sum())
         totals.clipped += float(np.array(statistics.clipped_N).sum())
-        totals.difference += float(difference_N.sum())
-        totals.largest = max(totals.largest, float(difference_N.max(initial=0.0)))
-        totals.equal += int((difference_N == 0).sum())
-        totals.comparable += len(difference_N)
+        totals.differences.append(np.abs(logprobs_N - batch.behaviour_N)[comparable_N])
         with np.errstate(over="ignore", invalid="ignore"):  # the report shows values that are not finite
             totals.ratios.append(np.exp((logprobs_N - batch.behaviour_N)[trained_N & ~comparable_N]))
         totals.tokens += int(trained_N.sum())
@@ -293,8 +246,8 @@ class Learner:
             entropy=totals.entropy / count,
             num_tokens=totals.tokens,
             seconds=seconds,
-            parity=_parity(totals),
-            ratio=_ratio(totals),
+            parity=_parity(np.concatenate([*totals.differences, np.zeros(0)])),
+            ratio=_ratio(np.concatenate([*totals.ratios, np.zeros(0)])),
             skipped=skipped,
             fault=faults.kind,
             culprits=faults.culprits,
@@ -302,23 +255,25 @@ class Learner:
         )
 
 
-def _parity(totals: UpdateTotals) -> ParityReport:
-    count = totals.comparable
+def _parity(differences_N: np.ndarray) -> ParityReport:
+    if not len(differences_N):
+        return ParityReport()
     return ParityReport(
-        num_tokens=count,
-        bit_equal_fraction=totals.equal / count if count else math.nan,
-        mean_abs=totals.difference / count if count else math.nan,
-        max_abs=totals.largest if count else math.nan,
+        num_tokens=len(differences_N),
+        bit_equal_fraction=float((differences_N == 0).mean()),
+        mean_abs=float(differences_N.mean()),
+        max_abs=float(differences_N.max()),
     )
 
 
-def _ratio(totals: UpdateTotals) -> RatioReport:
-    ratios_N = np.concatenate([*totals.ratios, np.zeros(0, np.float32)])
+def _ratio(ratios_N: np.ndarray) -> RatioReport:
+    if not len(ratios_N):
+        return RatioReport()
     return RatioReport(
         num_tokens=len(ratios_N),
-        mean=float(ratios_N.mean()) if len(ratios_N) else math.nan,
-        smallest=float(ratios_N.min()) if len(ratios_N) else math.nan,
-        largest=float(ratios_N.max()) if len(ratios_N) else math.nan,
+        mean=float(ratios_N.mean()),
+        smallest=float(ratios_N.min()),
+        largest=float(ratios_N.max()),
     )
 
 

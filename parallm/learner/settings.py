@@ -40,7 +40,7 @@ class LearnerSettings:
     advantage: Advantage | None = None
     """How rewards become advantages; see learner/loss/advantage.py."""
     policy: PolicyTerm | None = None
-    """The loss of a token for its ratio and advantage; see learner/loss/terms.py."""
+    """The loss of a token for its ratio and advantage; see learner/loss/policy_loss.py."""
     ratio: RatioLevel | None = None
     """One ratio for each token, or one for a sequence: `sequence` is the geometric mean of its tokens', `sequence_sum`
     the product."""

@@ -41,7 +41,7 @@ def serving(config: ServeConfig, blas: BlasReport) -> Main[Session]:
             async with serve.open_serving(own, blas, listener, folder=folder) as serving:
                 app = serving.application.app
                 session = Session(
-                    app=app, local=LocalClient(app), settings=config.server, give=serving.runtime.store.give
+                    app=app, client=LocalClient(app), settings=config.server, give=serving.runtime.store.give
                 )
                 try:
                     start(session)
@@ -66,7 +66,7 @@ def training(
                 loop = asyncio.get_running_loop()
                 session = TrainingSession(
                     app=run.app,
-                    local=LocalClient(run.app),
+                    client=LocalClient(run.app),
                     settings=config.server,
                     give=run.runtime.store.give,
                     server=run.server,

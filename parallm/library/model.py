@@ -2,11 +2,10 @@
 
 import asyncio
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from parallm.client import AsyncClient
 from parallm.config.compose import compose
 from parallm.config.schema import ServeConfig
 from parallm.device.blas import load_blas
@@ -14,11 +13,9 @@ from parallm.device.load_mlx import load_mlx
 from parallm.errors import ConfigError, InvalidRequest, UnknownModel
 from parallm.library.answer import Answer, Messages, Prompt, answers_of, is_chat, requests_of
 from parallm.library.loop_thread import LoopThread
-from parallm.library.session import Session
+from parallm.library.session import LocalClient, Session
 from parallm.server.operation.http_server import HttpServer
 from parallm.types import POLICY, AdapterCard
-
-Result = TypeVar("Result")
 
 MAX_CONCURRENT_REQUESTS = 256
 """Concurrent requests of `generate`; the others wait, so that the engine's queue is not full."""
@@ -116,11 +113,11 @@ class Model:
 
     def unload_adapter(self, model: str) -> None:
         """Unload `poet`, or one version `poet@3`. Running requests finish first."""
-        self._call(self._client.unload_adapter(model))
+        self._thread.call(self._client.unload_adapter(model))
 
     def adapters(self) -> tuple[AdapterCard, ...]:
         """Return every version in memory."""
-        return self._call(self._client.adapters())
+        return self._thread.call(self._client.adapters())
 
     def versions(self, name: str = POLICY) -> list[int]:
         """Return the versions of `name` in memory, the oldest first; none for a policy without an update.
@@ -135,15 +132,15 @@ class Model:
 
     def promote(self, version: int, name: str = POLICY) -> None:
         """Serve this version as the bare name from the next request on."""
-        self._call(self._client.promote(version, name))
+        self._thread.call(self._client.promote(version, name))
 
     def roll_back(self, name: str = POLICY) -> int:
         """Serve the previous version as the bare name, and return it."""
-        return self._call(self._client.roll_back(name))
+        return self._thread.call(self._client.roll_back(name))
 
     def set_alias(self, alias: str, version: int, name: str = POLICY) -> None:
         """Set the version that `name@alias` means."""
-        self._call(self._client.set_alias(alias, version, name))
+        self._thread.call(self._client.set_alias(alias, version, name))
 
     def serve(self, *, host: str | None = None, port: int | None = None) -> Server:
         """Answer HTTP in the background, beside calls from Python; port 0 takes a free one.
@@ -167,12 +164,8 @@ class Model:
         return f"<{self._thread.name}{'' if self._thread.is_open else ', closed'}>"
 
     @property
-    def _client(self) -> AsyncClient:
-        return self._thread.session.local.client
-
-    def _call(self, asked: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of a method of `_client`."""
-        return self._thread.call(self._thread.session.local.ask(asked))
+    def _client(self) -> LocalClient:
+        return self._thread.session.client
 
     async def _chat(self, messages: str | Messages, model: str, fields: dict[str, Any]) -> Answer:
         chat = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -202,4 +195,4 @@ class Model:
         return [answer for task in tasks for answer in task.result()]
 
     async def _completions(self, path: str, body: dict[str, Any]) -> list[Answer]:
-        return answers_of(path, body, await self._thread.session.local.post(path, body))
+        return answers_of(path, body, await self._client.post(path, body))

@@ -1,6 +1,6 @@
 """The state behind the methods of a model: its application, a client of it in this process, and the open server."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,38 +52,28 @@ ERRORS: Mapping[str, type[ParallmError]] = {
 Result = TypeVar("Result")
 
 
-class LocalClient:
-    """A client of the application in this process, on its event loop. Failures are errors of `parallm.errors`."""
+class LocalClient(AsyncClient):
+    """A client of the application in this process, on its event loop. Its methods raise ParallmError."""
 
     def __init__(self, app: ASGIApp) -> None:
         async def local(scope: Scope, receive: Receive, send: Send) -> None:
             await app({**scope, LOCAL: True}, receive, send)
 
         transport = httpx.ASGITransport(local)
-        self._http = httpx.AsyncClient(transport=transport, base_url=ADDRESS, timeout=None, trust_env=False)
-        self.client = AsyncClient("", http=self._http)
-        """A client for `ask`, whose methods raise ApiError."""
+        http = httpx.AsyncClient(transport=transport, base_url=ADDRESS, timeout=None, trust_env=False)
+        super().__init__("", http=http)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Return the answer's JSON. Raises ParallmError."""
-        call: Call[Any] = Call(method="POST", path=path, read=lambda answer: answer, fields=body)
-        response = await self._http.request(call.method, call.path, **call.options())
-        try:
-            return call.result(response)
-        except ApiError as error:
-            raise _error(error) from None
+        """Return the answer's JSON."""
+        return await self._send(Call("POST", path, lambda answer: answer, body))
 
-    async def ask(self, asked: Awaitable[Result]) -> Result:
-        """Await a method of `client`. Raises ParallmError."""
+    async def _send(self, call: Call[Result]) -> Result:
         try:
-            return await asked
+            return await super()._send(call)
         except ApiError as error:
             raise _error(error) from None
         except ValueError as error:  # JSON has no infinite numbers
             raise InvalidRequest(str(error)) from error
-
-    async def close(self) -> None:
-        await self._http.aclose()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +81,7 @@ class Session:
     """The application of a loaded model. Used on the event loop of its thread."""
 
     app: FastAPI
-    local: LocalClient
+    client: LocalClient
     settings: ServerSettings
     give: Callable[[str, str], Coroutine[Any, Any, AdapterCard]]
     """Serves the adapter, run or checkpoint at a path as the next version of a name."""
@@ -117,7 +107,7 @@ class Session:
     async def close(self) -> None:
         if self.server is not None:
             await self.stop_listening(self.server)
-        await self.local.close()
+        await self.client.close()
 
 
 @dataclass(slots=True, kw_only=True)

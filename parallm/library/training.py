@@ -1,9 +1,9 @@
 """`train`, `training` and `Training`: training by a recipe or a program's objects while the model is used."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from parallm.config.compose import compose, listed
 from parallm.config.schema import RunConfig
@@ -15,12 +15,10 @@ from parallm.library.answer import Answer
 from parallm.library.loop_thread import LoopThread
 from parallm.library.model import Model
 from parallm.library.problems import GivenProblem, Reward, own_environment
-from parallm.library.session import TrainingSession
+from parallm.library.session import LocalClient, TrainingSession
 from parallm.library.training_result import TrainingResult
 from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.types import GivenUpdate
-
-Result = TypeVar("Result")
 
 
 def train(
@@ -120,23 +118,23 @@ class Training:
 
     def status(self) -> TrainingStatus:
         """Return the state, the step, the newest version and the metrics of the last step."""
-        return self._call(self._thread.session.local.client.training_status())
+        return self._thread.call(self._client.training_status())
 
     def pause(self, policy: str | None = None) -> None:
         """Pause after the present step."""
-        self._call(self._thread.session.local.client.pause_training(policy))
+        self._thread.call(self._client.pause_training(policy))
 
     def resume(self, policy: str | None = None) -> None:
         """Continue a paused training."""
-        self._call(self._thread.session.local.client.resume_training(policy))
+        self._thread.call(self._client.resume_training(policy))
 
     def step(self, policy: str | None = None) -> TrainingStatus:
         """Wait for one more step: a new one if training is paused, which it stays, otherwise the running one."""
-        return self._call(self._thread.session.local.client.train_step(policy))
+        return self._thread.call(self._client.train_step(policy))
 
     def checkpoint(self, policy: str | None = None) -> dict[str, Path]:
         """Save after the present step; return the folder of each policy's checkpoint."""
-        folders = self._call(self._thread.session.local.client.checkpoint(policy))
+        folders = self._thread.call(self._client.checkpoint(policy))
         return {name: Path(folder) for name, folder in folders.items()}
 
     def reward(self, answer: Answer | str, value: float | Mapping[str, float]) -> float:
@@ -147,11 +145,11 @@ class Training:
         given = answer.trajectory_id if isinstance(answer, Answer) else answer
         if given is None:
             raise ConfigError("the answer is no trajectory; ask for it with collect_trajectory=True")
-        return self._call(self._thread.session.local.client.reward(given, value))
+        return self._thread.call(self._client.reward(given, value))
 
     def trajectories(self) -> dict[str, TrajectoryReport]:
         """Return the counts of answers with `collect_trajectory=True`, by policy."""
-        return self._call(self._thread.session.local.client.trajectories())
+        return self._thread.call(self._client.trajectories())
 
     def train_on(
         self,
@@ -166,12 +164,10 @@ class Training:
         `update_inference` is whether the policy's name means the new version from now on; None follows
         `trainer.publish_if`. `checkpoint_name` saves the version under that name.
         """
-        client = self._thread.session.local.client
-        return self._call(
-            client.train_on(
-                trajectories, policy=policy, update_inference=update_inference, checkpoint_name=checkpoint_name
-            )
+        work = self._client.train_on(
+            trajectories, policy=policy, update_inference=update_inference, checkpoint_name=checkpoint_name
         )
+        return self._thread.call(work)
 
     def stop(self) -> None:
         """End training after the present step, which is saved; return at once. The model stays."""
@@ -212,6 +208,6 @@ class Training:
     def __repr__(self) -> str:
         return f"<{self._thread.name} in {self.folder}{'' if self._thread.is_open else ', closed'}>"
 
-    def _call(self, asked: Coroutine[Any, Any, Result]) -> Result:
-        """Return the result of a method of the local client."""
-        return self._thread.call(self._thread.session.local.ask(asked))
+    @property
+    def _client(self) -> LocalClient:
+        return self._thread.session.client

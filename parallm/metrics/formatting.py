@@ -4,6 +4,8 @@ import math
 from pathlib import Path
 
 MISSING = "-"
+FILES = "files"
+"""Name of the row that holds a path, in the header and in the summary."""
 
 
 def number(value: object, digits: int = 3) -> str:
@@ -33,9 +35,9 @@ def accuracy(value: object, low: object, high: object) -> str:
     return MISSING if percent(value) == MISSING else f"{percent(value)} ({percent(low)} to {percent(high)})"
 
 
-def duration(seconds: float | None) -> str:
-    """Return a time span in its two largest units."""
-    if seconds is None or not math.isfinite(seconds):
+def duration(seconds: object) -> str:
+    """Return a time span in its two largest units; `-` for what is no number."""
+    if not isinstance(seconds, int | float) or not math.isfinite(seconds):
         return MISSING
     if seconds < 9.95:
         return f"{seconds:.1f} s"

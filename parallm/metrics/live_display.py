@@ -1,9 +1,11 @@
 """The display on a terminal: progress, current numbers and a table of the last steps, drawn in place."""
 
+import itertools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TextIO
+from typing import Literal, TextIO
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -13,11 +15,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from parallm.metrics.eta import Eta, Schedule
-from parallm.metrics.formatting import MISSING, accuracy, duration, number, percent
-from parallm.metrics.header import FILES, RunHeader
-from parallm.metrics.line_display import evaluation_line, waiting_text
-from parallm.metrics.log_capture import LogCapture
+from parallm.metrics.display import Display, RunHeader, evaluation_line, waiting_text
+from parallm.metrics.formatting import FILES, MISSING, accuracy, duration, number, percent
 from parallm.metrics.step import FlatRow, StepMetrics
 from parallm.reports import EvaluationReport, TrainingStatus
 
@@ -34,76 +33,53 @@ class Column:
     title: str
     name: str
     """Flat name of the metric."""
+    rank: int
+    """A narrow terminal drops the columns of the highest ranks first."""
     show: Callable[[object], str] = number
     width: int = 8
     supervised: bool = True
     """Whether a supervised run has it."""
 
 
-def _seconds(value: object) -> str:
-    return duration(value if isinstance(value, float) else None)
-
-
-# in order of display; a narrow terminal drops the last ones of KEPT_FIRST first
+# in order of display
 COLUMNS = (
-    Column("step", "step", width=5),
-    Column("loss", "update/loss", width=7),
-    Column("reward", "reward/mean", width=6, supervised=False),
-    Column("signal", "groups", str, width=7, supervised=False),
-    Column("skipped", "problems/skipped", width=7, supervised=False),
-    Column("held out", "held out", lambda value: str(value or MISSING)),
-    Column("KL", "update/kl_to_behaviour", supervised=False),
-    Column("entropy", "update/entropy", width=7),
-    Column("gradient", "update/gradient_norm"),
-    Column("moved", "update/adapter_delta_relative"),
-    Column("length", "completion/length_mean", width=6, supervised=False),
-    Column("cut", "completion/truncated_fraction", percent, width=6, supervised=False),
-    Column("rollout tok/s", "rollout/tokens_per_second", width=13, supervised=False),
-    Column("serving tok/s", "serving/tokens_per_second", width=13),
-    Column("version", "update/version", width=7),
-    Column("time", "seconds/total", _seconds, width=11),
-)
-KEPT_FIRST = (
-    "step",
-    "reward",
-    "signal",
-    "held out",
-    "skipped",
-    "KL",
-    "entropy",
-    "length",
-    "time",
-    "loss",
-    "version",
-    "gradient",
-    "rollout tok/s",
-    "moved",
-    "cut",
-    "serving tok/s",
+    Column("step", "step", 0, width=5),
+    Column("loss", "update/loss", 9, width=7),
+    Column("reward", "reward/mean", 1, width=6, supervised=False),
+    Column("signal", "groups", 2, str, width=7, supervised=False),
+    Column("skipped", "problems/skipped", 4, width=7, supervised=False),
+    Column("held out", "held out", 3, lambda value: str(value or MISSING)),
+    Column("KL", "update/kl_to_behaviour", 5, supervised=False),
+    Column("entropy", "update/entropy", 6, width=7),
+    Column("gradient", "update/gradient_norm", 11),
+    Column("moved", "update/adapter_delta_relative", 13),
+    Column("length", "completion/length_mean", 7, width=6, supervised=False),
+    Column("cut", "completion/truncated_fraction", 14, percent, width=6, supervised=False),
+    Column("rollout tok/s", "rollout/tokens_per_second", 12, width=13, supervised=False),
+    Column("serving tok/s", "serving/tokens_per_second", 15, width=13),
+    Column("version", "update/version", 10, width=7),
+    Column("time", "seconds/total", 8, duration, width=11),
 )
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """Redrawn four times a second by a thread of rich, which reads only whole values that the methods replace.
 
     Log records and printed text appear above it. `close` gives the terminal back and must be called however the run
-    ends; it may be called twice.
+    ends.
     """
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, is_logged: bool = False) -> None:
+        super().__init__(None, is_logged=is_logged)
         self._console = Console(file=stream, highlight=False)
         self._live = Live(self, console=self._console, refresh_per_second=4, vertical_overflow="crop")
-        self._logs = LogCapture(self._log)
         self._spinner = Spinner("dots")
-        self._schedule: Schedule | None = None
         self._steps: tuple[StepMetrics, ...] = ()
         self._evaluations: tuple[EvaluationReport, ...] = ()
         self._status = TrainingStatus(state="starting")
-        self._eta = Eta(None)
 
     def start(self, header: RunHeader) -> None:
-        self._schedule = header.schedule
-        self._eta = Eta(header.schedule)
+        super().start(header)
         for name, value in header.rows():
             self._show(Text.assemble((f"{name:<9}", "bold"), value))
         self._logs.start()  # first, since the live display replaces sys.stdout
@@ -111,60 +87,62 @@ class LiveDisplay:
 
     def step(self, metrics: StepMetrics) -> None:
         self._steps = (*self._steps, metrics)[-NUM_KEPT:]
-        self._eta.step(metrics)
+        super().step(metrics)
 
     def evaluation(self, report: EvaluationReport) -> None:
         self._evaluations = (*self._evaluations, report)
-        self._eta.evaluation(report)
-        self.message(evaluation_line(report))
+        super().evaluation(report)
+        self._show(Text(evaluation_line(report)))
 
     def phase(self, status: TrainingStatus) -> None:
         """Show the state. `status.metrics["step/fraction"]`, from 0 to 1, tells how far the current step is."""
         self._status = status
-        self._eta.phase(status)
+        super().phase(status)
 
     def progress(self, done: int, total: int) -> None:
         metrics = {**self._status.metrics, "step/fraction": done / total}
         self._status = replace(self._status, metrics=metrics, message=f"{done} of {total}")
+        super().progress(done, total)
 
     def message(self, text: str) -> None:
+        super().message(text)
         self._show(Text(text))
 
     def finish(self, rows: Sequence[tuple[str, str]]) -> None:
-        self.close()
+        super().finish(rows)
         table = Table(title="summary", title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
-        paths = [(name, value) for name, value in rows if name == FILES]
         for name, value in rows:
-            if (name, value) not in paths:
+            if name != FILES:
                 table.add_row(Text(name), Text(value))
         self._console.print(table)
-        for name, value in paths:
-            self._show(Text.assemble((f"{name}  ", "bold"), value))
+        for name, value in rows:
+            if name == FILES:
+                self._show(Text.assemble((f"{name}  ", "bold"), value))
 
     def close(self) -> None:
         self._live.stop()
-        self._logs.stop()
+        super().close()
+
+    def show_record(self, text: str, level: int) -> None:
+        self._show(Text(text, style=STYLES.get(level, "dim")))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         num_rows = max(3, options.size.height - LINES_AROUND)
         yield Group(
             Text(),
-            self._progress(options.max_width),
+            self._bars(options.max_width),
             numbers_now(self._steps, self._evaluations, self._status, options.max_width),
             # two characters stay free: a `^C` that the terminal echoes must not wrap and move the display
             step_table(self._steps[-num_rows:], self._evaluations, options.max_width - 2),
         )
 
-    def _log(self, text: str, level: int) -> None:
-        self._show(Text(text, style=STYLES.get(level, "dim")))
-
     def _show(self, text: Text) -> None:
         """Print above the display. The terminal wraps it, not we, so that a long path can be copied as one."""
         self._console.print(text, soft_wrap=True)
 
-    def _progress(self, width: int) -> Table:
+    def _bars(self, width: int) -> Table:
         """Two bars: the whole run, and the current step where the trainer says how far it is."""
         status = self._status
         total = status.total_steps or (self._schedule.total_steps if self._schedule else 0)
@@ -203,25 +181,17 @@ def step_table(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationRep
 
 
 def fitting_columns(width: int, steps: Sequence[StepMetrics] = ()) -> list[Column]:
-    """Return the first columns of `KEPT_FIRST` that fit, with two characters between them; at least one.
+    """Return the first columns by rank that fit, with two characters between them; at least one.
 
     Only supervised runs show the loss, since a policy gradient's tells nothing; only a curriculum skips problems.
     """
     is_supervised = any(metrics.is_supervised for metrics in steps)
-    without = {"loss"} if not is_supervised else {column.title for column in COLUMNS if not column.supervised}
-    if not any(metrics.problems_skipped for metrics in steps):
-        without.add("skipped")
-    by_title = {column.title: column for column in COLUMNS}
-    chosen: set[str] = set()
-    used = 0
-    for title in KEPT_FIRST:
-        if title in without:
-            continue
-        used += by_title[title].width + 2
-        if used > width and chosen:
-            break
-        chosen.add(title)
-    return [column for column in COLUMNS if column.title in chosen]
+    without = {"skipped"} if not any(metrics.problems_skipped for metrics in steps) else set()
+    without |= {column.title for column in COLUMNS if not column.supervised} if is_supervised else {"loss"}
+    chosen = sorted((column for column in COLUMNS if column.title not in without), key=lambda column: column.rank)
+    ends = itertools.accumulate(column.width + 2 for column in chosen)
+    fitting = [column for column, end in zip(chosen, ends, strict=True) if end <= width] or chosen[:1]
+    return [column for column in COLUMNS if column in fitting]
 
 
 def numbers_now(
@@ -231,21 +201,17 @@ def numbers_now(
     row = {**(steps[-1].to_flat() if steps else {}), **status.metrics}
     report = evaluations[-1] if evaluations else None
     held_out = MISSING if report is None else _held_out(report)
-    shown = (
-        {"loss": number(row.get("update/loss")), "held out": held_out}
-        if any(metrics.is_supervised for metrics in steps)
-        else {
+    shown = {"loss": number(row.get("update/loss")), "held out": held_out}
+    if not any(metrics.is_supervised for metrics in steps):
+        shown = {
             "reward": number(row.get("reward/mean")),
             "held out": held_out,
             "KL": number(row.get("update/kl_to_behaviour")),
             "entropy": number(row.get("update/entropy")),
             "rollout": _speed(row.get("rollout/tokens_per_second")),
         }
-    )
-    shown |= {
-        "serving": _speed(row.get("serving/tokens_per_second")),
-        "version": number(max(status.version, int(row.get("update/version") or 0))),
-    }
+    shown["serving"] = _speed(row.get("serving/tokens_per_second"))
+    shown["version"] = number(max(status.version, int(row.get("update/version") or 0)))
     text, used = Text(), 0
     for name, value in shown.items():
         length = len(name) + 1 + len(value)
@@ -267,3 +233,15 @@ def _held_out(report: EvaluationReport) -> str:
 def _speed(value: object) -> str:
     text = number(value)
     return text if text == MISSING else f"{text} tok/s"
+
+
+def make_display(
+    choice: Literal["auto", "live", "lines", "off"], stream: TextIO, *, is_logged: bool = False
+) -> Display:
+    """Return the chosen kind, writing to `stream`; `auto` is live on a terminal that can move its cursor."""
+    if choice == "auto":
+        is_capable = stream.isatty() and os.environ.get("TERM", "") != "dumb"
+        choice = "live" if is_capable else "lines"
+    if choice == "live":
+        return LiveDisplay(stream, is_logged=is_logged)
+    return Display(stream if choice == "lines" else None, is_logged=is_logged)

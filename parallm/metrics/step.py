@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from parallm.reports import EvaluationReport, OffPolicyReport, PairsReport, UpdateReport
+from parallm.reports import EvaluationReport, OffPolicyReport, UpdateReport
 
 FlatRow: TypeAlias = dict[str, float | int | str | None]
 SAMPLING_ONLY = ("update/clip_fraction", "update/kl_to_behaviour", "guard/empty_completions", "seconds/rollout")
+NO_SIGNAL = "no group had a signal"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +55,7 @@ class StepMetrics:
 
     def to_flat(self) -> FlatRow:
         """Return one number per name; the order of the names is fixed and numbers may be NaN."""
-        row = self._all_names()
-        return {name: row[name] for name in row if _is_supervised(name)} if self.is_supervised else row
-
-    def _all_names(self) -> FlatRow:
-        return {
+        row: FlatRow = {
             "step": self.step,
             "reward/mean": self.reward_mean,
             "reward/std": self.reward_std,
@@ -84,6 +81,7 @@ class StepMetrics:
             "rollout/tokens_per_second": self.rollout_tokens_per_second,
             "serving/tokens_per_second": self.serving_tokens_per_second,
         }
+        return {name: row[name] for name in row if _is_supervised(name)} if self.is_supervised else row
 
 
 def _is_supervised(name: str) -> bool:
@@ -93,22 +91,25 @@ def _is_supervised(name: str) -> bool:
 
 
 def update_row(update: UpdateReport | None) -> FlatRow:
-    """Return the flat names of an update and its parity; none of them if there was no update."""
+    """Return the flat names of an update and its parity; none of them if there was no update.
+
+    The update of a reward model orders pairs and has no policy to compare.
+    """
     if update is None:
-        return {"update/skipped": "no group had a signal"}
-    if update.pairs is not None:
-        return reward_model_row(update, update.pairs)
+        return {"update/skipped": NO_SIGNAL}
+    pairs, kl_to_base = update.pairs, update.kl_to_base
     return {
         "update/version": update.version,
         "update/loss": update.loss,
+        **({} if pairs is None else {"update/accuracy": pairs.accuracy, "update/margin": pairs.margin}),
         "update/gradient_norm": update.gradient_norm,
         "update/adapter_delta_norm": update.adapter_delta_norm,
         "update/adapter_delta_relative": update.adapter_delta_relative,
         "update/learning_rate": update.learning_rate,
         "update/clip_fraction": update.clip_fraction,
         "update/kl_to_behaviour": update.kl_to_behaviour,
-        **({} if update.kl_to_base is None else {"update/kl_to_base": update.kl_to_base}),
-        "update/entropy": update.entropy,
+        **({} if kl_to_base is None else {"update/kl_to_base": kl_to_base}),
+        **({"update/entropy": update.entropy} if pairs is None else {}),
         "update/tokens": update.num_tokens,
         "update/device_seconds": update.seconds,
         "update/skipped": update.skipped,
@@ -123,42 +124,20 @@ def update_row(update: UpdateReport | None) -> FlatRow:
     }
 
 
-def reward_model_row(update: UpdateReport, pairs: PairsReport) -> FlatRow:
-    """Return the flat names of an update of a reward model, which samples nothing and has no policy to compare."""
-    return {
-        "update/version": update.version,
-        "update/loss": update.loss,
-        "update/accuracy": pairs.accuracy,
-        "update/margin": pairs.margin,
-        "update/gradient_norm": update.gradient_norm,
-        "update/adapter_delta_norm": update.adapter_delta_norm,
-        "update/adapter_delta_relative": update.adapter_delta_relative,
-        "update/learning_rate": update.learning_rate,
-        "update/tokens": update.num_tokens,
-        "update/device_seconds": update.seconds,
-        "update/skipped": update.skipped,
-    }
-
-
 def evaluation_row(report: EvaluationReport) -> FlatRow:
     """Return the flat names of an evaluation; each mean over problems has a `_low` and a `_high`."""
     row: FlatRow = {"step": report.step, "heldout/version": report.version}
     row |= {} if report.loss is None else {"heldout/loss": report.loss}
     row |= {"heldout/demonstrations": report.num_demonstrations} if report.num_demonstrations else {}
-    return row if report.is_of_loss else row | problems_row(report)
-
-
-def problems_row(report: EvaluationReport) -> FlatRow:
-    """Return the flat names of results on problems or pairs."""
-    means = {"heldout/reward": report.reward}
-    means |= {f"heldout/pass@{k}": estimate for k, estimate in report.pass_at.items()}
-    means |= {} if report.margin is None else {"heldout/margin": report.margin}
-    means |= {f"heldout_part/{name}": estimate for name, estimate in report.reward_parts.items()}
-    row: FlatRow = {
-        "heldout/accuracy": report.accuracy,
-        "heldout/low": report.low,
-        "heldout/high": report.high,
-        "heldout/problems": report.num_problems,
+    if report.is_of_loss:
+        return row
+    row |= {"heldout/accuracy": report.accuracy, "heldout/low": report.low, "heldout/high": report.high}
+    row |= {"heldout/problems": report.num_problems}
+    means = {
+        "heldout/reward": report.reward,
+        **{f"heldout/pass@{k}": estimate for k, estimate in report.pass_at.items()},
+        **({} if report.margin is None else {"heldout/margin": report.margin}),
+        **{f"heldout_part/{name}": estimate for name, estimate in report.reward_parts.items()},
     }
     for name, estimate in means.items():
         row |= {name: estimate.mean, f"{name}_low": estimate.low, f"{name}_high": estimate.high}

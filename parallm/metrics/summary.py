@@ -7,8 +7,7 @@ from pathlib import Path
 from statistics import fmean, linear_regression
 from typing import Any
 
-from parallm.metrics.formatting import MISSING, accuracy, duration, number, percent, short_path
-from parallm.metrics.header import FILES
+from parallm.metrics.formatting import FILES, MISSING, accuracy, duration, number, percent, short_path
 
 MetricsRow = Mapping[str, Any]
 NUM_LAST = 3

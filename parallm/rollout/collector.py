@@ -8,14 +8,12 @@ from statistics import fmean
 
 from parallm.environment.environment import AnyEnvironment
 from parallm.model.chat.tokenizer import ChatTokenizer
-from parallm.rollout.curriculum import Curriculum
 from parallm.rollout.episode import trajectory_of
-from parallm.rollout.problems import ProblemCursor, Stream
+from parallm.rollout.problems import Curriculum, ProblemCursor, Stream
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.runner import GenerateAll, RolloutRunner
+from parallm.rollout.runner import GenerateAll, RolloutRunner, encode_problem
 from parallm.rollout.scoring import NO_TOKENS, FaultLog, ScoredEpisode, loss_mask, shape_reward
 from parallm.rollout.settings import RolloutSettings
-from parallm.rollout.tool_calls import encode_problem
 from parallm.seeds import mix
 from parallm.types import FaultyEpisode, GenerationRequest, Problem, SamplingParams, Trajectory, TrajectoryGroup
 
@@ -69,14 +67,7 @@ class Collector:
         reward_model: RewardModel | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._runner = RolloutRunner(
-            generate_all,
-            tokenizer,
-            environment,
-            max_turns=settings.max_turns,
-            score_seconds=settings.score_seconds,
-            reward_model=reward_model,
-        )
+        self._runner = RolloutRunner(generate_all, tokenizer, environment, settings, reward_model)
         self.stream = stream
         self.problem_cursor = ProblemCursor(stream)
         self.curriculum = Curriculum(self.problem_cursor, settings.curriculum, seed)
@@ -159,8 +150,8 @@ class Collector:
         )
 
     def _trajectory(self, scored: ScoredEpisode) -> Trajectory:
-        shaped, mask = shape_reward(scored, self._settings), loss_mask(scored, self._settings)
-        return trajectory_of(scored.episode, reward=shaped.reward, parts=shaped.parts, loss_mask=mask)
+        parts, reward = shape_reward(scored, self._settings)
+        return trajectory_of(scored.episode, reward=reward, parts=parts, loss_mask=loss_mask(scored, self._settings))
 
 
 def fault_of(scored: ScoredEpisode) -> FaultyEpisode | None:

@@ -1,6 +1,6 @@
 """Calls into the code of an environment, which may do anything: off the event loop, and within a time limit.
 
-Used by `RolloutRunner` and `ScoringWorker`. A call returns a `CallResult` and never raises.
+Used by `RolloutRunner` and by the scoring functions of live runs. A call returns a `CallResult` and never raises.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,26 +55,8 @@ class EnvironmentCalls:
         results: list[CallResult] = []
         async with self._lock:
             while len(results) < len(functions):
-                results += await self._in_one_thread(functions[len(results) :])
+                results += await call_in_thread(functions[len(results) :], self._seconds)
         return list(await asyncio.gather(*map(self._awaited, results)))
-
-    async def _in_one_thread(self, functions: Sequence[Callable[[], object]]) -> list[CallResult]:
-        """Call all `functions`, or those up to the first one that takes too long."""
-        work = _Work(functions, asyncio.get_running_loop())
-        # a daemon: a call that hangs must not hold up the end of the process
-        thread = threading.Thread(target=work.run, name="environment", daemon=True)
-        thread.start()
-        try:
-            while not work.ended.done():
-                index, began = work.current_call
-                seconds_left = began + self._seconds - time.monotonic()
-                if seconds_left <= 0:
-                    return [*work.results[:index], self._late()]
-                await asyncio.wait({work.ended}, timeout=seconds_left)
-            return work.results
-        finally:
-            if not work.ended.done():
-                interrupt(thread)
 
     async def _awaited(self, result: CallResult) -> CallResult:
         if not inspect.isawaitable(result.value):
@@ -84,35 +65,73 @@ class EnvironmentCalls:
         try:
             # not asyncio.wait_for, whose TimeoutError looks like one that the environment raises
             done, _ = await asyncio.wait({task}, timeout=self._seconds)
-            return task.result() if done else self._late()
+            return task.result() if done else late(self._seconds)
         finally:
             task.cancel()
 
-    def _late(self) -> CallResult:
-        detail = f"no answer within {self._seconds:g} s; rollout.score_seconds is the limit"
-        return CallResult(fault=EnvironmentFault("timed_out", detail))
+
+async def call_in_thread(
+    functions: Sequence[Callable[[], object]],
+    seconds: float,
+    *,
+    name: str = "environment",
+    on_end: Callable[[], None] = lambda: None,
+) -> list[CallResult]:
+    """Call all `functions` in a thread, or those up to the first one that takes longer than `seconds`.
+
+    `on_end` is called on the event loop when the thread has ended, however late. Raises RuntimeError without a thread.
+    """
+    work = _Work(functions, on_end)
+    # a daemon: a call that hangs must not hold up the end of the process
+    thread = threading.Thread(target=work.run, name=name, daemon=True)
+    thread.start()
+    try:
+        while not work.ended.done():
+            index, began = work.current_call
+            seconds_left = began + seconds - time.monotonic()
+            if seconds_left <= 0:
+                return [*work.results[:index], late(seconds)]
+            await asyncio.wait({work.ended}, timeout=seconds_left)
+        return work.results
+    finally:
+        if not work.ended.done():
+            interrupt(thread)
 
 
 class _Work:
     """Functions that one thread calls. The event loop reads `current_call` and `results` meanwhile."""
 
-    def __init__(self, functions: Sequence[Callable[[], object]], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, functions: Sequence[Callable[[], object]], on_end: Callable[[], None]) -> None:
         self._functions = functions
-        self._loop = loop
-        self.ended: asyncio.Future[None] = loop.create_future()
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self.results: list[CallResult] = []
         self.current_call = (0, time.monotonic())  # index and begin
 
     def run(self) -> None:
-        with suppress(CallTimeout, RuntimeError):  # the results are no longer awaited, or the loop has closed
-            for index, function in enumerate(self._functions):
-                self.current_call = (index, time.monotonic())
-                self.results.append(attempt(function))
-            self._loop.call_soon_threadsafe(self._end)
+        is_reported = False
+        while not is_reported:
+            try:
+                for index, function in enumerate(self._functions):
+                    self.current_call = (index, time.monotonic())
+                    self.results.append(attempt(function))
+                self._loop.call_soon_threadsafe(self._end)
+                is_reported = True
+            except CallTimeout:  # it comes once, at any instruction of the thread; nothing waits for the rest
+                self._functions = ()
+            except RuntimeError:  # the event loop has closed
+                return
 
     def _end(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+            self._on_end()
+
+
+def late(seconds: float) -> CallResult:
+    detail = f"no answer within {seconds:g} s; rollout.score_seconds is the limit"
+    return CallResult(fault=EnvironmentFault("timed_out", detail))
 
 
 def attempt(function: Callable[[], object]) -> CallResult:
@@ -147,6 +166,6 @@ def _shown(error: BaseException) -> str:
 
 
 def interrupt(thread: threading.Thread) -> None:
-    """Raise TimeIsUp in `thread` as soon as it runs Python code."""
+    """Raise CallTimeout in `thread` as soon as it runs Python code."""
     if thread.is_alive() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(CallTimeout))

@@ -12,10 +12,9 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.reports import EvaluatedCompletion, Evaluation, EvaluationReport
 from parallm.rollout.confidence_intervals import mean_estimate, pass_at, share_estimate, support
 from parallm.rollout.reward_model import RewardModel
-from parallm.rollout.runner import RolloutRunner
+from parallm.rollout.runner import RolloutRunner, encode_problem
 from parallm.rollout.scoring import REWARD_MODEL, FaultLog, ScoredEpisode, raise_if_none_scored
 from parallm.rollout.settings import EpisodeSettings
-from parallm.rollout.tool_calls import encode_problem
 from parallm.seeds import mix
 from parallm.types import Completion, GenerationRequest, Problem, SamplingParams
 
@@ -62,10 +61,8 @@ class Evaluator:
     tokenizer: ChatTokenizer
     environment: AnyEnvironment
     problems: Sequence[Problem]
-    max_tokens: int
+    rollout: EpisodeSettings
     samples: Samples | None = None
-    rollout: EpisodeSettings = EpisodeSettings()
-    """Number of turns and time limit of a score."""
     reward_model: RewardModel | None = None
     fault_log: FaultLog = field(default_factory=FaultLog)
 
@@ -79,7 +76,7 @@ class Evaluator:
 
     async def outcomes(self, model: str, progress: Progress) -> EvaluationOutcomes:
         """Return the scores problem by problem, for a comparison of models."""
-        greedy = SamplingParams(max_tokens=self.max_tokens, temperature=0.0)
+        greedy = SamplingParams(max_tokens=self.rollout.max_tokens, temperature=0.0)
         num_problems = len(self.problems)
         requests = [self._request(index, model, greedy) for index in range(num_problems)]
         if self.samples is not None:
@@ -128,14 +125,8 @@ class Evaluator:
     async def _scored(self, requests: Sequence[GenerationRequest], progress: Progress) -> list[list[ScoredEpisode]]:
         """Return the episodes of each request; requests go through the problems in order, once or twice."""
         problems = [self.problems[index % len(self.problems)] for index in range(len(requests))]
-        runner = RolloutRunner(
-            partial(self._generated, progress),
-            self.tokenizer,
-            self.environment,
-            max_turns=self.rollout.max_turns,
-            score_seconds=self.rollout.score_seconds,
-            reward_model=self.reward_model,
-        )
+        generate_all = partial(self._generated, progress)
+        runner = RolloutRunner(generate_all, self.tokenizer, self.environment, self.rollout, self.reward_model)
         groups = await runner.run_episodes(problems, requests)
         pairs = [(problem, scored) for problem, group in zip(problems, groups, strict=True) for scored in group]
         faults = [(problem, scored.score.fault) for problem, scored in pairs if scored.score.fault]
@@ -149,7 +140,7 @@ class Evaluator:
 
     def _sample_request(self, index: int, model: str, samples: Samples) -> GenerationRequest:
         seed = mix(mix(samples.seed, EVALUATION), index)
-        sampling = SamplingParams(max_tokens=self.max_tokens, temperature=samples.temperature, seed=seed)
+        sampling = SamplingParams(max_tokens=self.rollout.max_tokens, temperature=samples.temperature, seed=seed)
         return self._request(index, model, sampling, count=samples.count)
 
     def _request(self, index: int, model: str, sampling: SamplingParams, count: int = 1) -> GenerationRequest:

@@ -1,22 +1,27 @@
-"""Training problems in a shuffled order, and the account of which step has drawn which. Used by `Collector`.
+"""Training problems in a shuffled order: which step has drawn which, and which are passed over. Used by `Collector`.
 
 The order follows from the seed alone: epoch after epoch, each problem once per epoch.
 """
 
 import hashlib
+import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Protocol
 
 from parallm.environment.environment import AnyEnvironment, Mixed
 from parallm.errors import ConfigError, ProblemError
+from parallm.rollout.settings import CurriculumSettings
 from parallm.seeds import mix
-from parallm.types import Problem
+from parallm.types import Problem, TrajectoryGroup
 
 BLOCK = 1000
 """Draws after which a mixture of environments repeats its plan."""
+
+logger = logging.getLogger(__name__)
 
 
 class Stream(Protocol):
@@ -44,7 +49,6 @@ class ProblemStream:
         return _sha256(map(repr, self._problems))
 
     def at(self, index: int) -> Problem:
-        """Return the problem of the `index`-th draw."""
         epoch, offset = divmod(index, len(self._problems))
         if epoch != self._epoch:
             self._order = list(range(len(self._problems)))
@@ -68,7 +72,6 @@ class MixedStream:
         return _sha256([*self._plan, *(stream.digest for stream in self._streams.values())])
 
     def at(self, index: int) -> Problem:
-        """Return the problem of the `index`-th draw."""
         num_blocks, offset = divmod(index, len(self._plan))
         name = self._plan[offset]
         return self._streams[name].at(num_blocks * self._plan.count(name) + self._plan[:offset].count(name))
@@ -188,3 +191,64 @@ class ProblemCursor:
             self._cursor += 1
         self._unclaimed.append(index)
         return self._stream.at(index)
+
+
+class Curriculum:
+    """Fewer draws of problems that the policy nearly always or nearly never solves.
+
+    Their groups have mostly equal rewards, which teach nothing. A draw follows from the seed, the cursor's index and
+    the solve rates. `state` is all there is to save.
+    """
+
+    def __init__(self, problem_cursor: ProblemCursor, settings: CurriculumSettings, seed: int) -> None:
+        self._problem_cursor = problem_cursor
+        self._settings = settings
+        self._seed = seed
+        self._rates: dict[str, deque[float]] = {}
+        self.num_skipped = 0  # problems passed over since the start of this process
+
+    def take(self, count: int) -> list[Problem]:
+        """Draw the next `count` problems from the cursor, together with those that are passed over."""
+        if self._settings.by == "off":
+            return self._problem_cursor.take(count)
+        return [self._next() for _ in range(count)]
+
+    def learn(self, groups: Sequence[TrajectoryGroup]) -> None:
+        """Add the solve rates of a finished step. An interrupted step must leave none, since it runs again."""
+        for group in groups:
+            if self._settings.by != "off" and group.solve_rate is not None:
+                window = self._settings.window
+                self._rates.setdefault(self._key(group.problem), deque(maxlen=window)).append(group.solve_rate)
+
+    def rate(self, problem: Problem) -> float | None:
+        """The solve rate that decides about `problem`; None before its first group."""
+        rates = self._rates.get(self._key(problem))
+        return fmean(rates) if rates else None
+
+    def state(self) -> dict[str, Any]:
+        """The state for a checkpoint, as JSON."""
+        rates = {key: list(rates) for key, rates in self._rates.items()}
+        return {"curriculum": {"by": self._settings.by, "rates": rates}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore `state`. Rates of a curriculum by something else are dropped."""
+        saved = state.get("curriculum", {"by": self._settings.by, "rates": {}})
+        if saved["by"] != self._settings.by:
+            logger.warning("rollout.curriculum.by was %s and is %s: it starts anew", saved["by"], self._settings.by)
+            return
+        window = self._settings.window
+        self._rates = {key: deque(rates, maxlen=window) for key, rates in saved["rates"].items()}
+
+    def _next(self) -> Problem:
+        while True:  # ends, since each round keeps its problem with a probability of at least `keep`
+            (problem,) = self._problem_cursor.take(1)
+            dice = mix(self._seed, self._problem_cursor.last_index) / 2**64
+            rate = self.rate(problem)
+            if rate is None or self._settings.low <= rate <= self._settings.high or dice < self._settings.keep:
+                return problem
+            self.num_skipped += 1
+
+    def _key(self, problem: Problem) -> str:
+        if self._settings.by == "problem":
+            return problem.problem_id
+        return f"{problem.environment}/{problem.level}"

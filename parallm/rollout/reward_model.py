@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.rollout.episode import Episode
-from parallm.rollout.scoring import MAX_REWARD, REWARD_MODEL, Score
+from parallm.rollout.scoring import MAX_REWARD, REWARD_MODEL, Score, ScoredEpisode
 from parallm.types import FaultyEpisode, ScoringRequest
 
 Rate = Callable[[Sequence[ScoringRequest]], Awaitable[list[float]]]
@@ -24,20 +24,13 @@ class RewardModel:
     weight: float
     tokenizer: ChatTokenizer
 
-    async def rated(self, groups: Sequence[Sequence[Episode]], scores: Sequence[Sequence[Score]]) -> list[list[Score]]:
-        """Return the scores of groups of episodes, with the part in each score that has no fault.
-
-        Raises what `rate` raises.
-        """
-        pairs = [list(zip(group, own, strict=True)) for group, own in zip(groups, scores, strict=True)]
-        ratable = [[episode for episode, score in group if _is_ratable(episode, score)] for group in pairs]
+    async def rated(self, groups: Sequence[Sequence[ScoredEpisode]]) -> list[list[ScoredEpisode]]:
+        """Return the groups with the part in each score that has no fault. Raises what `rate` raises."""
+        ratable = [[scored.episode for scored in group if _is_ratable(scored)] for group in groups]
         values = iter(await self.rate([self._request(group) for group in ratable if group]))
         return [
-            [
-                self._with_part(episode, score, next(values)) if _is_ratable(episode, score) else score
-                for episode, score in group
-            ]
-            for group in pairs
+            [self._with_part(scored, next(values)) if _is_ratable(scored) else scored for scored in group]
+            for group in groups
         ]
 
     def _request(self, group: Sequence[Episode]) -> ScoringRequest:
@@ -52,15 +45,16 @@ class RewardModel:
             return tuple(episode.tokens)
         return (*episode.tokens, self.tokenizer.encode_answer(episode.problem.messages, "")[-1])
 
-    def _with_part(self, episode: Episode, score: Score, value: float) -> Score:
+    def _with_part(self, scored: ScoredEpisode, value: float) -> ScoredEpisode:
+        episode, score = scored.episode, scored.score
         reward = score.reward + self.weight * value
         if abs(reward) <= MAX_REWARD:
-            return Score(parts={**score.parts, REWARD_MODEL: value}, reward=reward)
+            return replace(scored, score=Score(parts={**score.parts, REWARD_MODEL: value}, reward=reward))
         kind = "score_too_large" if math.isfinite(reward) else "score_not_finite"
         detail = f"the reward model's score is {value}"
         fault = FaultyEpisode(kind=kind, detail=detail, text=episode.text, tokens=tuple(episode.tokens))
-        return Score(parts={}, reward=math.nan, fault=fault)
+        return replace(scored, score=Score(parts={}, reward=math.nan, fault=fault))
 
 
-def _is_ratable(episode: Episode, score: Score) -> bool:
-    return score.fault is None and bool(episode.tokens)
+def _is_ratable(scored: ScoredEpisode) -> bool:
+    return scored.score.fault is None and bool(scored.episode.tokens)

@@ -3,11 +3,13 @@
 Used by `Collector` and `Evaluator`. A later turn's prompt is the very token ids of the earlier ones.
 """
 
+import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from parallm.conversation import ToolCall
 from parallm.environment.environment import (
     AnyEnvironment,
     MultiTurnEnvironment,
@@ -21,7 +23,7 @@ from parallm.rollout.environment_calls import CallResult, EnvironmentCalls, Envi
 from parallm.rollout.episode import Episode
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import ScoredEpisode, score_call, to_score
-from parallm.rollout.tool_calls import parse_response
+from parallm.rollout.settings import EpisodeSettings
 from parallm.seeds import mix
 from parallm.types import Completion, GenerationRequest, Message, Problem
 
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 GenerateAll = Callable[[Sequence[GenerationRequest]], Awaitable[list[list[Completion]]]]
 """The face of `AsyncEngine.generate_all`."""
+NUM_MARK_TOKENS = 8
+"""Tokens at the end of a prompt that may hold the mark with which reasoning begins."""
 
 
 class RolloutRunner:
@@ -42,16 +46,14 @@ class RolloutRunner:
         generate_all: GenerateAll,
         tokenizer: ChatTokenizer,
         environment: AnyEnvironment,
-        *,
-        max_turns: int,
-        score_seconds: float,
+        settings: EpisodeSettings,
         reward_model: RewardModel | None = None,
     ) -> None:
         self._generate_all = generate_all
         self._tokenizer = tokenizer
         self._environment = environment
-        self._max_turns = max_turns
-        self._calls = EnvironmentCalls(score_seconds)
+        self._max_turns = settings.max_turns
+        self._calls = EnvironmentCalls(settings.score_seconds)
         self._reward_model = reward_model
 
     async def run_episodes(
@@ -81,7 +83,7 @@ class RolloutRunner:
         valid = [episode for group in groups for episode in group if episode.fault is None]
         close_sessions(episode for group in groups for episode in group if episode.fault is not None)
         results = iter(await self._calls.call_all([score_call(self._environment, episode) for episode in valid]))
-        scores = [
+        scored = [
             [
                 to_score(self._environment, episode, next(results) if episode.fault is None else CallResult())
                 for episode in group
@@ -89,17 +91,12 @@ class RolloutRunner:
             for group in groups
         ]
         close_sessions(
-            episode
-            for group, group_scores in zip(groups, scores, strict=True)
-            for episode, score in zip(group, group_scores, strict=True)
-            if score.fault is not None and episode.fault is None
+            one.episode
+            for group in scored
+            for one in group
+            if one.score.fault is not None and one.episode.fault is None
         )
-        if self._reward_model is not None:
-            scores = await self._reward_model.rated(groups, scores)
-        return [
-            [ScoredEpisode(episode=episode, score=score) for episode, score in zip(group, group_scores, strict=True)]
-            for group, group_scores in zip(groups, scores, strict=True)
-        ]
+        return scored if self._reward_model is None else await self._reward_model.rated(scored)
 
     def _begin(self, problem: Problem, request: GenerationRequest, completions: Sequence[Completion]) -> list[Episode]:
         opened = attempt(partial(open_sessions, self._environment, problem, len(completions)))
@@ -223,3 +220,35 @@ async def generate_for(
             error.parameter,
             limit=error.limit,
         ) from error
+
+
+def encode_problem(tokenizer: ChatTokenizer, problem: Problem) -> tuple[int, ...]:
+    """Return the prompt's tokens. Raises InvalidRequest if the chat template refuses the messages or has no tools."""
+    if not problem.tools:
+        return tokenizer.encode_chat(problem.messages)
+    turns = [{"role": message.role, "content": message.content} for message in problem.messages]
+    return tokenizer.encode_prompt(turns, tools=json.loads(problem.tools)).tokens
+
+
+def parse_response(tokenizer: ChatTokenizer, problem: Problem, prompt: Sequence[int], text: str) -> Message | None:
+    """Return the turn that `text` after `prompt` means; None if the problem has no functions.
+
+    Reasoning is left out. Text between the marks of a call that is no call stays in the content.
+    """
+    if not problem.tools:
+        return None
+    output, tools = tokenizer.output, json.loads(problem.tools)
+    in_reasoning = output.ends_with_reasoning_mark(tokenizer.decode(prompt[-NUM_MARK_TOKENS:], special=True))
+    reader = output.reader(begins_in_reasoning=in_reasoning, has_tools=True)
+    content, call = "", ""
+    calls: list[ToolCall] = []
+    for section, piece in [*reader.read(text), *reader.finish(), ("text", "")]:
+        if section == "tool":
+            call += piece
+            continue
+        if call:
+            parsed = output.parse_calls(call, tools)
+            content += "" if parsed else call.join(output.tool_marks or ("", ""))
+            calls, call = [*calls, *parsed], ""
+        content += piece if section == "text" else ""
+    return Message(role="assistant", content=content.strip(), calls=tuple(calls))

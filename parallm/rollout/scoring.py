@@ -63,14 +63,6 @@ class ScoredEpisode:
     score: Score
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShapedReward:
-    """Parts and reward as the learner gets them."""
-
-    parts: dict[str, float]
-    reward: float
-
-
 def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], object]:
     """Return the call that scores `episode`: with its turns where there may be several, else with its text."""
     environment = environment_of(environment, episode.problem)
@@ -82,8 +74,8 @@ def score_call(environment: AnyEnvironment, episode: Episode) -> Callable[[], ob
     return partial(environment.score, episode.problem, episode.text)
 
 
-def to_score(environment: AnyEnvironment, episode: Episode, result: CallResult) -> Score:
-    """Return the score in what `score_call` has returned, or one with the fault that leaves the episode without."""
+def to_score(environment: AnyEnvironment, episode: Episode, result: CallResult) -> ScoredEpisode:
+    """Return the episode with the score in what `score_call` has returned, or with the fault in place of one."""
     weights = environment_of(environment, episode.problem).weights
     parts: dict[str, float] = {}
     fault = episode.fault or result.fault or read_parts(result.value, parts)
@@ -92,7 +84,7 @@ def to_score(environment: AnyEnvironment, episode: Episode, result: CallResult) 
         kind = "too_large" if math.isfinite(reward) else "not_finite"
         fault = EnvironmentFault(kind, f"the parts {parts} add up to {reward}; the limit is {MAX_REWARD:g} either way")
     if fault is None:
-        return Score(parts=parts, reward=reward)
+        return ScoredEpisode(episode=episode, score=Score(parts=parts, reward=reward))
     faulty = FaultyEpisode(
         kind=f"{'reply' if episode.fault else 'score'}_{fault.kind}",
         detail=fault.detail,
@@ -100,7 +92,7 @@ def to_score(environment: AnyEnvironment, episode: Episode, result: CallResult) 
         tokens=tuple(episode.tokens),
         traceback=fault.traceback,
     )
-    return Score(parts={}, reward=math.nan, fault=faulty)
+    return ScoredEpisode(episode=episode, score=Score(parts={}, reward=math.nan, fault=faulty))
 
 
 def read_parts(value: object, parts: dict[str, float]) -> EnvironmentFault | None:
@@ -124,8 +116,8 @@ def read_parts(value: object, parts: dict[str, float]) -> EnvironmentFault | Non
     return None
 
 
-def shape_reward(scored: ScoredEpisode, settings: RolloutSettings) -> ShapedReward:
-    """Add the parts that `settings` turns on to those of the score."""
+def shape_reward(scored: ScoredEpisode, settings: RolloutSettings) -> tuple[dict[str, float], float]:
+    """Return parts and reward as the learner gets them: with the parts for length that `settings` turns on."""
     length = len(scored.episode.tokens)
     parts, reward = dict(scored.score.parts), scored.score.reward
     if settings.overlong_buffer > 0:
@@ -135,7 +127,7 @@ def shape_reward(scored: ScoredEpisode, settings: RolloutSettings) -> ShapedRewa
         # wrong answers pay nothing: a group without a right one would learn only to be short
         parts[LENGTH] = -length / settings.max_tokens if scored.score.is_correct else 0.0
         reward += settings.length_weight * parts[LENGTH]
-    return ShapedReward(parts=parts, reward=reward)
+    return parts, reward
 
 
 def overlong_part(length: int, *, max_tokens: int, buffer: int) -> float:

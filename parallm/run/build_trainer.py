@@ -14,10 +14,10 @@ from parallm.config.run_folder import TRAJECTORIES
 from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys
 from parallm.config.schema import RunConfig
 from parallm.errors import CheckpointError, ConfigError
-from parallm.integrations.atropos.api import Registration
 from parallm.integrations.atropos.intake import Rescorer
 from parallm.integrations.atropos.scored_group import Limits
 from parallm.integrations.atropos.source import AtroposSource
+from parallm.integrations.atropos.trainer_client import Registration
 from parallm.learner.learner import Learner
 from parallm.learner.loss.presets import resolve_objective
 from parallm.model.adapters.adapter import Adapter
@@ -179,7 +179,6 @@ async def _trainer_context(
         tokenizer=runtime.model.tokenizer,
         environment=data.environment,
         problems=data.splits.test,
-        max_tokens=config.rollout.max_tokens,
         samples=evaluation_samples(config.trainer, config.seed),
         rollout=config.rollout,
         reward_model=reward_model,

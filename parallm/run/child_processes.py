@@ -6,9 +6,9 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from parallm.config.schema import shipped
 from parallm.errors import ConfigError
-from parallm.integrations.atropos.api import Sizes, TrajectoryApi
 from parallm.integrations.atropos.launcher import LaunchContext, Launcher
 from parallm.integrations.atropos.source import AtroposSource
+from parallm.integrations.atropos.trainer_client import Sizes, TrajectoryApi
 from parallm.model.load import find_folder
 from parallm.run.policy_runs import PolicyRun
 

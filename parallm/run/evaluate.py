@@ -17,10 +17,10 @@ from parallm.environment.environment import AnyEnvironment, connect
 from parallm.errors import CheckpointError, ConfigError, ProblemError
 from parallm.learner.settings import LearnerSettings
 from parallm.metrics.comparison import Compared, comparison_report, print_comparison
+from parallm.metrics.display import evaluation_line
 from parallm.metrics.eta import ThrottledProgress
 from parallm.metrics.formatting import short_path
 from parallm.metrics.json_lines import JsonLines, to_json, write_whole
-from parallm.metrics.line_display import evaluation_line
 from parallm.metrics.machine import describe_commit, describe_machine
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.files import read_adapter
@@ -83,7 +83,6 @@ async def _evaluate(config: EvaluateConfig, folder: Path, blas: BlasReport) -> N
             tokenizer=runtime.model.tokenizer,
             environment=environment,
             problems=problems,
-            max_tokens=config.rollout.max_tokens,
             samples=evaluation_samples(config.trainer, config.seed),
             rollout=config.rollout,
             reward_model=reward_model,

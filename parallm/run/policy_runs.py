@@ -5,7 +5,6 @@
 
 import asyncio
 import dataclasses
-import io
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +23,10 @@ from parallm.config.schema import RunConfig, policy_configs
 from parallm.errors import ConfigError, InvalidRequest, ParallmError, TrainingStopped, Unavailable, UnknownModel
 from parallm.integrations.atropos.launcher import with_free_port
 from parallm.integrations.atropos.source import AtroposSource
-from parallm.metrics.display import Display, LoggedDisplay, NoDisplay
+from parallm.metrics.display import Display
 from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import short_path
-from parallm.metrics.line_display import LinesDisplay
+from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.record import RunRecorder
 from parallm.model.adapters.table import AdapterTable
 from parallm.reports import TrainingStatus
@@ -111,6 +110,7 @@ def make_policy_specs(
     _warn_of_equal_policies(configs)
     _warn_of_unused(configs, named=bool(config.policies))
     figures = config.metrics.figures or config.name
+    named_display = partial(Display, None if config.metrics.display == "off" else sys.stdout, is_logged=True)
     return tuple(
         PolicySpec(
             name=name,
@@ -119,7 +119,7 @@ def make_policy_specs(
             title=f"{config.name}: {name}" if config.policies else config.name,
             figures=f"{figures}.{name}" if config.policies else figures,
             recorder=RunRecorder(folders[name], policy.metrics, dataclasses.asdict(policy)),
-            display=_named_display(name, policy, schedules[name]) if config.policies else display,
+            display=named_display(name=name, schedule=schedules[name]) if config.policies else display,
         )
         for name, policy in configs.items()
     )
@@ -162,21 +162,6 @@ def combined_status(statuses: Mapping[str, TrainingStatus]) -> TrainingStatus:
     return dataclasses.replace(last, metrics={}, message=message, policies=statuses)
 
 
-class NamedLines(io.StringIO):
-    """Standard output with a name at the beginning of each line that is not empty."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def write(self, text: str) -> int:
-        lines = text.splitlines(keepends=True)
-        return sys.stdout.write("".join(f"{self._name}: {line}" if line.strip() else line for line in lines))
-
-    def flush(self) -> None:
-        sys.stdout.flush()
-
-
 async def _train(run: PolicyRun, *, is_alone: bool) -> None:
     _at_work.set("" if is_alone else run.name)
     try:
@@ -194,7 +179,7 @@ def _named_log_records() -> Iterator[None]:
 
     def named(*arguments: Any, **options: Any) -> logging.LogRecord:
         record = usual(*arguments, **options)
-        if name := _at_work.get():
+        if (name := _at_work.get()) and record.name != PROGRESS:  # a display has named it already
             record.msg = f"{name}: {record.msg}"  # a policy's name holds no percent sign
         return record
 
@@ -203,12 +188,6 @@ def _named_log_records() -> Iterator[None]:
         yield
     finally:
         logging.setLogRecordFactory(usual)
-
-
-def _named_display(name: str, config: RunConfig, schedule: Schedule) -> Display:
-    is_off = config.metrics.display == "off"
-    shown = NoDisplay() if is_off else LinesDisplay(NamedLines(name), schedule)
-    return LoggedDisplay(shown, schedule, name)
 
 
 def _with_port(config: RunConfig) -> RunConfig:

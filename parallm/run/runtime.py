@@ -29,13 +29,12 @@ from parallm.device.thread import DeviceThread
 from parallm.device.usage import DeviceReport, UsageMonitor
 from parallm.engine.async_engine import AsyncEngine
 from parallm.engine.engine import Engine
-from parallm.engine.kv.budget import max_rows
 from parallm.engine.settings import EngineSettings
 from parallm.engine.warm_up import warm_up
 from parallm.errors import AdapterError, ConfigError
 from parallm.learner.settings import LearnerSettings
+from parallm.metrics.display import RunHeader
 from parallm.metrics.formatting import short_path
-from parallm.metrics.header import RunHeader
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.reward_head import is_reward_model, refuse_reward_model
@@ -139,7 +138,12 @@ async def open_runtime(settings: RuntimeSettings, blas: BlasReport) -> AsyncIter
         folder = await asyncio.to_thread(find_folder, settings.model.path)  # may download it
         defaults = set_values(sampling_defaults(settings.server, folder))
         shares = settings.device
-        device = DeviceThread(Governor(serving_share=shares.serving_share, engine_share=shares.engine_share))
+        governor = Governor(
+            serving_share=shares.serving_share,
+            engine_share=shares.engine_share,
+            serving_latency_target=shares.serving_latency_target,
+        )
+        device = DeviceThread(governor)
         resources.callback(device.stop)
         await on_device(device, wire_memory)
         model = await on_device(device, partial(load_shared_model, settings.model))
@@ -279,7 +283,7 @@ async def _start_engine(
     build = partial(Engine, model, adapters, streams, settings, emit=engine.emit, report=engine.report)
     engine.attach(await on_device(device, partial(build, async_scheduling=on_cuda())))
     if settings.warmup:
-        token, rows = model.tokenizer.encode("0")[-1], max_rows(settings)
+        token, rows = model.tokenizer.encode("0")[-1], engine.stats().max_rows
         for name in [BASE, *(name for name in adapters.policies if adapters.resolve(name) is not None)]:
             seconds = await warm_up(engine.generate, token, model=name, rows=rows)
             logger.info("warmed up %s for up to %d rows in %.1f s", name, rows, sum(seconds.values()))

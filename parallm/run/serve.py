@@ -16,7 +16,7 @@ from parallm.config.schema import ServeConfig
 from parallm.device.blas import BlasReport
 from parallm.device.settings import DeviceSettings
 from parallm.interrupts import until_signal
-from parallm.metrics.display import make_display
+from parallm.metrics.live_display import make_display
 from parallm.reports import TrainingStatus
 from parallm.run.operator_state import check_given
 from parallm.run.runtime import (
@@ -66,7 +66,9 @@ async def open_serving(
     settings = RuntimeSettings(
         model=config.model,
         engine=config.engine,
-        device=DeviceSettings(serving_share=config.device.serving_share),
+        device=DeviceSettings(
+            serving_share=config.device.serving_share, serving_latency_target=config.device.serving_latency_target
+        ),
         server=config.server,
         folder=folder,
         keeps_state=True,

@@ -20,9 +20,10 @@ from parallm.device.blas import BlasReport
 from parallm.environment.environment import AnyEnvironment, connect
 from parallm.errors import CheckpointError
 from parallm.interrupts import stop_on_signals, until_signal
-from parallm.metrics.display import Display, LoggedDisplay, make_display
+from parallm.metrics.display import Display
 from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import short_path
+from parallm.metrics.live_display import make_display
 from parallm.metrics.summary import RunSummary, flat_reward_advice
 from parallm.reports import TrainingStatus
 from parallm.rollout.judge import Judge
@@ -130,7 +131,7 @@ async def open_training(
     data = {name: read_training_data(policy, environment) for name, policy in configs.items()}
     schedules = {name: _schedule(policy, data[name]) for name, policy in configs.items()}
     is_auto_lines = config.policies and config.metrics.display == "auto"  # a live table shows one policy
-    display = LoggedDisplay(make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout))
+    display = make_display("lines" if is_auto_lines else config.metrics.display, sys.stdout, is_logged=True)
     async with AsyncExitStack() as stack:
         stack.callback(display.close)
         specs = make_policy_specs(config, folder, display, schedules)

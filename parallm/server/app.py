@@ -29,8 +29,7 @@ from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
 from parallm.server.dialects.routes_tokenize import tokenize_routes
 from parallm.server.failures import failure, failure_of
-from parallm.server.openai.routes_generation import generation_routes
-from parallm.server.openai.routes_responses import response_routes
+from parallm.server.openai.routes import generation_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
 from parallm.server.operation.collectors import ServiceCollector, SplitCollector
@@ -41,7 +40,6 @@ from parallm.server.service import Service
 
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     generation_routes,
-    response_routes,
     model_routes,
     generate_routes,
     tokenize_routes,

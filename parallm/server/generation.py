@@ -6,7 +6,7 @@ a version, which no other module does.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypedDict
@@ -20,15 +20,8 @@ from parallm.server.catalog import answered_by, resolved, version_of
 from parallm.server.connection import json_response, while_connected
 from parallm.server.control.trajectory_recorder import TrajectoryRecorder, recorder_for
 from parallm.server.engine_gateway import EngineGateway
-from parallm.server.interfaces import Tokenizer, TokenTexts
-from parallm.server.openai.chat_schemas import ChatAnswer, ChatChunk
-from parallm.server.openai.completion_schemas import (
-    CompletionAnswer,
-    GenerationBody,
-    PromptTokensDetails,
-    Usage,
-    WeightVersions,
-)
+from parallm.server.interfaces import Tokenizer
+from parallm.server.openai.completion_schemas import Answer, GenerationBody, PromptTokensDetails, Usage, WeightVersions
 from parallm.server.request_limits import SECONDS_PER_LOGPROB
 from parallm.server.service import Service
 from parallm.server.streaming import DONE, EventStream, encode_events, failed, merged
@@ -46,8 +39,8 @@ class ResponseContext:
     requests: Sequence[GenerationRequest]
     """One for each prompt. `respond` replaces a split name by the version that answers."""
     tokenizer: Tokenizer
-    token_texts: TokenTexts
-    """Names of tokens in log-probs."""
+    token_text: Callable[[int], str]
+    """Name of a token in log-probs."""
     logprobs: bool
     created: int = field(default_factory=lambda: int(time.time()))
     recorder: TrajectoryRecorder | None = None
@@ -99,7 +92,6 @@ class ResponseBuilder(Protocol):
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> BaseModel:
         """Build the answer; `completions` by prompt."""
-        ...
 
 
 class StreamBuilder(ResponseBuilder, Protocol):
@@ -107,11 +99,9 @@ class StreamBuilder(ResponseBuilder, Protocol):
 
     def opening(self, model: str) -> Sequence[BaseModel]:
         """Build the chunks before the first text."""
-        ...
 
     def text_chunk(self, model: str, prompt: int, event: TokenEvent) -> BaseModel | None:
         """Return None if there is nothing to send yet, such as text held back for a stop string."""
-        ...
 
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> BaseModel: ...
 
@@ -145,7 +135,6 @@ class StreamWriter(Protocol):
 
     def failed(self, error: Exception) -> bytes:
         """Return the last event of a stream that cannot go on."""
-        ...
 
 
 async def respond(
@@ -281,7 +270,7 @@ def _echoing(context: ResponseContext, chunk: BaseModel) -> BaseModel:
 
 def _recorded(context: ResponseContext, answer: BaseModel, ended: Sequence[tuple[int, Completion]]) -> BaseModel:
     """Record completions, by prompt, to learn from. Return the answer with the ids of their trajectories."""
-    if context.recorder is None or not isinstance(answer, CompletionAnswer | ChatAnswer | ChatChunk):
+    if context.recorder is None or not isinstance(answer, Answer):
         return answer
     ids: dict[int, str | None] = {}
     for prompt, completion in ended:
@@ -306,9 +295,10 @@ def _seconds_to_write(completions: Sequence[Sequence[Completion]]) -> float:
     return num_entries * SECONDS_PER_LOGPROB
 
 
-def provenance(completion: Completion) -> Provenance:
+def provenance(completion: Completion, *, has_calls: bool = False) -> Provenance:
+    calls = has_calls and completion.finish_reason == "stop"
     return Provenance(
-        finish_reason=completion.finish_reason,
+        finish_reason="tool_calls" if calls else completion.finish_reason,
         policy_version=version_of(completion),
         weight_versions=weight_versions(completion),
     )

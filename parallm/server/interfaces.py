@@ -32,31 +32,25 @@ class EngineClient(Protocol):
 
     async def generate(self, request: GenerationRequest) -> list[Completion]:
         """Return all `n` completions. Cancelling the caller aborts the request."""
-        ...
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[TokenEvent, None]:
         """Yield events of all `n` completions, interleaved. Closing it aborts the request."""
-        ...
 
     def stats(self) -> EngineStats: ...
 
     async def ping(self) -> None:
         """Return when the device thread has come by. Raises EngineStopped."""
-        ...
 
     async def cancel(self, request_ids: Collection[str]) -> int:
         """End requests: they answer with their tokens so far, and `abort` as the reason. Returns how many ran."""
-        ...
 
     async def pause(self) -> None:
         """Freeze serving traffic until `resume`."""
-        ...
 
     async def resume(self) -> None: ...
 
     async def reset_caches(self) -> None:
         """Forget what only saves work."""
-        ...
 
 
 class OutputReader(Protocol):
@@ -72,24 +66,16 @@ class OutputFormat(Protocol):
     @property
     def marks(self) -> tuple[str, ...]:
         """All texts that begin or end a section."""
-        ...
 
     @property
     def tool_marks(self) -> tuple[str, str] | None:
         """Marks before and after a tool call; None if the model's notation is unknown."""
-        ...
 
     def reader(self, *, begins_in_reasoning: bool, has_tools: bool) -> OutputReader: ...
     def parse_calls(self, text: str, tools: Sequence[Mapping[str, object]]) -> list[ToolCall]: ...
 
 
-class TokenTexts(Protocol):
-    def token_text(self, token: int) -> str:
-        """Return the text of one token, special tokens shown."""
-        ...
-
-
-class Tokenizer(TokenTexts, Protocol):
+class Tokenizer(Protocol):
     """Interface of `model.chat.tokenizer.ChatTokenizer`."""
 
     @property
@@ -97,30 +83,27 @@ class Tokenizer(TokenTexts, Protocol):
     @property
     def template_variables(self) -> frozenset[str]:
         """Variables of the chat template that a client may set."""
-        ...
 
     @property
     def end_token(self) -> int:
         """Token that ends a plain text."""
-        ...
 
     @property
     def max_token_length(self) -> int:
         """Characters of the longest token."""
-        ...
+
+    def token_text(self, token: int) -> str:
+        """Return the text of one token, special tokens shown."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> tuple[int, ...]: ...
     def encode_more(self, text: str) -> tuple[int, ...]:
         """Return the tokens of text that follows other text."""
-        ...
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens of plain messages and of the beginning of an answer. Raises InvalidRequest."""
-        ...
 
     def encode_answer(self, messages: Sequence[Message], answer: str) -> tuple[int, ...]:
         """Return the tokens of the answer after that beginning, its end token included. Raises InvalidRequest."""
-        ...
 
     def encode_prompt(
         self,
@@ -135,7 +118,6 @@ class Tokenizer(TokenTexts, Protocol):
 
         `reasoning`: the text begins inside reasoning (True), may begin with it (False), or has none (None).
         """
-        ...
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str: ...
 
@@ -148,13 +130,11 @@ class Adapters(Protocol):
 
     async def load(self, name: str, path: str) -> AdapterCard:
         """Load a folder as the next version of `name` and serve it. Raises AdapterMissing, too."""
-        ...
 
     async def upload(self, name: str, archive: bytes) -> AdapterCard: ...
 
     async def update(self, name: str, weights: bytes) -> AdapterCard:
         """Publish the served version with these tensors in place of its own as the next version."""
-        ...
 
     async def unload(self, name: str, version: int | None = None) -> None: ...
     async def promote(self, name: str, version: int) -> None: ...
@@ -163,12 +143,10 @@ class Adapters(Protocol):
     async def remove_alias(self, alias: str, name: str) -> None: ...
     async def set_splits(self, splits: Mapping[str, Mapping[str, float]]) -> None:
         """Keep the models of these splits in memory, and nothing for the sake of splits before."""
-        ...
 
     @property
     def splits(self) -> Mapping[str, Mapping[str, float]]:
         """Splits of an earlier process."""
-        ...
 
 
 Rate: TypeAlias = Callable[[Sequence[ScoringRequest]], Awaitable[list[float]]]
@@ -181,23 +159,20 @@ class Device(Protocol):
 
     def seconds(self) -> Mapping[str, float]:
         """Return the seconds since the start by kind of work."""
-        ...
 
     def memory(self) -> Mapping[str, int]:
         """Return the bytes of arrays: `active`, `peak`, `cache`."""
-        ...
 
     def usage(self) -> Mapping[str, float]:
         """Return the shares of the last second in which `process`, `machine` and `accelerator` were busy, if known."""
-        ...
 
     def shares(self) -> Mapping[str, float]:
-        """Return `serving_share` and `engine_share`."""
-        ...
+        """Return `serving_share`, `engine_share` and, if there is one, `serving_latency_target`."""
 
-    def set_shares(self, *, serving_share: float | None, engine_share: float | None) -> None:
-        """Change the shares; None leaves a share as it is."""
-        ...
+    def set_shares(
+        self, *, serving_share: float | None, engine_share: float | None, serving_latency_target: float | None
+    ) -> None:
+        """Change settings; None leaves one as it is, a target of 0 ends the target."""
 
 
 class Training(Protocol):
@@ -205,7 +180,6 @@ class Training(Protocol):
 
     def pause(self, policy: str | None) -> None:
         """Begin no further step after the present one."""
-        ...
 
     def resume(self, policy: str | None) -> None: ...
 
@@ -215,17 +189,14 @@ class Training(Protocol):
         Then save under `checkpoint_name`, if given. Returns the folders by policy. Raises InvalidRequest,
         CheckpointError.
         """
-        ...
 
     async def train_on(
         self, policy: str | None, given: Sequence[GivenTrajectory], *, serve: bool | None, checkpoint_name: str | None
     ) -> GivenUpdate:
         """Make one update on `given` after the present step. Raises InvalidRequest, CheckpointError."""
-        ...
 
     async def checkpoint(self, policy: str | None) -> Mapping[str, str]:
         """Save after the present step. Returns the folders by policy. Raises CheckpointError."""
-        ...
 
 
 class Trajectories(Protocol):
@@ -233,7 +204,6 @@ class Trajectories(Protocol):
 
     def check(self, request: GenerationRequest, scoring_function: str | None, metadata: Mapping[str, Any]) -> None:
         """Raise InvalidRequest for what could not be trained on, and Unavailable when training has ended."""
-        ...
 
     def record(
         self,
@@ -244,24 +214,19 @@ class Trajectories(Protocol):
         metadata: Mapping[str, Any],
     ) -> bool:
         """Take a completion of a checked request. Return False if nothing can be learned from it."""
-        ...
 
     def knows(self, trajectory_id: str) -> bool:
         """Return whether a trajectory has this id, or had it not long ago."""
-        ...
 
     def reward(self, trajectory_id: str, reward: float | Mapping[str, float]) -> float:
         """Return the sum of the reward's parts. Raises UnknownTrajectory, Unavailable, InvalidRequest."""
-        ...
 
     async def written(self) -> None:
         """Wait until all completions and rewards so far are on disk. Raises NotStored."""
-        ...
 
     def report(self) -> TrajectoryReport: ...
     def listen(self, on_reward: Callable[[str, float], None]) -> None:
         """Call `on_reward` with the id and the sum of each reward from now on, those of scoring functions included."""
-        ...
 
 
 class SampleStore(Protocol):

@@ -1,10 +1,11 @@
 """The OpenAPI document of `/openapi.json`.
 
-Routes come from FastAPI, wire types and examples from `route_documents.py`, errors and keys from the roles in
-`operation/auth.py`. `create_app` makes it once.
+Routes come from FastAPI, wire types and working requests from `DOCUMENTS`, descriptions from the docstrings of the
+routes' functions, errors and keys from the roles in `operation/auth.py`. `create_app` makes it once.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,8 +14,22 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
+from parallm.server.control import routes_adapter_aliases as aliases
+from parallm.server.control import routes_adapters as adapters
+from parallm.server.control import routes_engine as engine
+from parallm.server.control import routes_scores as scores
+from parallm.server.control import routes_shares as shares
+from parallm.server.control import routes_splits as splits
+from parallm.server.control import routes_training as training
+from parallm.server.control import routes_trajectories as trajectories
+from parallm.server.dialects import native, sglang, trl, versioned, vllm_legacy, vllm_tokens
+from parallm.server.dialects import routes_identity as identity
+from parallm.server.dialects import routes_tokenize as tokenize
+from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
+from parallm.server.openai.completion_schemas import CompletionAnswer, CompletionBody
+from parallm.server.openai.responses_schemas import ResponseAnswer, ResponseBody
 from parallm.server.operation.auth import ROLES, Role
-from parallm.server.route_documents import DOCUMENTS, FORM, RouteDocument
+from parallm.server.routes_models import ModelEntry, ModelList
 from parallm.server.schemas import ErrorAnswer
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
@@ -50,6 +65,237 @@ ERRORS: Mapping[int, str] = {
     504: "The answer was not complete by its deadline.",
     507: "The disk does not take it. Nothing has changed, but that a reward counts until the process ends.",
 }
+Example = Mapping[str, Any]
+FORM = "multipart/form-data"
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDocument:
+    """One row of the table."""
+
+    bodies: tuple[type[BaseModel], ...] = ()
+    """Types of the JSON body, one of which it has; empty: no JSON body."""
+    answers: tuple[type[BaseModel], ...] = ()
+    """Types of the JSON answer; empty: an object without a fixed form."""
+    example: Example | None = None
+    """A body that works."""
+    more_examples: Mapping[str, Example] = field(default_factory=dict)
+    """Other bodies that work, by what they show."""
+    answer_example: Example | None = None
+    """An answer, where no type describes it."""
+    parameters: tuple[Mapping[str, Any], ...] = ()
+    """Parameters of the query in OpenAPI's form, where the route reads them by hand."""
+    body_type: str = "application/json"
+    """Media type of the body: JSON, a file, or a form (`FORM`) with a file."""
+    media_type: str = "application/json"
+    """Media type of the answer."""
+    errors: tuple[int, ...] = ()
+    """Statuses beside those that follow from the role and the body."""
+    events: str = "events `data: JSON`, the last one `data: [DONE]`"
+    """Form of a stream, for a body that can ask for one."""
+
+
+MESSAGES = [{"role": "user", "content": "2 + 3?"}]
+SUM_SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
+FOLDER = {"name": "poet", "path": "poet/adapter"}
+VERSION = {"name": "poet", "version": 3}
+STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
+METRICS = {
+    "current_policy_version": 12,
+    "queue_depth": 0,
+    "max_batch_size": 128,
+    "flush_interval_ms": 0.0,
+    "num_running": 3,
+    "metrics": {"vllm:num_requests_running": [{"labels": {"engine": "0", "model_name": "nano"}, "value": 3.0}]},
+}
+MODE = {
+    "name": "mode",
+    "in": "query",
+    "description": "Treatment of running requests.",
+    "schema": {"type": "string", "enum": ["abort", "wait", "keep"], "default": "abort"},
+}
+NAME = {"name": "name", "in": "query", "description": "Name of the adapter.", "schema": {"type": "string"}}
+
+_DOCUMENTS: Mapping[str, RouteDocument] = {
+    "GET /health": RouteDocument(
+        answer_example={"status": "ok", "model_loaded": True, "num_running": 3, "num_waiting": 0}
+    ),
+    "GET /ready": RouteDocument(answer_example={"status": "ready"}),
+    "GET /metrics": RouteDocument(media_type="text/plain"),
+    "GET /v1/metrics": RouteDocument(answer_example=METRICS),
+    "GET /v1/models, GET /models": RouteDocument((), (ModelList,)),
+    "GET /v1/models/{name}": RouteDocument((), (ModelEntry,)),
+    "POST /v1/completions": RouteDocument(
+        (CompletionBody,),
+        (CompletionAnswer,),
+        {"model": "policy", "prompt": "2 + 3 =", "max_tokens": 8, "temperature": 0.7, "logprobs": 1},
+        {
+            "token ids in and out": {"model": "policy", "prompt": [17, 10, 18], "return_token_ids": True, "n": 2},
+            "log-probs of a prompt": {"model": "base", "prompt": "2 + 3 = 5", "echo": True, "logprobs": 1},
+            "a stream with usage": {
+                "model": "policy",
+                "prompt": "2 + 3 =",
+                "stream": True,
+                "stream_options": {"include_usage": True},
+            },
+            "a version by a word": {"model": "base", "lora_adapter": "latest", "prompt": "2 + 3 ="},
+            "one of several words": {"model": "policy", "prompt": "2 + 3 =", "guided_choice": ["5", "6"]},
+        },
+    ),
+    "POST /v1/chat/completions": RouteDocument(
+        (ChatBody,),
+        (ChatAnswer,),
+        {"model": "policy", "messages": MESSAGES, "max_tokens": 64},
+        {
+            "JSON of a schema": {
+                "model": "policy",
+                "messages": MESSAGES,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}},
+            },
+            "a function that is called": {
+                "model": "policy",
+                "messages": MESSAGES,
+                "tools": [{"type": "function", "function": {"name": "add", "parameters": SUM_SCHEMA}}],
+                "tool_choice": "required",
+            },
+            "log-probs in a stream": {
+                "model": "policy",
+                "messages": MESSAGES,
+                "stream": True,
+                "logprobs": True,
+                "top_logprobs": 2,
+            },
+        },
+    ),
+    "POST /v1/responses": RouteDocument(
+        (ResponseBody,),
+        (ResponseAnswer,),
+        {"model": "policy", "input": "2 + 3?", "max_output_tokens": 64},
+        events="OpenAI's events of a response, the last one `response.completed`, `response.incomplete` or `error`",
+    ),
+    "POST /pause": RouteDocument((), (engine.PauseAnswer,), parameters=(MODE,)),
+    "POST /pause_generation, POST /areal_pause_generation": RouteDocument(
+        (engine.PauseBody,), (engine.PauseAnswer,), {"mode": "keep"}
+    ),
+    "POST /resume, POST /continue_generation, POST /areal_continue_generation": RouteDocument(
+        (engine.NoFields,), (engine.PauseAnswer,), {}
+    ),
+    "GET /is_paused": RouteDocument((), (engine.IsPaused,)),
+    "POST /abort_requests": RouteDocument((engine.AbortManyBody,), (engine.AbortAnswer,), {"request_ids": ["job-7"]}),
+    "POST /v1/requests/{request_id}/cancel": RouteDocument((), (engine.AbortAnswer,), errors=(404,)),
+    "POST /abort_request": RouteDocument((engine.AbortOneBody,), (engine.AbortAnswer,), {"rid": "job-7"}),
+    "POST /reset_prefix_cache, GET /flush_cache, POST /flush_cache": RouteDocument((), (engine.CachesAnswer,)),
+    "POST /v1/warmup": RouteDocument((engine.WarmUpBody,), (engine.WarmUpAnswer,), {"rows": 4, "prompt_tokens": 16}),
+    "GET /v1/queue, GET /v1/queue/stats": RouteDocument((), (engine.QueueAnswer,)),
+    "GET /v1/adapters": RouteDocument((), (adapters.AdapterList,)),
+    "POST /v1/adapters/load": RouteDocument((adapters.LoadBody,), (adapters.AdapterEntry,), FOLDER),
+    "POST /load_adapter": RouteDocument(
+        (adapters.LoadBody, aliases.LoadPolicyBody),
+        (adapters.AdapterEntry, aliases.PolicyMoved),
+        FOLDER,
+        {"the policy that is served moves": {"adapter_path": "poet/adapter"}},
+    ),
+    "PUT /v1/adapters/{name}": RouteDocument((), (adapters.AdapterEntry,), body_type="application/zip"),
+    "POST /upload_adapter": RouteDocument(
+        (),
+        (aliases.PolicyMoved, adapters.AdapterEntry),
+        parameters=(NAME,),
+        body_type=FORM,
+    ),
+    "POST /update_adapter_weights": RouteDocument(
+        (), (adapters.AdapterEntry,), parameters=({**NAME, "required": True},), body_type="application/octet-stream"
+    ),
+    "DELETE /v1/adapters/{model}, DELETE /v1/adapters/{name}/aliases/{alias}": RouteDocument((), (adapters.Done,)),
+    "POST /v1/adapters/promote": RouteDocument((adapters.PromoteBody,), (adapters.NameMeans,), VERSION),
+    "POST /v1/adapters/rollback": RouteDocument((adapters.RollBackBody,), (adapters.NameMeans,), {"name": "poet"}),
+    "POST /v1/adapters/aliases": RouteDocument((adapters.AliasBody,), (adapters.Done,), VERSION | {"alias": "liked"}),
+    "POST /v1/load_lora_adapter": RouteDocument((adapters.LoadBody,), (), FOLDER, media_type="text/plain"),
+    "POST /v1/unload_lora_adapter": RouteDocument((aliases.UnloadBody,), (), {"name": "poet"}, media_type="text/plain"),
+    "POST /load_lora_adapter, POST /skyrl/v1/load_lora_adapter": RouteDocument(
+        (adapters.LoadBody,), (aliases.LoadedAdapters,), FOLDER
+    ),
+    "POST /unload_lora_adapter": RouteDocument((aliases.UnloadBody,), (aliases.LoadedAdapters,), {"name": "poet"}),
+    "POST /model/switch-lora": RouteDocument(
+        (aliases.SwitchBody,),
+        (adapters.NameMeans,),
+        VERSION,
+        {"the policy, by a word": {"version": "checkpoint-3"}},
+    ),
+    "PUT /v1/splits/{name}": RouteDocument(
+        (splits.SplitBody,), (splits.SplitAnswer,), {"weights": {"policy@11": 9, "policy@12": 1}}
+    ),
+    "DELETE /v1/splits/{name}": RouteDocument((), (splits.SplitAnswer,)),
+    "GET /v1/splits": RouteDocument((), (splits.SplitList,)),
+    "GET /v1/shares": RouteDocument((), (shares.SharesAnswer,), errors=(409,)),
+    "PUT /v1/shares": RouteDocument(
+        (shares.SharesBody,), (shares.SharesAnswer,), {"serving_share": 0.9}, errors=(409,)
+    ),
+    "POST /v1/rewards": RouteDocument((splits.RewardBody,), (splits.RewardAnswer,), {"id": "cmpl-1f", "reward": 1.0}),
+    "POST /v1/rewards/score": RouteDocument(
+        (scores.ScoreBody,),
+        (scores.ScoreAnswer,),
+        {"model": "reward", "input": ["2 + 3 = 5", "2 + 3 = 6"]},
+        {
+            "completions of a prompt": {"prompt": "2 + 3 =", "completions": [" 5", " 6"]},
+            "the end of a chat": {"messages": [*MESSAGES, {"role": "assistant", "content": "5"}]},
+        },
+    ),
+    "GET /v1/trajectories": RouteDocument((), (trajectories.TrajectoryList,)),
+    "POST /v1/trajectories/{trajectory_id}/reward": RouteDocument(
+        (trajectories.TrajectoryRewardBody,),
+        (trajectories.TrajectoryRewardAnswer,),
+        {"reward": {"right": 1, "short": 0.5}},
+        errors=(507,),
+    ),
+    "GET /v1/training/status, GET /debug/training": RouteDocument(answer_example=STATUS),
+    "POST /v1/training/pause, POST /v1/training/resume": RouteDocument(
+        (training.TrainingBody,), (), {"policy": None}, answer_example=STATUS
+    ),
+    "POST /v1/training/update": RouteDocument(
+        (training.UpdateBody,),
+        (),
+        {},
+        {
+            "on given trajectories": {
+                "trajectories": [
+                    {"prompt": "2 + 3 =", "completion": " 5", "reward": 1.0},
+                    {"prompt": "2 + 3 =", "completion": " 6", "reward": 0.0},
+                ],
+                "update_inference": True,
+                "checkpoint_name": "manual-update-1",
+            },
+        },
+        STATUS,
+    ),
+    "POST /v1/training/checkpoint, POST /training/checkpoint": RouteDocument(
+        (training.TrainingBody,), (training.CheckpointAnswer,), {}
+    ),
+    "POST /generate, POST /generate/, POST //generate": RouteDocument(
+        (CompletionBody, sglang.SglangBody, trl.TrlBody, versioned.VersionedBody),
+        (native.NativeAnswer, sglang.SglangRow, trl.TrlAnswer, vllm_legacy.LegacyAnswer, versioned.VersionedAnswer),
+        {"prompt": [17, 10, 18], "model": "policy", "max_tokens": 8, "n": 1},
+        {
+            "SGLang": {"input_ids": [17, 10, 18], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True},
+            "vLLM's first server": {"prompt": {"prompt_token_ids": [17, 10, 18]}, "max_tokens": 8, "logprobs": 0},
+            "TRL": {"prompts": ["2 + 3 ="], "n": 2, "max_tokens": 8},
+            "a trainer with its version": {"prompt": "2 + 3 =", "policy_version": 12, "step_id": 7, "logprobs": 1},
+        },
+    ),
+    "POST /inference/v1/generate": RouteDocument(
+        (vllm_tokens.TokensBody,),
+        (vllm_tokens.TokensAnswer,),
+        {"model": "policy", "token_ids": [17, 10, 18], "sampling_params": {"max_tokens": 8}},
+    ),
+    "POST /tokenize": RouteDocument((tokenize.TokenizeBody,), (tokenize.TokensOfText,), {"prompt": "2 + 3"}),
+    "POST /detokenize": RouteDocument((tokenize.DetokenizeBody,), (tokenize.TextOfTokens,), {"tokens": [17, 10, 18]}),
+    "GET /get_world_size, GET /get_world_size/": RouteDocument((), (identity.WorldSize,)),
+    "GET /weight_info, GET /get_weight_version": RouteDocument((), (identity.WeightVersion,)),
+    "GET /model_info, GET /get_model_info": RouteDocument((), (identity.ModelInfo,)),
+    "GET /health_generate": RouteDocument((), (identity.Alive,)),
+    ", ".join(f"POST {path}" for path in identity.ABSENT_PATHS): RouteDocument(),
+}
+DOCUMENTS = {row: document for rows, document in _DOCUMENTS.items() for row in rows.split(", ")}
+"""The document of each route."""
 
 
 def openapi_document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
@@ -83,10 +329,10 @@ def _schemas() -> dict[str, Any]:
 
 def _allow_null(schema: dict[str, Any]) -> None:
     """Allow null for each optional field, as `checked` in `schemas.py` does."""
-    for name, field in schema["properties"].items():
-        if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
-            kept = {key: field[key] for key in ("title", "default", "description") if key in field}
-            kind = {key: value for key, value in field.items() if key not in kept}
+    for name, value in schema["properties"].items():
+        if name not in schema.get("required", ()) and {"type": "null"} not in value.get("anyOf", ()):
+            kept = {key: value[key] for key in ("title", "default", "description") if key in value}
+            kind = {key: item for key, item in value.items() if key not in kept}
             schema["properties"][name] = {"anyOf": [kind, {"type": "null"}], **kept}
 
 
@@ -95,7 +341,9 @@ def _describe(operation: dict[str, Any], document: RouteDocument, role: Role, *,
     if document.parameters:
         operation["parameters"] = [*operation.get("parameters", ()), *document.parameters]
     if document.bodies:
-        content = {"schema": _any_of(document.bodies), **_examples(document)}
+        examples = {"usual": document.example, **document.more_examples}
+        named = {name: {"value": value} for name, value in examples.items()}
+        content = {"schema": _any_of(document.bodies), "examples": named}
         operation["requestBody"] = {"required": True, "content": {JSON: content}}
     elif document.body_type != JSON:
         file = {"type": "string", "format": "binary"}
@@ -107,19 +355,11 @@ def _describe(operation: dict[str, Any], document: RouteDocument, role: Role, *,
         operation["security"] = [{"bearer": []}, {"x-api-key": []}]
 
 
-def _examples(document: RouteDocument) -> dict[str, Any]:
-    """Use the field for one example or the one for several."""
-    if not document.more_examples:
-        return {"example": document.example}
-    named = {"usual": document.example, **document.more_examples}
-    return {"examples": {name: {"value": value} for name, value in named.items()}}
-
-
 def _responses(document: RouteDocument, role: Role, *, has_keys: bool) -> dict[str, Any]:
     statuses = {403, 503, *document.errors}
-    if role != "public":
-        statuses |= {401} if has_keys else set()
-    if role == "admin" or document.is_stored:
+    if role != "public" and has_keys:
+        statuses |= {401}
+    if role == "admin":
         statuses |= {507}
     if role in ("training", "admin"):
         statuses |= {400, 404, 408, 409, 413}

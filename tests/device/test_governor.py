@@ -1,5 +1,6 @@
 import random
 from collections.abc import Collection
+from statistics import fmean, median
 
 import pytest
 
@@ -73,3 +74,62 @@ def test_shares_can_change_while_work_goes_on() -> None:
     shares(governor, ["serving", "rollout"], units=1000)
     governor.serving_share = 0.2
     assert shares(governor, ["serving", "rollout"])["serving"] == pytest.approx(0.2, abs=0.02)
+
+
+def intervals(target: float | None, other_seconds: float, switch_seconds: float, ready: list[Work]) -> list[float]:
+    """Times between units of serving, in multiples of the mean unit without other work."""
+    governor = Governor(serving_share=0.7, engine_share=0.4, serving_latency_target=target)
+    lengths, times, last = random.Random(5), [0.0], "serving"
+    for _ in range(20_000):
+        work = governor.choose(ready)
+        if work != "serving" and last == "serving":
+            governor.charge("serving", 1e-6, is_flush=True)
+        seconds = (0.01 if work == "serving" else other_seconds) * lengths.uniform(0.8, 1.2)
+        seconds += switch_seconds if work == "serving" and last != "serving" else 0.0
+        governor.charge(work, seconds)
+        times[-1] += seconds / 0.01
+        if work == "serving":
+            times.append(0.0)
+        last = work
+    return times[100:-1]
+
+
+@pytest.mark.parametrize("ready", [["serving", "learning"], ["serving", "rollout"], ["serving", "rollout", "learning"]])
+@pytest.mark.parametrize("switch_seconds", [0.0, 0.002])
+@pytest.mark.parametrize("other_seconds", [0.0003, 0.001, 0.003, 0.005, 0.02, 0.2])
+@pytest.mark.parametrize("target", [1.05, 1.2, 2.0])
+def test_the_time_between_tokens_stays_within_its_target(
+    target: float, other_seconds: float, switch_seconds: float, ready: list[Work]
+) -> None:
+    times = intervals(target, other_seconds, switch_seconds, ready)
+    assert fmean(times) <= target * 1.02
+    assert median(times) <= target * 1.02
+
+
+@pytest.mark.parametrize("other_seconds", [0.0003, 0.02])
+def test_shares_alone_hold_no_target(other_seconds: float) -> None:
+    times = intervals(None, other_seconds, 0.0, ["serving", "learning"])
+    assert fmean(times) > 2.4
+    assert median(times) > 2.4
+
+
+def test_other_work_gets_what_the_target_leaves() -> None:
+    governor = Governor(serving_share=0.7, engine_share=0.4, serving_latency_target=1.2)
+    assert shares(governor, ["serving", "learning"])["learning"] == pytest.approx(0.2 / 1.2, abs=0.01)
+    assert shares(governor, ["rollout", "learning"], units=100)["learning"] == 1.0
+    governor.serving_latency_target = None
+    assert shares(governor, ["serving", "learning"])["learning"] == pytest.approx(0.6, abs=0.02)
+
+
+def test_a_target_that_is_set_while_work_runs_holds_from_then_on() -> None:
+    governor = Governor(serving_share=0.7, engine_share=0.4)
+    shares(governor, ["serving", "learning"], units=10_000)
+    governor.serving_latency_target = 1.2
+    assert shares(governor, ["serving", "learning"], units=2000)["learning"] == pytest.approx(0.2 / 1.2, abs=0.02)
+
+
+def test_serving_that_begins_goes_first() -> None:
+    governor = Governor(serving_share=0.7, engine_share=0.4, serving_latency_target=1.2)
+    shares(governor, ["serving", "learning"], units=100)
+    shares(governor, ["learning"], units=10)
+    assert governor.choose(["serving", "learning"]) == "serving"

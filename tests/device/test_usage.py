@@ -51,9 +51,12 @@ def test_what_the_system_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPat
 def test_shares_are_those_of_the_governor_and_change_one_by_one() -> None:
     governor = Governor(serving_share=0.7, engine_share=0.5)
     report = DeviceReport(governor, UsageMonitor())
-    report.set_shares(serving_share=None, engine_share=0.25)
+    report.set_shares(serving_share=None, engine_share=0.25, serving_latency_target=None)
     assert report.shares() == {"serving_share": 0.7, "engine_share": 0.25}
-    report.set_shares(serving_share=1.0, engine_share=None)
-    assert (governor.serving_share, governor.engine_share) == (1.0, 0.25)
+    report.set_shares(serving_share=1.0, engine_share=None, serving_latency_target=1.5)
+    assert (governor.serving_share, governor.engine_share, governor.serving_latency_target) == (1.0, 0.25, 1.5)
+    assert report.shares() == {"serving_share": 1.0, "engine_share": 0.25, "serving_latency_target": 1.5}
+    report.set_shares(serving_share=None, engine_share=None, serving_latency_target=0.0)
+    assert governor.serving_latency_target is None
     assert set(report.memory()) == {"active", "peak", "cache"}
     assert set(report.seconds()) == {"serving", "rollout", "learning"}

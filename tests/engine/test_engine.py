@@ -8,7 +8,6 @@ import pytest
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
 from parallm.engine.engine import TRAFFIC_CLASSES, Engine
-from parallm.engine.kv.budget import max_rows
 from parallm.engine.prefill import Prefill
 from parallm.engine.sequence import PrefillJob
 from parallm.engine.settings import EngineSettings
@@ -153,11 +152,6 @@ def test_a_prompt_without_a_row_is_computed_where_a_lane_had_nothing_to_do(
     assert (units, engine.num_running()) == ([["a", "b"]], 0)
     run(engine)
     assert units == [["a", "b"], ["c"]]
-
-
-@pytest.mark.parametrize(("asked", "rows"), [(None, 256), (3, 3)])
-def test_a_cpu_decodes_256_rows_unless_told_otherwise(asked: int | None, rows: int) -> None:
-    assert max_rows(EngineSettings(max_rows=asked)) == rows
 
 
 def test_greedy_rows_and_sampled_rows_share_a_batch(load_tiny: LoadTiny, ask: Ask, complete: Complete) -> None:

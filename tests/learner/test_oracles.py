@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from parallm.learner.loss.advantage import advantages
-from parallm.learner.loss.corrections import entropy_threshold
-from parallm.learner.loss.objective import Objective, token_weight
+from parallm.learner.loss.objective import Objective, entropy_threshold, token_weight
 from parallm.learner.loss.policy_loss import LossInputs, objective_loss
 
 ORACLES = [json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "oracles").glob("*.json"))]

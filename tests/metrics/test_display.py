@@ -10,12 +10,10 @@ from typing import Literal
 import pytest
 from rich.console import Console
 
-from parallm.metrics.display import LoggedDisplay, NoDisplay, make_display
+from parallm.metrics.display import Display, RunHeader, step_line
 from parallm.metrics.eta import Schedule
 from parallm.metrics.formatting import duration
-from parallm.metrics.header import RunHeader
-from parallm.metrics.line_display import LinesDisplay, step_line
-from parallm.metrics.live_display import LiveDisplay, fitting_columns, numbers_now, step_table
+from parallm.metrics.live_display import LiveDisplay, fitting_columns, make_display, numbers_now, step_table
 from parallm.metrics.log_capture import PROGRESS
 from parallm.metrics.step import StepMetrics
 from parallm.reports import Estimate, EvaluationReport, TrainingStatus
@@ -46,10 +44,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def test_auto_is_live_on_a_terminal_and_lines_elsewhere(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(make_display("auto", terminal), LiveDisplay)
-    assert isinstance(make_display("auto", io.StringIO()), LinesDisplay)
-    assert isinstance(make_display("off", terminal), NoDisplay)
+    assert not isinstance(make_display("auto", io.StringIO()), LiveDisplay)
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_display("auto", terminal), LinesDisplay)
+    assert not isinstance(make_display("auto", terminal), LiveDisplay)
 
 
 def test_lines_writes_one_line_per_step_and_evaluation(
@@ -86,7 +83,7 @@ def test_warnings_go_through_the_display_while_it_runs(choice: str, terminal: Te
     console = logging.StreamHandler()  # as logging.basicConfig makes it
     logging.getLogger("parallm.test").addHandler(console)
     try:
-        display = LiveDisplay(terminal) if choice == "live" else LinesDisplay(terminal)
+        display = LiveDisplay(terminal) if choice == "live" else Display(terminal)
         display.start(HEADER)
         assert logging.getLogger("parallm.test").handlers == []
         logging.getLogger("parallm.test").warning("checkpoint [bold]7[/bold] is broken")
@@ -101,7 +98,7 @@ def test_warnings_go_through_the_display_while_it_runs(choice: str, terminal: Te
 
 @pytest.mark.parametrize("choice", ["live", "lines"])
 def test_why_a_run_failed_is_left_to_the_command_to_say(choice: str, terminal: Terminal) -> None:
-    display = LiveDisplay(terminal) if choice == "live" else LinesDisplay(terminal)
+    display = LiveDisplay(terminal) if choice == "live" else Display(terminal)
     display.start(HEADER)
     display.phase(TrainingStatus(state="failed", message="nothing teaches anything"))
     display.close()
@@ -274,7 +271,7 @@ def test_the_log_has_what_a_display_shows_and_a_display_no_line_of_it_twice(
     step: Callable[..., StepMetrics],
     evaluation: Callable[..., EvaluationReport],
 ) -> None:
-    display = LoggedDisplay(make_display(choice, terminal))
+    display = make_display(choice, terminal, is_logged=True)
     with caplog.at_level(logging.INFO, PROGRESS):
         display.start(HEADER)
         display.evaluation(evaluation(0))

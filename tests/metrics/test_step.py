@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from parallm.metrics.display import evaluation_line, step_line
 from parallm.metrics.eta import Schedule
-from parallm.metrics.line_display import evaluation_line, step_line
 from parallm.metrics.step import StepMetrics, evaluation_row
 from parallm.reports import Estimate, EvaluationReport, OffPolicyReport, PairsReport
 

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import pytest
 
 from parallm.rollout.collector import Collector, RolloutBatch
-from parallm.rollout.curriculum import Curriculum
-from parallm.rollout.problems import ProblemCursor, ProblemStream
+from parallm.rollout.problems import Curriculum, ProblemCursor, ProblemStream
 from parallm.rollout.settings import CurriculumSettings
 from parallm.types import Message, Problem, TrajectoryGroup
 

@@ -10,7 +10,7 @@ from parallm.reports import Evaluation, EvaluationReport
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator, Samples
 from parallm.rollout.problems import ProblemStream
-from parallm.rollout.settings import RolloutSettings
+from parallm.rollout.settings import EpisodeSettings, RolloutSettings
 from parallm.types import Completion, GenerationRequest, Message, Problem, Split
 
 
@@ -73,7 +73,7 @@ def evaluator_of(environment: AnyEnvironment, generate_all: Any, samples: Sample
         tokenizer=Letters(),  # type: ignore[arg-type]  # it has just the method that is used
         environment=environment,
         problems=problems,
-        max_tokens=9,
+        rollout=EpisodeSettings(max_tokens=9),
         samples=samples,
     )
 

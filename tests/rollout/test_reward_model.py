@@ -12,6 +12,7 @@ from parallm.model.load import NANO
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.runner import RolloutRunner
 from parallm.rollout.scoring import ScoredEpisode
+from parallm.rollout.settings import EpisodeSettings
 from parallm.types import (
     Completion,
     GenerationRequest,
@@ -71,7 +72,7 @@ def run_episodes(tokenizer: ChatTokenizer, rater: Rater, *texts: Sequence[str]) 
         ]
 
     model = RewardModel(rate=rater.rate, weight=0.25, tokenizer=tokenizer)
-    runner = RolloutRunner(generate_all, tokenizer, Exact(), max_turns=1, score_seconds=5, reward_model=model)
+    runner = RolloutRunner(generate_all, tokenizer, Exact(), EpisodeSettings(max_turns=1), model)
     problems = PROBLEMS[: len(texts)]
     requests = [
         GenerationRequest(

@@ -12,6 +12,7 @@ from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO
 from parallm.rollout.runner import RolloutRunner
 from parallm.rollout.scoring import ScoredEpisode
+from parallm.rollout.settings import EpisodeSettings
 from parallm.types import (
     Completion,
     FinishReason,
@@ -84,7 +85,7 @@ class Talker:
 def run_episodes(
     script: Script, environment: AnyEnvironment, tokenizer: ChatTokenizer, *, max_tokens: int = 60, max_turns: int = 8
 ) -> list[ScoredEpisode]:
-    runner = RolloutRunner(script.generate_all, tokenizer, environment, max_turns=max_turns, score_seconds=5.0)
+    runner = RolloutRunner(script.generate_all, tokenizer, environment, EpisodeSettings(max_turns=max_turns))
     request = GenerationRequest(
         request_id="step-0-0",
         prompt_tokens=tokenizer.encode_chat(PROBLEM.messages),

@@ -12,8 +12,8 @@ from parallm.conversation import ToolCall
 from parallm.errors import InvalidRequest
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO
-from parallm.rollout.runner import RolloutRunner
-from parallm.rollout.tool_calls import encode_problem, parse_response
+from parallm.rollout.runner import RolloutRunner, encode_problem, parse_response
+from parallm.rollout.settings import EpisodeSettings
 from parallm.types import Completion, GenerationRequest, Message, Problem, SamplingParams, Split
 
 TOOLS = json.dumps([{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}])
@@ -96,7 +96,7 @@ def test_a_call_is_answered_behind_the_very_tokens_that_made_it(tokenizer: ChatT
         )
         return [[completion]]
 
-    runner = RolloutRunner(generate_all, tokenizer, Adding(), max_turns=4, score_seconds=5.0)
+    runner = RolloutRunner(generate_all, tokenizer, Adding(), EpisodeSettings(max_turns=4))
     first = encode_problem(tokenizer, PROBLEM)
     request = GenerationRequest(request_id="a", prompt_tokens=first, sampling=SamplingParams(max_tokens=200))
     ((scored,),) = asyncio.run(runner.run_episodes([PROBLEM], [request]))

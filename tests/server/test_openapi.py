@@ -5,9 +5,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from parallm.server.openapi import openapi_document
+from parallm.server.openapi import DOCUMENTS, openapi_document
 from parallm.server.operation.auth import ROLES
-from parallm.server.route_documents import DOCUMENTS
 
 Call = Callable[..., httpx.Response]
 NEED_AN_ANSWER = ("POST /v1/rewards", "POST /v1/rewards/score", "POST /v1/trajectories/{trajectory_id}/reward")

@@ -27,10 +27,10 @@ from parallm.model.adapters.initial import starting_adapter
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.load import load_shared_model
 from parallm.model.settings import ModelSettings
+from parallm.server.openapi import DOCUMENTS
 from parallm.server.operation.auth import RANK, ROLES, read_keys
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
-from parallm.server.route_documents import DOCUMENTS
 from parallm.server.settings import ApiKey, ServerSettings
 from tests.server.conftest import make_app
 

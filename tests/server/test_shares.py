@@ -51,10 +51,30 @@ def test_shares_are_changed_while_the_process_runs_and_show_in_status_and_metric
     assert 'parallm:device_share{share="engine_share"} 1.0' in client.get("/metrics").text
 
 
-@pytest.mark.parametrize("body", [{}, {"engine_share": 1.1}, {"serving_share": -0.1}, {"engine_share": None}, {"x": 1}])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"engine_share": 1.1},
+        {"serving_share": -0.1},
+        {"engine_share": None},
+        {"serving_latency_target": 0.9},
+        {"x": 1},
+    ],
+)
 def test_what_is_no_share_is_refused(client: TestClient, body: dict[str, Any]) -> None:
     assert client.put("/v1/shares", json=body).status_code == 400
     assert client.get("/v1/shares").json() == {"serving_share": 0.7, "engine_share": 0.5}
+
+
+def test_a_latency_target_of_serving_is_set_and_ended(client: TestClient) -> None:
+    shares = {"serving_share": 0.7, "engine_share": 0.5}
+    assert client.put("/v1/shares", json={"serving_latency_target": 1.2}).json() == {
+        **shares,
+        "serving_latency_target": 1.2,
+    }
+    assert 'parallm:device_share{share="serving_latency_target"} 1.2' in client.get("/metrics").text
+    assert client.put("/v1/shares", json={"serving_latency_target": 0}).json()["serving_latency_target"] == 0
 
 
 def test_a_process_without_a_device_says_so(engine: Any, tokenizer: Any) -> None:

@@ -17,7 +17,7 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from parallm.learner import adapter_state
+from parallm.learner.adapter_learner import AdapterLearner, OptimizerStep
 from parallm.learner.learner import Learner
 
 Train = Callable[..., int]
@@ -309,10 +309,10 @@ def test_a_step_that_has_moved_nothing_has_made_no_version_that_could_be_undone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     names: list[str] = []
-    measure, numbers = adapter_state._change, itertools.count(1)
+    compute_step, numbers = AdapterLearner.compute_step, itertools.count(1)
 
-    def change(*arrays: mx.array) -> adapter_state.WeightChange:
-        found = measure(*arrays)
+    def second_moves_nothing(self: AdapterLearner, gradient_N: mx.array, step: int) -> OptimizerStep:
+        found = compute_step(self, gradient_N, step)
         return found if next(numbers) != 2 else replace(found, has_moved=mx.array(False))
 
     def act(client: httpx.Client) -> None:
@@ -323,7 +323,7 @@ def test_a_step_that_has_moved_nothing_has_made_no_version_that_could_be_undone(
         until(lambda: step_of(client) == 4)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(adapter_state, "_change", change)
+    monkeypatch.setattr(AdapterLearner, "compute_step", second_moves_nothing)
     break_gradient(3)
     trainer = {"steps": 9, "max_off_policy_steps": 4, "guard": {"max_skips": 1}}
     assert run(act, trainer=trainer, checkpoint={"every": 10}) == 0

@@ -13,6 +13,7 @@ from parallm.engine.kv.prefix_cache import PrefixCache
 from parallm.engine.kv.shapes import BLOCK, allocated, blocks
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ConfigError, ContextTooLong
+from parallm.model.kernels.cuda import on_cuda
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest
 
@@ -22,8 +23,10 @@ CPU_SHARE = 0.25
 """Share of the free RAM: other programs need some, and on a CPU time runs out long before keys and values do."""
 MAX_DEFAULT_CONTEXT = 8192
 """Models claim up to a million tokens; engine.max_context asks for more than this."""
-DEFAULT_ROWS, DEFAULT_CPU_ROWS = 128, 256
+DEFAULT_ROWS, DEFAULT_CPU_ROWS, MAX_DEFAULT_ROWS = 128, 256, 1024
 """On a CPU a row takes less time the more there are; see the README. None takes memory before it runs."""
+TYPICAL_POSITIONS = 1024
+"""CUDA decodes at once the sequences of this length that memory holds: small models are bound by launches."""
 PREFIX_SHARE = 0.5
 """Share of the limit for the prefix cache: running requests get it back at once, but resizing to fit costs copies."""
 LOWERED_SHARE = 0.8
@@ -58,6 +61,8 @@ class KvBudget:
         """`bytes_for`: bytes of a decode batch with sequences of these lengths."""
         self.cost = cost
         self.limit = settings.kv_cache_bytes or default_limit()
+        self.max_rows = settings.max_rows or default_rows(cost, self.limit)
+        """Sequences of a traffic class that decode at the same time."""
         self.used = 0
         """Bytes held after the engine's last unit."""
         self.prefixes = PrefixCache(int(self.limit * PREFIX_SHARE))
@@ -97,9 +102,15 @@ class KvBudget:
         return True
 
 
-def max_rows(settings: EngineSettings) -> int:
-    """Sequences of a traffic class that decode at the same time."""
-    return settings.max_rows or (DEFAULT_CPU_ROWS if mx.default_device() == mx.Device(mx.cpu) else DEFAULT_ROWS)
+def default_rows(cost: KvCost, limit: int) -> int:
+    """Sequences of a traffic class that decode at the same time, where the settings name no number.
+
+    On CUDA it is a power of two, so that a full batch is one of the shapes that a step is compiled for.
+    """
+    if not on_cuda():
+        return DEFAULT_CPU_ROWS if mx.default_device() == mx.Device(mx.cpu) else DEFAULT_ROWS
+    fitting = max(limit // max(cost.of(TYPICAL_POSITIONS), 1), 1)
+    return min(max(2 ** (fitting.bit_length() - 1), DEFAULT_ROWS), MAX_DEFAULT_ROWS)
 
 
 def max_context(settings: EngineSettings, model: SharedModel) -> int:

@@ -17,14 +17,7 @@ from typing import Any
 import numpy as np
 
 from parallm.integrations.atropos.sample_store import SampleStore, SamplingRecord
-from parallm.integrations.atropos.scored_group import (
-    GroupRefused,
-    Limits,
-    Reason,
-    ScoredGroup,
-    ScoredSequence,
-    read_group,
-)
+from parallm.integrations.atropos.scored_group import GroupRefused, Limits, ScoredGroup, ScoredSequence, read_group
 from parallm.rollout.live.journal import Journal
 from parallm.rollout.runner import GenerateAll
 from parallm.rollout.settings import AtroposSettings
@@ -41,8 +34,6 @@ from parallm.types import (
 FILE = "quarantine.jsonl"
 MAX_KEPT = 16
 """Groups that the file keeps of each reason: an environment may get every single one wrong."""
-OF_THE_RUN: frozenset[Reason] = frozenset({"stale", "no_signal"})
-"""Reasons of well-formed groups, which the file does not keep."""
 MAX_LOGPROB_GAP = 1e-3
 """Tolerated difference between the log-probs that an environment posts and those that it was given."""
 DEFAULT_TEMPERATURE = 1.0
@@ -60,17 +51,13 @@ class Quarantine:
 
     def __init__(self, folder: Path) -> None:
         self._journal = Journal(folder / FILE)
-        self._counts: Counter[Reason] = Counter()
-
-    @property
-    def counts(self) -> Mapping[Reason, int]:
-        """Refused groups by reason, since the start."""
-        return dict(sorted(self._counts.items()))
+        self.counts: Counter[str] = Counter()
+        """Groups that were not trained on by reason, since the start."""
 
     def put(self, refused: GroupRefused, group: Any) -> None:
-        self._counts[refused.reason] += 1
-        if refused.reason not in OF_THE_RUN and self._counts[refused.reason] <= MAX_KEPT:
-            self._journal.append(lambda: {"reason": refused.reason, "detail": refused.detail, "group": group})
+        self.counts[refused.reason] += 1
+        if self.counts[refused.reason] <= MAX_KEPT:
+            self._journal.append({"reason": refused.reason, "detail": refused.detail, "group": group})
 
     def close(self) -> None:
         """Wait until the file holds everything."""

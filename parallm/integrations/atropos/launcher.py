@@ -13,19 +13,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from parallm.errors import ConfigError
-from parallm.integrations.atropos.api import ApiFailed, ApiUnreachable, Sizes, TrajectoryApi
-from parallm.integrations.atropos.diagnosis import EnvironmentState, causes_of
+from parallm.integrations.atropos.diagnosis import causes_of
 from parallm.integrations.atropos.source import AtroposFacts
-from parallm.integrations.atropos.supervisor import ChildProcess, SupervisedProcess, log_tail, variables_for
+from parallm.integrations.atropos.supervisor import SupervisedProcess, variables_for
+from parallm.integrations.atropos.trainer_client import ApiFailed, ApiUnreachable, Sizes, TrajectoryApi
 from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
 
 ENVIRONMENT_HOST = Path(__file__).with_name("environment_host.py")
@@ -146,10 +145,8 @@ class Launcher:
         if settings.api or settings.environments:
             self._folder.mkdir(parents=True, exist_ok=True)
             check_interpreter(self._python)
-        self._run_api = self._supervised("run-api", self._start_api) if settings.api else None
-        self._environments = tuple(
-            self._supervised(name, self._environment(name, process)) for name, process in settings.environments.items()
-        )
+        self._run_api = self._supervised_api() if settings.api else None
+        self._environments = tuple(self._environment(*pair) for pair in settings.environments.items())
 
     async def start(self) -> None:
         """Start run-api, if the settings say so, and wait until it answers. Raises ConfigError if it does not."""
@@ -162,8 +159,10 @@ class Launcher:
                 await self._api.info()
                 return
             await asyncio.sleep(SECONDS_BETWEEN_TURNS)
-        log = self._log("run-api")
-        raise ConfigError(f"rollout.atropos.start.api: run-api does not answer; {log} ends with: {log_tail(log)}")
+        raise ConfigError(
+            f"rollout.atropos.start.api: run-api does not answer; {self._run_api.log} ends with: "
+            f"{self._run_api.log_tail()}"
+        )
 
     async def run(self) -> None:
         while True:
@@ -186,12 +185,12 @@ class Launcher:
         if facts.waiting_since != self._waiting_since:
             self._waiting_since = facts.waiting_since
             self._explained.clear()
-        causes = causes_of(facts, [self._state_of(process) for process in self._environments])
-        for cause in causes:
-            if cause.name not in self._explained:
-                logger.warning("no batch for %.0f s: %s", seconds, cause.text)
-                self._explained[cause.name] = cause.text
-        return "no batch: " + "; ".join(self._explained[cause.name] for cause in causes)
+        causes = causes_of(facts, self._environments)
+        for name, text in causes.items():
+            if name not in self._explained:
+                logger.warning("no batch for %.0f s: %s", seconds, text)
+                self._explained[name] = text
+        return "no batch: " + "; ".join(self._explained[name] for name in causes)
 
     async def _turn(self) -> None:
         now, facts = self._clock(), self._facts()
@@ -204,63 +203,58 @@ class Launcher:
         if facts.api.state in ("waiting", "serving"):
             for process in self._environments:
                 if process.supervise(now):
-                    await self._disconnect(process.name)
+                    await self._disconnect(process)
 
-    async def _disconnect(self, name: str) -> None:
+    async def _disconnect(self, process: SupervisedProcess) -> None:
         """Make run-api wait no longer for groups of an environment that has ended."""
-        env_id = self._env_id(name)
+        env_id = self._env_id(process)
         if env_id is None:
             return
         try:
             await self._api.disconnect(env_id)
-            logger.info("%s, which had the id %d, is disconnected from run-api", name, env_id)
+            logger.info("%s, which had the id %d, is disconnected from run-api", process.name, env_id)
         except (ApiUnreachable, ApiFailed) as error:
-            logger.warning("%s could not be disconnected: %s", name, error)
+            logger.warning("%s could not be disconnected: %s", process.name, error)
 
     async def _end_environments(self) -> None:
         await asyncio.gather(*(process.end() for process in self._environments))
         for process in self._environments:
-            self._env_id(process.name)  # forgotten: run-api is to know it no more
+            self._env_id(process)  # forgotten: run-api is to know it no more
 
-    def _env_id(self, name: str) -> int | None:
+    def _env_id(self, process: SupervisedProcess) -> int | None:
         """Return the newest id that an environment's log has named since the last call."""
         env_id = None
-        with suppress(OSError), self._log(name).open("rb") as log:
-            log.seek(self._log_offsets[name])
+        with suppress(OSError), process.log.open("rb") as log:
+            log.seek(self._log_offsets[process.name])
             for line in log:
                 if match := REGISTERED.search(line):
                     env_id = int(match[1])
-            self._log_offsets[name] = log.tell()
+            self._log_offsets[process.name] = log.tell()
         return env_id
 
-    def _log(self, name: str) -> Path:
-        return self._folder / f"{name}.log"
-
-    def _supervised(self, name: str, start: Callable[[], ChildProcess]) -> SupervisedProcess:
-        return SupervisedProcess(name, start, max_restarts=self._settings.max_restarts)
-
-    def _start_api(self) -> ChildProcess:
+    def _supervised_api(self) -> SupervisedProcess:
         # what run-api does, without a log line for each of the ten questions a second of every environment
-        arguments = ["-m", "uvicorn", "atroposlib.api:app", "--no-access-log", "--host", LOOPBACK]
-        command = [self._python, *arguments, "--port", str(urlsplit(self._context.api).port)]
-        variables = variables_for(self._python, {})
-        return ChildProcess(command, folder=self._folder, variables=variables, log=self._log("run-api"))
+        port = str(urlsplit(self._context.api).port)
+        command = ["-m", "uvicorn", "atroposlib.api:app", "--no-access-log", "--host", LOOPBACK, "--port", port]
+        return self._supervised("run-api", [self._python, *command], self._folder, {})
 
-    def _environment(self, name: str, process: EnvironmentProcess) -> Callable[[], ChildProcess]:
-        log = self._log(name)
-        self._log_offsets[name] = log.stat().st_size if log.exists() else 0  # after what an earlier run has left
+    def _environment(self, name: str, process: EnvironmentProcess) -> SupervisedProcess:
         command = command_of(name, process, self._context, python=self._python, folder=self._folder)
-        variables = variables_for(self._python, process.variables)
-        return partial(ChildProcess, command, folder=Path(process.folder).expanduser(), variables=variables, log=log)
+        supervised = self._supervised(name, command, Path(process.folder).expanduser(), process.variables)
+        # after what an earlier run has left
+        self._log_offsets[name] = supervised.log.stat().st_size if supervised.log.exists() else 0
+        return supervised
 
-    def _state_of(self, process: SupervisedProcess) -> EnvironmentState:
-        log = self._log(process.name)
-        return EnvironmentState(
-            name=process.name,
-            log=str(log),
-            exit_code=process.exit_code,
-            has_given_up=process.has_given_up,
-            log_tail="" if process.is_running else log_tail(log),
+    def _supervised(
+        self, name: str, command: Sequence[str], folder: Path, variables: Mapping[str, str]
+    ) -> SupervisedProcess:
+        return SupervisedProcess(
+            name,
+            command,
+            folder=folder,
+            variables=variables_for(self._python, variables),
+            log=self._folder / f"{name}.log",
+            max_restarts=self._settings.max_restarts,
         )
 
 

@@ -141,19 +141,15 @@ class SampleStore:
         if not covered_T[trained_T].all():
             return None
         owners = [matches[index][1] for index in np.unique(owner_T[trained_T])]
-        if not owners:
-            return SamplingRecord(
-                logprobs_T=sampled_T, versions_T=versions_T, temperature=1.0, is_filtered=False, finish_reason="stop"
-            )
         for completion in owners:
             completion.num_joined += 1
-        temperatures = {completion.temperature for completion in owners}
+        temperatures = {completion.temperature for completion in owners} or {1.0}
         return SamplingRecord(
             logprobs_T=sampled_T,
             versions_T=versions_T,
             temperature=temperatures.pop() if len(temperatures) == 1 else np.nan,
             is_filtered=any(completion.is_filtered for completion in owners),
-            finish_reason=owners[-1].finish_reason,
+            finish_reason=owners[-1].finish_reason if owners else "stop",
         )
 
     def _completions_in(

@@ -7,7 +7,7 @@ Axis: T tokens of a sequence, prompt included.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -15,35 +15,25 @@ from parallm.rollout.scoring import MAX_REWARD
 
 MASKED = -100
 """Value in `masks` of a token that is context; a trained token stands there itself."""
+REQUIRED = ("tokens", "masks", "scores")
+OPTIONAL = ("inference_logprobs", "advantages", "overrides")
+"""Lists of one value for each sequence."""
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
 
-Reason = Literal[
-    "malformed",
-    "empty",
-    "ragged",
-    "too_long",
-    "unknown_token",
-    "wrong_mask",
-    "no_trained_token",
-    "not_finite",
-    "too_large",
-    "wrong_logprobs",
-    "images",
-    "unmatched",
-    "greedy",
-    "mixed_temperatures",
-    "stale",
-    "no_signal",
-]
-"""Why a group is not trained on."""
+WELL_FORMED = {
+    "stale": "older than trainer.max_off_policy_steps allows; raise it, or give environments "
+    "--env.max_batches_offpolicy 1",
+    "no_signal": "all scores equal in all groups of a batch",
+}
+"""Reasons of well-formed groups, which are not kept in quarantine.jsonl."""
 
 
 class GroupRefused(Exception):
-    """A group that must not be trained on."""
+    """A group that must not be trained on. The README of this folder lists the reasons."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
-        self.reason: Reason = reason
+        self.reason = reason
         self.detail = detail
 
 
@@ -89,18 +79,11 @@ def read_group(value: object, limits: Limits) -> ScoredGroup:
     rows = _rows(value, "tokens")
     if not rows:
         raise GroupRefused("empty", "the group has no sequence")
-    columns = {name: _rows(value, name, len(rows)) for name in ("masks", "scores")}
-    optional = {name: _optional_rows(value, name, len(rows)) for name in ("inference_logprobs", "advantages")}
-    overrides = _optional_rows(value, "overrides", len(rows)) or [None] * len(rows)
+    columns = {name: _rows(value, name, len(rows)) for name in REQUIRED}
+    columns |= {name: _rows(value, name, len(rows)) for name in OPTIONAL if value.get(name)}
     shared = [_object(value, name) for name in ("generation_params", "group_overrides")]
     sequences = tuple(
-        _sequence(
-            index,
-            {"tokens": rows[index], **{name: column[index] for name, column in columns.items()}},
-            {name: column[index] if column else None for name, column in optional.items()},
-            [_override(overrides[index]), *shared],
-            limits,
-        )
+        _sequence(f"sequence {index}", {name: column[index] for name, column in columns.items()}, shared, limits)
         for index in range(len(rows))
     )
     if not any(sequence.trained_T.any() for sequence in sequences):
@@ -110,30 +93,25 @@ def read_group(value: object, limits: Limits) -> ScoredGroup:
 
 
 def _sequence(
-    index: int,
-    required: Mapping[str, Any],
-    optional: Mapping[str, Any],
-    options: Sequence[Mapping[str, Any]],
-    limits: Limits,
+    where: str, values: Mapping[str, Any], shared: Sequence[Mapping[str, Any]], limits: Limits
 ) -> ScoredSequence:
-    """`options` are those of the sequence, of the sampling and of the group; the first that names a value counts."""
-    where = f"sequence {index}"
-    tokens_T = _integers(required["tokens"], f"tokens of {where}")
+    """`shared` are options of the sampling and of the group; the first that names a value counts, after its own."""
+    tokens_T = _integers(values["tokens"], f"tokens of {where}")
     if len(tokens_T) > limits.max_tokens:
         raise GroupRefused("too_long", f"{where} has {len(tokens_T)} tokens, the limit is {limits.max_tokens}")
-    masks_T = _integers(required["masks"], f"masks of {where}")
+    masks_T = _integers(values["masks"], f"masks of {where}")
     if len(masks_T) != len(tokens_T):
         raise GroupRefused("ragged", f"{where} has {len(tokens_T)} tokens and {len(masks_T)} masks")
     _check_tokens(tokens_T, masks_T, where, limits)
     trained_T = masks_T != MASKED
-    own, _, of_group = options
+    own, of_group = _object(values, "overrides"), shared[-1]
     return ScoredSequence(
         tokens_T=tokens_T.astype(np.int32),
         trained_T=trained_T,
-        score=_score(required["scores"], where),
-        logprobs_T=_logprobs(optional["inference_logprobs"], trained_T, where),
-        advantages_T=_advantages(optional["advantages"], trained_T, f"advantages of {where}"),
-        temperature=_temperature(options, where),
+        score=_score(values["scores"], where),
+        logprobs_T=_logprobs(values.get("inference_logprobs"), trained_T, where),
+        advantages_T=_advantages(values.get("advantages"), trained_T, f"advantages of {where}"),
+        temperature=_temperature([own, *shared], where),
         is_zeroed=bool(own.get("set_advantage_to_zero", False)),
         is_demonstration=bool(own.get("sft", of_group.get("sft", False))),
     )
@@ -157,7 +135,7 @@ def _score(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise GroupRefused("malformed", f"the score of {where} is no number")
     if not abs(value) <= MAX_REWARD:
-        reason: Reason = "too_large" if isinstance(value, int) or math.isfinite(value) else "not_finite"
+        reason = "too_large" if isinstance(value, int) or math.isfinite(value) else "not_finite"
         raise GroupRefused(reason, f"the score of {where} is {value}; the limit is {MAX_REWARD:g} either way")
     return float(value)
 
@@ -230,20 +208,8 @@ def _rows(value: Mapping[str, Any], name: str, count: int | None = None) -> list
     return rows
 
 
-def _optional_rows(value: Mapping[str, Any], name: str, count: int) -> list[Any] | None:
-    return _rows(value, name, count) if value.get(name) else None
-
-
-def _override(value: object) -> Mapping[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise GroupRefused("malformed", "overrides should be a list of objects")
-    return value
-
-
-def _object(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    member = value.get(name) or {}
+def _object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    member = values.get(name) or {}
     if not isinstance(member, Mapping):
-        raise GroupRefused("malformed", f"{name} should be an object")
+        raise GroupRefused("malformed", f"{name} should be an object, not {type(member).__name__}")
     return member

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import httpx
 
-from parallm.integrations.atropos.api import Registration, Sizes, TrajectoryApi
 from parallm.integrations.atropos.intake import Decode, Intake, Quarantine, Rescorer
 from parallm.integrations.atropos.sample_store import SampleStore
-from parallm.integrations.atropos.scored_group import GroupRefused, Limits
-from parallm.integrations.atropos.trainer_client import ApiFacts, TrainerClient
+from parallm.integrations.atropos.scored_group import Limits
+from parallm.integrations.atropos.trainer_client import ApiFacts, Registration, Sizes, TrainerClient, TrajectoryApi
 from parallm.rollout.collector import StepBatch
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.staleness import is_stale
@@ -140,7 +139,7 @@ class AtroposSource:
             api=replace(self.client.facts),
             waiting_since=self._waiting_since,
             num_completions=self.sample_store.num_recorded - self._num_recorded_before,
-            refused=self._refused() - self._refused_before,
+            refused=self._quarantine.counts - self._refused_before,
             num_failed_batches=self.client.facts.num_failed_batches - self._num_failed_before,
         )
 
@@ -175,47 +174,40 @@ class AtroposSource:
                 self._wanted.clear()
                 self._groups = groups
             else:
-                self._count_idle(groups)
+                self._quarantine.counts["no_signal"] += len(groups)
 
     def _reset_wait(self) -> None:
         self._waiting_since = None
         self._num_recorded_before = self.sample_store.num_recorded
         self._num_failed_before = self.client.facts.num_failed_batches
-        self._refused_before = self._refused()
-
-    def _refused(self) -> Counter[str]:
-        return Counter({str(reason): count for reason, count in self._quarantine.counts.items()})
+        self._refused_before = self._quarantine.counts.copy()
 
     def _delay(self, num_failed: int) -> float:
         """Seconds before the next question, doubled with each failure."""
         poll = self._settings.poll_seconds
         return poll if num_failed == 0 else max(poll, min(0.1 * 2**num_failed, MAX_SECONDS_BETWEEN_TRIES))
 
-    def _count_idle(self, groups: Sequence[TrajectoryGroup]) -> None:
-        for _ in groups:
-            self._quarantine.put(GroupRefused("no_signal", "all of its scores are equal"), None)
-
     def _drop_stale(self, version: int, limit: int) -> None:
         """Drop each group with a token that is too old: the rest of the group would be compared without its samples."""
         fresh = [group for group in self._groups if not is_stale(group.trajectories, version, limit)]
-        for _ in range(len(self._groups) - len(fresh)):
-            self._quarantine.put(GroupRefused("stale", "older than trainer.max_off_policy_steps"), None)
-        self._num_stale += len(self._groups) - len(fresh)
+        num_stale = len(self._groups) - len(fresh)
+        self._quarantine.counts["stale"] += num_stale
+        self._num_stale += num_stale
         self._groups = fresh
 
     def _figures(self) -> dict[str, float]:
-        intake, api, refused = self._intake, self.client.facts, self._refused()
+        intake, api, refused = self._intake, self.client.facts, self._quarantine.counts
         assert intake is not None, "there are groups to take"
         return {
-            "atropos/queue": 0 if api.status is None else api.status.num_queued,
-            "atropos/api_step": 0 if api.status is None else api.status.step,
+            "atropos/queue": api.num_queued,
+            "atropos/api_step": api.step,
             "atropos/batches": api.num_batches,
             "atropos/groups": intake.num_groups,
             "atropos/sequences": intake.num_sequences,
             "atropos/joined_fraction": intake.num_joined / max(1, intake.num_read),
             "atropos/recomputed": intake.num_recomputed,
             "atropos/refused": refused.total(),
-            **{f"atropos/refused/{reason}": count for reason, count in refused.items()},
+            **{f"atropos/refused/{reason}": count for reason, count in sorted(refused.items()) if count},
             "atropos/lost": api.num_lost,
             "atropos/failed_batches": api.num_failed_batches,
             "atropos/ledger_tokens": self.sample_store.num_tokens,

@@ -1,7 +1,6 @@
-"""Child processes of an Atropos run, which live no longer than this process. Started by `Launcher`.
+"""Child processes of an Atropos run, which live no longer than this process. Owned by `Launcher`.
 
-`ChildProcess` is one process with its output in a file; `SupervisedProcess` starts it when it is due, and again when it
-ends too early, up to a bound.
+A `SupervisedProcess` starts when it is due, and again when it ends too early, up to a bound.
 """
 
 import asyncio
@@ -9,7 +8,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,44 +22,6 @@ MAX_PAUSE_SECONDS = 30.0
 logger = logging.getLogger(__name__)
 
 
-class ChildProcess:
-    """A command that runs until `end`. Ctrl-C in the terminal does not reach it; any end of this process does."""
-
-    def __init__(self, command: Sequence[str], *, folder: Path, variables: Mapping[str, str], log: Path) -> None:
-        """Append its output to `log`. Raises OSError where `folder` is not there or `log` cannot be written."""
-        with log.open("ab") as output:
-            self._watchdog = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(WATCHDOG), *command],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                cwd=folder,
-                env=variables,
-                start_new_session=True,
-            )
-
-    @property
-    def exit_code(self) -> int | None:
-        """The exit code as in a shell: 128 + N after signal N; None while it runs."""
-        code = self._watchdog.poll()
-        if code is not None:
-            self._close_pipe()
-        return code
-
-    async def end(self) -> None:
-        """End it with all that it has started, first by SIGTERM; return when it has ended."""
-        self._close_pipe()
-        try:
-            await asyncio.to_thread(self._watchdog.wait, SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self._watchdog.kill()
-            await asyncio.to_thread(self._watchdog.wait)
-
-    def _close_pipe(self) -> None:
-        assert self._watchdog.stdin is not None
-        self._watchdog.stdin.close()
-
-
 def variables_for(python: str, own: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of a program of `python`; another interpreter must not find our packages."""
     inherited = dict(os.environ)
@@ -70,53 +31,89 @@ def variables_for(python: str, own: Mapping[str, str]) -> dict[str, str]:
     return inherited | {"PYTHONUNBUFFERED": "1"} | dict(own)
 
 
-def log_tail(log: Path, number: int = 3) -> str:
-    """The last lines of a log, in one line."""
-    with suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-        return " | ".join([line for line in lines if line][-number:])
-    return ""
-
-
 class SupervisedProcess:
-    """A process that should run. Nothing happens but in `supervise`, which is called some times a second."""
+    """A command that should run, with its output in `log`.
 
-    def __init__(self, name: str, start: Callable[[], ChildProcess], *, max_restarts: int) -> None:
-        self.name = name
-        self._start = start
+    Nothing happens but in `supervise`, which is called some times a second. Ctrl-C in the terminal does not reach it;
+    any end of this process does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        folder: Path,
+        variables: Mapping[str, str],
+        log: Path,
+        max_restarts: int,
+    ) -> None:
+        self.name, self.log = name, log
+        self._command, self._folder, self._variables = command, folder, variables
         self._max_restarts = max_restarts
-        self._process: ChildProcess | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         self._started = self._due = 0.0
         self._num_failures = 0  # in a row
         self.exit_code: int | None = None
-        """Exit code of its last end by itself; None while it runs."""
+        """As in a shell, of its last end by itself: 128 + N after signal N; None while it runs."""
         self.has_given_up = False
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None
+        return self._watchdog is not None
 
     def supervise(self, now: float) -> bool:
-        """Start it if that is due. Return whether it has ended since the last call; `exit_code` says how."""
-        if self._process is None:
+        """Start it if that is due. Return whether it has ended since the last call; `exit_code` says how.
+
+        Raises OSError where the folder is not there or the log cannot be written.
+        """
+        if self._watchdog is None:
             if now >= self._due and not self.has_given_up and self.exit_code != 0:
-                self._process, self._started, self.exit_code = self._start(), now, None
+                self._watchdog, self._started, self.exit_code = self._start(), now, None
             return False
-        code = self._process.exit_code
+        code = self._watchdog.poll()
         if code is None:
             return False
-        self._process, self.exit_code = None, code
+        _close_pipe(self._watchdog)
+        self._watchdog, self.exit_code = None, code
         if code != 0:
             self._fail(now)
         return True
 
     async def end(self) -> None:
-        """End it and forget its failures: the next `supervise` starts it."""
-        if self._process is not None:
-            process, self._process = self._process, None
-            await process.end()
+        """End it with all that it has started, first by SIGTERM, and forget its failures.
+
+        Returns when it has ended; the next `supervise` starts it.
+        """
+        if self._watchdog is not None:
+            watchdog, self._watchdog = self._watchdog, None
+            _close_pipe(watchdog)
+            try:
+                await asyncio.to_thread(watchdog.wait, SECONDS_TO_END)
+            except subprocess.TimeoutExpired:
+                watchdog.kill()
+                await asyncio.to_thread(watchdog.wait)
         self.exit_code, self._num_failures, self._due, self.has_given_up = None, 0, 0.0, False
+
+    def log_tail(self, number: int = 3) -> str:
+        """Return the last lines of the log, in one line."""
+        with suppress(OSError), self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - 4096))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+            return " | ".join([line for line in lines if line][-number:])
+        return ""
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        with self.log.open("ab") as output:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", str(WATCHDOG), *self._command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                cwd=self._folder,
+                env=self._variables,
+                start_new_session=True,
+            )
 
     def _fail(self, now: float) -> None:
         self._num_failures = 1 if now - self._started > STEADY_SECONDS else self._num_failures + 1
@@ -125,3 +122,8 @@ class SupervisedProcess:
         self._due = now + pause
         what = "given up (rollout.atropos.start.max_restarts)" if self.has_given_up else f"again in {pause:.0f} s"
         logger.warning("%s has ended with %d; %s", self.name, self.exit_code, what)
+
+
+def _close_pipe(watchdog: "subprocess.Popen[bytes]") -> None:
+    assert watchdog.stdin is not None
+    watchdog.stdin.close()

@@ -1,6 +1,6 @@
 """Runs one command in a process group of its own, and ends the group when the process that started this one is gone.
 
-Started as a file by `ChildProcess`, with the standard library alone. Standard input is a pipe without any data: it
+Started as a file by `SupervisedProcess`, with the standard library alone. Standard input is a pipe without any data: it
 closes when the other side ends, however that ends.
 """
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from parallm.learner.settings import (
     Advantage,
     Aggregation,
@@ -71,3 +73,8 @@ def token_weight(objective: Objective, *, length: int, num_tokens: int, num_comp
     if objective.aggregation == "seq_mean_token_sum":
         return 1.0 / max(num_completions, 1)
     return 1.0 / (max(num_completions, 1) * max_tokens)
+
+
+def entropy_threshold(entropies_N: np.ndarray, fraction: float) -> float:
+    """The entropy that `fraction` of a step's trained tokens reach or exceed: https://arxiv.org/abs/2506.01939"""
+    return float(np.quantile(entropies_N, 1 - fraction))

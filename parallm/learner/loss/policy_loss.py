@@ -2,17 +2,23 @@
 
 The loss of a token is its policy term, times correction weights, plus KL, minus the entropy bonus; times its weight in
 the step. So the sum over micro-batches does not depend on how a step is cut.
+Ratios are bounded before they are exponentiated: a clipped ratio too large for float32 has the gradient zero, not NaN.
 Axes: S sequences, N tokens of any of them; a sequence is never cut in two.
 """
 
+import math
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from parallm.learner.loss import terms
-from parallm.learner.loss.corrections import SequenceSums, importance_weights, keep_sequence_mask, sequence_sums
 from parallm.learner.loss.kl import kl_estimate
 from parallm.learner.loss.objective import Objective
+
+VESPO_POSITIVE = (2.0, 3.0)
+VESPO_NEGATIVE = (3.0, 2.0)
+"""Shape (k, lambda) of VESPO's weight for advantages of zero and more, and below."""
+VESPO_LOG_RATIO_MIN, VESPO_LOG_RATIO_MAX = math.log(1e-8), 20.0
+"""Absolute limits of a sequence's log ratio, as in VESPO's paper."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +48,7 @@ def objective_loss(logprobs_N: mx.array, entropies_N: mx.array, inputs: LossInpu
     """
     tokens = _mask_untrained(logprobs_N, entropies_N, inputs)
     log_ratio_N = _log_ratio(tokens, objective)
-    loss_N = _policy_term(tokens, log_ratio_N, objective) * _token_factors(tokens, objective)
+    loss_N = _policy_term(tokens, log_ratio_N, objective) * _token_factors(tokens, inputs, objective)
     if objective.kl_coefficient > 0 and objective.kl_placement == "loss":
         ratio_N = mx.exp(log_ratio_N) if objective.kl_unbiased else None
         loss_N += objective.kl_coefficient * kl_estimate(
@@ -79,8 +85,20 @@ class _Tokens:
     advantages_N: mx.array
     old_N: mx.array
     reference_N: mx.array
-    entropy_threshold: float | None
-    rows: SequenceSums
+    members_SN: mx.array
+    """The trained tokens of each sequence, bool: a scatter sums in no fixed order on a GPU."""
+
+    def sums(self, values_N: mx.array) -> mx.array:
+        """Sums over sequences (S,). Values of other tokens do not matter, even if they are not finite."""
+        return mx.where(self.members_SN, values_N[None], 0.0).sum(axis=1)
+
+    def means(self, values_N: mx.array) -> mx.array:
+        """(S,); 0 for a sequence without trained tokens."""
+        return self.sums(values_N) / mx.maximum(self.members_SN.sum(axis=1), 1)
+
+    def broadcast(self, values_S: mx.array) -> mx.array:
+        """The value of each token's sequence, (N,); 0 at tokens that are not trained."""
+        return mx.where(self.members_SN, values_S[:, None], 0.0).sum(axis=0)
 
 
 def _mask_untrained(logprobs_N: mx.array, entropies_N: mx.array, inputs: LossInputs) -> _Tokens:
@@ -98,78 +116,109 @@ def _mask_untrained(logprobs_N: mx.array, entropies_N: mx.array, inputs: LossInp
         advantages_N=masked(inputs.advantages_N),
         old_N=behaviour_N if inputs.old_N is None else masked(inputs.old_N),
         reference_N=behaviour_N if inputs.reference_N is None else masked(inputs.reference_N),
-        entropy_threshold=inputs.entropy_threshold,
-        rows=sequence_sums(inputs.rows_N, trained_N, inputs.num_rows),
+        members_SN=(inputs.rows_N[None] == mx.arange(inputs.num_rows)[:, None]) & trained_N[None],
     )
 
 
 def _log_ratio(tokens: _Tokens, objective: Objective) -> mx.array:
     log_ratio_N = tokens.logprobs_N - tokens.old_N
     if objective.policy == "vespo" or objective.ratio == "sequence_sum":
-        return tokens.rows.broadcast(tokens.rows.sums(log_ratio_N))
+        return tokens.broadcast(tokens.sums(log_ratio_N))
     if objective.ratio == "sequence":
-        return tokens.rows.broadcast(tokens.rows.means(log_ratio_N))
+        return tokens.broadcast(tokens.means(log_ratio_N))
     return log_ratio_N
 
 
 def _policy_term(tokens: _Tokens, log_ratio_N: mx.array, objective: Objective) -> mx.array:
     logprobs_N, advantages_N = tokens.logprobs_N, tokens.advantages_N
     match objective.policy:
-        case "ppo":
-            return terms.ppo(log_ratio_N, advantages_N, _ppo_bounds(tokens, objective))
+        case "ppo":  # https://arxiv.org/abs/1707.06347
+            return -mx.exp(mx.clip(log_ratio_N, *_ppo_bounds(tokens, objective))) * advantages_N
         case "reinforce":
-            return terms.reinforce(log_ratio_N, advantages_N)
-        case "likelihood":
-            return terms.likelihood(logprobs_N, advantages_N)
-        case "cispo":
-            return terms.cispo(logprobs_N, log_ratio_N, advantages_N, objective.cispo_ratio_max)
+            return -mx.exp(log_ratio_N) * advantages_N
+        case "likelihood":  # supervised training if all advantages are 1
+            return -logprobs_N * advantages_N
+        case "cispo":  # every token has a gradient: https://arxiv.org/abs/2506.13585
+            ratio_N = mx.exp(mx.minimum(log_ratio_N, math.log(objective.cispo_ratio_max)))
+            return -mx.stop_gradient(ratio_N) * advantages_N * logprobs_N
         case "dppo_tv" | "ipo":
-            return terms.trust_region(log_ratio_N, advantages_N, _dropped(tokens, objective))
+            dropped_N = _dropped(tokens, objective)
+            ratio_N = mx.exp(mx.where(dropped_N, 0.0, log_ratio_N))
+            return -mx.where(dropped_N, 0.0, ratio_N) * advantages_N
         case "sapo":
-            return terms.sapo(
-                log_ratio_N,
-                advantages_N,
-                temperature_positive=objective.sapo_temperature_positive,
-                temperature_negative=objective.sapo_temperature_negative,
-            )
+            return _sapo(log_ratio_N, advantages_N, objective)
         case "vespo":
-            return terms.vespo(logprobs_N, log_ratio_N, advantages_N)
+            return _vespo(logprobs_N, log_ratio_N, advantages_N)
 
 
 def _ppo_bounds(tokens: _Tokens, objective: Objective) -> tuple[mx.array, mx.array]:
-    return terms.ppo_bounds(
-        tokens.advantages_N,
-        clip_low=objective.clip_low,
-        clip_high=objective.clip_high,
-        dual_clip_ratio_max=objective.dual_clip_ratio_max,
-    )
+    """The smallest and largest log ratio (N,) with a gradient.
+
+    The ratio of good tokens is bounded by 1 + `clip_high`, that of bad tokens by 1 - `clip_low`. The dual clip also
+    bounds bad tokens from above (https://arxiv.org/abs/1912.09729).
+    """
+    low = math.log1p(-objective.clip_low) if objective.clip_low < 1 else -math.inf
+    dual = math.inf if objective.dual_clip_ratio_max is None else math.log(objective.dual_clip_ratio_max)
+    high = math.log1p(objective.clip_high)
+    return mx.where(tokens.advantages_N > 0, -math.inf, low), mx.where(tokens.advantages_N < 0, dual, high)
 
 
 def _dropped(tokens: _Tokens, objective: Objective) -> mx.array:
-    return terms.outside_trust_region(
-        mx.exp(tokens.logprobs_N) - mx.exp(tokens.old_N),
-        tokens.advantages_N,
-        fall_max=objective.probability_fall_max,
-        rise_max=objective.probability_rise_max,
-        both_ways=objective.policy == "ipo",
+    """True (N,) for tokens whose probability rose or fell too much.
+
+    DPPO bounds the side that the advantage pushes to (binary total variation, https://arxiv.org/abs/2602.04879);
+    prime-rl's IPO bounds both.
+    """
+    rise_N = mx.exp(tokens.logprobs_N) - mx.exp(tokens.old_N)
+    above_N, below_N = rise_N > objective.probability_rise_max, rise_N < -objective.probability_fall_max
+    return above_N | below_N if objective.policy == "ipo" else mx.where(tokens.advantages_N > 0, above_N, below_N)
+
+
+def _sapo(log_ratio_N: mx.array, advantages_N: mx.array, objective: Objective) -> mx.array:
+    """A soft gate in place of the clip; its slope at ratio 1 is 1: https://arxiv.org/abs/2511.20347"""
+    temperature_N = mx.where(advantages_N > 0, objective.sapo_temperature_positive, objective.sapo_temperature_negative)
+    gate_N = mx.sigmoid(temperature_N * (mx.exp(log_ratio_N) - 1))
+    return -advantages_N * gate_N * 4 / temperature_N
+
+
+def _vespo(logprobs_N: mx.array, sequence_log_ratio_N: mx.array, advantages_N: mx.array) -> mx.array:
+    """Gradients weighted by ratio^k exp(lambda (1 - ratio)) of the whole sequence: https://arxiv.org/abs/2602.10693"""
+    log_ratio_N = mx.clip(sequence_log_ratio_N, VESPO_LOG_RATIO_MIN, VESPO_LOG_RATIO_MAX)
+    power_N, decay_N = (
+        mx.where(advantages_N >= 0, positive, negative)
+        for positive, negative in zip(VESPO_POSITIVE, VESPO_NEGATIVE, strict=True)
     )
+    weight_N = mx.exp(power_N * log_ratio_N + decay_N * (1 - mx.exp(log_ratio_N)))
+    return -mx.stop_gradient(weight_N) * advantages_N * logprobs_N
 
 
-def _token_factors(tokens: _Tokens, objective: Objective) -> mx.array:
+def _token_factors(tokens: _Tokens, inputs: LossInputs, objective: Objective) -> mx.array:
+    """Weights of tokens (N,) without a gradient."""
     factor_N = mx.ones(tokens.logprobs_N.shape)
     if objective.off_policy_kl_max is not None:
-        factor_N *= keep_sequence_mask(
-            tokens.logprobs_N, tokens.behaviour_N, tokens.advantages_N, tokens.rows, objective.off_policy_kl_max
-        )
-    if tokens.entropy_threshold is not None:
-        factor_N *= tokens.entropies_N >= tokens.entropy_threshold
+        # drops bad completions whose mean log-prob fell: sequence masking of https://arxiv.org/abs/2512.02556
+        fall_S = tokens.means(mx.stop_gradient(tokens.behaviour_N - tokens.logprobs_N))
+        factor_N *= (tokens.advantages_N >= 0) | (tokens.broadcast(fall_S) <= objective.off_policy_kl_max)
+    if inputs.entropy_threshold is not None:
+        factor_N *= tokens.entropies_N >= inputs.entropy_threshold
     if objective.correction != "none":
-        factor_N *= importance_weights(
-            tokens.old_N,
-            tokens.behaviour_N,
-            tokens.rows,
-            correction=objective.correction,
-            ratio_min=objective.correction_ratio_min,
-            ratio_max=objective.correction_ratio_max,
-        )
+        factor_N *= _importance_weights(tokens, objective)
     return factor_N
+
+
+def _importance_weights(tokens: _Tokens, objective: Objective) -> mx.array:
+    """The learner's probability over the sampler's, per token or sequence, (N,).
+
+    The two absolute limits truncate (https://fengyao.notion.site/off-policy-rl) or mask it (IcePop,
+    https://arxiv.org/abs/2510.18855).
+    """
+    ratio_min, ratio_max = objective.correction_ratio_min, objective.correction_ratio_max
+    log_weight_N = tokens.old_N - tokens.behaviour_N
+    if objective.correction in ("sequence_truncate", "sequence_mask"):
+        log_weight_N = tokens.broadcast(tokens.sums(log_weight_N))
+    if objective.correction in ("token_truncate", "sequence_truncate"):
+        weight_N = mx.maximum(mx.exp(mx.minimum(log_weight_N, math.log(ratio_max))), ratio_min)
+    else:
+        weight_N = mx.exp(log_weight_N)
+        weight_N = mx.where((weight_N < ratio_min) | (weight_N > ratio_max), 0.0, weight_N)  # NaN stays NaN
+    return mx.stop_gradient(weight_N)

@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from parallm.model.attention import MIN_ROWS, attention
-from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels, on_cuda
+from parallm.model.kernels.cuda import VECTOR_BYTES, has_kernels
 from parallm.model.kernels.flash_attention import PackedSequences, fits
 from parallm.model.kernels.rotary import Rotation, rotated
 from parallm.model.lora.linear import LoraBinding
@@ -137,7 +137,7 @@ class PackedLayer(OwnCache):
     def _rotated(self, queries: mx.array, keys: mx.array) -> tuple[mx.array, mx.array]:
         """Rotated queries and keys without the axis of one position; by our own kernel if it knows the rotation."""
         rotation = None
-        if on_cuda() and queries.shape[-1] * queries.dtype.size % VECTOR_BYTES == 0:
+        if has_kernels() and queries.shape[-1] * queries.dtype.size % VECTOR_BYTES == 0:
             queries, keys, rotation = before_rotation(queries, keys, self.offset, queries.dtype)
         if rotation is None:
             return queries[:, :, 0], keys[:, :, 0]

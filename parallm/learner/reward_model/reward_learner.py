@@ -11,29 +11,20 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from parallm.device.streams import DeviceStreams
-from parallm.errors import AdapterNotFinite
-from parallm.learner.adapter_state import AdapterState, OptimizerStep, with_change
+from parallm.learner.adapter_learner import AdapterLearner, with_change
 from parallm.learner.faults import Faults
 from parallm.learner.optimizer import Arrays, learning_rate
 from parallm.learner.passes.batch import make_passes
-from parallm.learner.passes.packing import can_pack
-from parallm.learner.passes.recomputation import checkpointed, checkpoints_layers, pass_tokens
+from parallm.learner.passes.recomputation import checkpointed
 from parallm.learner.reward_model.pairs import to_scoring_request
 from parallm.learner.reward_model.scorer import RewardScorer, last_hidden, reward_scores
-from parallm.learner.settings import LearnerSettings
-from parallm.model.adapters.adapter import REWARD_HEAD, Adapter
+from parallm.model.adapters.adapter import REWARD_HEAD
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.selector import training_lora
 from parallm.model.lora.single import LoraScaling, single_lora
-from parallm.model.shared_model import SharedModel
-from parallm.reports import PairsReport, ParityReport, RatioReport, UpdateReport
-from parallm.seeds import mix
+from parallm.reports import PairsReport, UpdateReport
 from parallm.types import ScoringRequest, TrajectoryGroup
-
-NOT_APPLICABLE = math.nan
-"""Stands for numbers of an update that a reward model does not have."""
 
 
 def pair_loss(chosen_P: mx.array, rejected_P: mx.array, margin_P: mx.array, *, center: float) -> mx.array:
@@ -64,34 +55,8 @@ class PairTotals:
     margin: float = 0.0
 
 
-class RewardLearner:
+class RewardLearner(AdapterLearner):
     """Turns pairs into the next version of a reward model. All methods run on the device thread."""
-
-    def __init__(
-        self,
-        model: SharedModel,
-        streams: DeviceStreams,
-        settings: LearnerSettings,
-        *,
-        start: Adapter,
-        total_steps: int,
-        seed: int,
-    ) -> None:
-        """`start` has a reward head."""
-        self._model = model
-        self._streams = streams
-        self._settings = settings
-        self._total_steps = total_steps
-        self._seed = seed
-        self._packs = can_pack(model)
-        self._budget = pass_tokens(settings, model)
-        self._checkpoints = checkpoints_layers(settings, model, self._budget * streams.width)
-        self._state = AdapterState(start, settings, total_steps)
-
-    @property
-    def adapter(self) -> Adapter:
-        """The newest version."""
-        return self._state.adapter
 
     def update(self, groups: Sequence[TrajectoryGroup], *, step: int, max_tokens: int) -> Iterator[UpdateReport | None]:
         """One optimizer step over pairs (`pairs.to_group`). Yields after each round of passes, the report last.
@@ -103,37 +68,29 @@ class RewardLearner:
         gradient_N = mx.zeros((1,))
         scaling = lora_scaling(self.adapter, self._model)
         batches = self._batches(groups)
-        for start in range(0, len(batches), self._streams.width):
+        for chosen, key in self._rounds_of(batches, step):
             began = time.perf_counter()
-            chosen = batches[start : start + self._streams.width]
-            key = mx.random.key(mix(mix(self._seed, step), start))
             more, loss, scores = self._gradient(chosen, 1 / len(groups), scaling, key)
-            gradient_N = gradient_N + self._state.layout.join(more)
+            gradient_N = gradient_N + self.layout.join(more)
             mx.eval(gradient_N)
             _add(totals, loss, scores)
             seconds += time.perf_counter() - began
             yield None
         began = time.perf_counter()
-        optimizer_step = self._state.compute_step(gradient_N, step)
+        optimizer_step = self.compute_step(gradient_N, step)
         norm = float(optimizer_step.norm.item())
-        self._advance(optimizer_step, norm, totals.loss, step, faults)
+        if not math.isfinite(totals.loss):
+            faults.add("loss")
+        elif not math.isfinite(norm):
+            faults.add("gradient")
+        else:
+            self._advance(optimizer_step, step, faults)
         report = self._report(totals, groups, norm, step, seconds + time.perf_counter() - began, faults)
         yield with_change(report, optimizer_step)
 
     def scorer(self) -> RewardScorer:
         """A scorer with the newest version."""
         return RewardScorer(self._model, self._streams, self.adapter, budget=self._budget, packs=self._packs)
-
-    def optimizer_state(self) -> Arrays:
-        return self._state.optimizer_state()
-
-    def restore(self, adapter: Adapter, optimizer_state: Arrays) -> None:
-        """Resume from a checkpoint."""
-        self._state.restore(adapter, optimizer_state)
-
-    def roll_back(self) -> Adapter:
-        """Undo the newest update. Returns the version to publish."""
-        return self._state.roll_back()
 
     def _batches(self, groups: Sequence[TrajectoryGroup]) -> list[PairBatch]:
         """Pairs in passes. A pair is never cut in two: the gradient of one score depends on the other."""
@@ -172,18 +129,6 @@ class RewardLearner:
         margin_P = mx.array(batch.margins)
         return pair_loss(scores_P2[:, 0], scores_P2[:, 1], margin_P, center=self._settings.center_scores).sum()
 
-    def _advance(self, optimizer_step: OptimizerStep, norm: float, loss: float, step: int, faults: Faults) -> None:
-        """Make the next version, or note why not."""
-        if not math.isfinite(loss):
-            faults.add("loss")
-        elif not math.isfinite(norm):
-            faults.add("gradient")
-        else:
-            try:
-                self._state.advance(optimizer_step, step)
-            except AdapterNotFinite:
-                faults.add("weights")
-
     def _report(
         self,
         totals: PairTotals,
@@ -199,15 +144,8 @@ class RewardLearner:
             loss=totals.loss,
             gradient_norm=norm,
             learning_rate=learning_rate(self._settings, step, self._total_steps),
-            clip_fraction=NOT_APPLICABLE,
-            kl_to_behaviour=NOT_APPLICABLE,
-            entropy=NOT_APPLICABLE,
             num_tokens=sum(len(trajectory.tokens) for group in groups for trajectory in group.trajectories),
             seconds=seconds,
-            parity=ParityReport(
-                num_tokens=0, bit_equal_fraction=NOT_APPLICABLE, mean_abs=NOT_APPLICABLE, max_abs=NOT_APPLICABLE
-            ),
-            ratio=RatioReport(num_tokens=0, mean=NOT_APPLICABLE, smallest=NOT_APPLICABLE, largest=NOT_APPLICABLE),
             skipped=faults.message,
             fault=faults.kind,
             pairs=PairsReport(accuracy=totals.right / len(groups), margin=totals.margin / len(groups)),

@@ -1,7 +1,7 @@
-"""LoRA of rows that use a few adapters: one product with all their A, of which each row keeps its own adapter's part.
+"""LoRA of rows that use several adapters: one product with all their A, of which each row keeps its own adapter's part.
 
-While versions change, rows of two or three of them decode together. `GatheredLora` starts a product for each row,
-which on a CPU costs as much as the base's own products; this costs one plain product, whose other columns are dropped.
+A product for each row (as BGMV) costs a CPU as much as the base's own products. One plain product, whose other columns
+are dropped, costs less up to 16 adapters of rank 16, and not much more after that.
 
 Axes: B rows, T tokens, I input, O output, K ranks of all adapters side by side.
 """
@@ -14,6 +14,10 @@ import mlx.core as mx
 
 from parallm.model.lora.single import JoinedA, SingleLora, join_a
 
+MAX_COLUMNS = 256
+"""Columns of a product with B: MKL sums longer ones in parts, whose ends could lie within an adapter, so that a row got
+other bits than alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConcatenatedLoras:
@@ -25,8 +29,10 @@ class ConcatenatedLoras:
     """Adapter of each of K columns, int32 (K,): one array for all products of the same ranks."""
     owner: Mapping[str, int]
     """Index in `owners` of the product that serves a target."""
+    cuts: Mapping[str, Sequence[int]]
+    """Columns between products with B, of targets with more than `MAX_COLUMNS`."""
     dora_scale_SO: Mapping[str, mx.array]
-    """DoRA scales as in `GatheredLora`; the last entry is for rows without an adapter."""
+    """DoRA scales of S adapters; the last entry is for rows without an adapter."""
 
     def select(self, index_B: Sequence[int]) -> "ConcatenatedLora":
         """Row b uses adapter `index_B[b]`, or none where that is -1."""
@@ -55,6 +61,11 @@ class ConcatenatedLora:
             own_BTK = weights.joined[target].product(target, x, is_own_B1K)
         else:
             own_BTK = mx.where(is_own_B1K, x @ weights.a_IR[target], 0)
+        if target in self.adapters.cuts:
+            cuts = list(self.adapters.cuts[target])
+            parts = zip(mx.split(own_BTK, cuts, axis=-1), mx.split(weights.b_RO[target], cuts), strict=True)
+            first, *others = [own @ b_RO for own, b_RO in parts]
+            return y + sum(others, first).astype(y.dtype)
         return y + (own_BTK @ weights.b_RO[target]).astype(y.dtype)
 
     def dora_scale(self, target: str) -> mx.array | None:
@@ -67,6 +78,7 @@ def concatenate_loras(adapters: Sequence[SingleLora], targets: Iterable[str]) ->
     a_IK: dict[str, mx.array] = {}
     b_KO: dict[str, mx.array] = {}
     owners: dict[str, tuple[int, ...]] = {}
+    cuts: dict[str, list[int]] = {}
     for target in targets:
         present = {index: adapter for index, adapter in enumerate(adapters) if target in adapter.a_IR}
         if present:
@@ -74,6 +86,8 @@ def concatenate_loras(adapters: Sequence[SingleLora], targets: Iterable[str]) ->
             b_KO[target] = mx.concatenate([adapter.b_RO[target] for adapter in present.values()], axis=0)
             ranks = {index: adapter.a_IR[target].shape[1] for index, adapter in present.items()}
             owners[target] = tuple(chain.from_iterable([index] * rank for index, rank in ranks.items()))
+            if len(owners[target]) > MAX_COLUMNS:
+                cuts[target] = _cuts(ranks.values())
     joined = {target: group for group in _joined(adapters, a_IK) for target in group.targets}
     owners |= {target: tuple(chain(*(owners[other] for other in group.targets))) for target, group in joined.items()}
     distinct = list(dict.fromkeys(owners.values()))
@@ -81,10 +95,21 @@ def concatenate_loras(adapters: Sequence[SingleLora], targets: Iterable[str]) ->
         weights=SingleLora(a_IK, b_KO, {}, joined),
         owners=[mx.array(owner_K, mx.int32) for owner_K in distinct],
         owner={target: distinct.index(owner_K) for target, owner_K in owners.items()},
+        cuts=cuts,
         dora_scale_SO=_dora_scales(adapters),
     )
     mx.eval(a_IK, b_KO, loras.owners, loras.dora_scale_SO)
     return loras
+
+
+def _cuts(ranks: Iterable[int]) -> list[int]:
+    """Ends of adapters, with at most `MAX_COLUMNS` between them where no single adapter has more."""
+    cuts, end = [0], 0
+    for rank in ranks:
+        if end + rank - cuts[-1] > MAX_COLUMNS and end > cuts[-1]:
+            cuts.append(end)
+        end += rank
+    return cuts[1:]
 
 
 def _joined(adapters: Sequence[SingleLora], a_IK: Mapping[str, mx.array]) -> list[JoinedA]:

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from parallm.model.kernels.cuda import VECTOR_BYTES
+from parallm.model.kernels.decode_attention import columns_of
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
 from parallm.model.kernels.small_batch_gemm import fits, small_batch_gemm
 from parallm.model.kernels.swiglu import swiglu_of_halves
@@ -129,8 +130,8 @@ class MergedLinear:
             return self._halves(output.split(), output.gated)
         if len(self.targets) == 1:
             return [y]
-        # readers of one token a row take views as they are; of more tokens each would copy its own
-        parts = output.split() if x.shape[1] > 1 else mx.split(y, self._cuts, axis=-1)
+        # readers of one token a row find their columns; of more tokens each would copy its own
+        parts = output.split() if x.shape[1] > 1 else columns_of(y, self._widths)
         return self._halves(parts, partial(swiglu_of_halves, y))
 
     def _product(self, x: mx.array, weights: GroupWeights | None) -> tuple[mx.array | None, mx.array, mx.array | None]:

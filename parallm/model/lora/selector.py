@@ -5,8 +5,7 @@
 | the engine | the base alone | any | no binding | - |
 | the engine | versions that pack alike | CUDA | `SegmentedLora`: two kernels for a group of targets | `segmented.py` |
 | the engine | one version | any | `SingleLora`: plain products | `single.py` |
-| the engine | the base, up to 4 versions | any | `ConcatenatedLora`: one product with all A | `concatenated.py` |
-| the engine | more versions | any | `GatheredLora`: a product for each row | `gathered.py` |
+| the engine | several versions, or base too | any | `ConcatenatedLora`: one product with all A | `concatenated.py` |
 | the learner | the version in training | CUDA | `TrainingLora`: gradients of one input are added | `training.py` |
 | the learner | the version in training | CPU | `SingleLora` | `single.py` |
 | the learner | the version in training, with dropout | any | `DropoutLora` | `training.py` |
@@ -18,7 +17,7 @@
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 import mlx.core as mx
@@ -27,7 +26,6 @@ from parallm.model.adapters.adapter import Adapter, Key
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.concatenated import ConcatenatedLora, ConcatenatedLoras, concatenate_loras
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.gathered import GatheredLora, stack_loras
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.packed import PackedLayout, PackedLora, pack_lora, stack_packed
 from parallm.model.lora.segmented import NO_ADAPTER, SegmentedLora, order_rows
@@ -35,8 +33,6 @@ from parallm.model.lora.single import SingleLora, single_lora
 from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel
 
-MAX_CONCATENATED = 4
-"""Beyond it the columns that are dropped cost more than products of their own."""
 MAX_SINGLE = 16
 MAX_SETS = 2  # each is a copy of all its adapters, and rows change sets one way
 MAX_ALONE = 16  # of 84 MB each for rank 16 on all linears of an 8B shape
@@ -61,7 +57,7 @@ def choose(
         return SegmentedLora
     if num_versions == 1 and not with_base:
         return SingleLora
-    return ConcatenatedLora if num_versions <= MAX_CONCATENATED else GatheredLora
+    return ConcatenatedLora
 
 
 def training_lora(adapter: SingleLora, dropout: float, key: mx.array) -> LoraBinding:
@@ -86,7 +82,6 @@ class LoraSelector:
         self._model = model
         self._singles: OrderedDict[Key, SingleLora] = OrderedDict()
         self._concatenated: OrderedDict[tuple[Key, ...], ConcatenatedLoras] = OrderedDict()
-        self._stacks: OrderedDict[tuple[Key | None, ...], GatheredLora] = OrderedDict()
         self._last: tuple[Sequence[Adapter | None], LoraBinding | None] = ((), None)  # rows seldom change
         self._packed = PackedLoraCache(model)
 
@@ -106,29 +101,24 @@ class LoraSelector:
         if kind is None:
             return None
         if packed is not None:
-            index_B = [NO_ADAPTER if key is None else packed.index[key] for key in keys_B]
-            return SegmentedLora(weights=packed.weights, order_B2=order_rows(index_B, packed.weights.num_versions))
+            weights, index = packed
+            index_B = [NO_ADAPTER if key is None else index[key] for key in keys_B]
+            return SegmentedLora(weights=weights, order_B2=order_rows(index_B, weights.num_versions))
         order = sorted(adapters)
         if kind is SingleLora:
             return self._single(order[0], adapters[order[0]])
-        if kind is ConcatenatedLora:
-            loras = _cached(
-                self._concatenated,
-                tuple(order),
-                MAX_SETS,
-                lambda: concatenate_loras([self._single(key, adapters[key]) for key in order], self._model.targets),
-            )
-            return loras.select([NO_ADAPTER if key is None else order.index(key) for key in keys_B])
-        keys = ([None] if None in keys_B else []) + order
-        stack = _cached(self._stacks, tuple(keys), MAX_SETS, lambda: self._stack(keys, adapters))
-        index = {key: number for number, key in enumerate(keys)}
-        return replace(stack, index_B=mx.array([index[key] for key in keys_B], mx.uint32))
+        loras = _cached(
+            self._concatenated,
+            tuple(order),
+            MAX_SETS,
+            lambda: concatenate_loras([self._single(key, adapters[key]) for key in order], self._model.targets),
+        )
+        return loras.select([NO_ADAPTER if key is None else order.index(key) for key in keys_B])
 
     def clear(self) -> None:
         """Forget what is kept; bindings in use stay valid."""
         self._singles.clear()
         self._concatenated.clear()
-        self._stacks.clear()
         self._packed.clear()
         self._last = ((), None)
 
@@ -139,21 +129,6 @@ class LoraSelector:
         single = single_lora(adapter.arrays, lora_scaling(adapter, self._model))
         mx.eval(single.a_IR, single.b_RO, single.dora_scale_O)
         return single
-
-    def _stack(self, keys: Sequence[Key | None], adapters: Mapping[Key, Adapter]) -> GatheredLora:
-        singles = [None if key is None else self._single(key, adapters[key]) for key in keys]
-        stack = stack_loras(singles, self._model.targets)
-        mx.eval(stack.a_SIR, stack.b_SRO, stack.dora_scale_SO)
-        return stack
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedVersions:
-    """Packed weights for some rows, and the index of each version in them."""
-
-    weights: PackedLora
-    index: Mapping[Key, int]
-    """It may name more versions than were asked for."""
 
 
 class PackedLoraCache:
@@ -170,18 +145,19 @@ class PackedLoraCache:
         self._index: OrderedDict[Key, int] = OrderedDict()  # in the stack; those used last come last
         self._dropped: set[Key] = set()  # when the stack was copied
 
-    def of(self, adapters: Mapping[Key, Adapter]) -> PackedVersions | None:
-        """None where the kernels cannot serve these versions, or not together."""
+    def of(self, adapters: Mapping[Key, Adapter]) -> tuple[PackedLora, Mapping[Key, int]] | None:
+        """Weights, and the index of each version in them, perhaps of more versions than were asked for. None where the
+        kernels cannot serve these versions, or not together."""
         if len(adapters) == 1:
             [(version, adapter)] = adapters.items()
             weights = self._one(version, adapter)
-            return PackedVersions(weights=weights, index={version: 0}) if weights else None
+            return (weights, {version: 0}) if weights else None
         stack = self._stack if self._index.keys() >= adapters.keys() else self._copied(adapters)
         if stack is None:
             return None
         for version in adapters:
             self._index.move_to_end(version)
-        return PackedVersions(weights=stack, index=self._index)
+        return stack, self._index
 
     def clear(self) -> None:
         self._alone.clear()

@@ -8,30 +8,20 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
-from typing import assert_never
+from typing import Any, TypeAlias
 
 from parallm.errors import NotStored, Unavailable, UnknownTrajectory
 from parallm.reports import TrajectoryReport
 from parallm.rollout.live.journal import Journal, read_journal
-from parallm.rollout.live.records import (
-    TRAINED,
-    Added,
-    Branched,
-    Change,
-    Counted,
-    RecordedTrajectory,
-    Removed,
-    Requeued,
-    Reserved,
-    Rewarded,
-    from_line,
-    to_line,
-)
+from parallm.rollout.live.records import RecordedTrajectory, read_record, to_json
 from parallm.rollout.settings import LiveSettings
 
+Change: TypeAlias = Mapping[str, Any]
+"""A line of the file; `BufferState.apply` knows its forms."""
+TRAINED = "trained"
+"""Reason of trajectories that left because a checkpoint has learned from them; all other reasons are drops."""
 LINES_PER_TRAJECTORY = 4
 """The file is written anew when its lines exceed this number times `max_trajectories`."""
 MAX_FAILED = 3
@@ -76,47 +66,55 @@ class BufferState:
         self.num_collected = 0
         self.num_left: Counter[str] = Counter()
         """Trajectories that have left, by reason."""
+        self.newest = 0.0
+        """Time of the newest record or reward."""
 
     def knows(self, trajectory_id: str) -> bool:
         return any(trajectory_id in ids for ids in (self.waiting, self.reserved, self.departed))
 
     def apply(self, change: Change) -> None:
+        """Raises KeyError, TypeError or ValueError for a line of no known form, which changes nothing."""
         match change:
-            case Added(record):
+            case {"added": added}:
+                record = added if isinstance(added, RecordedTrajectory) else read_record(added)
                 self.departed.pop(record.trajectory_id, None)
                 self.waiting[record.trajectory_id] = record
                 self.num_collected += 1
-            case Rewarded(trajectory_id, reward, parts, at):
-                if trajectory_id in self.waiting:
-                    self.waiting[trajectory_id] = self.waiting[trajectory_id].with_reward(reward, parts, at)
-            case Reserved(ids, step):
+                self.newest = max(self.newest, record.created, record.rewarded or 0.0)
+            case {"rewarded": str(name), "reward": int() | float() as reward, "parts": dict(parts), "at": float(at)}:
+                if name in self.waiting:
+                    self.waiting[name] = self.waiting[name].with_reward(reward, parts, at)
+                self.newest = max(self.newest, at)
+            case {"reserved": [*ids], "step": int(step)}:  # a step learns from these: its own until a checkpoint has it
                 records = [self.waiting.pop(name) for name in ids if name in self.waiting]
                 self.reserved |= {record.trajectory_id: Reservation(record, step) for record in records}
-            case Requeued(ids, has_failed):
+            case {"given_back": [*ids], "failed": bool(has_failed)}:  # no version that is left has learned from these
                 self._requeue(ids, has_failed=has_failed)
-            case Removed(ids, reason):
+            case {"gone": [*ids], "reason": str(reason)}:
                 self._remove(ids, reason)
-            case Branched(version, now):
+            case {"branched": int(version), "now": int(now)}:  # see `RecordedTrajectory.relabelled`
                 for name, record in self.waiting.items():
                     self.waiting[name] = record.relabelled(version, now)
                 for name, reservation in self.reserved.items():
                     self.reserved[name] = replace(reservation, record=reservation.record.relabelled(version, now))
-            case Counted(num_collected, num_left, departed):
+            case {"collected": int(num_collected), "left": dict(num_left), "departed": dict(departed)}:
+                left = {name: Departure(reason, reward) for name, (reason, reward) in departed.items()}
                 self.num_collected += num_collected
                 self.num_left.update(num_left)
-                self.departed.update({name: Departure(reason, reward) for name, (reason, reward) in departed.items()})
+                self.departed.update(left)
             case _:
-                assert_never(change)
+                raise ValueError("a change of no known form")
 
     def changes(self) -> Iterator[Change]:
         """Return the changes that make this state from nothing."""
         records = [*self.waiting.values(), *(reservation.record for reservation in self.reserved.values())]
         departed = {name: (departure.reason, departure.reward) for name, departure in self.departed.items()}
         # each of the records will count as collected when it is added
-        yield Counted(self.num_collected - len(records), dict(self.num_left), departed)
-        yield from map(Added, records)
+        num_collected = self.num_collected - len(records)
+        yield {"collected": num_collected, "left": dict(self.num_left), "departed": departed}
+        yield from ({"added": record} for record in records)
         for step in sorted({reservation.step for reservation in self.reserved.values()}):
-            yield Reserved(tuple(self.reserved_until(step, since=step)), step)
+            yield {"reserved": self.reserved_until(step, since=step), "step": step}
 
     def reserved_until(self, step: int, *, since: int = 0) -> list[str]:
         """Return the ids that the steps from `since` to `step` have reserved."""
@@ -156,10 +154,10 @@ class TrajectoryBuffer:
         """Resume from `file`. `clock` returns seconds that only grow."""
         self._settings = settings
         self._state = BufferState(settings.max_trajectories)
-        begins = self._read(file) or time.time()
-        self._now_less_clock = begins - clock()
+        self._read(file)
+        self._now_less_clock = (self._state.newest or time.time()) - clock()
         self._clock = clock
-        self._journal = Journal(file)
+        self._journal = Journal(file, to_json)
         if file.is_file():
             self._write_anew()
 
@@ -189,7 +187,7 @@ class TrajectoryBuffer:
         if self.knows(record.trajectory_id):
             self.refuse("id_in_use")
             return False
-        self._change(Added(record))
+        self._change({"added": record})
         surplus = len(self._state.waiting) - self._settings.max_trajectories
         self.remove(self._least_wanted(surplus) if surplus > 0 else (), "full")
         return True
@@ -201,13 +199,13 @@ class TrajectoryBuffer:
         """
         self.expire()
         if trajectory_id in self._state.waiting:
-            self._change(Rewarded(trajectory_id, reward, dict(parts), self.now))
+            self._change({"rewarded": trajectory_id, "reward": reward, "parts": dict(parts), "at": self.now})
         else:
             self._check_repeated(trajectory_id, reward)
 
     def reserve(self, ids: Collection[str], step: int) -> None:
         """Reserve these for `step`: they neither wait nor take rewards any more."""
-        self._change(Reserved(tuple(ids), step))
+        self._change({"reserved": tuple(ids), "step": step})
         surplus = len(self._state.reserved) - self._settings.max_trajectories
         if surplus > 0:
             logger.warning(
@@ -248,16 +246,16 @@ class TrajectoryBuffer:
     def branch(self, version: int, now: int) -> None:
         """Relabel everything after the learner has gone back to the weights of `version`, which it calls `now`."""
         if self._state.waiting or self._state.reserved:
-            self._change(Branched(version, now))
+            self._change({"branched": version, "now": now})
 
     def remove(self, ids: Collection[str], reason: str) -> None:
         """Remove these for `reason`."""
         if ids:
-            self._change(Removed(tuple(ids), reason))
+            self._change({"gone": tuple(ids), "reason": reason})
 
     def refuse(self, reason: str) -> None:
         """Count a completion that was never added because of `reason`."""
-        self._change(Counted(1, {reason: 1}, {}))
+        self._change({"collected": 1, "left": {reason: 1}, "departed": {}})
 
     def expire(self) -> None:
         """Remove what has waited too long."""
@@ -306,14 +304,14 @@ class TrajectoryBuffer:
 
     def _change(self, change: Change) -> None:
         self._state.apply(change)
-        self._journal.append(partial(to_line, change))
+        self._journal.append(change)
         num_records = len(self._state.waiting) + len(self._state.reserved)
         if self._journal.num_lines > LINES_PER_TRAJECTORY * max(self._settings.max_trajectories, num_records):
             self._write_anew()
 
     def _requeue(self, ids: Collection[str], *, has_failed: bool) -> None:
         if ids:
-            self._change(Requeued(tuple(ids), has_failed))
+            self._change({"given_back": tuple(ids), "failed": has_failed})
 
     def _check_repeated(self, trajectory_id: str, reward: float) -> None:
         """Return if a step has this very reward: a client repeats a request whose answer was lost."""
@@ -341,29 +339,11 @@ class TrajectoryBuffer:
                 return f"it was dropped ({reason})"
 
     def _write_anew(self) -> None:
-        self._journal.rewrite([partial(to_line, change) for change in self._state.changes()])
+        self._journal.rewrite(self._state.changes())
 
-    def _read(self, file: Path) -> float:
-        """Apply the changes in the file; return its newest time, 0 without any."""
-        newest = 0.0
+    def _read(self, file: Path) -> None:
         for line in read_journal(file):
             try:
-                change = from_line(line)
+                self._state.apply(line)
             except (KeyError, TypeError, ValueError):
-                change = None
-            if change is None:
                 logger.warning("a line of %s cannot be read and is left out", file)
-                continue
-            self._state.apply(change)
-            newest = max(newest, _time_of(change))
-        return newest
-
-
-def _time_of(change: Change) -> float:
-    match change:
-        case Added(record):
-            return max(record.created, record.rewarded or 0.0)
-        case Rewarded(at=at):
-            return at
-        case _:
-            return 0.0

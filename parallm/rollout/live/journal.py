@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +18,8 @@ from parallm.checkpoint import format
 
 logger = logging.getLogger(__name__)
 
-Line = Callable[[], dict[str, Any]]
-"""Makes the object of a line; called in the writing thread."""
+Line = Mapping[str, Any]
+"""The object of a line, made JSON in the writing thread: nothing may change it any more."""
 OWNER_ONLY = 0o600
 
 
@@ -31,8 +31,10 @@ class Journal:
     written with the next ones. Only the file's owner may read it.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, to_json: Callable[[Any], object] | None = None) -> None:
+        """`to_json` is for values that JSON does not know, like the `default` of `json.dumps`."""
         self._file = file
+        self._to_json = to_json
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trajectories")
         self._lock = threading.Lock()
         self._waiting: list[_Entry] = []  # guarded by the lock
@@ -94,12 +96,16 @@ class Journal:
         index = _last_replacing(entries)
         if index is not None:
             try:
-                self._replace(entries[index].text())
+                self._replace(self._text(entries[index]))
                 entries = entries[index + 1 :]
             except OSError:
                 if self._lacks_lines:
                     raise
-        self._append("".join(entry.text() for entry in entries if not entry.replaces))
+        self._append("".join(self._text(entry) for entry in entries if not entry.replaces))
+
+    def _text(self, entry: "_Entry") -> str:
+        # ASCII: a text may hold half a surrogate pair
+        return "".join(json.dumps(line, default=self._to_json) + "\n" for line in entry.lines)
 
     def _replace(self, text: str) -> None:
         temporary = self._file.with_name(self._file.name + ".tmp")
@@ -142,10 +148,6 @@ class _Entry:
     lines: tuple[Line, ...]
     replaces: bool
     written: Future[None] = field(default_factory=Future)
-
-    def text(self) -> str:
-        # ASCII: a text may hold half a surrogate pair
-        return "".join(json.dumps(line()) + "\n" for line in self.lines)
 
     def resolve(self, error: OSError | None = None) -> None:
         """Wake whatever waits for the entry; only the first call counts."""

@@ -7,7 +7,8 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,13 @@ from parallm.reports import TrajectoryReport
 from parallm.rollout.collector import StepBatch
 from parallm.rollout.environment_calls import EnvironmentFault
 from parallm.rollout.live.buffer import TrajectoryBuffer
-from parallm.rollout.live.grouping import Grouping, RecordedGroup, has_signal
-from parallm.rollout.live.records import RecordedTrajectory, RewardRequest, record_completion
+from parallm.rollout.live.records import RecordedTrajectory, prompt_id
 from parallm.rollout.live.scoring_dispatcher import ScoringDispatcher
 from parallm.rollout.live.scoring_functions import EnvironmentScoring
 from parallm.rollout.scoring import MAX_REWARD, SCALAR_REWARD
 from parallm.rollout.settings import RolloutSettings
 from parallm.rollout.staleness import is_stale
-from parallm.types import Completion, GenerationRequest, SamplingParams, TrajectoryGroup
+from parallm.types import Completion, GenerationRequest, Problem, SamplingParams, Trajectory, TrajectoryGroup
 
 UNDONE = "undone"
 """Reason of trajectories that are dropped because their version was undone."""
@@ -36,6 +36,9 @@ HARMLESS = frozenset(
 """Sampling parameters with which tokens stay samples of the policy; all others must be off."""
 FIELDS = {"grammar": "response_format"}
 """Clients' names of parameters, where they differ."""
+MIN_GROUP_SIZE = 2
+"""Completions that a comparison needs."""
+RecordedGroup = Sequence[RecordedTrajectory]
 
 
 class LiveSource:
@@ -113,8 +116,28 @@ class LiveSource:
         if completion.finish_reason == "abort" or not completion.tokens:
             self._buffer.refuse("aborted" if completion.finish_reason == "abort" else "no_tokens")
             return False
-        reward_request = RewardRequest(scoring_function=scoring_function, metadata=metadata)
-        record = record_completion(trajectory_id, request, completion, reward_request, self._buffer.now)
+        trajectory = Trajectory(
+            problem_id=prompt_id(request.prompt_tokens),
+            prompt_tokens=request.prompt_tokens,
+            tokens=completion.tokens,
+            loss_mask=(True,) * len(completion.tokens),
+            logprobs=completion.logprobs,
+            temperature=request.sampling.temperature,
+            weight_versions=completion.weight_versions,
+            reward_parts={},
+            reward=0.0,
+            text=completion.text,
+            finish_reason=completion.finish_reason,
+        )
+        record = RecordedTrajectory(
+            trajectory_id=trajectory_id,
+            trajectory=trajectory,
+            request_id=request.request_id,
+            num_asked=request.n,
+            created=self._buffer.now,
+            scoring_function=scoring_function,
+            metadata=metadata,
+        )
         if not self._buffer.add(record):
             return False
         self._dispatcher.begin(record)
@@ -251,6 +274,88 @@ class LiveSource:
                 "negative", f"the reward is {total:g}; learner.advantage=max_rl needs rewards of 0 or more"
             )
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grouping:
+    """Makes groups of completions with a reward: which of them are compared with one another. Pure.
+
+    A recorded group becomes a group of the learner, or with `group_by=none` everything that one step trains on.
+    """
+
+    settings: RolloutSettings
+
+    @property
+    def num_per_step(self) -> int:
+        """Recorded groups with signal that a step takes."""
+        return 1 if self.settings.live.group_by == "none" else self.settings.problems_per_step
+
+    def recorded_groups(self, records: Iterable[RecordedTrajectory], now: float) -> list[RecordedGroup]:
+        """Return the groups that are whole or hold a reward that has waited long enough, the oldest first."""
+        by_key: dict[str, list[RecordedTrajectory]] = {}
+        for record in records:
+            if record.rewarded is not None:
+                by_key.setdefault(self._key_and_size(record)[0], []).append(record)
+        groups = [group for rewarded in by_key.values() for group in self._cut(rewarded, now)]
+        return sorted(groups, key=_oldest_reward)
+
+    def is_enough(self, groups: Sequence[RecordedGroup], now: float) -> bool:
+        """Whether a step may begin: with enough groups with signal, or with fewer if one of them has waited."""
+        with_signal = [group for group in groups if has_signal(group)]
+        return len(with_signal) >= self.num_per_step or any(self._has_waited(group, now) for group in with_signal)
+
+    def take(self, groups: Sequence[RecordedGroup]) -> list[RecordedGroup]:
+        """Return what one step takes: up to `num_per_step` groups with signal, and those without between them."""
+        taken: list[RecordedGroup] = []
+        for group in groups:
+            if sum(map(has_signal, taken)) == self.num_per_step:
+                break
+            taken.append(group)
+        return taken
+
+    def trajectory_groups(self, group: RecordedGroup) -> list[TrajectoryGroup]:
+        """Return the learner's groups, whose trajectories share one prompt: with `group_by=none` each is alone."""
+        return [_trajectory_group(part) for part in self._parts(group)]
+
+    def ids(self, group: RecordedGroup) -> list[tuple[str, ...]]:
+        """Return the ids of the trajectories in each of `trajectory_groups(group)`."""
+        return [tuple(record.trajectory_id for record in part) for part in self._parts(group)]
+
+    def _parts(self, group: RecordedGroup) -> list[RecordedGroup]:
+        return [[record] for record in group] if self.settings.live.group_by == "none" else [group]
+
+    def _key_and_size(self, record: RecordedTrajectory) -> tuple[str, int]:
+        """Return what the records of a whole group share, and how many they are."""
+        match self.settings.live.group_by:
+            case "prompt":
+                return record.trajectory.problem_id, self.settings.group_size
+            case "request":
+                return record.request_id, record.num_asked
+            case "none":
+                return "", self.settings.problems_per_step * self.settings.group_size
+
+    def _cut(self, rewarded: Sequence[RecordedTrajectory], now: float) -> Iterator[RecordedGroup]:
+        _, size = self._key_and_size(rewarded[0])
+        for begin in range(0, len(rewarded), size):
+            group = rewarded[begin : begin + size]
+            if len(group) == size or (len(group) >= MIN_GROUP_SIZE and self._has_waited(group, now)):
+                yield group
+
+    def _has_waited(self, group: RecordedGroup, now: float) -> bool:
+        return now - _oldest_reward(group) >= self.settings.live.wait_seconds
+
+
+def has_signal(group: RecordedGroup) -> bool:
+    return len({record.trajectory.reward for record in group}) > 1
+
+
+def _oldest_reward(group: RecordedGroup) -> float:
+    return min(record.rewarded for record in group if record.rewarded is not None)
+
+
+def _trajectory_group(group: RecordedGroup) -> TrajectoryGroup:
+    problem = Problem(problem_id=group[0].trajectory.problem_id, messages=(), answer="")
+    return TrajectoryGroup(problem=problem, trajectories=tuple(record.trajectory for record in group))
 
 
 def check_sampling(sampling: SamplingParams) -> None:

@@ -1,9 +1,11 @@
-"""Shares of the device, between serving and rollouts and between engine and learner: wire types and routes."""
+"""Shares of the device, between serving and rollouts and between engine and learner, or the latency target of serving:
+wire types and routes."""
 
+from math import isfinite
 from typing import Annotated
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,16 +18,25 @@ from parallm.server.service import Service
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+def _check_target(target: float) -> float:
+    if target == 0 or (target >= 1 and isfinite(target)):
+        return target
+    raise ValueError("must be at least 1, or 0 for none")
+
+
 class SharesBody(Wire):
     serving_share: Share | None = None
     """Share of the engine's time for serving while rollouts run, too."""
     engine_share: Share | None = None
     """Share of the device's time for the engine while requests and an update run."""
+    serving_latency_target: Annotated[float, AfterValidator(_check_target)] | None = None
+    """In place of the shares: the factor, at least 1, by which other work may slow serving's tokens; 0 ends it."""
 
 
 class SharesAnswer(Wire):
     serving_share: float
     engine_share: float
+    serving_latency_target: float | None = None
 
 
 def share_routes(service: Service) -> APIRouter:
@@ -38,12 +49,13 @@ def share_routes(service: Service) -> APIRouter:
 
     @router.put("/v1/shares")
     async def set_shares(http: Request) -> Response:
-        """Change one of the shares or both, from the next unit of work on until the process ends."""
+        """Change shares or the latency target, from the next unit of work on until the process ends."""
         body = await body_of(service, http, SharesBody)
-        if body.serving_share is None and body.engine_share is None:
-            raise InvalidRequest("send serving_share, engine_share or both", "serving_share")
+        changes = body.model_dump()
+        if all(value is None for value in changes.values()):
+            raise InvalidRequest(f"send one of {', '.join(changes)}", "serving_share")
         device = _device(service)
-        device.set_shares(serving_share=body.serving_share, engine_share=body.engine_share)
+        device.set_shares(**changes)
         return json_response(SharesAnswer(**device.shares()))
 
     return router

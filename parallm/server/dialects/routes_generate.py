@@ -24,7 +24,7 @@ from parallm.server.dialects.vllm_tokens import VLLM_TOKENS
 from parallm.server.failures import DeadlineExceeded, failure_of
 from parallm.server.generation import ChunkStream, respond
 from parallm.server.openai.grammars import body_grammar, constrained
-from parallm.server.openai.routes_generation import response_context
+from parallm.server.openai.routes import response_context
 from parallm.server.openai.translate import completion_requests, with_lora_adapter
 from parallm.server.schemas import read_object
 from parallm.server.service import Service

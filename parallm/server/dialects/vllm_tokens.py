@@ -94,7 +94,7 @@ class TokensBuilder:
         limit = self._body.prompt_logprobs
         if limit is None or completion.prompt_logprobs is None:
             return None
-        return prompt_logprobs(completion.prompt_logprobs, limit, self.context.token_texts)
+        return prompt_logprobs(completion.prompt_logprobs, limit, self.context.token_text)
 
     def _choice(self, completion: Completion) -> TokensChoice:
         return TokensChoice(

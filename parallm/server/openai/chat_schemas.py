@@ -4,11 +4,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from parallm.server.openai.completion_schemas import ChoiceFields, Echo, GenerationBody, RankedLogprob, Usage
+from parallm.server.openai.completion_schemas import Answer, ChoiceFields, GenerationBody, RankedLogprob
 from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire, text_parts
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 MAX_TOOLS = 128
 
 
@@ -143,7 +144,7 @@ class ChatBody(GenerationBody):
         str | NamedTool, BeforeValidator(read_tool_choice, json_schema_input_type=ToolChoiceForms)
     ] = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables of the model's chat template, such as `enable_thinking`."""
     add_generation_prompt: bool = True
@@ -199,23 +200,15 @@ class ChatChunkChoice(ChoiceFields):
     logprobs: ChatLogprobs | None
 
 
-class ChatAnswer(Echo):
-    id: str
+class ChatAnswer(Answer):
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, RankedLogprob] | None] | None = None
     """Log-probs by position and token id, the prompt's own token first."""
 
 
-class ChatChunk(Echo):
-    id: str
+class ChatChunk(Answer):
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
     prompt_token_ids: list[int] | None = None

@@ -1,5 +1,6 @@
 """Wire types of `POST /v1/completions`, and the fields that other endpoints share with it."""
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field, PlainValidator
@@ -215,12 +216,19 @@ class Echo(Wire):
     """Log-probabilities are after temperature and before top_k, top_p and min_p."""
 
 
-class CompletionAnswer(Echo):
-    """A whole answer, or a chunk of a stream."""
+class Answer(Echo):
+    """Fields of every whole answer, and of every chunk of a stream."""
 
     id: str
-    object: Literal["text_completion"]
+    object: str
     created: int
     model: str
-    choices: list[CompletionChoice]
+    choices: Sequence[ChoiceFields]
     usage: Usage | None = None
+
+
+class CompletionAnswer(Answer):
+    """A whole answer, or a chunk of a stream."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]

@@ -2,7 +2,7 @@
 
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from parallm.conversation import ToolCall
 from parallm.server.catalog import answered_by, version_of
@@ -107,9 +107,9 @@ def _items(part: MessagePart, status: Status) -> list[OutputItem]:
     """Return the items of an answer; without any text or call, an empty message."""
     items: list[OutputItem] = []
     if part.reasoning:
-        items.append(_reasoning_item(_new_id("rs"), part.reasoning, status))
+        items.append(_text_item("reasoning", _new_id("rs"), status, part.reasoning))
     if part.content or not part:
-        items.append(_message_item(_new_id("msg"), part.content, status))
+        items.append(_text_item("message", _new_id("msg"), status, part.content))
     return [*items, *(_call_item(_new_id("fc"), call, status) for call in part.calls)]
 
 
@@ -117,18 +117,17 @@ def _new_id(kind: str) -> str:
     return f"{kind}_{uuid.uuid4().hex}"
 
 
-def _text_part(text: str) -> OutputText:
-    return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+def _part(kind: Kind, text: str) -> OutputText | ReasoningText:
+    if kind == "message":
+        return OutputText(type="output_text", text=text, annotations=[], logprobs=[])
+    return ReasoningText(type="reasoning_text", text=text)
 
 
-def _reasoning_item(item_id: str, text: str | None, status: Status) -> OutputReasoning:
-    content = [] if text is None else [ReasoningText(type="reasoning_text", text=text)]
+def _text_item(kind: Kind, item_id: str, status: Status, text: str | None = None) -> OutputMessage | OutputReasoning:
+    content: list[Any] = [] if text is None else [_part(kind, text)]
+    if kind == "message":
+        return OutputMessage(type="message", id=item_id, status=status, role="assistant", content=content)
     return OutputReasoning(type="reasoning", id=item_id, status=status, summary=[], content=content)
-
-
-def _message_item(item_id: str, text: str | None, status: Status) -> OutputMessage:
-    content = [] if text is None else [_text_part(text)]
-    return OutputMessage(type="message", id=item_id, status=status, role="assistant", content=content)
 
 
 def _call_item(item_id: str, call: ToolCall, status: Status) -> OutputCall:
@@ -197,30 +196,22 @@ class ResponsesStream:
             yield from self._close()
             yield from self._open(kind)
         self._text += text
-        if kind == "message":
-            yield self._in_item("response.output_text.delta", delta=text, logprobs=[])
-        else:
-            yield self._in_item("response.reasoning_text.delta", delta=text)
+        yield self._text_event("delta", delta=text)
 
     def _open(self, kind: Kind) -> Iterator[ResponseEvent]:
         self._kind, self._text = kind, ""
         self._item_id = _new_id("msg" if kind == "message" else "rs")
-        make = _message_item if kind == "message" else _reasoning_item
-        item = make(self._item_id, None, "in_progress")
+        item = _text_item(kind, self._item_id, "in_progress")
         yield self._event("response.output_item.added", output_index=len(self._items), item=item)
-        yield self._in_item("response.content_part.added", part=self._part(""))
+        yield self._in_item("response.content_part.added", part=_part(kind, ""))
 
     def _close(self, status: Status = "completed") -> Iterator[ResponseEvent]:
-        if self._kind is None:
+        if (kind := self._kind) is None:
             return
-        if self._kind == "message":
-            yield self._in_item("response.output_text.done", text=self._text, logprobs=[])
-        else:
-            yield self._in_item("response.reasoning_text.done", text=self._text)
-        yield self._in_item("response.content_part.done", part=self._part(self._text))
-        make = _message_item if self._kind == "message" else _reasoning_item
+        yield self._text_event("done", text=self._text)
+        yield self._in_item("response.content_part.done", part=_part(kind, self._text))
         self._kind = None
-        yield self._done(make(self._item_id, self._text, status))
+        yield self._done(_text_item(kind, self._item_id, status, self._text))
 
     def _call_events(self, call: ToolCall) -> Iterator[ResponseEvent]:
         """Yield a complete call: there is one delta."""
@@ -237,16 +228,17 @@ class ResponsesStream:
         self._items.append(item)
         return self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
-    def _part(self, text: str) -> object:
-        return _text_part(text) if self._kind == "message" else ReasoningText(type="reasoning_text", text=text)
+    def _text_event(self, what: str, **fields: object) -> ResponseEvent:
+        if self._kind == "message":
+            return self._in_item(f"response.output_text.{what}", **fields, logprobs=[])
+        return self._in_item(f"response.reasoning_text.{what}", **fields)
 
     def _in_item(self, kind: str, **fields: object) -> ResponseEvent:
         return self._event(kind, item_id=self._item_id, output_index=len(self._items), content_index=0, **fields)
 
     def _event(self, kind: str, **fields: object) -> ResponseEvent:
-        event = ResponseEvent(type=kind, sequence_number=self._number)
         self._number += 1
-        return event.model_copy(update=fields)
+        return ResponseEvent(type=kind, sequence_number=self._number - 1, **fields)
 
 
 def _encode(events: list[ResponseEvent]) -> bytes:

@@ -5,7 +5,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from parallm.server.openai.chat_schemas import MAX_TOOLS, CallId, JsonFormat, Name, TextFormat
+from parallm.server.openai.chat_schemas import (
+    MAX_TOOLS,
+    CallId,
+    Effort,
+    FunctionTool,
+    JsonFormat,
+    JsonSchema,
+    Name,
+    NamedFunction,
+    TextFormat,
+)
 from parallm.server.schemas import FIRST_FAULT, MAX_INT, Wire, text_parts
 
 ItemId = Annotated[str, Field(max_length=256)]
@@ -80,27 +90,16 @@ def read_input(value: object) -> object:
     return [{"type": "message"} | item if isinstance(item, dict) else item for item in value]
 
 
-class ResponseTool(Wire):
+class ResponseTool(FunctionTool):
     type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
-class ResponseNamedTool(Wire):
+class ResponseNamedTool(NamedFunction):
     type: Literal["function"]
-    name: Name
 
 
-class ResponseSchemaFormat(Wire):
-    """The schema is enforced, strict or not; the model sees none of it, so its name and description change nothing."""
-
+class ResponseSchemaFormat(JsonSchema):
     type: Literal["json_schema"]
-    name: Name
-    description: str | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None
 
 
 TextConfigFormat = Annotated[TextFormat | JsonFormat | ResponseSchemaFormat, Field(discriminator="type")]
@@ -112,7 +111,7 @@ class TextConfig(Wire):
 
 
 class ReasoningConfig(Wire):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: None = None
     generate_summary: None = None
 
@@ -241,22 +240,8 @@ class ResponseAnswer(Wire):
     policy_version: int | None
 
 
-class ResponseEvent(Wire):
-    """One event of a stream; which fields it has depends on its type."""
+class ResponseEvent(Wire, extra="allow"):
+    """One event of a stream; which other fields it has depends on its type."""
 
     type: str
     sequence_number: int
-    response: ResponseAnswer | None = None
-    output_index: int | None = None
-    content_index: int | None = None
-    item_id: str | None = None
-    item: OutputItem | None = None
-    part: OutputText | ReasoningText | None = None
-    delta: str | None = None
-    text: str | None = None
-    name: str | None = None
-    arguments: str | None = None
-    logprobs: list[Any] | None = None
-    code: str | None = None
-    message: str | None = None
-    param: str | None = None

@@ -117,7 +117,10 @@ def _device(device: Device) -> Iterator[Metric]:
         "parallm:device_memory_bytes", "Bytes of arrays: now, at most, kept after use.", "kind", device.memory()
     )
     yield _gauges(
-        "parallm:device_share", "Shares of its seconds, as the settings of these names.", "share", device.shares()
+        "parallm:device_share",
+        "Shares of its seconds and serving's latency target, as the settings of these names.",
+        "share",
+        device.shares(),
     )
     usage = dict(device.usage())
     if "accelerator" in usage:

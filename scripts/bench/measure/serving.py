@@ -23,6 +23,7 @@ SECONDS_TO_FIRST_STEP, SECONDS_BETWEEN_LOOKS = 300.0, 0.2
 MODES: Mapping[str, Sequence[str]] = {
     "while_training": (),
     "training_first": ("device.serving_share=0.3", "device.engine_share=0.3"),
+    "latency_target": ("device.serving_latency_target=1.2",),
 }
 """Overrides of a run."""
 
@@ -45,6 +46,8 @@ class Measured:
         "serving.updates_per_minute_while_training": Bar(),
         "serving.updates_ratio_while_training": Bar(min=0.15),
         "serving.itl_p50_ratio_training_first": Bar(),
+        "serving.itl_p50_ratio_latency_target": Bar(max=1.3),
+        "serving.tokens_ratio_latency_target": Bar(min=0.75),
         "serving.tokens_ratio_training_first": Bar(),
         "serving.updates_per_minute_training_first": Bar(),
         "serving.steps_while_training": Bar(min=1),
@@ -55,7 +58,7 @@ class Measured:
 def serving(request: Request) -> Figures:
     """8 streams while the process trains, over serving alone: time between tokens, tokens/s, updates a minute.
 
-    Once with the shares of the device as they are by default, once with training first. A step trains on two problems,
+    With the default shares of the device, with training first, and with a latency target. A step trains on two problems,
     so that several fall into the time.
     """
     seconds = request.size(120, 5)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from parallm.engine.engine import Engine
-from parallm.engine.kv.budget import KvCost, measure_cost
+from parallm.engine.kv import budget
+from parallm.engine.kv.budget import KvBudget, KvCost, measure_cost
 from parallm.engine.kv.shapes import EMPTY, BufferShape, grown, grown_to_end
 from parallm.engine.settings import EngineSettings
 from parallm.errors import ContextTooLong
@@ -72,3 +73,21 @@ def test_a_request_that_could_never_fit_is_refused(
     memory.check(ask("a", range(2, 34), 44))
     with pytest.raises(ContextTooLong, match=r"take 212992 bytes; the limit is 204800; .* engine.kv_cache_bytes"):
         memory.check(ask("a", range(2, 34), 45))
+
+
+@pytest.mark.parametrize(("asked", "rows"), [(None, 256), (3, 3)])
+def test_a_cpu_decodes_256_rows_unless_settings_say_otherwise(asked: int | None, rows: int) -> None:
+    settings = EngineSettings(max_rows=asked, kv_cache_bytes=10**9)
+    assert KvBudget(settings, KvCost(layers=((1000, None),), per_sequence=0), lambda _: 0).max_rows == rows
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_token", "gigabytes", "rows"),
+    [(8_192, 50, 1024), (131_072, 50, 256), (131_072, 40, 256), (131_072, 30, 128), (131_072, 1, 128)],
+)
+def test_cuda_decodes_as_many_rows_of_1024_tokens_as_memory_holds(
+    bytes_per_token: int, gigabytes: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "on_cuda", lambda: True)
+    cost = KvCost(layers=((bytes_per_token, None),), per_sequence=0)
+    assert budget.default_rows(cost, gigabytes * 10**9) == rows

@@ -8,8 +8,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from parallm.integrations.atropos.api import Registration, TrajectoryApi
-from parallm.integrations.atropos.trainer_client import TrainerClient
+from parallm.integrations.atropos.trainer_client import Registration, TrainerClient, TrajectoryApi
 from parallm.rollout.settings import AtroposSettings
 from parallm.types import Completion, GenerationRequest, SamplingParams, WeightSpan
 from tests.run_api import RunApi

@@ -1,29 +1,40 @@
 """Each trap of run-api and its environments that shows on the trainer's side is named with a way out."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from parallm.integrations.atropos.api import ApiStatus, Sizes
-from parallm.integrations.atropos.diagnosis import EnvironmentState, causes_of
+from parallm.integrations.atropos.diagnosis import causes_of
 from parallm.integrations.atropos.source import AtroposFacts
-from parallm.integrations.atropos.trainer_client import ApiFacts
+from parallm.integrations.atropos.supervisor import SupervisedProcess
+from parallm.integrations.atropos.trainer_client import ApiFacts, Sizes
 
-WAITING = ApiFacts(state="waiting", registered_at=1.0, status=ApiStatus(step=0, num_queued=0))
-QUEUED = ApiFacts(state="waiting", registered_at=1.0, status=ApiStatus(step=0, num_queued=6))
+WAITING = ApiFacts(state="waiting", registered_at=1.0)
+QUEUED = ApiFacts(state="waiting", registered_at=1.0, num_queued=6)
 FACTS = AtroposFacts(
     url="http://127.0.0.1:8001", sizes=Sizes(batch_size=8, max_token_len=512), api=WAITING, num_completions=4
 )
-RUNNING = EnvironmentState(name="words", log="words.log", exit_code=None)
 
 
-def names(*environments: EnvironmentState, **facts: Any) -> list[str]:
-    return [cause.name for cause in causes_of(dataclasses.replace(FACTS, **facts), environments)]
+def process(
+    exit_code: int | None = None, *, has_given_up: bool = False, log: Path = Path("words.log")
+) -> SupervisedProcess:
+    one = SupervisedProcess("words", (), folder=Path(), variables={}, log=log, max_restarts=5)
+    one.exit_code, one.has_given_up = exit_code, has_given_up
+    return one
 
 
-def text(*environments: EnvironmentState, **facts: Any) -> str:
-    return causes_of(dataclasses.replace(FACTS, **facts), environments)[0].text
+RUNNING = process()
+
+
+def names(*environments: SupervisedProcess, **facts: Any) -> list[str]:
+    return list(causes_of(dataclasses.replace(FACTS, **facts), environments))
+
+
+def text(*environments: SupervisedProcess, **facts: Any) -> str:
+    return next(iter(causes_of(dataclasses.replace(FACTS, **facts), environments).values()))
 
 
 def test_a_run_in_which_nothing_is_wrong_may_only_be_slow() -> None:
@@ -63,14 +74,16 @@ def test_batches_that_the_api_has_lost_are_named() -> None:
     assert names(num_failed_batches=2) == ["batches_lost"]
 
 
-def test_an_environment_that_cannot_be_started_is_named_with_the_end_of_its_log() -> None:
-    dead = dataclasses.replace(RUNNING, exit_code=1, has_given_up=True, log_tail="ModuleNotFoundError: nltk")
+def test_an_environment_that_cannot_be_started_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "words.log"
+    log.write_text("ModuleNotFoundError: nltk\n")
+    dead = process(1, has_given_up=True, log=log)
     assert names(dead) == ["words_dead"]
     assert "ModuleNotFoundError: nltk" in text(dead)
 
 
 def test_an_environment_that_has_ended_by_itself_is_named() -> None:
-    assert names(dataclasses.replace(RUNNING, exit_code=0)) == ["words_finished"]
+    assert names(process(0)) == ["words_finished"]
 
 
 def test_a_server_that_no_environment_asks_is_explained_with_the_flag_that_atroposlib_drops() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from parallm.errors import ConfigError
-from parallm.integrations.atropos.api import Sizes
 from parallm.integrations.atropos.launcher import (
     ENVIRONMENT_HOST,
     LaunchContext,
@@ -15,6 +14,7 @@ from parallm.integrations.atropos.launcher import (
     command_of,
     with_free_port,
 )
+from parallm.integrations.atropos.trainer_client import Sizes
 from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
 
 CONTEXT = LaunchContext(

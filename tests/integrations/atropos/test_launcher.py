@@ -11,10 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from parallm.integrations.atropos.api import ApiStatus, Sizes, TrajectoryApi
 from parallm.integrations.atropos.launcher import LaunchContext, Launcher
 from parallm.integrations.atropos.source import AtroposFacts
-from parallm.integrations.atropos.trainer_client import ApiFacts
+from parallm.integrations.atropos.trainer_client import ApiFacts, Sizes, TrajectoryApi
 from parallm.rollout.settings import AtroposSettings, EnvironmentProcess, StartSettings
 
 # Says what a registered environment says, and its process id
@@ -61,7 +60,7 @@ class World:
         )
 
     def register(self, at: float) -> None:
-        self.api = ApiFacts(state="waiting", registered_at=at, status=ApiStatus(step=0, num_queued=0))
+        self.api = ApiFacts(state="waiting", registered_at=at)
 
     def begun(self) -> list[int]:
         file = self.folder / "begun"

@@ -59,6 +59,12 @@ def play(run_api: RunApi, tmp_path: Path) -> Callable[..., None]:
     return run
 
 
+async def registered(source: AtroposSource) -> None:
+    async with asyncio.timeout(10):
+        while source.client.facts.state != "waiting":
+            await asyncio.sleep(0.01)
+
+
 async def ready(source: AtroposSource, version: int = 5, limit: int = 4) -> None:
     async with asyncio.timeout(10):
         while not source.is_ready(version, limit):
@@ -76,7 +82,7 @@ def test_a_step_gets_the_groups_of_one_batch_and_no_more_are_fetched_meanwhile(
     play: Callable[..., None], run_api: RunApi
 ) -> None:
     async def use(source: AtroposSource) -> None:
-        await source.client.registered.wait()
+        await registered(source)
         for number in range(2):
             run_api.post(give(source, number))
         await ready(source)
@@ -99,7 +105,7 @@ def test_a_step_gets_the_groups_of_one_batch_and_no_more_are_fetched_meanwhile(
 
 def test_what_becomes_too_old_while_it_waits_is_dropped_by_groups(play: Callable[..., None], run_api: RunApi) -> None:
     async def use(source: AtroposSource) -> None:
-        await source.client.registered.wait()
+        await registered(source)
         for number, version in enumerate((3, 5)):
             run_api.post(give(source, number, version))
         await ready(source, version=5, limit=2)
@@ -114,7 +120,7 @@ def test_what_becomes_too_old_while_it_waits_is_dropped_by_groups(play: Callable
 
 def test_versions_that_the_learner_has_left_are_dropped(play: Callable[..., None], run_api: RunApi) -> None:
     async def use(source: AtroposSource) -> None:
-        await source.client.registered.wait()
+        await registered(source)
         for number in range(2):
             run_api.post(give(source, number, version=6))
         for _ in range(20):
@@ -129,7 +135,7 @@ def test_a_wait_begins_when_a_step_takes_its_groups_and_counts_from_there(
     play: Callable[..., None], run_api: RunApi
 ) -> None:
     async def use(source: AtroposSource) -> None:
-        await source.client.registered.wait()
+        await registered(source)
         run_api.post(give(source, 0) | {"masks": [[1], [1]]})
         run_api.post(give(source, 1))
         await ready(source)
@@ -150,7 +156,7 @@ def test_a_wait_begins_when_a_step_takes_its_groups_and_counts_from_there(
 
 def test_a_batch_without_any_signal_is_no_step(play: Callable[..., None], run_api: RunApi, tmp_path: Path) -> None:
     async def use(source: AtroposSource) -> None:
-        await source.client.registered.wait()
+        await registered(source)
         for number in range(4):
             run_api.post({**give(source, number), "scores": [1.0, 1.0] if number < 2 else [0.0, 1.0]})
         await ready(source)
@@ -164,7 +170,7 @@ def test_a_batch_without_any_signal_is_no_step(play: Callable[..., None], run_ap
 
 def test_advantages_of_tokens_are_a_signal_where_scores_are_equal(play: Callable[..., None], run_api: RunApi) -> None:
     async def use(source: AtroposSource) -> None:
-        await source.client.registered.wait()
+        await registered(source)
         own = [[0, 0, 1.0, -1.0], [0, 0, 0.5, 0, 0]]
         for number in range(2):
             run_api.post({**give(source, number), "scores": [1.0, 1.0], "advantages": own})
@@ -179,7 +185,7 @@ def test_tokens_that_nobody_has_sampled_are_scored_at_the_temperature_that_the_e
     play: Callable[..., None], run_api: RunApi
 ) -> None:
     async def use(source: AtroposSource) -> None:
-        await source.client.registered.wait()
+        await registered(source)
         run_api.post({**give(source, 1), "overrides": [{"temperature": 0.5}, None]})
         strange = group_of(((9, 1), (2, 3)), ((9, 1), (4,)), generation_params={"temperature": 0.5})
         run_api.post({**strange, "overrides": [{"sft": True}, None]})
@@ -199,7 +205,7 @@ def test_the_first_of_each_kind_of_refused_groups_are_kept(
     play: Callable[..., None], run_api: RunApi, tmp_path: Path
 ) -> None:
     async def use(source: AtroposSource) -> None:
-        await source.client.registered.wait()
+        await registered(source)
         for _ in range(20):
             run_api.post(group_of(((9, 1), (2, 3)), ((9, 1), (4,))))
         while sum(source.facts().refused.values()) < 20:  # which is counted after a group has arrived

@@ -3,20 +3,19 @@
 import asyncio
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from parallm.integrations.atropos.supervisor import ChildProcess, SupervisedProcess, log_tail, variables_for
+from parallm.integrations.atropos.supervisor import SupervisedProcess, variables_for
 
 FOREVER = "import time; print('begun', flush=True); time.sleep(100)"
 
 
-def starter(tmp_path: Path, code: str) -> Callable[[], ChildProcess]:
-    command = [sys.executable, "-c", code]
-    variables = variables_for(sys.executable, {})
-    return lambda: ChildProcess(command, folder=tmp_path, variables=variables, log=tmp_path / "log")
+def supervised(tmp_path: Path, code: str, max_restarts: int) -> SupervisedProcess:
+    command, variables = [sys.executable, "-c", code], variables_for(sys.executable, {})
+    log = tmp_path / "log"
+    return SupervisedProcess("one", command, folder=tmp_path, variables=variables, log=log, max_restarts=max_restarts)
 
 
 def wait_for_end(one: SupervisedProcess, now: float) -> None:
@@ -27,7 +26,7 @@ def wait_for_end(one: SupervisedProcess, now: float) -> None:
 
 
 def test_a_process_that_fails_is_started_again_until_it_is_given_up(tmp_path: Path) -> None:
-    one = SupervisedProcess("one", starter(tmp_path, "raise SystemExit(3)"), max_restarts=1)
+    one = supervised(tmp_path, "raise SystemExit(3)", max_restarts=1)
     one.supervise(0)
     wait_for_end(one, 0)
     assert (one.exit_code, one.has_given_up) == (3, False)
@@ -41,7 +40,7 @@ def test_a_process_that_fails_is_started_again_until_it_is_given_up(tmp_path: Pa
 
 
 def test_a_process_that_lived_long_enough_begins_anew_with_its_restarts(tmp_path: Path) -> None:
-    one = SupervisedProcess("one", starter(tmp_path, "raise SystemExit(3)"), max_restarts=1)
+    one = supervised(tmp_path, "raise SystemExit(3)", max_restarts=1)
     for now in (0.0, 100.0, 200.0, 300.0):
         one.supervise(now)
         wait_for_end(one, now + 90)
@@ -52,7 +51,7 @@ def test_a_process_that_lived_long_enough_begins_anew_with_its_restarts(tmp_path
 
 
 def test_a_process_that_ends_well_is_not_started_again(tmp_path: Path) -> None:
-    one = SupervisedProcess("one", starter(tmp_path, "pass"), max_restarts=3)
+    one = supervised(tmp_path, "pass", max_restarts=3)
     one.supervise(0)
     wait_for_end(one, 0)
     one.supervise(1000.0)
@@ -60,7 +59,7 @@ def test_a_process_that_ends_well_is_not_started_again(tmp_path: Path) -> None:
 
 
 def test_a_process_that_was_ended_is_started_again_and_counts_no_failure(tmp_path: Path) -> None:
-    one = SupervisedProcess("one", starter(tmp_path, FOREVER), max_restarts=0)
+    one = supervised(tmp_path, FOREVER, max_restarts=0)
     one.supervise(0)
     asyncio.run(one.end())
     assert (one.is_running, one.exit_code, one.has_given_up) == (False, None, False)
@@ -70,10 +69,10 @@ def test_a_process_that_was_ended_is_started_again_and_counts_no_failure(tmp_pat
 
 
 def test_what_a_process_says_is_in_its_log(tmp_path: Path) -> None:
-    one = SupervisedProcess("one", starter(tmp_path, "print('first'); raise SystemExit('last')"), max_restarts=0)
+    one = supervised(tmp_path, "print('first'); raise SystemExit('last')", max_restarts=0)
     one.supervise(0)
     wait_for_end(one, 0)
-    assert log_tail(tmp_path / "log") == "first | last"
+    assert one.log_tail() == "first | last"
 
 
 def test_a_program_of_another_interpreter_does_not_find_our_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ import httpx
 import pytest
 
 from parallm.errors import ConfigError
-from parallm.integrations.atropos.api import Registration, TrajectoryApi
-from parallm.integrations.atropos.trainer_client import TrainerClient
+from parallm.integrations.atropos.trainer_client import Registration, TrainerClient, TrajectoryApi
 from tests.integrations.atropos.conftest import REGISTRATION, atropos_settings, numbered
 from tests.run_api import RunApi
 
@@ -33,7 +32,6 @@ def test_the_first_batch_is_asked_for_right_behind_the_registration(make_client:
     assert ask(client) == [None]
     assert run_api.calls == ["/info", "/register", "/info", "/batch"]
     assert asyncio.run(run_api.register_env()) == {"status": "success"}
-    assert client.registered.is_set()
     assert client.facts.state == "waiting"
 
 
@@ -45,7 +43,7 @@ def test_batches_that_were_formed_together_come_oldest_first(make_client: Make, 
     found = ask(client, 4)
     assert [first_tokens(batch) for batch in found[:3]] == [[0, 1], [2, 3], [4, 5]]
     assert found[3] is None
-    assert (client.facts.num_batches, client.facts.status.step if client.facts.status else None) == (3, 3)
+    assert (client.facts.num_batches, client.facts.step) == (3, 3)
 
 
 def test_what_is_not_formed_yet_is_left_to_the_api(make_client: Make, run_api: RunApi) -> None:
@@ -65,9 +63,9 @@ def test_a_restarted_api_is_registered_with_again(make_client: Make, run_api: Ru
     ask(client)
     run_api.restart()
     assert ask(client) == [None]
-    assert (client.facts.num_lost, client.facts.state, client.registered.is_set()) == (1, "unregistered", False)
+    assert (client.facts.num_lost, client.facts.state) == (1, "unregistered")
     assert ask(client) == [None]
-    assert client.registered.is_set()
+    assert client.facts.state == "waiting"
     for number in range(2):
         run_api.post(numbered(number))
     assert first_tokens(ask(client)[0]) == [0, 1]
@@ -97,7 +95,7 @@ def test_an_api_that_an_environment_has_posted_to_too_early_is_reset(make_client
     client = make_client()
     assert ask(client) == [None]
     assert run_api.calls.count("/reset_data") == 3
-    assert (client.facts.state, client.registered.is_set()) == ("waiting", True)
+    assert client.facts.state == "waiting"
     assert run_api.state["batch_size"] == 4
 
 
@@ -109,7 +107,7 @@ def test_an_api_that_is_posted_to_too_early_for_ever_is_asked_again_later(make_c
     assert client.facts.state == "poisoned"
     assert "stays without a trainer after 20 resets" in client.facts.problem
     ask(client)
-    assert client.registered.is_set()
+    assert client.facts.registered_at is not None
 
 
 def test_an_api_of_other_sizes_is_refused_without_consent(make_client: Make, run_api: RunApi) -> None:

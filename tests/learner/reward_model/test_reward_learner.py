@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from parallm.device.streams import DeviceStreams
-from parallm.learner.adapter_state import OptimizerStep
+from parallm.learner.adapter_learner import OptimizerStep
 from parallm.learner.passes.batch import make_passes
 from parallm.learner.reward_model.pairs import to_scoring_request
 from parallm.learner.reward_model.reward_learner import RewardLearner, pair_loss
@@ -77,16 +77,16 @@ def cut(
     learner = RewardLearner(model, streams, settings, start=adapter, total_steps=1, seed=0)
     learner._packs = learner._packs if packs is None else packs
     taken: list[mx.array] = []
-    compute_step = learner._state.compute_step
+    compute_step = learner.compute_step
 
     def take(gradient_N: mx.array, step: int) -> OptimizerStep:
         taken.append(gradient_N)
         return compute_step(gradient_N, step)
 
-    learner._state.compute_step = take  # type: ignore[method-assign]
+    learner.compute_step = take  # type: ignore[method-assign]
     (*_, report) = learner.update(groups, step=0, max_tokens=1)
     assert report is not None
-    return report.loss, learner._state.layout.split(taken[0])
+    return report.loss, learner.layout.split(taken[0])
 
 
 def assert_close(found: tuple[float, Arrays], expected: tuple[float, Arrays]) -> None:

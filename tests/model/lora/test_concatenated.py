@@ -42,6 +42,22 @@ def test_rows_of_a_few_adapters_get_the_bits_that_they_get_alone(
         assert mx.array_equal(together[row], alone[0]).item()
 
 
+@pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
+@pytest.mark.parametrize(("rank", "count"), [(16, 33), (100, 9), (300, 3)])
+def test_rows_of_many_columns_get_the_bits_that_they_get_alone(rank: int, count: int) -> None:
+    keys = mx.random.split(mx.random.key(0), 2 * count + 1)
+    matrices = [
+        (mx.random.normal((64, rank), key=a), mx.random.normal((rank, 96), key=b))
+        for a, b in keys[1:].reshape(count, 2, 2)
+    ]
+    adapters = [SingleLora({"target": a}, {"target": b}, {}) for a, b in matrices]
+    x, y = mx.random.normal((count, 1, 64), key=keys[0]), mx.zeros((count, 1, 96))
+    together = concatenate_loras(adapters, ["target"]).select([*range(count)]).apply("target", x, y)
+    for row, adapter in enumerate(adapters):
+        alone = adapter.apply("target", mx.repeat(x[row : row + 1], 4, axis=0), mx.zeros((4, 1, 96)))
+        assert mx.array_equal(together[row], alone[0]).item()
+
+
 def test_a_target_that_only_some_adapters_have_changes_only_their_rows() -> None:
     a, b = mx.ones((3, 16)), mx.ones((16, 2))
     whole = SingleLora({"first": a, "second": 2 * a}, {"first": b, "second": b}, {})

@@ -1,6 +1,5 @@
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -18,7 +17,6 @@ from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import NANO, load_shared_model
 from parallm.model.lora.dora import initial_magnitudes, lora_scaling
-from parallm.model.lora.gathered import stack_loras
 from parallm.model.lora.linear import LoraBinding, LoraLinear
 from parallm.model.lora.single import single_lora
 from parallm.model.settings import ModelSettings
@@ -109,24 +107,3 @@ def test_a_new_dora_adapter_changes_no_bit(load_tiny: Callable[..., SharedModel]
     adapter = make_adapter(arrays, version=0, rank=4, alpha=8.0)
     assert adapter.is_dora
     assert mx.array_equal(model.hidden(TOKENS, None, view_of(adapter, model)), model.hidden(TOKENS, None, None)).item()
-
-
-@pytest.mark.skipif(not BLAS.strict, reason="only a strict BLAS computes a row alike in any company")
-@pytest.mark.parametrize("length", [1, 6])
-def test_rows_of_lora_and_dora_and_different_ranks_get_the_bits_that_they_get_alone(
-    length: int, variant: Variant, load_tiny: Callable[..., SharedModel]
-) -> None:
-    model = load_tiny("qwen2")
-    forms = [
-        None,
-        variant(model, 1, rank=2),
-        variant(model, 2, rank=3, dora=True),
-        variant(model, 3, rank=20, rslora=True, ranks={"q_proj": 1, "down_proj": 40}),
-    ]
-    views = [single_lora(each.arrays, lora_scaling(each, model)) if each else None for each in forms]
-    mixed = replace(stack_loras(views, model.targets), index_B=mx.array([2, 3, 0, 1], mx.uint32))
-    together = model.hidden(TOKENS[:, :length], model.make_cache(), mixed)
-    for row, place in enumerate((2, 3, 0, 1)):
-        rows = mx.repeat(TOKENS[row : row + 1, :length], 4, axis=0)  # products of fewer rows are another matter
-        alone = model.hidden(rows, model.make_cache(), views[place])
-        assert mx.array_equal(together[row], alone[0]).item()

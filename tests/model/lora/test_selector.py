@@ -8,7 +8,6 @@ import pytest
 
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.lora.concatenated import ConcatenatedLora
-from parallm.model.lora.gathered import GatheredLora
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.segmented import SegmentedLora
 from parallm.model.lora.selector import LoraSelector, choose
@@ -147,8 +146,7 @@ def test_what_is_forgotten_is_made_anew(rows_of: RowsOf, loras: LoraSelector) ->
         (0, {}, None),
         (1, {}, SingleLora),
         (1, {"with_base": True}, ConcatenatedLora),
-        (4, {}, ConcatenatedLora),
-        (5, {}, GatheredLora),
+        (9, {}, ConcatenatedLora),
         (5, {"with_base": True, "packs": True}, SegmentedLora),
         (1, {"trains": True, "drops": True}, DropoutLora),
     ],

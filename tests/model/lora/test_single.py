@@ -9,8 +9,8 @@ from mlx_lm.tuner.lora import LoRALinear
 from parallm.model.adapters.adapter import Adapter, make_adapter
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.load import load_shared_model
+from parallm.model.lora.concatenated import concatenate_loras
 from parallm.model.lora.dora import lora_scaling
-from parallm.model.lora.gathered import stack_loras
 from parallm.model.lora.linear import LoraLinear
 from parallm.model.lora.selector import training_lora
 from parallm.model.lora.single import SingleLora, single_lora
@@ -77,18 +77,16 @@ def test_a_target_computes_what_mlx_lm_computes(load_tiny: Callable[..., SharedM
 
 def test_rows_of_mixed_adapters_get_what_they_get_alone(load_tiny: Callable[..., SharedModel]) -> None:
     model = load_tiny("llama")
-    views = [None, random_view(model, 1), random_view(model, 2, rank=2, targets={"q_proj", "down_proj"})]
-    mixed = replace(stack_loras(list(views), model.targets), index_B=mx.array([2, 0, 1], mx.uint32))
-    together = model.hidden(TOKENS, None, mixed)
-    for row, lora in enumerate((views[2], views[0], views[1])):
+    views = [random_view(model, 1), random_view(model, 2, rank=2, targets={"q_proj", "down_proj"})]
+    together = model.hidden(TOKENS, None, concatenate_loras(views, model.targets).select([1, -1, 0]))
+    for row, lora in enumerate((views[1], None, views[0])):
         alone = hidden(model, lora, TOKENS[row : row + 1])
         assert mx.allclose(together[row], alone[0], atol=1e-4).item()
 
 
 def test_adapters_apply_to_single_tokens_of_a_half_precision_base(tiny_model: Callable[[str], Path]) -> None:
     model = load_shared_model(ModelSettings(path=str(tiny_model("llama")), dtype="bfloat16"))
-    lora = random_view(model, 1)
-    mixed = replace(stack_loras([None, lora], model.targets), index_B=mx.array([0, 1, 1], mx.uint32))
+    mixed = concatenate_loras([random_view(model, 1)], model.targets).select([-1, 0, 0])
     found = model.hidden(TOKENS[:, :1], None, mixed)
     assert found.dtype == mx.bfloat16
     assert mx.array_equal(found[0], hidden(model, None, TOKENS[:1, :1])[0]).item()

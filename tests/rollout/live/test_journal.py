@@ -51,11 +51,11 @@ def lines(file: Path) -> Iterator[Journal]:
 
 def put(lines: Journal, *numbers: int) -> None:
     for number in numbers:
-        lines.append(lambda number=number: {"number": number})  # type: ignore[misc]
+        lines.append({"number": number})
 
 
 def renew(lines: Journal, *numbers: int) -> None:
-    lines.rewrite([lambda number=number: {"number": number} for number in numbers])  # type: ignore[misc]
+    lines.rewrite({"number": number} for number in numbers)
 
 
 def numbers_in(file: Path) -> list[int]:

@@ -2,7 +2,7 @@
 
 import json
 
-from parallm.rollout.live.records import trajectory_from_json, trajectory_to_json
+from parallm.rollout.live.records import read_trajectory, to_json
 from parallm.types import Trajectory, WeightSpan
 
 
@@ -21,4 +21,4 @@ def test_a_trajectory_comes_back_bit_for_bit() -> None:
         finish_reason="stop",
         token_advantages=(0.5, -0.25),
     )
-    assert trajectory_from_json(json.loads(json.dumps(trajectory_to_json(trajectory)))) == trajectory
+    assert read_trajectory(json.loads(json.dumps(trajectory, default=to_json))) == trajectory

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from parallm.errors import ConfigError, InvalidRequest
+from parallm.rollout.live.scoring_dispatcher import MAX_PENDING
 from parallm.rollout.live.scoring_functions import ScoringInput
-from parallm.rollout.live.scoring_worker import MAX_PENDING
 from parallm.rollout.live.source import LiveSource
 from parallm.types import GenerationRequest, SamplingParams
 from tests.rollout.live.conftest import until

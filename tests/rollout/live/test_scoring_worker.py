@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Iterator
 import pytest
 
 from parallm.rollout.environment_calls import CallResult
-from parallm.rollout.live import scoring_worker
+from parallm.rollout.live import scoring_dispatcher
+from parallm.rollout.live.scoring_dispatcher import MAX_LOOPS, MAX_PENDING, MAX_THREADS, ScoringWorker
 from parallm.rollout.live.scoring_functions import ScoringInput
-from parallm.rollout.live.scoring_worker import MAX_LOOPS, MAX_PENDING, MAX_THREADS, ScoringWorker
 from tests.rollout.live.conftest import until
 
 ANSWERED = ScoringInput(prompt="p", text="t", finish_reason="stop", metadata={})
@@ -104,7 +104,7 @@ def test_an_endless_loop_is_ended() -> None:
 
 
 def test_what_blocks_inside_an_awaitable_delays_no_other_loop_and_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring_worker, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(scoring_dispatcher, "GRACE_SECONDS", 0.1)
 
     async def block(_: ScoringInput) -> float:
         while True:
@@ -139,7 +139,7 @@ def test_loops_that_nothing_can_free_are_bounded(gate: threading.Event, monkeypa
         return 1.0
 
     async def main() -> None:
-        monkeypatch.setattr(scoring_worker, "GRACE_SECONDS", 0.05)
+        monkeypatch.setattr(scoring_dispatcher, "GRACE_SECONDS", 0.05)
         one = ScoringWorker(block, 0.05)
         found = [await one.call(ANSWERED) for _ in range(MAX_LOOPS + 1)]
         assert kinds(found) == ["timed_out"] * MAX_LOOPS + ["behind"]

@@ -1,7 +1,7 @@
-"""`POST /v1/responses`: the chat endpoint in other words."""
+"""`POST /v1/completions`, `POST /v1/chat/completions`, and `POST /v1/responses`, the chat endpoint in other words."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,9 +13,11 @@ from starlette.responses import Response
 from parallm.conversation import GrammarSource
 from parallm.errors import InvalidRequest
 from parallm.server.connection import received
-from parallm.server.generation import respond
+from parallm.server.generation import ChunkStream, ResponseContext, respond
+from parallm.server.openai.answer_builders import ChatBuilder, CompletionBuilder
 from parallm.server.openai.chat_schemas import ChatBody
-from parallm.server.openai.grammars import chat_grammar, constrained
+from parallm.server.openai.completion_schemas import CompletionBody, GenerationBody
+from parallm.server.openai.grammars import body_grammar, chat_grammar, constrained
 from parallm.server.openai.responses_builder import ResponsesBuilder, ResponsesStream
 from parallm.server.openai.responses_schemas import (
     InputCall,
@@ -26,11 +28,11 @@ from parallm.server.openai.responses_schemas import (
     ResponseNamedTool,
     ResponseSchemaFormat,
 )
-from parallm.server.openai.routes_generation import response_context
-from parallm.server.openai.translate import chat_request, effective_body, with_defaults
+from parallm.server.openai.translate import chat_request, completion_requests, effective_body, with_defaults
 from parallm.server.request_limits import check_items
-from parallm.server.schemas import checked, read_object
+from parallm.server.schemas import checked, parse_body, read_object
 from parallm.server.service import Service
+from parallm.types import GenerationRequest
 
 FIELD_NAMES = {
     "messages": "input",
@@ -38,41 +40,105 @@ FIELD_NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
-"""Names of chat fields at this endpoint."""
+"""Names of chat fields at `/v1/responses`."""
 
 
-def response_routes(service: Service) -> APIRouter:
+def generation_routes(service: Service) -> APIRouter:
     router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        """Complete one or more prompts, given as text or as token ids."""
+        builder, grammar = await received(service, http, partial(_prepare_completions, service))
+        return await _respond(service, http, builder, grammar, reasoning=None)
+
+    @router.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        """Answer the last message of a chat, in the format of the model's chat template."""
+        builder, grammar = await received(service, http, partial(_prepare_chat, service))
+        return await _respond(service, http, builder, grammar, reasoning=builder.parsing.begins_in_reasoning)
 
     @router.post("/v1/responses")
     async def responses(http: Request) -> Response:
         """Answer a conversation of messages, reasoning and function calls. Nothing of it is stored."""
-        builder, grammar = await received(service, http, partial(_prepare, service))
-        context = builder.context
-        with _own_field_names():
-            reasoning = builder.parsing.begins_in_reasoning
-            context.requests = await constrained(context.requests, grammar, service, reasoning=reasoning)
-            writer = ResponsesStream(service, builder) if context.body.stream else None
-            return await respond(service, http, builder, writer)
+        builder, grammar = await received(service, http, partial(_prepare_response, service))
+        with _field_names_of_responses():
+            return await _respond(service, http, builder, grammar, reasoning=builder.parsing.begins_in_reasoning)
 
     return router
 
 
-def _prepare(service: Service, text: bytes) -> tuple[ResponsesBuilder, GrammarSource | None]:
+def response_context(
+    service: Service, answer_id: str, body: GenerationBody, requests: Sequence[GenerationRequest], *, logprobs: bool
+) -> ResponseContext:
+    echo = {
+        "request_id": body.request_id,
+        "step_id": body.step_id,
+        "logprobs_mode": "temperature" if logprobs else None,
+    }
+    return ResponseContext(
+        answer_id=answer_id,
+        body=body,
+        requests=requests,
+        tokenizer=service.tokenizer,
+        token_text="token_id:{}".format if body.return_tokens_as_token_ids else service.tokenizer.token_text,
+        logprobs=logprobs,
+        echo={name: value for name, value in echo.items() if value is not None},
+    )
+
+
+def _prepare_completions(service: Service, text: bytes) -> tuple[CompletionBuilder, GrammarSource | None]:
+    """Raises InvalidRequest."""
+    body = effective_body(parse_body(text, CompletionBody), service)
+    answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
+    requests = completion_requests(body, answer_id, service)
+    context = response_context(service, answer_id, body, requests, logprobs=body.logprobs is not None)
+    return CompletionBuilder(context, body), body_grammar(body)
+
+
+def _prepare_chat(service: Service, text: bytes) -> tuple[ChatBuilder, GrammarSource | None]:
+    """Raises InvalidRequest."""
+    value = read_object(text)
+    check_items(value.get("messages"), "messages", "messages", service.engine.max_context)
+    body = effective_body(checked(value, ChatBody), service)
+    answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
+    request, parsing = chat_request(body, answer_id, service)
+    context = response_context(service, answer_id, body, [request], logprobs=body.logprobs)
+    return ChatBuilder(context, parsing), chat_grammar(body)
+
+
+def _prepare_response(service: Service, text: bytes) -> tuple[ResponsesBuilder, GrammarSource | None]:
     """Raises InvalidRequest."""
     value = read_object(text)
     check_items(value.get("input"), "items", "input", service.engine.max_context)
     body = with_defaults(checked(value, ResponseBody), service.sampling_defaults)  # the answer shows these fields
     answer_id = f"resp_{uuid.uuid4().hex}"
-    with _own_field_names():
+    with _field_names_of_responses():
         chat = effective_body(_to_chat(body), service)
         request, parsing = chat_request(chat, answer_id, service)
         context = response_context(service, answer_id, chat, [request], logprobs=False)
         return ResponsesBuilder(context, parsing, body), chat_grammar(chat)
 
 
+async def _respond(
+    service: Service,
+    http: Request,
+    builder: CompletionBuilder | ChatBuilder | ResponsesBuilder,
+    grammar: GrammarSource | None,
+    *,
+    reasoning: bool | None,
+) -> Response:
+    context = builder.context
+    context.requests = await constrained(context.requests, grammar, service, reasoning=reasoning)
+    if not context.body.stream:
+        return await respond(service, http, builder)
+    if isinstance(builder, ResponsesBuilder):
+        return await respond(service, http, builder, ResponsesStream(service, builder))
+    return await respond(service, http, builder, ChunkStream(service, builder))
+
+
 @contextmanager
-def _own_field_names() -> Iterator[None]:
+def _field_names_of_responses() -> Iterator[None]:
     """Make errors about the chat name the fields of this endpoint."""
     try:
         yield
@@ -84,18 +150,12 @@ def _own_field_names() -> Iterator[None]:
 
 def _to_chat(body: ResponseBody) -> ChatBody:
     """Raises InvalidRequest where an item does not fit those around it."""
-    fields: dict[str, Any] = {
-        "model": body.model,
-        "lora_adapter": body.lora_adapter,
+    same = {"model", "lora_adapter", "temperature", "top_p", "stream", "parallel_tool_calls", "user"}
+    fields = body.model_dump(include=same) | {
         "messages": _messages(body),
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "stream": body.stream,
         "tools": [_tool(tool.model_dump(exclude_none=True)) for tool in body.tools],
         "tool_choice": _tool_choice(body),
-        "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _format(body),
-        "user": body.user,
     }
     if body.max_output_tokens is not None:
         fields["max_completion_tokens"] = body.max_output_tokens
