@@ -101,8 +101,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """Split the step into passes of at most `budget` tokens, padding included, largest first; one run always fits.
 
-    Passes that run at the same time, one per stream, have similar sizes. Without `packs` every sample is its own pass. With `takes_rows`
-    (`packing.takes_rows`) completions that are not long and equal are not padded to rectangles.
+    Passes that run at the same time, one per stream, have similar sizes. Without `packs` every sample is its own pass.
+    With `takes_rows` (`packing.takes_rows`) completions that are not long and equal are not padded to rectangles.
     """
     by_group = _samples(groups, objective, max_tokens)
     if not packs:

@@ -6,8 +6,8 @@ flow back into the prompt through them. With our CUDA kernels a layer attends in
 the flat sequence is padded to one of few sizes: MLX then finds buffers and CUDA graphs of an earlier pass. Elsewhere,
 and for rows that are long and equal, each rectangle of rows attends in a call.
 
-Axes: M computed tokens, S sequences, G completions, T longest of their inputs, P prompt tokens, H key-value heads, Q query heads,
-D head size.
+Axes: M computed tokens, S sequences, G completions, T longest of their inputs, P prompt tokens, H key-value heads,
+Q query heads, D head size.
 """
 
 from collections.abc import Sequence

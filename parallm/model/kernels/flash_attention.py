@@ -38,7 +38,7 @@ class Tiling:
 
     warps: int
     fragments: int
-    """Of 16 rows, of each warp."""
+    """Groups of 16 rows of each warp."""
     columns: int
     """Rows of a streamed tile."""
     blocks: int
@@ -55,7 +55,7 @@ class Tiling:
 
 @cache
 def tiling(name: str, head_size: int) -> Tiling:
-    """The tiling of a kernel; none spills registers, or takes more shared memory than a block has on any GPU (99 KB)."""
+    """The tiling of a kernel: none spills registers, and each fits into the 99 KB of a block that any GPU has."""
     small = {FORWARD: Tiling(4, 1, 64, 4), QUERIES: Tiling(4, 1, 64, 3), KEYS: Tiling(4, 1, 64, 2)}
     large = {FORWARD: Tiling(4, 1, 64, 2), QUERIES: Tiling(4, 1, 48, 2), KEYS: Tiling(4, 1, 32, 2)}
     return (small if head_size <= 64 else large)[name]
@@ -95,6 +95,17 @@ class KeyTiles:
     """First token of the queries, tokens, position of the first query less that of the tile's first key, 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkLists:
+    """`query_tiles` of the forward and of the gradient of queries, and the parts of `KeyTiles`, on the device."""
+
+    forward: mx.array
+    queries: mx.array
+    partial: mx.array
+    keys: mx.array
+    visits: mx.array
+
+
 class PackedSequences:
     """The layout of a pass, and its work lists: made once on the host, the same for all layers."""
 
@@ -104,7 +115,7 @@ class PackedSequences:
         used = int(sequences_S4[:, :2].sum(axis=1).max(initial=0))
         padding = np.array([[used, num_tokens - used, 0, PADDING]])
         self.sequences_S4 = np.concatenate([sequences_S4, padding]) if used < num_tokens else sequences_S4
-        self._lists: dict[tuple[int, int, int], list[mx.array]] = {}
+        self._lists: dict[tuple[int, int, int], WorkLists] = {}
 
     def attend(
         self,
@@ -119,75 +130,89 @@ class PackedSequences:
         """Attention (M, Q, D), differentiable by all arrays, for those that `fits`. A token sees itself and what lies
         before it in its sequence and its prefix: the last `window` positions, if given. `sinks_Q` are logits that take
         part in the softmax and carry no value."""
-        (num_tokens, heads, size), repeats = keys_MHD.shape, queries_MQD.shape[1] // keys_MHD.shape[1]
-        dtype, scalars = queries_MQD.dtype, [heads, window or NO_WINDOW, scale]
-        query_tiles, other_tiles, partial_tiles, tiles, visits = self._arrays(size, repeats, heads)
-
-        def launch(
-            name: str,
-            inputs: Sequence[mx.array],
-            work: mx.array,
-            shapes: Sequence[tuple[int, ...]],
-            dtypes: Sequence[mx.Dtype],
-            partial: bool = False,
-        ) -> list[mx.array]:
-            chosen = tiling(name, size)
-            return kernel(
-                name, _defines(name, dtype, size, repeats, partial), shared_memory=_shared_memory(name, size)
-            )(
-                inputs,
-                scalars,
-                grid=(len(work) * heads * chosen.threads, 1, 1),
-                threadgroup=(chosen.threads, 1, 1),
-                output_shapes=shapes,
-                output_dtypes=dtypes,
-            )
-
-        @mx.custom_function  # type: ignore[untyped-decorator]
-        def attend(q: mx.array, k: mx.array, v: mx.array, sinks: mx.array) -> tuple[mx.array, mx.array]:
-            o, lse = launch(
-                FORWARD, [q, k, v, sinks, query_tiles], query_tiles, [q.shape, q.shape[:2]], [dtype, mx.float32]
-            )
-            return o, lse
-
-        @attend.vjp  # type: ignore[untyped-decorator]
-        def gradient(
-            primals: Sequence[mx.array], cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
-        ) -> tuple[mx.array, ...]:
-            (q, k, v, sinks), (o, lse), o_gradient = primals, outputs, cotangents[0]
-            q_gradient, delta = launch(
-                QUERIES,
-                [q, k, v, o, o_gradient, lse, other_tiles],
-                other_tiles,
-                [q.shape, q.shape[:2]],
-                [dtype, mx.float32],
-            )
-            inputs, partials = [q, k, v, o_gradient, lse, delta], [lse, lse]
-            if partial_tiles.size:
-                shape = (_roomy(len(partial_tiles)), heads, tiling(KEYS, size).rows, size)
-                work = [partial_tiles, visits, lse, lse]
-                partials = launch(KEYS, [*inputs, *work], partial_tiles, [shape] * 2, [mx.float32] * 2, True)
-            k_gradient, v_gradient = launch(
-                KEYS, [*inputs, tiles, visits, *partials], tiles, [k.shape] * 2, [dtype] * 2
-            )
-            # a sink is one more key whose value is zero
-            return q_gradient, k_gradient, v_gradient, -(mx.exp(sinks - lse) * delta).sum(axis=0)
-
-        sinks = mx.full((queries_MQD.shape[1],), -mx.inf) if sinks_Q is None else sinks_Q.astype(mx.float32)
-        attended: mx.array = attend(queries_MQD, keys_MHD, values_MHD, sinks)[0]
+        heads, size = keys_MHD.shape[1:]
+        repeats = queries_MQD.shape[1] // heads
+        layer = _Layer(
+            dtype=queries_MQD.dtype,
+            heads=heads,
+            repeats=repeats,
+            size=size,
+            scalars=(heads, window or NO_WINDOW, scale),
+            lists=self._arrays(size, repeats, heads),
+        )
+        function = mx.custom_function(layer.forward)
+        function.vjp(layer.backward)
+        sinks = mx.full((heads * repeats,), -mx.inf) if sinks_Q is None else sinks_Q.astype(mx.float32)
+        attended: mx.array = function(queries_MQD, keys_MHD, values_MHD, sinks)[0]
         return attended
 
-    def _arrays(self, size: int, repeats: int, heads: int) -> list[mx.array]:
-        """Work lists for the forward, the gradient of queries, and that of keys: partial tiles, tiles, visits."""
+    def _arrays(self, size: int, repeats: int, heads: int) -> WorkLists:
         key = (size, repeats, heads)
         if key not in self._lists:
             forward, queries = (
                 query_tiles(self.sequences_S4, repeats, tiling(name, size).rows) for name in (FORWARD, QUERIES)
             )
             keys = key_tiles(self.sequences_S4, repeats, heads, tiling(KEYS, size).rows)
-            arrays = [forward, queries, keys.partial_X4, keys.tiles_X4, keys.visits_Y4]
-            self._lists[key] = [mx.array(array.astype(np.int32)) for array in arrays]
+            arrays = (forward, queries, keys.partial_X4, keys.tiles_X4, keys.visits_Y4)
+            self._lists[key] = WorkLists(*(mx.array(array.astype(np.int32)) for array in arrays))
         return self._lists[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """The launches of one layer."""
+
+    dtype: mx.Dtype
+    heads: int
+    repeats: int
+    size: int
+    scalars: tuple[int, int, float]
+    lists: WorkLists
+
+    def forward(self, q: mx.array, k: mx.array, v: mx.array, sinks: mx.array) -> tuple[mx.array, mx.array]:
+        """The result, and the logarithm of each softmax's sum (M, Q), float32."""
+        tiles = self.lists.forward
+        types = [self.dtype, mx.float32]
+        o, lse = self._launch(FORWARD, [q, k, v, sinks, tiles], len(tiles), [q.shape, q.shape[:2]], types)
+        return o, lse
+
+    def backward(
+        self, primals: Sequence[mx.array], cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
+    ) -> tuple[mx.array, ...]:
+        """Gradients of the arguments of `forward`, given that of its first result."""
+        (q, k, v, sinks), (o, lse), gradient, lists = primals, outputs, cotangents[0], self.lists
+        inputs, types = [q, k, v, o, gradient, lse, lists.queries], [self.dtype, mx.float32]
+        q_gradient, delta = self._launch(QUERIES, inputs, len(lists.queries), [q.shape, q.shape[:2]], types)
+        inputs, partials = [q, k, v, gradient, lse, delta], [lse, lse]  # not read where there are none
+        if lists.partial.size:
+            shape = (_roomy(len(lists.partial)), self.heads, tiling(KEYS, self.size).rows, self.size)
+            work, types = [lists.partial, lists.visits, *partials], [mx.float32] * 2
+            partials = self._launch(KEYS, [*inputs, *work], len(lists.partial), [shape] * 2, types, partial=True)
+        work, types = [lists.keys, lists.visits, *partials], [self.dtype] * 2
+        k_gradient, v_gradient = self._launch(KEYS, [*inputs, *work], len(lists.keys), [k.shape] * 2, types)
+        # a sink is one more key, whose value is zero
+        return q_gradient, k_gradient, v_gradient, -(mx.exp(sinks - lse) * delta).sum(axis=0)
+
+    def _launch(
+        self,
+        name: str,
+        inputs: Sequence[mx.array],
+        num_tiles: int,
+        shapes: Sequence[tuple[int, ...]],
+        types: Sequence[mx.Dtype],
+        *,
+        partial: bool = False,
+    ) -> list[mx.array]:
+        threads = tiling(name, self.size).threads
+        defines = _defines(name, self.dtype, self.size, self.repeats, partial)
+        return kernel(name, defines, shared_memory=_shared_memory(name, self.size))(
+            inputs,
+            self.scalars,
+            grid=(num_tiles * self.heads * threads, 1, 1),
+            threadgroup=(threads, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=types,
+        )
 
 
 def query_tiles(sequences_S4: np.ndarray, repeats: int, rows: int) -> np.ndarray:
@@ -220,7 +245,10 @@ def key_tiles(sequences_S4: np.ndarray, repeats: int, heads: int, rows: int) -> 
 
 def _with_partials(tiles: list[tuple[int, int]], chunks_of: list[list[list[tuple[int, int, int]]]]) -> KeyTiles:
     visits: list[tuple[int, int, int, int]] = []
-    partial, whole, sums, costs = [], [], [], []
+    partial: list[tuple[int, int, int, int]] = []
+    whole: list[tuple[int, int, int, int]] = []
+    sums: list[tuple[int, int, int, int]] = []
+    costs: list[int] = []
     for (start, length), chunks in zip(tiles, chunks_of, strict=True):
         if len(chunks) > 1:
             sums.append((start, length, len(partial), -len(chunks)))

@@ -10,7 +10,6 @@ from parallm.learner.passes.recomputation import activation_bytes, checkpoints_l
 from parallm.learner.settings import LearnerSettings
 from parallm.model.shared_model import SharedModel
 
-
 H200_BYTES = 150 * 10**9
 SHAPES = {  # layers, hidden, intermediate, heads, key-value heads, vocabulary
     "25.7M": ((8, 512, 1408, 8, 4, 16_000), 65_536),

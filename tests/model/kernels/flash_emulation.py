@@ -8,25 +8,26 @@ import numpy as np
 
 from parallm.model.kernels.flash_attention import FORWARD, KEYS, QUERIES
 
+MAX_SHARED_BYTES = 99 * 1024  # of a block, on GPUs with least of it
+Constants = dict[str, Any]
+Arrays = list[np.ndarray]
+
 
 def fake_kernel(name: str, defines: tuple[tuple[str, Any], ...], *, shared_memory: int) -> Any:
     """Stands in for `cuda.kernel`."""
     constants = dict(defines)
-    assert shared_memory <= 227 * 1024
+    assert shared_memory <= MAX_SHARED_BYTES
 
-    def run(inputs: Sequence[mx.array], scalars: Sequence[float], **launch: Any) -> list[mx.array]:
+    def run(inputs: Sequence[mx.array], scalars: tuple[int, int, float], **launch: Any) -> list[mx.array]:
         arrays = [np.array(array) for array in inputs]
         blocks, rest = divmod(launch["grid"][0], launch["threadgroup"][0])
-        assert not rest and launch["threadgroup"][0] == 32 * constants["WARPS"]
+        assert (rest, launch["threadgroup"][0]) == (0, 32 * constants["WARPS"])
         outputs = [np.full(shape, np.nan, np.float32) for shape in launch["output_shapes"]]
         emulator = {FORWARD: _forward, QUERIES: _queries, KEYS: _keys}[name]
         heads, window, scale = scalars
         for block in range(blocks):
             emulator(constants, arrays, outputs, block // heads, block % heads, heads, window, scale)
-        return [
-            mx.array(output).astype(dtype)
-            for output, dtype in zip(outputs, launch["output_dtypes"], strict=True)
-        ]
+        return [mx.array(output).astype(dtype) for output, dtype in zip(outputs, launch["output_dtypes"], strict=True)]
 
     return run
 
@@ -78,7 +79,9 @@ class _Queries:
         return (at <= token) & (at < self.end) & (at > token - window)
 
 
-def _forward(c: dict, arrays: list, outputs: list, x: int, head: int, heads: int, window: int, scale: float) -> None:
+def _forward(
+    c: Constants, arrays: Arrays, outputs: Arrays, x: int, head: int, heads: int, window: int, scale: float
+) -> None:
     q, k, v, sinks, tiles = arrays
     tile = _Queries(c, tiles[x], window)
     for m in tile.warps():
@@ -109,7 +112,9 @@ def _forward(c: dict, arrays: list, outputs: list, x: int, head: int, heads: int
             outputs[1].reshape(-1)[index[row]] = lse[row]
 
 
-def _queries(c: dict, arrays: list, outputs: list, x: int, head: int, heads: int, window: int, scale: float) -> None:
+def _queries(
+    c: Constants, arrays: Arrays, outputs: Arrays, x: int, head: int, heads: int, window: int, scale: float
+) -> None:
     q, k, v, o, gradient, lse, tiles = arrays
     tile = _Queries(c, tiles[x], window)
     for m in tile.warps():
@@ -132,7 +137,9 @@ def _queries(c: dict, arrays: list, outputs: list, x: int, head: int, heads: int
             outputs[1].reshape(-1)[index[row]] = delta[row]
 
 
-def _keys(c: dict, arrays: list, outputs: list, x: int, head: int, heads: int, window: int, scale: float) -> None:
+def _keys(
+    c: Constants, arrays: Arrays, outputs: Arrays, x: int, head: int, heads: int, window: int, scale: float
+) -> None:
     q, k, v, gradient, lse, delta, tiles, visits, k_partials, v_partials = arrays
     size, columns, warp_rows = c["REPEATS"], c["COLUMNS"], 16 * c["FRAGMENTS"]
     start, length, first, count = (int(number) for number in tiles[x])

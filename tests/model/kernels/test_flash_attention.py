@@ -31,7 +31,8 @@ class Case:
     """Of the queries: scores are that much larger."""
 
     @property
-    def sequences_S4(self) -> np.ndarray:
+    def sequences(self) -> np.ndarray:
+        """(S, 4), as `PackedSequences` takes them."""
         rows, start = [], 0
         for prompt, completions in self.groups:
             rows.append((start, prompt, 0, 0))
@@ -43,7 +44,7 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.sequences_S4[:, 1].sum())
+        return int(self.sequences[:, 1].sum())
 
     def arrays(self, dtype: mx.Dtype) -> list[mx.array]:
         """Queries, keys, values and the gradient of the result, NaN in padding; sinks or None."""
@@ -66,7 +67,7 @@ def plain(case: Case, arrays: list[mx.array]) -> list[mx.array]:
 
     def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         parts = []
-        for start, length, prefix_start, prefix in case.sequences_S4[case.sequences_S4[:, 1] > 0].tolist():
+        for start, length, prefix_start, prefix in case.sequences[case.sequences[:, 1] > 0].tolist():
             own, before = slice(start, start + length), slice(prefix_start, prefix_start + prefix)
             keys, values = (mx.concatenate([array[before], array[own]]) for array in (k, v))
             queries = q[own].reshape(length, case.heads, case.repeats, case.size)
@@ -90,7 +91,7 @@ def packed(case: Case, arrays: list[mx.array], sequences_S4: np.ndarray | None =
     padded = [
         mx.concatenate([array, mx.full((case.padding, *array.shape[1:]), mx.nan, array.dtype)]) for array in arrays
     ]
-    work = PackedSequences(case.sequences_S4 if sequences_S4 is None else sequences_S4, len(padded[0]))
+    work = PackedSequences(case.sequences if sequences_S4 is None else sequences_S4, len(padded[0]))
 
     def attend(q: mx.array, k: mx.array, v: mx.array) -> mx.array:
         return work.attend(q, k, v, scale=case.size**-0.5, window=case.window, sinks_Q=case.sink_logits)
@@ -138,7 +139,7 @@ def test_tiles_and_indices_give_plain_attention_and_its_gradients(name: str) -> 
 @pytest.mark.usefixtures("emulated")
 def test_a_wrong_bound_of_a_sequence_is_found() -> None:
     case = CASES["groups"]
-    arrays, wrong = case.arrays(mx.float32), case.sequences_S4
+    arrays, wrong = case.arrays(mx.float32), case.sequences
     wrong[1, 3] -= 1  # a completion that misses the last token of its prompt
     assert not worst(packed(case, arrays, wrong), plain(case, arrays)) <= 1e-3
 
@@ -166,7 +167,7 @@ def test_random_packings_give_plain_attention_and_its_gradients() -> None:
 
 def test_tiles_hold_each_row_and_each_key_once_the_longest_first() -> None:
     case = CASES["cut visits"]
-    sequences_S4 = case.sequences_S4
+    sequences_S4 = case.sequences
     tiles_X8 = query_tiles(sequences_S4, case.repeats, 64)
     rows = [
         (start + m // case.repeats, m % case.repeats)
@@ -190,8 +191,8 @@ def test_other_arrays_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert not fits(*shaped(64))  # no kernels here, or a GPU with them
     monkeypatch.setattr(flash_attention, "has_kernels", lambda: True)
-    assert fits(*shaped(64)) and fits(*shaped(96)) and fits(*shaped(128, mx.float16))
-    assert not fits(*shaped(64, mx.float32)) and not fits(*shaped(192)) and not fits(*shaped(72))
+    assert all(fits(*arrays) for arrays in (shaped(64), shaped(96), shaped(128, mx.float16)))
+    assert not any(fits(*arrays) for arrays in (shaped(64, mx.float32), shaped(192), shaped(72)))
 
 
 def on_gpu(case: Case, dtype: mx.Dtype = mx.bfloat16) -> tuple[list[mx.array], list[mx.array]]:
