@@ -230,39 +230,31 @@ def query_tiles(sequences_S4: np.ndarray, repeats: int, rows: int) -> np.ndarray
 
 def key_tiles(sequences_S4: np.ndarray, repeats: int, heads: int, rows: int) -> KeyTiles:
     """Tiles of `rows` keys and the queries that see them, those with most first."""
-    index_X, begin_X = _cut(sequences_S4[:, 1], rows)
     followers = _followers(sequences_S4)
-    tiles, visits_of = [], []
-    for index, begin in zip(index_X.tolist(), begin_X.tolist(), strict=True):
-        start, length, _, prefix = sequences_S4[index].tolist()
-        tiles.append((start + begin, min(rows, length - begin)))
-        own = [(start + begin, length - begin, 0)] if prefix != PADDING else []
-        visits_of.append(own + [(first, more, length - begin) for first, more in followers.get(start, ())])
-    total = sum(visit[1] for visits in visits_of for visit in visits) * repeats
-    limit = max(MIN_CUT, -(-total * heads // SLOTS)) // repeats  # tokens
-    return _with_partials(tiles, [list(_chunks(visits, limit)) for visits in visits_of])
-
-
-def _with_partials(tiles: list[tuple[int, int]], chunks_of: list[list[list[tuple[int, int, int]]]]) -> KeyTiles:
-    visits: list[tuple[int, int, int, int]] = []
+    index_X, begin_X = _cut(sequences_S4[:, 1], rows)
+    start_X, length_X, _, prefix_X = sequences_S4[index_X].T
+    left_X = length_X - begin_X
+    more_X = np.array([sum(count for _, count in followers.get(start, ())) for start in sequences_S4[:, 0].tolist()])
+    seen_X = (left_X + more_X[index_X]) * (prefix_X != PADDING)
+    limit = max(MIN_CUT, -(-int(seen_X.sum()) * repeats * heads // SLOTS)) // repeats  # tokens
+    tiles_X4 = np.stack([start_X + begin_X, np.minimum(rows, left_X), np.arange(len(index_X)), seen_X > 0], axis=1)
+    visits: list[tuple[int, int, int]] = np.stack([tiles_X4[:, 0], seen_X, 0 * seen_X], axis=1).tolist()
     partial: list[tuple[int, int, int, int]] = []
-    whole: list[tuple[int, int, int, int]] = []
-    sums: list[tuple[int, int, int, int]] = []
-    costs: list[int] = []
-    for (start, length), chunks in zip(tiles, chunks_of, strict=True):
-        if len(chunks) > 1:
-            sums.append((start, length, len(partial), -len(chunks)))
+    # most tiles have one visit, by what follows them in their own sequence; these have several
+    for tile in np.flatnonzero((more_X[index_X] > 0) | (seen_X > limit)).tolist():
+        first, num_keys, start, left = (int(n) for n in (*tiles_X4[tile, :2], start_X[tile], left_X[tile]))
+        own = [(first, left, 0)]
+        chunks = list(_chunks([*own, *((at, count, left) for at, count in followers.get(start, ()))], limit))
+        first_partial = len(partial)
         for chunk in chunks:
-            (partial if len(chunks) > 1 else whole).append((start, length, len(visits), len(chunk)))
-            if len(chunks) == 1:
-                costs.append(sum(visit[1] for visit in chunk))
-            visits += [(*visit, 0) for visit in chunk]
-    longest_first = np.argsort(-np.asarray(costs, np.int64), kind="stable")
-    whole_X4 = np.asarray(whole, np.int64).reshape(-1, 4)[longest_first]
+            partial.append((first, num_keys, len(visits), len(chunk)))
+            visits += chunk
+        tiles_X4[tile, 2:] = (first_partial, -len(chunks)) if len(chunks) > 1 else partial.pop()[2:]
+    order_X = np.argsort(np.where(tiles_X4[:, 3] < 0, 1, -seen_X), kind="stable")  # sums of parts are short
     return KeyTiles(
         partial_X4=np.asarray(partial, np.int64).reshape(-1, 4),
-        tiles_X4=np.concatenate([whole_X4, np.asarray(sums, np.int64).reshape(-1, 4)]),
-        visits_Y4=np.asarray([*visits, (0, 0, 0, 0)], np.int64),
+        tiles_X4=tiles_X4[order_X],
+        visits_Y4=np.pad(np.asarray(visits, np.int64).reshape(-1, 3), ((0, 0), (0, 1))),
     )
 
 
