@@ -69,13 +69,15 @@ def test_an_update_makes_the_next_version_and_leaves_the_old_one_alone(
     assert (new.rank, new.alpha, new.targets) == (old.rank, old.alpha, old.targets)
 
 
+@pytest.mark.parametrize("checkpoint_layers", ["none", "all"])
 def test_an_update_over_rows_of_their_own_lengths_is_that_over_rectangles(
-    make_learner: MakeLearner, groups: list[TrajectoryGroup], request: pytest.FixtureRequest
+    checkpoint_layers: str, make_learner: MakeLearner, groups: list[TrajectoryGroup], request: pytest.FixtureRequest
 ) -> None:
-    plain = make_learner(micro_batch_tokens=40, head_chunk_bytes=1 << 16)
+    values = {"micro_batch_tokens": 40, "head_chunk_bytes": 1 << 16, "checkpoint_layers": checkpoint_layers}
+    plain = make_learner(**values)
     expected = update(plain, groups)
     launches = request.getfixturevalue("fused_rows")
-    fused = make_learner(micro_batch_tokens=40, head_chunk_bytes=1 << 16)
+    fused = make_learner(**values)
     launches.clear()
     report = update(fused, groups)
     assert {FORWARD, QUERIES, KEYS} == set(launches)

@@ -137,7 +137,7 @@ class PackedSequences:
             heads=heads,
             repeats=repeats,
             size=size,
-            scalars=(heads, window or NO_WINDOW, scale),
+            scalars=(heads, window or NO_WINDOW, float(scale)),
             lists=self._arrays(size, repeats, heads),
         )
         function = mx.custom_function(layer.forward)
