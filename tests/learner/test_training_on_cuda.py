@@ -76,7 +76,7 @@ def test_gradients_of_rows_that_attend_in_one_launch_are_those_of_cudnn(
     model = model_of(module, mx.bfloat16)
     assert takes_rows(model)
     found = gradient(model, trims=True)
-    monkeypatch.setattr(packing, "are_long", lambda _: True)
+    monkeypatch.setattr(packing, "attends_by_rectangles", lambda _: True)
     expected = gradient(model, trims=True)
     assert not takes_rows(model)
     assert mx.linalg.norm(found - expected).item() <= 0.03 * mx.linalg.norm(expected).item()

@@ -14,7 +14,7 @@ import numpy as np
 
 from parallm.learner.loss.advantage import advantages
 from parallm.learner.loss.objective import Objective, token_weight
-from parallm.learner.passes.packing import LONG_ROW, Segment, canonical_size, padded_length
+from parallm.learner.passes.packing import Segment, are_alike, padded_length
 from parallm.types import Trajectory, TrajectoryGroup
 
 MIXED_VERSIONS = -1
@@ -109,7 +109,7 @@ def make_micro_batches(
         samples = [sample for group in by_group for sample in group]
         return [_unpacked(sample) for sample in sorted(samples, key=lambda sample: sample.length, reverse=True)]
     by_prompt = [samples for group in by_group for samples in _by_prompt(group)]
-    apart = takes_rows and not _are_alike([sample.length for samples in by_prompt for sample in samples])
+    apart = takes_rows and not are_alike([sample.length for samples in by_prompt for sample in samples])
     runs_of = [_rows(samples) if apart else _runs(samples, budget) for samples in by_prompt]
     blocks = [block for runs in runs_of for block in _blocks(runs, budget)]
     passes = make_passes([block.size for block in blocks], budget, streams)
@@ -168,11 +168,6 @@ def _by_prompt(samples: list[TrainingSample]) -> list[list[TrainingSample]]:
     for sample in samples:
         by_prompt.setdefault(sample.trajectory.prompt_tokens, []).append(sample)
     return list(by_prompt.values())
-
-
-def _are_alike(lengths: Sequence[int]) -> bool:
-    """Whether rectangles waste little, and cuDNN attends to them faster than our kernels do to rows."""
-    return min(lengths, default=0) >= LONG_ROW and canonical_size(min(lengths)) == canonical_size(max(lengths))
 
 
 def _rows(samples: list[TrainingSample]) -> list[list[TrainingSample]]:

@@ -87,7 +87,7 @@ class PackedLayer(OwnCache):
         self._angles: dict[Rotation, mx.array] = {}  # the same for all layers
         positions = [*(part for segment in segments for part in segment.positions()), np.zeros(num_padding)]
         self.offset = mx.array(np.concatenate(positions).astype(np.int32))
-        self.takes_rows = has_kernels() and not are_long(segments)
+        self.takes_rows = has_kernels() and not attends_by_rectangles(segments)
         """Whether all layers so far attended in one launch."""
         if self.takes_rows:
             starts = accumulate((sum(segment.sizes) for segment in segments), initial=0)
@@ -189,7 +189,7 @@ def padded_hidden(
 ) -> mx.array:
     """`packed_hidden` with the hidden states of padding tokens after it."""
     num_padding = num_padding_rows(inputs_M.size)
-    if has_kernels() and not are_long(segments):
+    if has_kernels() and not attends_by_rectangles(segments):
         num_padding = canonical_size(inputs_M.size) - inputs_M.size
     if num_padding > 0:
         inputs_M = mx.concatenate([inputs_M, mx.zeros((num_padding,), mx.int32)])
@@ -229,10 +229,15 @@ def takes_rows(model: SharedModel) -> bool:
     return layer.takes_rows
 
 
-def are_long(segments: Sequence[Segment]) -> bool:
-    """Whether few calls of cuDNN attend to all rows, which are long."""
+def attends_by_rectangles(segments: Sequence[Segment]) -> bool:
+    """Whether few calls of cuDNN attend to all rows, faster than our kernels would."""
     num_calls = sum(1 + len(block[0].runs) for block in _blocks(segments))
-    return num_calls <= MAX_CALLS and min(min(segment.row_lengths) for segment in segments) >= LONG_ROW
+    return num_calls <= MAX_CALLS and are_alike([length for segment in segments for length in segment.row_lengths])
+
+
+def are_alike(lengths: Sequence[int]) -> bool:
+    """Whether rows of these lengths are long, and nearly equal."""
+    return min(lengths, default=0) >= LONG_ROW and canonical_size(min(lengths)) == canonical_size(max(lengths))
 
 
 def canonical_size(size: int) -> int:

@@ -9,7 +9,7 @@ import pytest
 from parallm.learner.passes.packing import (
     PackedLayer,
     Segment,
-    are_long,
+    attends_by_rectangles,
     can_pack,
     canonical_size,
     packed_hidden,
@@ -139,11 +139,12 @@ def test_a_model_without_the_kernels_takes_no_rows(load_tiny: Callable[[str], Sh
 
 
 @pytest.mark.usefixtures("fused_rows")
-def test_rows_that_are_long_and_few_are_left_to_cudnn(load_tiny: Callable[[str], SharedModel]) -> None:
-    assert are_long([Segment(prompt=600)] * 20)  # of one length: a single call
-    assert are_long([Segment(prompt=70, runs=((4, 600), (2, 512)))])
-    assert not are_long([Segment(prompt=70, runs=((4, 600), (2, 511)))])
-    assert not are_long([Segment(prompt=70, runs=((1, 600),))] * 5)
+def test_rows_that_attends_by_rectangles_and_few_are_left_to_cudnn(load_tiny: Callable[[str], SharedModel]) -> None:
+    assert attends_by_rectangles([Segment(prompt=600)] * 20)  # of one length: a single call
+    assert attends_by_rectangles([Segment(prompt=70, runs=((4, 540), (2, 513)))])
+    assert not attends_by_rectangles([Segment(prompt=70, runs=((4, 500), (2, 500)))])
+    assert not attends_by_rectangles([Segment(prompt=70, runs=((4, 900), (2, 600)))])
+    assert not attends_by_rectangles([Segment(prompt=70, runs=((1, 600),))] * 5)
     layer = PackedLayer([Segment(prompt=600)])
     assert not layer.takes_rows
     assert PackedLayer([Segment(prompt=500)]).takes_rows
