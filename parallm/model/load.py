@@ -51,10 +51,8 @@ ROPE_WITHIN = ("default", "su", "longrope", "llama3")
 
 
 def load_shared_model(settings: ModelSettings) -> SharedModel:
-    """Load a model and its tokenizer for `share_model`.
-
-    Raises ModelError naming the path and the way out, AdapterError for targets that the model does not have.
-    """
+    """Load a model and its tokenizer for `share_model`. Raises as it does, and ModelError with the path and a way
+    out."""
     folder = find_folder(settings.path)
     base, config = load_base(folder, settings.path, trusted=settings.trust_remote_code)
     tokenizer = _load_tokenizer(folder, config, trusted=settings.trust_remote_code)
@@ -96,8 +94,6 @@ def share_model(
         max_context=max_positions(text_config),
         trunk_owner=owner,
         trunk_name=name,
-        joined=(),
-        groups=(),
         is_batch_invariant=can_batch(base, model_type),
     )
     try:
@@ -160,10 +156,8 @@ def _local_folder(path: str) -> Path | None:
 
 
 def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Module, dict[str, Any]]:
-    """mlx-lm's model with arrays that are read when they are needed, and its config. Raises ModelError.
-
-    `trusted` lets the folder's own code run.
-    """
+    """mlx-lm's model, its arrays not read yet, and its config. `trusted` lets the folder's own code run. Raises
+    ModelError."""
     own_class = _checked_config(folder, path).get("model_file")  # which mlx-lm would run in place of one that it knows
     if own_class is not None and not trusted:
         raise ModelError(f"model.path={path}: {folder} {_way_out(own_class)}")
@@ -243,21 +237,16 @@ def _with_joined(model: SharedModel) -> SharedModel:
 
 def _checked_split(model: SharedModel, model_type: str) -> SharedModel:
     """`model`, or the same without its split where trunk + head is not the whole forward to the bit."""
-    tokens = mx.array([[0, 1, 2, 3]])
-    whole = model.base(tokens, cache=model.make_cache())[0]
-    if model.trunk_owner is not None and _splits_exactly(model, tokens, whole):
-        return model
-    logger.warning("%s: the head cannot be separated; log-probs will need whole logits", model_type)
-    return replace(model, trunk_owner=None, trunk_name="")
-
-
-def _splits_exactly(model: SharedModel, tokens_1T: mx.array, whole_TV: mx.array) -> bool:
+    tokens_1T = mx.array([[0, 1, 2, 3]])
+    whole_TV = model.base(tokens_1T, cache=model.make_cache())[0]
     try:
         split_TV = model.head(model.hidden(tokens_1T, model.make_cache(), None)[0])
+        if model.trunk_owner is not None and mx.array_equal(whole_TV, split_TV):
+            return model
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         logger.debug("not split: %s", error)  # the trunk of this architecture is called in some other way
-        return False
-    return bool(mx.array_equal(whole_TV, split_TV))
+    logger.warning("%s: the head cannot be separated; log-probs will need whole logits", model_type)
+    return replace(model, trunk_owner=None, trunk_name="")
 
 
 def max_positions(config: Mapping[str, Any]) -> int:

@@ -16,14 +16,15 @@ from parallm.config.schema import RunConfig
 from parallm.errors import CheckpointError, ConfigError
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.integrations.atropos.trainer_client import Registration
+from parallm.learner.datasets import Dataset
 from parallm.learner.learner import Learner
-from parallm.learner.loss.presets import resolve_objective
+from parallm.learner.loss.objective import resolve_objective
 from parallm.model.adapters.adapter import Adapter
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
 from parallm.rollout.live.source import LiveSource
-from parallm.rollout.problems import Stream, make_stream
+from parallm.rollout.problems import ProblemStream, Stream, make_stream
 from parallm.rollout.reward_model import RewardModel
 from parallm.rollout.scoring import MAX_REWARD
 from parallm.run.policy_runs import PolicyRun, PolicySpec
@@ -35,9 +36,9 @@ from parallm.trainer.evaluators import evaluation_samples
 from parallm.trainer.given_update import GivenUpdates
 from parallm.trainer.live_trainer import ClientTrainer, LiveTrainer
 from parallm.trainer.loop import Loop
-from parallm.trainer.reward_training import open_reward_model, reward_model_context, tokenize_pairs
+from parallm.trainer.reward_training import open_reward_model, reward_model_context
 from parallm.trainer.saving import fingerprint_of, restore, write_adapter
-from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, tokenize_demonstrations
+from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, tokenize
 from parallm.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ async def build_policy_run(
     live: LiveSource | None = None
     atropos: AtroposSource | None = None
     trainer: Loop
-    if data.pairs is not None or data.demonstrations is not None:
-        context, trainer = await _supervised(context, config, runtime, data)
+    if data.given is not None:
+        context, trainer = await _supervised(context, config, runtime, data.given)
     elif rollout.source == "live":
         min_reward = 0.0 if resolve_objective(config.learner).advantage == "max_rl" else -MAX_REWARD
         live = LiveSource(rollout, spec.folder / TRAJECTORIES, min_reward=min_reward)
@@ -79,7 +80,7 @@ async def build_policy_run(
         scores = environment_scoring_functions(config.environment.name, data.environment)
         live.connect(partial(runtime.model.tokenizer.decode, special=True), scores)
     given_updates = None
-    if data.pairs is None and data.demonstrations is None:
+    if data.given is None:
         given_updates = GivenUpdates(
             trainer,
             context,
@@ -136,27 +137,26 @@ async def _trainer_context(
     config, kind = spec.config, kind_of(spec.config)
     if kind == "rollouts" or (kind != "reward_model" and data.splits.test):
         _check_context(config, runtime)
+    steps, rollout, seed = config.trainer.steps, config.rollout, config.seed
     make_learner = partial(Learner, runtime.model, runtime.streams, config.learner, start=runtime.start)
-    make_learner = partial(make_learner, total_steps=config.trainer.steps, seed=config.seed)
-    learner = await on_device(runtime.device, make_learner)
+    learner = await on_device(runtime.device, partial(make_learner, total_steps=steps, seed=seed))
     fingerprint = await on_device(runtime.device, partial(fingerprint_of, runtime.model, runtime.start))
     facts = RunFacts(
         kind=CHOICES[kind],
-        seed=config.seed,
+        seed=seed,
         start=runtime.start.digest if config.model.adapter is not None else "",
         keys=recorded_keys(config, runtime.start.dropout),
     )
     generate, tokenizer = runtime.engine.generate_all, runtime.model.tokenizer
-    stream = make_stream(data.environment, data.splits.train, config.seed)
-    rollout, seed = config.rollout, config.seed
+    stream = make_stream(data.environment, data.splits.train, seed)
     collector = Collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
     evaluator = Evaluator(
         generate_all=generate,
         tokenizer=tokenizer,
         environment=data.environment,
         problems=data.splits.test,
-        samples=evaluation_samples(config.trainer, config.seed),
-        rollout=config.rollout,
+        samples=evaluation_samples(config.trainer, seed),
+        rollout=rollout,
         reward_model=reward_model,
     )
     return TrainerContext(
@@ -175,23 +175,20 @@ async def _trainer_context(
 
 
 async def _supervised(
-    context: TrainerContext, config: RunConfig, runtime: Runtime, data: TrainingData
+    context: TrainerContext, config: RunConfig, runtime: Runtime, given: Dataset
 ) -> tuple[TrainerContext, Loop]:
     """Return the trainer of demonstrations or pairs, and the context that it uses."""
-    per_step = config.rollout.problems_per_step
-    if data.pairs is not None:
-        make = partial(reward_model_context, context, data.pairs, config.learner, config.trainer, start=runtime.start)
-        make = partial(make, model=runtime.model, streams=runtime.streams, seed=config.seed)
-        context = await on_device(runtime.device, make)
-        given = tokenize_pairs(data.pairs.train, runtime.model, per_step=per_step, seed=config.seed)
+    held_out = tokenize(given.held_out[: config.trainer.evaluate_problems], runtime.model)
+    if kind_of(config) == "reward_model":
+        make = partial(reward_model_context, context, held_out, config.learner, start=runtime.start)
+        make = partial(make, model=runtime.model, streams=runtime.streams)
+        context = await on_device(runtime.device, partial(make, total_steps=config.trainer.steps, seed=config.seed))
     else:
-        assert data.demonstrations is not None, "a supervised run has pairs or demonstrations"
-        held_out = data.demonstrations.held_out[: config.trainer.evaluate_problems]
-        context = add_held_out_loss(context, held_out, runtime.model)
-        train = data.demonstrations.train
-        given = tokenize_demonstrations(train, runtime.model, per_step=per_step, seed=config.seed)
-    context = _drawing_from(context, given.stream)
-    return context, SupervisedTrainer(context, given, config.trainer)
+        context = add_held_out_loss(context, held_out)
+    groups = tokenize(given.train, runtime.model)
+    stream = ProblemStream([group.problem for group in groups], config.seed)
+    context, per_step = _drawing_from(context, stream), config.rollout.problems_per_step
+    return context, SupervisedTrainer(context, groups, stream, config.trainer, per_step=per_step)
 
 
 def _drawing_from(context: TrainerContext, stream: Stream) -> TrainerContext:

@@ -45,27 +45,23 @@ class BackgroundLoop:
     """
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self.loop = asyncio.new_event_loop()
         self.stack = AsyncExitStack()  # servers that live as long as the process, entered and closed on this loop
         # a daemon: an environment that hangs must not hold up the end of the process
-        threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
+        threading.Thread(target=self.loop.run_forever, name=name, daemon=True).start()
         atexit.register(self._close)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. Blocks the calling thread, which must not be this loop's own."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     async def get(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`, awaited on the caller's loop and cancelled with it."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-
-    def soon(self, function: Callable[[], object]) -> None:
-        """Call `function` on this loop as soon as it can."""
-        self._loop.call_soon_threadsafe(function)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self.loop))
 
     def _close(self) -> None:
         with suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self.stack.aclose(), self._loop).result(CLOSE_SECONDS)
+            asyncio.run_coroutine_threadsafe(self.stack.aclose(), self.loop).result(CLOSE_SECONDS)
 
 
 class TaskSource(Protocol):
@@ -107,7 +103,7 @@ class VerifiersSession:
         return {CORRECT: float(parts[TOTAL] >= self.correct_at), **parts}  # a part `correct` of its own wins
 
     def close(self) -> None:
-        self.loop.soon(self.exchange.close)
+        self.loop.loop.call_soon_threadsafe(self.exchange.close)
 
 
 class VerifiersEnvironment:
@@ -179,21 +175,20 @@ async def played_opening(source: TaskSource, task: Any) -> tuple[Message, ...]:
 def load_verifiers(settings: VerifiersSettings) -> VerifiersEnvironment:
     """Make the environment that `settings` names. Raises ConfigError for a package that is missing or does not fit."""
     version, module = installed_version(), environment_module(settings.id)
-    found = f"environment.id={settings.id!r}", importlib.metadata.version("verifiers")
+    where, installed = f"environment.id={settings.id!r}", importlib.metadata.version("verifiers")
     # the module of a kind is imported when it is needed, since each fits other versions of the package
     if hasattr(module, "load_environment"):
         if version >= (0, 4):
             raise ConfigError(
-                "{} is of the kind with load_environment, which verifiers {} does not have any more: "
-                "pip install 'verifiers>=0.3.1,<0.4'".format(*found)
+                f"{where} is of the kind with load_environment, which verifiers {installed} does not have any more: "
+                "pip install 'verifiers>=0.3.1,<0.4'"
             )
         kind = importlib.import_module("parallm.integrations.verifiers.classic").ClassicSource
     else:
         if version < (0, 4):
             raise ConfigError(
-                "{} has no load_environment; tasksets, the newer kind of environments, need verifiers 0.4, and {} is "
-                "installed: ".format(*found)
-                + INSTALL
+                f"{where} has no load_environment; tasksets, the newer kind of environments, need verifiers 0.4, and "
+                f"{installed} is installed: {INSTALL}"
             )
         kind = importlib.import_module("parallm.integrations.verifiers.taskset").TasksetSource
     return VerifiersEnvironment(settings, partial(kind, settings.id))
@@ -223,7 +218,6 @@ def environment_module(environment_id: str) -> ModuleType:
 
 
 def is_shipped(name: str) -> bool:
-    """Whether the package brings the taskset."""
     try:
         return importlib.util.find_spec(f"{SHIPPED}.{name}") is not None
     except ModuleNotFoundError:

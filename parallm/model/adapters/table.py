@@ -1,15 +1,13 @@
 """The adapter versions in memory: which version a name means, and how long a version stays.
 
-The trainer publishes, the server resolves names and changes aliases, the engine counts running sequences. A change
-replaces one immutable `TableState` by another, so readers need no lock.
-
-Requests name `poet` (the served version), `poet@latest` (the newest version, served or not yet), `poet@3` and
-`poet@best` (an alias). `latest` and `best` alone belong to `policy`.
+The trainer publishes, the server resolves names (`names.py`) and changes aliases, the engine counts running sequences.
+A change replaces one immutable `TableState` by another, so readers need no lock.
 """
 
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from parallm.errors import AdapterError, UnknownModel
@@ -179,7 +177,11 @@ class AdapterTable:
         Names that mean nothing any more hold nothing.
         """
         with self._lock:
-            held = [adapter.key for model in models if (adapter := self._resolved(model)) is not None]
+            held: set[Key] = set()
+            for model in models:
+                with suppress(UnknownModel):
+                    adapter = self.resolve(model)
+                    held |= set() if adapter is None else {adapter.key}
             self._swap(replace(self._state, held=frozenset(held)))
 
     def copy(self) -> "AdapterTable":
@@ -301,12 +303,6 @@ class AdapterTable:
     def num_swaps(self) -> dict[str, int]:
         """Changes of the version that each bare name means."""
         return dict(self._num_swaps)
-
-    def _resolved(self, model: str) -> Adapter | None:
-        try:
-            return self.resolve(model)
-        except UnknownModel:
-            return None
 
     def _pinned(self, state: TableState, name: str, number: str) -> Adapter | None:
         if not is_number(number):

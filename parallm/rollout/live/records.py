@@ -63,13 +63,12 @@ def to_json(value: Any) -> dict[str, Any]:
 
 def read_record(values: dict[str, Any]) -> RecordedTrajectory:
     """Undo `to_json`. Raises KeyError, TypeError or ValueError on anything else."""
-    return RecordedTrajectory(**(values | {"trajectory": read_trajectory(values["trajectory"])}))
+    known = {field.name: values[field.name] for field in fields(RecordedTrajectory) if field.name in values}
+    return RecordedTrajectory(**(known | {"trajectory": read_trajectory(values["trajectory"])}))
 
 
 def read_trajectory(values: dict[str, Any]) -> Trajectory:
     """Undo `to_json`. Raises KeyError, TypeError or ValueError on anything else."""
-    tuples = {name: tuple(values[name]) for name in ("prompt_tokens", "tokens", "loss_mask", "logprobs")}
-    if (token_advantages := values.get("token_advantages")) is not None:
-        tuples["token_advantages"] = tuple(token_advantages)
+    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     spans = tuple(WeightSpan(**span) for span in values["weight_versions"])
     return Trajectory(**(values | tuples | {"weight_versions": spans}))

@@ -13,7 +13,7 @@ from pydantic import Field, RootModel
 
 from parallm.errors import InvalidRequest
 from parallm.server.catalog import version_of
-from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, openai_refusal
+from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body
 from parallm.server.generation import ResponseContext, weight_versions
 from parallm.server.openai.completion_schemas import CompletionBody, Usage, WeightVersions
 from parallm.server.openai.logprobs import finite
@@ -48,7 +48,7 @@ class NativeBuilder:
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> NativeAnswer:
         flat = [completion for group in completions for completion in group]
         return NativeAnswer(
-            request_id=self._body.request_id or self.context.answer_id,
+            request_id=self.context.answer_id,
             step_id=self._body.step_id,
             model=model,
             text=[completion.text for completion in flat],
@@ -69,7 +69,7 @@ def read_native(value: Mapping[str, Any]) -> DialectRequest:
     return DialectRequest(body=body, whole=lambda context: NativeBuilder(context, body))
 
 
-NATIVE = Dialect(name="native", read=read_native, refusal=openai_refusal)
+NATIVE = Dialect(name="native", read=read_native)
 
 
 class VersionedBody(Wire):
@@ -124,7 +124,7 @@ class VersionedBuilder:
     def _answer(self, model: str, prompt: int, completion: Completion) -> VersionedAnswer:
         version = version_of(completion)
         return VersionedAnswer(
-            request_id=self._body.request_id or self.context.answer_id,
+            request_id=self.context.answer_id,
             policy_version=version if self._believed is None else self._believed,
             step_id=self._body.step_id,
             prompt_ids=list(self.context.requests[prompt].prompt_tokens),
@@ -158,4 +158,4 @@ def read_versioned(value: Mapping[str, Any]) -> DialectRequest:
     )
 
 
-VERSIONED = Dialect(name="versioned", read=read_versioned, refusal=openai_refusal)
+VERSIONED = Dialect(name="versioned", read=read_versioned)
