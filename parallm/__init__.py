@@ -20,7 +20,7 @@ _MODULES = {
     "train": "training",
     "training": "training",
     "Training": "training",
-    "TrainingResult": "training_result",
+    "TrainingResult": "session",
     "RLServer": "rl_server",
     "LoRAConfig": "rl_server",
     "RLConfig": "rl_server",

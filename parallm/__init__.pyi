@@ -6,10 +6,10 @@ from parallm.library.model import load as load
 from parallm.library.rl_server import LoRAConfig as LoRAConfig
 from parallm.library.rl_server import RLConfig as RLConfig
 from parallm.library.rl_server import RLServer as RLServer
+from parallm.library.session import TrainingResult as TrainingResult
 from parallm.library.training import Training as Training
 from parallm.library.training import train as train
 from parallm.library.training import training as training
-from parallm.library.training_result import TrainingResult as TrainingResult
 
 __version__: str
 __all__: list[str]

@@ -1,27 +1,4 @@
-"""Errors that a user can cause or repair, as one tree. `server/failures.py` gives each its HTTP status.
-
-ParallmError
-  InvalidRequest (ValueError)     a request that can never work
-    ContextTooLong                prompt and max_tokens do not fit the context
-  UnknownModel (KeyError)         no such model, version or alias
-  UnknownTrajectory (KeyError)    no such trajectory waits for a reward
-  EngineFull                      the request queue is at its bound
-  EngineStopped                   the device thread has ended
-  NotFinite                       the model computes NaN for a request
-  ConfigError (ValueError)        a key, type or recipe that does not exist
-  ModelError                      a model folder that cannot be loaded
-  AdapterError                    an adapter that does not fit the base
-    AdapterMissing                an adapter folder that does not exist
-    AdapterNotFinite              an adapter that holds NaN or infinity
-  RunFolderError                  a run folder that cannot be written
-  CheckpointError                 a checkpoint that cannot be written or read
-  ProblemError                    an environment whose problems cannot be read
-  FolderInUse                     a folder that another process has locked
-  NotStored                       a change by a client that cannot be written to disk
-  EnvironmentFailed               an environment that fails at every completion
-  Unavailable                     something that this process does not do, or not now
-  TrainingStopped                 training cannot go on: the message says why
-"""
+"""Errors that a user can cause or repair, as one tree. `server/failures.py` gives each its HTTP status."""
 
 
 class ParallmError(Exception):
@@ -50,18 +27,19 @@ class ContextTooLong(InvalidRequest):
         self.for_clients = message
 
 
-class UnknownModel(ParallmError, KeyError):
-    """No such model, version or alias."""
+class NotFound(ParallmError, KeyError):
+    """Nothing of that name is here."""
 
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError would print the repr
 
 
-class UnknownTrajectory(ParallmError, KeyError):
-    """No trajectory of that id waits for a reward."""
+class UnknownModel(NotFound):
+    """No such model, version or alias."""
 
-    def __str__(self) -> str:
-        return str(self.args[0])
+
+class UnknownTrajectory(NotFound):
+    """No trajectory of that id waits for a reward."""
 
 
 class EngineFull(ParallmError):

@@ -18,7 +18,7 @@ from parallm.checkpoint.persistent_table import PersistentTable
 from parallm.checkpoint.untrusted_files import check_folder, check_safetensors, resolve_inside, unpack
 from parallm.device.thread import DeviceThread
 from parallm.errors import AdapterError
-from parallm.model.adapters.adapter import Adapter, make_adapter
+from parallm.model.adapters.adapter import Adapter, with_arrays
 from parallm.model.adapters.files import from_peft_names, read_adapter
 from parallm.model.adapters.reward_head import refuse_reward_model
 from parallm.model.shared_model import SharedModel
@@ -215,16 +215,5 @@ def replace_tensors(served: Adapter, weights: bytes, version: int, model_type: s
                 f"{name} has shape {array.shape}; in {served.name}@{served.version} it has {shape}; upload an adapter "
                 "of another form as a zip archive with its adapter_config.json"
             )
-    return make_adapter(
-        {**served.arrays, **arrays},
-        name=served.name,
-        version=version,
-        parent=served.version,
-        step=served.step,
-        rank=served.rank,
-        alpha=served.alpha,
-        ranks=served.ranks,
-        alphas=served.alphas,
-        rslora=served.rslora,
-        dropout=served.dropout,
-    )
+    changed = {**served.arrays, **arrays}
+    return with_arrays(served, changed, version=version, parent=served.version, step=served.step)

@@ -31,7 +31,7 @@ class CheckpointManager:
     def __init__(self, folder: Path, settings: CheckpointSettings) -> None:
         """Make the folder if needed, and clean up after processes that died while saving."""
         self._folder = folder
-        self._settings = settings
+        self.settings = settings
         folder.mkdir(parents=True, exist_ok=True)
         self._clean_up()
 
@@ -139,7 +139,7 @@ class CheckpointManager:
         return path, read_checkpoint(path)
 
     def _prune(self) -> None:
-        keep = {*self.checkpoints()[-self._settings.keep :], self.best()}
+        keep = {*self.checkpoints()[-self.settings.keep :], self.best()}
         for path in self.checkpoints():
             if path not in keep:
                 _delete(path)

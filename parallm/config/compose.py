@@ -21,8 +21,11 @@ from parallm.config.run_folder import export_folder, run_folder
 from parallm.config.schema import keys_elsewhere, known_keys, register_defaults, shipped, to_config
 from parallm.errors import ConfigError
 
-ENVIRONMENT = "environment"
-KEY = "trainer.evaluate_on"
+ENVIRONMENT, EVALUATE_ON = "environment", "trainer.evaluate_on"
+Config = TypeVar("Config")
+
+TRAIN = "train"
+"""The command that takes recipes and keeps a log in its folder."""
 
 
 def with_asked_environment(composed: DictConfig) -> DictConfig:
@@ -31,8 +34,8 @@ def with_asked_environment(composed: DictConfig) -> DictConfig:
     Reward models write no text and are never evaluated on an environment.
     """
     is_of_policy = OmegaConf.select(composed, "learner.trains") == "policy"
-    if is_of_policy and OmegaConf.select(composed, KEY) == "auto" and _is_asked():
-        OmegaConf.update(composed, KEY, ENVIRONMENT)
+    if is_of_policy and OmegaConf.select(composed, EVALUATE_ON) == "auto" and _is_asked():
+        OmegaConf.update(composed, EVALUATE_ON, ENVIRONMENT)
     return composed
 
 
@@ -49,12 +52,6 @@ def _is_asked() -> bool:
     recipe = hydra.runtime.choices.get("recipe")
     stored = {} if recipe is None else ConfigStore.instance().load(f"recipe/{recipe}.yaml").node
     return names_environment(hydra.overrides.task, {} if stored is None else stored)
-
-
-Config = TypeVar("Config")
-
-TRAIN = "train"
-"""The command that takes recipes and keeps a log in its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,22 +82,19 @@ def compose(
 
     `given` are values by dotted keys, which `overrides` must leave out. Raises ConfigError.
     """
-    given = given or {}
-    overrides = listed(overrides)
+    given, overrides = given or {}, listed(overrides)
     _check_overrides(overrides, given)
     register(name, kind, overrides)
     try:
         with _own_hydra(name):
-            whole = hydra.compose(config_name=name, overrides=list(overrides), return_hydra_config=True)
+            whole = hydra.compose(config_name=name, overrides=overrides, return_hydra_config=True)
             for key, value in given.items():
                 OmegaConf.update(whole, key, value)
             HydraConfig.instance().set_config(whole)
             with_asked_environment(whole)
             folder = Path(whole.hydra.run.dir)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(
-            explain_composition(error, list(overrides), known_keys(kind), keys_elsewhere(kind))
-        ) from error
+        raise ConfigError(explain_composition(error, overrides, known_keys(kind), keys_elsewhere(kind))) from error
     with open_dict(whole):
         del whole["hydra"]
     return Composed(config=to_config(whole, kind), values=whole, folder=folder)
@@ -108,13 +102,11 @@ def compose(
 
 def listed(overrides: object) -> list[str]:
     """Return overrides that a program gives as a list. Raises ConfigError for a text, a mapping and the like."""
-    if (
-        isinstance(overrides, str)
-        or not isinstance(overrides, Sequence)
-        or not all(isinstance(override, str) for override in overrides)
-    ):
-        raise ConfigError(f"overrides is {overrides!r} and must be a list of texts such as ['trainer.steps=20']")
-    return list(overrides)
+    if isinstance(overrides, Sequence) and not isinstance(overrides, str):
+        texts = [override for override in overrides if isinstance(override, str)]
+        if len(texts) == len(overrides):
+            return texts
+    raise ConfigError(f"overrides is {overrides!r} and must be a list of texts such as ['trainer.steps=20']")
 
 
 def _check_overrides(overrides: Sequence[str], given: Mapping[str, object]) -> None:
@@ -132,9 +124,8 @@ def _own_hydra(name: str) -> Iterator[None]:
     present, config = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
-        with hydra.initialize_config_dir(
-            str(shipped("conf").resolve()), job_name=f"parallm-{name}", version_base="1.3"
-        ):
+        folder = str(shipped("conf").resolve())
+        with hydra.initialize_config_dir(folder, job_name=f"parallm-{name}", version_base="1.3"):
             yield
     finally:
         GlobalHydra.instance().hydra = present

@@ -68,16 +68,15 @@ def _known_part(error: ErrorDetails, known: KnownKeys) -> tuple[str, ...]:
 
 
 def _dotted(path: tuple[str, ...], known: KnownKeys) -> str:
-    if path and path[0] in _tagged(known):
+    if path and _is_tagged(known.get(path[0])):
         path = path[:1] + path[2:]
     return ".".join(path)
 
 
-def _tagged(known: KnownKeys) -> set[str]:
-    return {key for key, choices in known.items() if isinstance(choices, Mapping) and _is_tagged(choices)}
-
-
-def _is_tagged(choices: Mapping[str, Any]) -> bool:
+def _is_tagged(choices: Any) -> bool:
+    """Whether these are the keys of a choice between classes, by their names."""
+    if not isinstance(choices, Mapping):
+        return False
     return bool(choices) and all(isinstance(keys, Mapping) and keys.get("name") == tag for tag, keys in choices.items())
 
 
@@ -135,6 +134,10 @@ def _holds(keys: Any, path: Sequence[str]) -> bool:
 def choices_for(wrong: str, choices: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known one, and all of them."""
     names = list(choices)
+    return f"{nearest_of(wrong, names)} choices: {', '.join(names)}"
+
+
+def nearest_of(wrong: str, names: Iterable[str]) -> str:
+    """Return the middle of a message about an unknown name: the nearest known one, if there is one."""
     nearest = difflib.get_close_matches(wrong, names, n=1)
-    suggestion = f", did you mean {nearest[0]}?" if nearest else ";"
-    return f"{suggestion} choices: {', '.join(names)}"
+    return f", did you mean {nearest[0]}?" if nearest else ";"

@@ -1,12 +1,10 @@
 """The pages of `--help`: a command, or a group, a key or a recipe in full. Imports no MLX."""
 
-import difflib
 import json
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -15,8 +13,9 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import is_pydantic_dataclass
 from pydantic.fields import FieldInfo
 
+from parallm.config.errors import nearest_of
 from parallm.config.recipes import Recipe, first_comment, read_recipes
-from parallm.config.schema import COMMANDS, PACKAGE_FOLDER, known_keys, shipped
+from parallm.config.schema import COMMANDS, PACKAGE_FOLDER, fields_of, known_keys, shipped
 from parallm.errors import ConfigError
 
 WORDS = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "any value"}
@@ -42,11 +41,6 @@ def keys_of(settings: type, above: str = "", choice: str = "") -> Iterator[Key]:
     for name, field in fields_of(settings).items():
         path = f"{above}.{name}" if above else name
         yield from _keys_of_field(field, path, choice, meaning_of(settings, name))
-
-
-def fields_of(settings: type) -> Mapping[str, FieldInfo]:
-    fields: Mapping[str, FieldInfo] = getattr(settings, "__pydantic_fields__")  # noqa: B009  (mypy cannot know it)
-    return fields
 
 
 def meaning_of(settings: type, name: str) -> str:
@@ -204,8 +198,10 @@ def _page_about(command: str, topic: str) -> list[str]:
         return [line for recipe in recipes.values() for line in _recipe_lines(recipe)]
     if topic in _groups(command):
         return _group_page(command, topic)
-    if topic in recipes:
-        return _recipe_page(recipes[topic])
+    if recipe := recipes.get(topic):
+        if recipe.fault:
+            raise ConfigError(recipe.fault)
+        return [f"# {recipe.path}", *recipe.path.read_text(errors="replace").splitlines()]
     return [line for key in _keys_about(command, topic) for line in _key_lines(key)]
 
 
@@ -233,12 +229,6 @@ def _group_lines(command: str, group: str) -> list[str]:
     return [named, *_wrapped(meaning_of(COMMANDS[command], group), INDENT)]
 
 
-def _recipe_page(recipe: Recipe) -> list[str]:
-    if recipe.fault:
-        raise ConfigError(recipe.fault)
-    return [f"# {recipe.path}", *recipe.path.read_text(errors="replace").splitlines()]
-
-
 def _recipe_lines(recipe: Recipe) -> list[str]:
     text = f"BROKEN: {recipe.fault}" if recipe.fault else recipe.summary
     return [f"  +recipe={recipe.name}", *_wrapped(text, INDENT)]
@@ -256,16 +246,12 @@ def _groups(command: str) -> list[str]:
 
 
 def _choices(command: str, group: str) -> dict[str, str]:
-    """Return the choices of a group with their first comments; none if there is nothing to choose."""
-    known = known_keys(COMMANDS[command])[group]
-    files = [path for path in sorted((shipped("conf") / group).glob("*.yaml")) if _fits(path, known)]
-    return {path.stem: first_comment(path) for path in files}
-
-
-def _fits(path: Path, known: Mapping[str, Any]) -> bool:
-    """Whether all keys of a file are known; keys of an environment are known by its name."""
-    keys = OmegaConf.load(path).keys() - {"defaults"}
-    return keys <= known.keys() or path.stem in known
+    """Return the choices of a group with their first comments: files whose keys, or whose environment, it knows."""
+    known, choices = known_keys(COMMANDS[command])[group], {}
+    for file in sorted((shipped("conf") / group).glob("*.yaml")):
+        if file.stem in known or OmegaConf.load(file).keys() - {"defaults"} <= known.keys():
+            choices[file.stem] = first_comment(file)
+    return choices
 
 
 def _recipes(command: str) -> dict[str, Recipe]:
@@ -277,9 +263,7 @@ def _summary(command: str) -> str:
 
 
 def _unknown(topic: str, known: Iterable[str]) -> str:
-    nearest = difflib.get_close_matches(topic, known, n=1)
-    suggestion = f", did you mean {nearest[0]}?" if nearest else ";"
-    return f"--help {topic}: nothing has this name{suggestion} --help alone shows groups and recipes"
+    return f"--help {topic}: nothing has this name{nearest_of(topic, known)} --help alone shows groups and recipes"
 
 
 def _wrapped(text: str, indent: str = "", later: str | None = None) -> list[str]:

@@ -15,6 +15,9 @@ LogForm: TypeAlias = Literal["text", "json"]
 OWN = "parallm"
 
 
+TERMINAL_LINE, FILE_LINE = "parallm: %(levelname)s: %(message)s", "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
 @contextmanager
 def logging_to(path: Path | None, level: LogLevel | None, form: LogForm, *, on_terminal: bool = True) -> Iterator[None]:
     """Write ParaLLM's records to the file from INFO on and to standard error from WARNING on, or both from `level` on.
@@ -23,19 +26,27 @@ def logging_to(path: Path | None, level: LogLevel | None, form: LogForm, *, on_t
     sets `on_terminal` to False.
     """
     chosen = None if level is None else logging.getLevelNamesMapping()[level.upper()]
-    handlers = _as_text(path, chosen) if form == "text" else _as_json(path)
-    handlers = handlers if on_terminal else handlers[1:]
-    own = logging.getLogger(OWN)
-    logger, level_before = own if form == "text" else logging.root, own.level
+    is_json, own = form == "json", logging.getLogger(OWN)
+    logger, level_before = logging.root if is_json else own, own.level
+    handlers: list[logging.Handler] = []
+    if on_terminal:
+        handlers.append(_Terminal(logging.NOTSET if is_json else chosen or logging.WARNING))
+        handlers[0].setFormatter(logging.Formatter(TERMINAL_LINE))
+    if path is not None:
+        handlers.append(logging.FileHandler(path, delay=True))
+        handlers[-1].setFormatter(logging.Formatter(FILE_LINE))
     own.setLevel(chosen or logging.INFO)
-    if form == "json":
+    if is_json:
         logging.captureWarnings(True)
     for handler in handlers:
+        if is_json:
+            handler.setFormatter(JsonFormatter(request_fields))
+            handler.addFilter(_is_relevant)
         logger.addHandler(handler)
     try:
         yield
     finally:
-        if form == "json":
+        if is_json:
             logging.captureWarnings(False)
         own.setLevel(level_before)
         for handler in handlers:
@@ -47,26 +58,6 @@ def error_line(message: str) -> str:
     """Return the message as a line of the log, for an error that ends the process."""
     record = logging.LogRecord(OWN, logging.ERROR, "", 0, message, None, None)
     return JsonFormatter(request_fields).format(record)
-
-
-def _as_text(path: Path | None, level: int | None) -> list[logging.Handler]:
-    """Return the handler of standard error, then that of the file."""
-    handlers: list[logging.Handler] = [_Terminal(level or logging.WARNING)]
-    handlers[0].setFormatter(logging.Formatter("parallm: %(levelname)s: %(message)s"))
-    if path is not None:
-        handlers.append(logging.FileHandler(path, delay=True))
-        handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    return handlers
-
-
-def _as_json(path: Path | None) -> list[logging.Handler]:
-    handlers: list[logging.Handler] = [_Terminal(logging.NOTSET)]
-    if path is not None:
-        handlers.append(logging.FileHandler(path, delay=True))
-    for handler in handlers:
-        handler.setFormatter(JsonFormatter(request_fields))
-        handler.addFilter(_is_relevant)
-    return handlers
 
 
 def _is_relevant(record: logging.LogRecord) -> bool:

@@ -63,7 +63,8 @@ def register_recipes(recipes: Iterable[Recipe]) -> None:
 
 def check_asked(arguments: Iterable[str], recipes: dict[str, Recipe]) -> None:
     """Raise ConfigError with one line for each recipe of the command line that is unknown or cannot be read."""
-    asked = [name for argument in arguments for name in _asked(argument)]
+    named = [value for key, _, value in (argument.partition("=") for argument in arguments) if key == f"+{GROUP}"]
+    asked = [name.strip() for names in named for name in names.split(",")]
     unknown = [name for name in asked if name not in recipes and re.fullmatch(r"[\w.-]+", name)]
     wrong = [f"recipe: '{name}' is unknown{choices_for(name, recipes)}" for name in unknown]
     wrong += [recipes[name].fault for name in asked if name in recipes and recipes[name].fault]
@@ -71,22 +72,15 @@ def check_asked(arguments: Iterable[str], recipes: dict[str, Recipe]) -> None:
         raise ConfigError("\n".join(wrong))
 
 
-def _asked(argument: str) -> list[str]:
-    """Return the names in `+recipe=a,b`."""
-    key, _, value = argument.partition("=")
-    return [name.strip() for name in value.split(",")] if key == f"+{GROUP}" else []
-
-
 def _read(path: Path) -> Recipe:
+    values, fault = None, f"recipe {path} must be a mapping of keys to values"
     try:
         values = OmegaConf.load(path)
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
-        return Recipe(name=path.stem, path=path, values=None, fault=f"recipe {path} cannot be read: {_reason(error)}")
-    if not isinstance(values, DictConfig):
-        return Recipe(
-            name=path.stem, path=path, values=None, fault=f"recipe {path} must be a mapping of keys to values"
-        )
-    return Recipe(name=path.stem, path=path, values=values)
+        fault = f"recipe {path} cannot be read: {_reason(error)}"
+    if isinstance(values, DictConfig):
+        return Recipe(name=path.stem, path=path, values=values)
+    return Recipe(name=path.stem, path=path, values=None, fault=fault)
 
 
 def _reason(error: Exception) -> str:

@@ -18,6 +18,8 @@ TRAJECTORIES = "trajectories.jsonl"
 """File in the folder of a policy that learns from clients."""
 SERVING = "serving-"
 """Prefix of the folder with the state that operators have set; the beginning of the base's digest follows."""
+BEGUN = ("step_*/", "*/step_*/", TRAJECTORIES, f"*/{TRAJECTORIES}", f"{SERVING}*/serving.json")
+"""What a run goes on from, in its folder or in that of one of its policies."""
 SWEEP_PREFIX = "sweep_"
 LATEST_RUN = "latest"
 """Link to the last run of a name, beside the runs."""
@@ -43,8 +45,7 @@ def run_folder(name: str, resume: str, now: str) -> str:
         begun = [
             folder
             for folder in runs.glob("*/")
-            if (has_checkpoint(folder) or has_trajectories(folder) or has_serving_state(folder))
-            and not (folder.is_symlink() or folder.name.startswith(SWEEP_PREFIX))
+            if has_begun(folder) and not (folder.is_symlink() or folder.name.startswith(SWEEP_PREFIX))
         ]
         if begun:
             return str(max(begun, key=lambda folder: folder.name))
@@ -56,19 +57,9 @@ def export_folder(name: str, output: str | None, now: str) -> str:
     return run_folder(name, "never", now) if output is None else "."
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a checkpoint, complete or not, is in this run folder or in that of one of its policies."""
-    return any(True for pattern in ("step_*/", "*/step_*/") for _ in folder.glob(pattern))
-
-
-def has_trajectories(folder: Path) -> bool:
-    """Whether completions of clients are in this run folder or in that of one of its policies."""
-    return any(True for pattern in (TRAJECTORIES, f"*/{TRAJECTORIES}") for _ in folder.glob(pattern))
-
-
-def has_serving_state(folder: Path) -> bool:
-    """Whether this run folder has a state of operators."""
-    return any(True for _ in folder.glob(f"{SERVING}*/serving.json"))
+def has_begun(folder: Path) -> bool:
+    """Whether a run folder holds a checkpoint, complete or not, trajectories of clients or a state of operators."""
+    return any(True for pattern in BEGUN for _ in folder.glob(pattern))
 
 
 def check_writable(folder: Path) -> None:

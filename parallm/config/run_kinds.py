@@ -121,19 +121,15 @@ SWITCHES: Mapping[str, tuple[str, Callable[[RunParts], bool]]] = {
 """Keys that have an effect only with another one: its name, and whether it is set."""
 
 
-def keys_without_effect(run: RunParts) -> list[str]:
-    """Return one line for each key that differs from its default and has no effect in this run."""
-    return [*_without_effect(run)]
-
-
-def _without_effect(run: RunParts) -> Iterator[str]:
+def keys_without_effect(run: RunParts) -> Iterator[str]:
+    """Yield one line for each key that differs from its default and has no effect in this run."""
     kind, is_played = kind_of(run), plays_environment(run)
-    changed = {
-        name: value
-        for part in ("learner", "rollout", "trainer")
-        for name, value in _changed(part, getattr(run, part)).items()
-    }
-    for name, value in changed.items():
+    parts = {part: getattr(run, part) for part in ("learner", "rollout", "trainer")}
+    usual = flat_keys({part: asdict(type(settings)()) for part, settings in parts.items()})
+    given = flat_keys({part: asdict(settings) for part, settings in parts.items()})
+    for name, value in given.items():
+        if usual.get(name) == value:
+            continue
         if any(_is_below(name, key) for key in UNUSED[kind]):
             yield f"{name}={value} has no effect with {CHOICES[kind]}"
         elif not is_played and any(_is_below(name, key) for key in ENVIRONMENT_KEYS):
@@ -142,16 +138,11 @@ def _without_effect(run: RunParts) -> Iterator[str]:
             yield f"{name}={value} has no effect without {SWITCHES[name][0]}"
 
 
-def _changed(part: str, settings: Any) -> dict[str, Any]:
-    usual = flat_keys(asdict(type(settings)()), part)
-    return {name: value for name, value in flat_keys(asdict(settings), part).items() if usual.get(name) != value}
-
-
-def flat_keys(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def flat_keys(values: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return dotted keys with their values, as on the command line."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= flat_keys(value, f"{prefix}.{key}") if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
+        flat |= flat_keys(value, f"{above}{key}.") if isinstance(value, Mapping) else {f"{above}{key}": value}
     return flat
 
 
@@ -165,19 +156,14 @@ def recorded_keys(run: RunParts, dropout: float) -> dict[str, Any]:
     An environment's options are replaced by digests, since they may be secret. Programs that an Atropos run starts are
     left out.
     """
-    parts = {"environment": run.environment, "learner": run.learner, "rollout": run.rollout, "trainer": run.trainer}
-    keys = {key: value for part, settings in parts.items() for key, value in flat_keys(_plain(settings), part).items()}
+    parts = {part: getattr(run, part) for part in ("environment", "learner", "rollout", "trainer")}
+    plain = json.loads(json.dumps({part: asdict(settings) for part, settings in parts.items()}))
     shown = {
         key: _digest(value) if any(name.endswith("options") for name in key.split(".")) else value
-        for key, value in keys.items()
+        for key, value in flat_keys(plain).items()
         if not _is_below(key, "rollout.atropos")
     }
     return {"model.lora.dropout": dropout, **shown}
-
-
-def _plain(settings: Any) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(json.dumps(asdict(settings)))
-    return plain
 
 
 def _digest(value: object) -> str:

@@ -1,7 +1,7 @@
 """The configuration classes of all commands, and their checks. Imports no MLX: a BLAS must be loaded first."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -9,6 +9,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 from parallm.checkpoint.settings import CheckpointSettings
 from parallm.config.errors import KnownKeys, explain_values
@@ -148,7 +149,7 @@ class ExportConfig(LogConfig):
     """The library behind matrix products on a CPU."""
 
 
-COMMANDS: Mapping[str, type] = {
+COMMANDS: Mapping[str, type[RunConfig | ServeConfig | EvaluateConfig | ExportConfig]] = {
     "train": RunConfig,
     "serve": ServeConfig,
     "evaluate": EvaluateConfig,
@@ -262,6 +263,11 @@ def _renamed_environment(values: Any) -> str | None:
     return name if name in _environments() and any(keys.keys() <= given.keys() for keys in others) else None
 
 
+def fields_of(settings: type) -> Mapping[str, FieldInfo]:
+    fields: Mapping[str, FieldInfo] = getattr(settings, "__pydantic_fields__")  # noqa: B009  (mypy cannot know it)
+    return fields
+
+
 def shipped(folder: str) -> Path:
     """Return the folder `conf` or `recipes`: inside the package in a wheel, beside it in a checkout."""
     installed = PACKAGE_FOLDER / folder
@@ -270,10 +276,9 @@ def shipped(folder: str) -> Path:
 
 def _defaults(settings_class: type) -> dict[str, Any]:
     """Return the default of every key as plain data; `???` if a value must be given."""
-    fields = getattr(settings_class, "__pydantic_fields__")  # noqa: B009  (pydantic adds it; mypy cannot know)
     defaults = {
         name: MANDATORY if field.is_required() else field.get_default(call_default_factory=True)
-        for name, field in fields.items()
+        for name, field in fields_of(settings_class).items()
     }
     plain: dict[str, Any] = TypeAdapter(dict[str, Any]).dump_python(defaults, mode="json")
     return plain
@@ -281,12 +286,6 @@ def _defaults(settings_class: type) -> dict[str, Any]:
 
 def _without_mandatory(values: Any) -> Any:
     """Drop keys without a value: pydantic then reports them with all other errors."""
-    if isinstance(values, Mapping):
-        return dict(_given(values))
-    return values
-
-
-def _given(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if not (isinstance(value, str) and value == MANDATORY):
-            yield key, _without_mandatory(value)
+    if not isinstance(values, Mapping):
+        return values
+    return {key: _without_mandatory(value) for key, value in values.items() if value != MANDATORY}

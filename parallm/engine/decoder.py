@@ -20,14 +20,13 @@ import numpy as np
 
 from parallm.engine.decode_batch import DecodeBatch
 from parallm.engine.sampling.logits_processors import LogitsProcessors
-from parallm.engine.sampling.sampler import RowSampling, SampledTokens, row_sampling, sample
+from parallm.engine.sampling.sampler import RowSampling, SampledTokens, read_alternatives, row_sampling, sample
 from parallm.engine.sequence import PrefillJob, Sequence
 from parallm.engine.speculation import Speculation
 from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.kernels.cuda import interned_array
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
-from parallm.types import TopLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +55,13 @@ class Step:
 
     def arrays(self) -> list[mx.array]:
         """The arrays that `read` reads."""
-        arrays = (self.output_2B, self.sampled.top_tokens_BK, self.sampled.top_logprobs_BK, self.fed_F)
-        return [array for array in arrays if array is not None]
+        return [self.output_2B, *self.sampled.top, *([] if self.fed_F is None else [self.fed_F])]
 
     def read(self, tokenizer: ChatTokenizer) -> list[Sequence]:
         """Append each sequence's tokens, waiting for the device; returns the sequences that got some."""
         tokens_B, bits_B = np.array(self.output_2B)
-        columns = (tokens_B.tolist(), bits_B.view(np.float32).tolist(), _top_logprobs(self.sampled, len(tokens_B)))
+        tops = read_alternatives(self.sampled.top, len(tokens_B))
+        columns = (tokens_B.tolist(), bits_B.view(np.float32).tolist(), tops)
         fed = [] if self.fed_F is None else self.fed_F.tolist()
         drafts = [*fed[1:], *[None] * (len(self.sequences) - max(len(fed) - 1, 0))]  # what the next row has fed
         read: list[Sequence] = []
@@ -206,10 +205,3 @@ class Decoder:
         if rows == tuple(range(len(rows))):
             return tokens_B[: len(rows)]
         return tokens_B[interned_array(rows, mx.int32)]
-
-
-def _top_logprobs(sampled: SampledTokens, num_rows: int) -> Ordered[Ordered[TopLogprob]]:
-    if sampled.top_tokens_BK is None or sampled.top_logprobs_BK is None:
-        return [()] * num_rows
-    rows = zip(sampled.top_tokens_BK.tolist(), sampled.top_logprobs_BK.tolist(), strict=True)
-    return [[TopLogprob(token, logprob) for token, logprob in zip(*row, strict=True)] for row in rows]

@@ -1,38 +1,43 @@
 """Incremental text of one completion: the part that no later token changes, and the stop string that ends it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from parallm.model.chat.tokenizer import ChatTokenizer, GrowingText
+from parallm.model.chat.tokenizer import ChatTokenizer
+
+REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
 
 
-@dataclass(slots=True)
 class Detokenizer:
-    """Holds no text until the first token is added: a completion that is only read at its end needs none before."""
+    """Decodes only from the last safe index, so the cost of a token is bounded."""
 
-    growing: GrowingText | None = None
-    stop_at: int | None = None
-    """Characters before the first stop string, once there is one."""
-    _num_shown: int = 0
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self.text = ""
+        self.stop_at: int | None = None
+        """Characters before the first stop string, once there is one."""
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._safe = 0  # tokens before this are in `text`
+        self._context = 0  # decoding starts here: a tokenizer may write a token differently at the start of a text
+        self._num_shown = 0
 
-    def add(self, token: int, tokenizer: ChatTokenizer, stops: Sequence[str]) -> None:
-        """Add a token, and look for stop strings that end in its text."""
-        if self.growing is None:
-            self.growing = GrowingText(tokenizer)
-        num_before = len(self.growing.text)
-        self.growing.add(token)
+    def add(self, token: int, stops: Sequence[str] = ()) -> None:
+        """Append a token: `text` grows by the characters that are complete, in which stop strings may end."""
+        self._tokens.append(token)
+        num_before, more = len(self.text), self._after_safe()
+        if more and not more.endswith(REPLACEMENT):
+            self.text += more
+            self._context, self._safe = self._safe, len(self._tokens)
         start = max(0, num_before - max(map(len, stops), default=0) + 1)
-        matches = [self.growing.text.find(stop, start) for stop in stops]
+        matches = [self.text.find(stop, start) for stop in stops]
         self.stop_at = min((match for match in matches if match >= 0), default=None)
 
     def certain(self, stops: Sequence[str]) -> str:
         """Text so far without an end that might become a stop string."""
-        text = self.growing.text if self.growing else ""
         num_held = 0
         for stop in stops:
-            lengths = range(min(len(stop) - 1, len(text)), 0, -1)
-            num_held = max(num_held, next((n for n in lengths if text.endswith(stop[:n])), 0))
-        return text[: len(text) - num_held]
+            lengths = range(min(len(stop) - 1, len(self.text)), 0, -1)
+            num_held = max(num_held, next((n for n in lengths if self.text.endswith(stop[:n])), 0))
+        return self.text[: len(self.text) - num_held]
 
     def unshown(self, text: str) -> str:
         """The end of `text` that no earlier call has returned."""
@@ -41,9 +46,9 @@ class Detokenizer:
         return delta
 
     def final(self) -> str:
-        """The whole text after the last token."""
-        assert self.growing is not None
-        if self.stop_at is not None:
-            return self.growing.text[: self.stop_at]
-        self.growing.finish()
-        return self.growing.text
+        """The whole text after the last token, incomplete characters as they are."""
+        return self.text + self._after_safe() if self.stop_at is None else self.text[: self.stop_at]
+
+    def _after_safe(self) -> str:
+        before = self._tokenizer.decode(self._tokens[self._context : self._safe])
+        return self._tokenizer.decode(self._tokens[self._context :])[len(before) :]

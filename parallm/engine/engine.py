@@ -3,8 +3,15 @@
 The device thread calls `step` for one unit of work: one prompt chunk per stream, or one decode step of all sequences of
 a traffic class, with one host synchronisation. With asynchronous scheduling a step is launched before the one before is
 read, so that the device computes while Python works. Everything here runs on the device thread.
+
+Finite weights can have products that are not, as of an adapter that has diverged. NaN touches no other sequence:
+products and attention keep rows apart, and a slot is cleared when its sequence leaves (`SlotCache.clear`). A client's
+request fails with the name of the adapter; a rollout ends with the NaN, which the learner leaves out.
 """
 
+import logging
+import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 
@@ -19,14 +26,21 @@ from parallm.engine.scheduler import RequestQueue, Scheduler
 from parallm.engine.sequence import PrefillJob, Sequence, make_sequences
 from parallm.engine.settings import EngineSettings
 from parallm.engine.speculation import make_speculation
-from parallm.engine.step_failures import BrokenSequences, has_nan, is_out_of_memory
-from parallm.errors import EngineFull, EngineStopped, ParallmError
+from parallm.errors import EngineFull, EngineStopped, NotFinite, ParallmError
+from parallm.model.adapters.adapter import Adapter
+from parallm.model.adapters.names import versioned
 from parallm.model.adapters.table import AdapterTable
 from parallm.model.lora.selector import LoraSelector
 from parallm.model.shared_model import SharedModel
 from parallm.types import GenerationRequest, TokenEvent, TrafficClass
 
+logger = logging.getLogger(__name__)
+
 TRAFFIC_CLASSES: tuple[TrafficClass, ...] = ("serving", "rollout")
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|unable to allocate|insufficient memory|attempting to allocate", re.IGNORECASE
+)
+"""Messages of CUDA, MLX on a CPU, Metal's command buffers, and MLX on Metal."""
 
 
 class Engine:
@@ -61,7 +75,7 @@ class Engine:
         self.scheduler = Scheduler(self.kv_budget, self._queues, self.kv_budget.max_rows, self._flush)
         num_free_bytes = self.scheduler.num_free_bytes
         self.prefill = Prefill(model, streams, self._loras, self.kv_budget, settings, adapters.holds, num_free_bytes)
-        self._broken = BrokenSequences()
+        self._warned: set[str] = set()  # of models that computed NaN in a rollout
         self._num_requests = 0
         self._at_work: list[Sequence] | None = None  # sequences of the unit at work; None between units
 
@@ -246,8 +260,9 @@ class Engine:
         if job.scorer is not None:
             logprobs = job.scorer.read()
             for sequence in job.sequences:
-                sequence.prompt_logprobs, sequence.is_broken = logprobs, has_nan(logprobs)
-            self._give_up(self._broken.failures(job.sequences))
+                sequence.prompt_logprobs = logprobs
+                sequence.is_broken = any(one is not None and math.isnan(one.logprob) for one in logprobs)
+            self._give_up(self._failures(job.sequences))
         if job.request.sampling.max_tokens == 0 and job in queue.waiting:
             for sequence in job.sequences:
                 sequence.end_unsampled()
@@ -258,7 +273,8 @@ class Engine:
     def _decode(self, traffic: TrafficClass) -> bool:
         """Launch the next step of all sequences and read the one before, or both of one; False without either."""
         queue = self._queues[traffic]
-        self._collect(queue, queue.steps_to_read_first())
+        if any(decoder.waits_to_be_read for decoder in queue.decoders):
+            self._flush(queue)
         self.scheduler.schedule_decode(traffic)
         self._at_work = queue.running()
         active = [decoder for decoder in queue.decoders if decoder.has_next_step]
@@ -288,8 +304,7 @@ class Engine:
         mx.eval([step.arrays() for step in steps])
         sequences = [sequence for step in steps for sequence in step.read(self.model.tokenizer)]
         queue.num_tokens += sum(sequence.num_unemitted for sequence in sequences)
-        is_broken = any(sequence.is_broken for sequence in sequences)
-        failures = self._broken.failures(sequences) if is_broken else {}
+        failures = self._failures(sequences)
         sound = [sequence for sequence in sequences if sequence.request.request_id not in failures]
         # first of all: sampled tokens are emitted, whatever fails later
         self._emit_all([sequence.event(self.model.tokenizer) for sequence in sound])
@@ -302,6 +317,14 @@ class Engine:
     def _emit_all(self, events: list[TokenEvent | None]) -> None:
         if some := [event for event in events if event is not None]:
             self._emit(some)
+
+    def _failures(self, sequences: Iterable[Sequence]) -> dict[str, NotFinite]:
+        """Errors of clients' requests with a broken sequence, by request id; warns of broken rollouts."""
+        errors = [(one.request, _not_finite(one.adapter)) for one in sequences if one.is_broken]
+        for message in {str(error) for request, error in errors if request.traffic == "rollout"} - self._warned:
+            self._warned.add(message)
+            logger.warning("a rollout ends where it is: %s", message)
+        return {request.request_id: error for request, error in errors if request.traffic == "serving"}
 
     def _give_up(self, failures: Mapping[str, ParallmError]) -> None:
         for request_id, error in failures.items():
@@ -317,3 +340,17 @@ class Engine:
     def _release(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             self._adapters.release(sequence.adapter)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    is_message = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+    return is_message or isinstance(error, MemoryError)
+
+
+def _not_finite(adapter: Adapter | None) -> NotFinite:
+    if adapter is None:
+        return NotFinite("the base computes numbers that are not finite for this prompt; try model.dtype=float32")
+    return NotFinite(
+        f"with {versioned(*adapter.key)} the model computes numbers that are not finite, so no token can be sampled; "
+        "ask another model, or load other weights under this name"
+    )

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from parallm.device.streams import DeviceStreams
 from parallm.engine.decoder import Decoder
@@ -94,13 +95,9 @@ class Prefill:
 
     def compute_together(self, jobs: Ordered[PrefillJob]) -> list[mx.array]:
         """Compute jobs to their ends in one forward; returns what to evaluate."""
-        cache, hits, num_cached = self._model.make_cache(), [self._match(job) for job in jobs], 0
-        for row, (job, hit) in enumerate(zip(jobs, hits, strict=True)):
-            job.cache, job.cache_row, num_cached = cache, row, hit.num_tokens if hit else 0
-            self._count(job, num_cached)
-        uncached = [job.tokens[num_cached:] for job in jobs]
+        cache = self._begin(jobs)
+        uncached = [job.tokens[job.num_computed :] for job in jobs]
         longest = padded(max(map(len, uncached)))
-        _allocate(cache, allocated(num_cached + longest), [hit for hit in hits if hit])
         tokens_BT = [[*tokens, *tokens[-1:] * (longest - len(tokens))] for tokens in uncached]
         lora = self._loras.select([jobs[0].segment()[1]] * len(jobs))
         hidden_BTH = self._model.hidden(mx.array(tokens_BT, mx.int32), cache, lora)
@@ -116,8 +113,7 @@ class Prefill:
     def compute_chunk(self, job: PrefillJob) -> list[mx.array]:
         """Compute the next chunk of a job; returns what to evaluate."""
         if job.num_computed == 0:
-            job.cache = self._model.make_cache()
-            self._begin(job)
+            self._begin([job])
         segment_end, adapter = job.segment()
         chunk = job.tokens[job.num_computed : self._chunk_end(job.num_computed, segment_end)]
         # Padding after the chunk, which causal attention hides, makes products of the right sizes
@@ -162,20 +158,23 @@ class Prefill:
         owner = Owner.of(adapter, sequence.request.cache_salt)
         return prefixes.add(owner, tokens, copy, self._budget.cost.per_token, self._num_free_bytes())
 
-    def _begin(self, job: PrefillJob) -> None:
-        """Allocate for the whole prompt, where mlx-lm's caches would grow and copy, and fill in what is cached."""
-        hit = self._match(job)
-        self._count(job, hit.num_tokens if hit else 0)
+    def _begin(self, jobs: Ordered[PrefillJob]) -> list[Any]:
+        """A cache with a row for each job, allocated for whole prompts, where mlx-lm's caches would grow and copy, and
+        filled with what is cached, as many tokens for each."""
+        cache, hits = self._model.make_cache(), [self._match(job) for job in jobs]
+        num_cached = hits[0].num_tokens if hits[0] else 0
+        for row, job in enumerate(jobs):
+            job.cache, job.cache_row, job.num_computed = cache, row, num_cached
+            self.num_prompt_tokens += len(job.tokens)
+            self.num_cached_tokens += num_cached
+            for sequence in job.sequences if num_cached else ():
+                if not sequence.tokens:
+                    sequence.num_cached_prompt_tokens = num_cached
         if self._model.is_batch_invariant:
-            _allocate(job.cache, job.num_allocated, [hit] if hit else [])
-
-    def _count(self, job: PrefillJob, num_cached: int) -> None:
-        self.num_prompt_tokens += len(job.tokens)
-        self.num_cached_tokens += num_cached
-        job.num_computed = num_cached
-        for sequence in job.sequences if num_cached else ():
-            if not sequence.tokens:
-                sequence.num_cached_prompt_tokens = num_cached
+            longest = max(len(job.tokens) for job in jobs)
+            size = allocated(longest if len(jobs) == 1 else num_cached + padded(longest - num_cached))
+            _allocate(cache, size, [hit for hit in hits if hit])
+        return cache
 
     def _match(self, job: PrefillJob) -> Hit | None:
         """The cached prefix of a job that begins."""
@@ -229,12 +228,5 @@ def _copies(stacks_NBHTD: Ordered[mx.array], row: int, start: int, end: int) -> 
 
 
 def _states(cache: Ordered[Any]) -> list[mx.array]:
-    return [array for layer in cache for array in _arrays(layer.state)]
-
-
-def _arrays(state: object) -> list[mx.array]:
-    if isinstance(state, mx.array):
-        return [state]
-    if isinstance(state, list | tuple):
-        return [array for part in state for array in _arrays(part)]
-    return []
+    leaves = tree_flatten([layer.state for layer in cache])
+    return [leaf for _, leaf in leaves if isinstance(leaf, mx.array)]

@@ -102,10 +102,6 @@ class RequestQueue:
             min(shares, key=lambda share: len(share[0].sequences) + len(share[1]))[1].append(joining)
         return [share for share in shares if share[1]]
 
-    def steps_to_read_first(self) -> list[Step]:
-        """The steps in flight, if one of them must be read before the next is launched."""
-        return self.take_steps() if any(decoder.waits_to_be_read for decoder in self.decoders) else []
-
     def take_steps(self) -> list[Step]:
         """The steps in flight; the caller reads them now."""
         return [step for decoder in self.decoders if (step := decoder.take()) is not None]
@@ -161,14 +157,26 @@ class Scheduler:
         length = min(len(job.tokens) + LOOKAHEAD, len(request.prompt_tokens) + request.sampling.max_tokens) + 1
         decoder = queue.least_loaded()
         lengths, num_bytes = [*_lengths(decoder.sequences), length], self._budget.cost.of(job.num_allocated)
-        while not self._fits(decoder, lengths, num_bytes):
-            later = [other for other in queue.admitted() if other.sort_key > job.sort_key]
+        fits = self._free_until(
+            traffic,
+            lambda: self._fits(decoder, lengths, num_bytes),
+            lambda: [other for other in queue.admitted() if other.sort_key > job.sort_key],
+        )
+        if fits:
+            queue.admit(job, num_bytes)
+        return fits
+
+    def _free_until(
+        self, traffic: TrafficClass, fits: Callable[[], bool], droppable: Callable[[], list[PrefillJob]]
+    ) -> bool:
+        """Take memory from rollouts, where serving asks, then from the last of the droppable jobs, until it fits."""
+        while not fits():
             if traffic == "serving" and self._preempt_one("rollout", spared=None):
                 continue
-            if not later:
+            jobs = droppable()
+            if not jobs:
                 return False
-            self._drop(max(later, key=lambda other: other.sort_key))
-        queue.admit(job, num_bytes)
+            self._drop(max(jobs, key=lambda job: job.sort_key))
         return True
 
     def schedule_decode(self, traffic: TrafficClass) -> None:
@@ -210,14 +218,12 @@ class Scheduler:
 
     def _make_room(self, traffic: TrafficClass, decoder: Decoder, sequence: Sequence, job: PrefillJob) -> bool:
         """Make room for one more sequence; False if it has to wait until others end."""
-        while not self._resize(decoder, [*decoder.sequences, sequence]):
-            if traffic == "serving" and self._preempt_one("rollout", spared=None):
-                continue
-            others = [other for other in self._queues[traffic].admitted() if other is not job]
-            if self._queues[traffic].num_running or not others:
-                return False
-            self._drop(max(others, key=lambda other: other.sort_key))
-        return True
+        queue = self._queues[traffic]
+        return self._free_until(
+            traffic,
+            lambda: self._resize(decoder, [*decoder.sequences, sequence]),
+            lambda: [] if queue.num_running else [other for other in queue.admitted() if other is not job],
+        )
 
     def preempt(self, queue: RequestQueue, decoder: Decoder, sequence: Sequence) -> None:
         """Move a sequence, of which nothing is in flight, from its slot back to the queue."""

@@ -5,7 +5,6 @@ The engine creates and changes both, on the device thread only.
 
 import math
 import secrets
-from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import mlx.core as mx
 
 from parallm.engine.detokenizer import Detokenizer
 from parallm.engine.kv.shapes import allocated
-from parallm.engine.sampling.prompt_logprobs import PromptLogprobScorer
+from parallm.engine.sampling.sampler import PromptLogprobScorer
 from parallm.errors import InvalidRequest
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.chat.tokenizer import ChatTokenizer
@@ -127,7 +126,7 @@ class Sequence:
     """Drafts that equalled the sampled token."""
     _mask: TokenMask | None = None
     _end_tokens: frozenset[int] | None = None  # set with the first sampled token
-    _detokenizer: Detokenizer = field(default_factory=Detokenizer)
+    _detokenizer: Detokenizer | None = None  # a completion that is only read at its end needs none
     _num_emitted: int = 0  # tokens that events have covered
 
     @property
@@ -196,7 +195,7 @@ class Sequence:
         """Tokens that no event has covered."""
         return len(self.tokens) - self._num_emitted
 
-    def append(self, token: int, logprob: float, tops: Ordered[TopLogprob], tokenizer: ChatTokenizer) -> None:
+    def append(self, token: int, logprob: float, tops: tuple[TopLogprob, ...], tokenizer: ChatTokenizer) -> None:
         """Take a sampled token; sets `finish_reason` when it ends the sequence."""
         sampling = self.request.sampling
         if self._end_tokens is None:
@@ -206,15 +205,16 @@ class Sequence:
             self.adapter_starts.append((self.adapter, len(self.tokens)))
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.top_logprobs.append(tuple(tops[: sampling.top_logprobs]) if tops else ())
+        self.top_logprobs.append(tops[: sampling.top_logprobs])
         if math.isnan(logprob):
             self.is_broken, self.finish_reason = True, "abort"
             return
         is_end = token in self._end_tokens
         if not is_end and (self.is_streaming or sampling.stop):
-            stops = sampling.stop if len(self.tokens) >= sampling.min_tokens else ()
-            self._detokenizer.add(token, tokenizer, stops)
-        if is_end or self._detokenizer.stop_at is not None:
+            if self._detokenizer is None:
+                self._detokenizer = Detokenizer(tokenizer)
+            self._detokenizer.add(token, sampling.stop if len(self.tokens) >= sampling.min_tokens else ())
+        if is_end or (self._detokenizer is not None and self._detokenizer.stop_at is not None):
             self.finish_reason = "stop"
         elif len(self.tokens) >= self.max_tokens:
             self.finish_reason = "length"
@@ -230,14 +230,17 @@ class Sequence:
         if not self.is_streaming and self.finish_reason is None:
             return None
         completion = self._completion(tokenizer, self.finish_reason) if self.finish_reason else None
-        text = completion.text if completion else self._detokenizer.certain(self.request.sampling.stop)
+        text = completion.text if completion else ""
+        if self._detokenizer is not None and self.is_streaming:
+            so_far = text if completion else self._detokenizer.certain(self.request.sampling.stop)
+            text = self._detokenizer.unshown(so_far)
         return TokenEvent(
             request_id=self.request.request_id,
             index=self.index,
             tokens=tuple(self.tokens[new]),
             logprobs=tuple(self.logprobs[new]),
             top_logprobs=tuple(self.top_logprobs[new]),
-            text=self._detokenizer.unshown(text) if self.is_streaming else text,
+            text=text,
             completion=completion,
         )
 
@@ -265,7 +268,7 @@ class Sequence:
         )
 
     def _final_text(self, tokenizer: ChatTokenizer) -> str:
-        if self._detokenizer.growing is not None:
+        if self._detokenizer is not None:
             return self._detokenizer.final()
         end_tokens = (*self.request.sampling.stop_token_ids, *tokenizer.eos_token_ids)
         is_ended = self.finish_reason == "stop" and bool(self.tokens) and self.tokens[-1] in end_tokens

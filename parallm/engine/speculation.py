@@ -53,12 +53,17 @@ class Fed:
     query_lengths: Ordered[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
+    """What may follow the tokens of a sequence."""
+
     tokens: Ordered[int]
     """At least one."""
     num_matched: int
     """Length of the matching n-gram, 1 to MAX_NGRAM."""
+    num_before: int = field(default=0, compare=False)
+    """Tokens of the sequence when the draft was made."""
+    num_fed: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)
@@ -85,7 +90,7 @@ class NgramLookup:
             match = self._ends.get(tuple(tokens[len(tokens) - num_matched :]))
             if match is not None:
                 text, end = match
-                return Draft(text.tokens[end : end + max_tokens], num_matched)
+                return Draft(text.tokens[end : end + max_tokens], num_matched, len(completion))
         return None
 
     def learn(self, sequence: Hashable, completion: Ordered[int]) -> Ordered[int]:
@@ -129,15 +134,6 @@ class AcceptanceRates:
 
 
 @dataclass(slots=True, kw_only=True)
-class PendingDraft:
-    """A draft of what follows the first `num_tokens` tokens of a sequence; `num_fed` of it were fed."""
-
-    draft: Draft
-    num_tokens: int
-    num_fed: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
 class RequestDrafts:
     """Lookup and rates that the sequences of one request share."""
 
@@ -159,7 +155,7 @@ class Speculation:
         self._max_tokens = settings.num_tokens
         self._is_on = is_on
         self._requests: dict[str, RequestDrafts] = {}
-        self._pending: dict[Sequence, PendingDraft] = {}
+        self._pending: dict[Sequence, Draft] = {}
 
     def join(self, sequences: Ordered[Sequence]) -> None:
         """Take sequences that decode from now on."""
@@ -191,10 +187,10 @@ class Speculation:
         candidates: list[tuple[float, int, int]] = []  # (-chance, index of the sequence, index in its draft)
         for index, sequence in enumerate(sequences):
             most = min(self._max_tokens, sequence.num_left - 1, num_positions - sequence.num_cached - 1)
-            pending = self._propose(sequence, most)
-            if pending is not None:
-                drafts[index] = pending.draft.tokens
-                survivals = self._requests[sequence.request.request_id].rates.survivals(pending.draft)
+            proposed = self._propose(sequence, most)
+            if proposed is not None:
+                drafts[index] = proposed.tokens
+                survivals = self._requests[sequence.request.request_id].rates.survivals(proposed)
                 candidates += [(-chance, index, i) for i, chance in enumerate(survivals)]
         query_lengths = _query_lengths(sorted(candidates), len(sequences))
         if max(query_lengths) == 1 or any(one.num_launched != len(one.tokens) for one in sequences):
@@ -216,11 +212,10 @@ class Speculation:
         expected = 0.0
         for sequence in sequences:
             if sequence in self._pending:
-                rates = self._requests[sequence.request.request_id].rates
-                expected += sum(rates.survivals(self._pending[sequence].draft))
+                expected += sum(self._requests[sequence.request.request_id].rates.survivals(self._pending[sequence]))
         return expected >= WORTH_WAITING * len(sequences)
 
-    def _propose(self, sequence: Sequence, max_tokens: int) -> PendingDraft | None:
+    def _propose(self, sequence: Sequence, max_tokens: int) -> Draft | None:
         """Look up what may follow the tokens of a sequence, and learn from what did follow before."""
         sampling, drafts = sequence.request.sampling, self._requests[sequence.request.request_id]
         self._learn(drafts, sequence)
@@ -230,16 +225,15 @@ class Speculation:
             drafts.lookup.learn(ended, ended.tokens)
         drafts.ended.clear()
         draft = drafts.lookup.propose(sequence, sequence.tokens, max_tokens)
-        if draft is None:
-            return None
-        self._pending[sequence] = PendingDraft(draft=draft, num_tokens=len(sequence.tokens))
-        return self._pending[sequence]
+        if draft is not None:
+            self._pending[sequence] = draft
+        return draft
 
     def _learn(self, drafts: RequestDrafts, sequence: Sequence) -> None:
-        pending = self._pending.pop(sequence, None)
-        if pending is not None:
-            num_right = drafts.rates.learn(pending.draft, sequence.tokens[pending.num_tokens :])
-            self.num_accepted += min(num_right, pending.num_fed)
+        draft = self._pending.pop(sequence, None)
+        if draft is not None:
+            num_right = drafts.rates.learn(draft, sequence.tokens[draft.num_before :])
+            self.num_accepted += min(num_right, draft.num_fed)
 
 
 def make_speculation(settings: SpeculationSettings, model: SharedModel) -> Speculation:

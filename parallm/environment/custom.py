@@ -3,8 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
-from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from parallm.environment.settings import CustomSettings
 from parallm.errors import ConfigError
@@ -15,39 +14,40 @@ MEMBERS = ("problems", "score", "weights")
 def make_custom(settings: CustomSettings) -> Any:
     """Import `module:Class` and call it with the options. Raises ConfigError that names the step that failed."""
     target = settings.target
-    module_name, colon, class_name = target.partition(":")
-    if not (module_name and colon and class_name):
-        raise ConfigError(f"environment.target={target!r} must have the form package.module:Class")
-    module = import_module(module_name, f"environment.target={target!r}")
-    factory = getattr(module, class_name, None)
-    if not callable(factory):
-        classes = sorted(name for name, value in vars(module).items() if inspect.isclass(value))
-        raise ConfigError(f"environment.target={target!r}: {module_name} has no class {class_name}, it has {classes}")
-    environment = call_with_options(factory, settings.options, target)
+    setting = f"environment.target={target!r}"
+    environment = call_with_options(import_callable(target, setting, "Class"), settings.options, target)
     missing = [member for member in MEMBERS if not hasattr(environment, member)]
     if missing:
-        raise ConfigError(
-            f"environment.target={target!r} lacks {', '.join(missing)}; parallm/environment/README.md shows an example"
-        )
+        raise ConfigError(f"{setting} lacks {', '.join(missing)}; parallm/environment/README.md shows an example")
     return environment
 
 
-def import_module(name: str, setting: str) -> ModuleType:
-    """Import `name`. Raises ConfigError that tells a module that is not there from an import that fails inside it.
+def import_callable(target: str, setting: str, kind: Literal["Class", "function"]) -> Callable[..., Any]:
+    """Import `package.module:Class` or `package.module:function`.
 
-    `setting` begins the message, as in `environment.target='mine:Maze'`.
+    Raises ConfigError that tells what is not there from an import that fails inside it. `setting` begins the message,
+    as in `environment.target='mine:Maze'`.
     """
+    module_name, colon, name = target.partition(":")
+    if not (module_name and colon and name):
+        raise ConfigError(f"{setting} must have the form package.module:{kind}")
     try:
-        return importlib.import_module(name)
+        module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ConfigError(
                 f"{setting}: there is no module {error.name}; start `python -m parallm.train` "
                 "in the folder that holds it, or add that folder to PYTHONPATH"
             ) from error
-        raise ConfigError(f"{setting}: {name} needs a missing module: {error}") from error
+        raise ConfigError(f"{setting}: {module_name} needs a missing module: {error}") from error
     except (ImportError, ValueError) as error:
         raise ConfigError(f"{setting} cannot be imported: {error}") from error
+    found: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(found):
+        is_kind = inspect.isclass if kind == "Class" else inspect.isfunction
+        others = sorted(other for other, value in vars(module).items() if is_kind(value))
+        raise ConfigError(f"{setting}: {module_name} has no {kind.lower()} {name}, it has {others}")
+    return found
 
 
 def call_with_options(factory: Callable[..., Any], options: Mapping[str, Any], target: str) -> Any:

@@ -1,6 +1,6 @@
 """The protocols of environments, and several environments as one."""
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -69,7 +69,7 @@ class StatefulEnvironment(Problems, Protocol):
         """Return a session for each episode of a group. Called on the asyncio thread; must return at once."""
 
 
-AnyEnvironment: TypeAlias = Environment | MultiTurnEnvironment | StatefulEnvironment
+SingleEnvironment: TypeAlias = Environment | MultiTurnEnvironment | StatefulEnvironment
 
 
 class Ask(Protocol):
@@ -89,9 +89,10 @@ class AskingEnvironment(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixed:
-    """Several environments as one. Weights, replies and scores of a problem are those of its own environment."""
+    """Several environments as one. Replies and scores of a problem are those of its own: `environment_of`."""
 
-    environments: Mapping[str, AnyEnvironment]
+    environments: Mapping[str, "AnyEnvironment"]
+    """None of them a mixture itself."""
     shares: Mapping[str, float]
     """How often each is drawn, in proportion to the others, such as `{"easy": 3, "tool": 1}`."""
 
@@ -114,30 +115,26 @@ class Mixed:
         ]
         return [problem for _, problem in sorted(keyed, key=lambda pair: pair[0])]
 
-    def score(self, problem: Problem, text: str) -> RewardParts | Awaitable[RewardParts]:
-        environment = self.environments[problem.environment]
-        turns = [Message(role="assistant", content=text)]
-        if isinstance(environment, StatefulEnvironment):
-            return environment.open(problem, 1)[0].score(turns, is_cut_off=False)
-        if isinstance(environment, MultiTurnEnvironment):
-            return environment.score(problem, turns)
-        return environment.score(problem, text)
+
+AnyEnvironment: TypeAlias = SingleEnvironment | Mixed
 
 
-def environment_of(environment: AnyEnvironment, problem: Problem) -> AnyEnvironment:
+def environment_of(environment: AnyEnvironment, problem: Problem) -> SingleEnvironment:
     """Return the environment that `problem` comes from."""
-    return environment.environments[problem.environment] if isinstance(environment, Mixed) else environment
+    own = environment.environments[problem.environment] if isinstance(environment, Mixed) else environment
+    assert not isinstance(own, Mixed)
+    return own
 
 
 def open_sessions(environment: AnyEnvironment, problem: Problem, count: int) -> Sequence[EnvironmentSession | None]:
     """Return a session for each of `count` episodes of `problem`; None for each if episodes have no state."""
-    environment = environment_of(environment, problem)
-    return environment.open(problem, count) if isinstance(environment, StatefulEnvironment) else [None] * count
+    own = environment_of(environment, problem)
+    return own.open(problem, count) if isinstance(own, StatefulEnvironment) else [None] * count
 
 
 def connect(environment: AnyEnvironment, ask: Ask) -> None:
     """Hand `ask` to every environment that asks."""
-    parts = environment.environments.values() if isinstance(environment, Mixed) else (environment,)
+    parts: Iterable[object] = environment.environments.values() if isinstance(environment, Mixed) else (environment,)
     for part in parts:
         if isinstance(part, AskingEnvironment):
             part.connect(ask)

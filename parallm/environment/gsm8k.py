@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from parallm.environment.math_answer import has_final_form, last_number, marked_number, parse_number
 from parallm.environment.settings import Gsm8kSettings
@@ -16,12 +15,8 @@ LOCAL_HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetRow:
-    """One row of a dataset and its origin, for error messages."""
-
-    source: str
-    values: Any
+Row: TypeAlias = tuple[str, Any]
+"""The origin of a dataset's row, for error messages, and its values."""
 
 
 class Gsm8k:
@@ -54,23 +49,27 @@ class Gsm8k:
         return {"correct": float(correct), "format": float(has_final_form(text))}
 
 
-def to_problem(row: DatasetRow, problem_id: str) -> Problem:
+def to_problem(row: Row, problem_id: str) -> Problem:
     """Convert a row. Raises ProblemError if it lacks a question or a final `#### N`."""
-    values = row.values
+    source, values = row
     if not isinstance(values, Mapping):
-        raise ProblemError(f'{row.source}: expected an object {{"question": ..., "answer": ...}}, found {values!r:.60}')
-    question, answer = values.get("question"), values.get("answer")
-    if not isinstance(question, str) or not question.strip():
-        raise ProblemError(f"{row.source}: no text under the key `question`; its keys are {sorted(values)}")
-    if not isinstance(answer, str):
-        raise ProblemError(f"{row.source}: no text under the key `answer`; its keys are {sorted(values)}")
+        raise ProblemError(f'{source}: expected an object {{"question": ..., "answer": ...}}, found {values!r:.60}')
+    question, answer = (_text(row, key) for key in ("question", "answer"))
     number = marked_number(answer)
     if number is None:
-        raise ProblemError(f"{row.source}: the answer must end with `#### NUMBER`, found {answer[-60:]!r}")
+        raise ProblemError(f"{source}: the answer must end with `#### NUMBER`, found {answer[-60:]!r}")
     return Problem(problem_id=problem_id, messages=(Message(role="user", content=question),), answer=f"{number:f}")
 
 
-def rows_of(path: str, split: Split) -> Iterator[DatasetRow]:
+def _text(row: Row, key: str) -> str:
+    source, values = row
+    text = values.get(key)
+    if not isinstance(text, str) or not text.strip():
+        raise ProblemError(f"{source}: no text under the key `{key}`; its keys are {sorted(values)}")
+    return text
+
+
+def rows_of(path: str, split: Split) -> Iterator[Row]:
     """Yield the rows of `split`: from local files if `path` exists or looks like a path, else from the hub."""
     local = Path(path).expanduser()
     if local.is_dir():
@@ -90,20 +89,20 @@ def rows_of(path: str, split: Split) -> Iterator[DatasetRow]:
     return read_hub(path, split)
 
 
-def read_jsonl(file: Path) -> Iterator[DatasetRow]:
+def read_jsonl(file: Path) -> Iterator[Row]:
     """Yield one row per line, without empty lines. Raises ProblemError with file and line."""
     try:
         with file.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield DatasetRow(source=f"{file}, line {number}", values=json.loads(line))
+                    yield f"{file}, line {number}", json.loads(line)
     except (OSError, UnicodeDecodeError) as error:
         raise ProblemError(f"{file} cannot be read: {error}") from error
     except (ValueError, RecursionError) as error:
         raise ProblemError(f"{file}, line {number}: not JSON: {error}") from error
 
 
-def read_hub(name: str, split: Split) -> Iterator[DatasetRow]:
+def read_hub(name: str, split: Split) -> Iterator[Row]:
     """Yield the rows of a hub dataset, from its local cache if it was downloaded before."""
     import datasets  # noqa: PLC0415 - takes seconds to import, and local files do not need it
 
@@ -117,4 +116,4 @@ def read_hub(name: str, split: Split) -> Iterator[DatasetRow]:
             f"({type(error).__name__}: {reason}); {LOCAL_HINT}"
         ) from error
     for number, values in enumerate(rows, start=1):
-        yield DatasetRow(source=f"{name}, {split} row {number}", values=values)
+        yield f"{name}, {split} row {number}", values

@@ -19,7 +19,7 @@ def parse_number(text: str) -> Decimal | None:
 def marked_number(text: str) -> Decimal | None:
     """Return the number after the last `####`; None unless the rest of that line is exactly one number."""
     markers = list(MARKER.finditer(text))
-    return parse_number(rest_of_line(text, markers[-1].end())) if markers else None
+    return parse_number(text[markers[-1].end() :].partition("\n")[0]) if markers else None
 
 
 def last_number(text: str) -> Decimal | None:
@@ -35,8 +35,3 @@ def has_final_form(text: str) -> bool:
         return False
     last_line = text.rstrip().rpartition("\n")[2]
     return MARKER.match(last_line) is not None and parse_number(last_line[4:]) is not None
-
-
-def rest_of_line(text: str, start: int) -> str:
-    """Return the text from `start` to the end of its line."""
-    return text[start:].partition("\n")[0]

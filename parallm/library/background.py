@@ -19,8 +19,7 @@ from parallm.device.memory import release_memory
 from parallm.environment.environment import AnyEnvironment
 from parallm.errors import Unavailable
 from parallm.library.loop_thread import Main
-from parallm.library.session import LocalClient, Session, TrainingSession
-from parallm.library.training_result import TrainingResult, read_result
+from parallm.library.session import LocalClient, Session, TrainingResult, TrainingSession, read_result
 from parallm.run import serve, train
 from parallm.run.operator_state import AUTO
 from parallm.server.operation.http_server import Listener, listening, local_only

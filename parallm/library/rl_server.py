@@ -10,8 +10,8 @@ from parallm.config.compose import listed
 from parallm.environment.environment import AnyEnvironment
 from parallm.errors import ConfigError, Unavailable
 from parallm.library.problems import GivenProblem, Reward, own_environment
+from parallm.library.session import TrainingResult
 from parallm.library.training import Training, start
-from parallm.library.training_result import TrainingResult
 
 LIVE_RECIPE = "live_traffic"
 

@@ -15,8 +15,7 @@ from parallm.library.answer import Answer
 from parallm.library.loop_thread import LoopThread
 from parallm.library.model import Model
 from parallm.library.problems import GivenProblem, Reward, own_environment
-from parallm.library.session import LocalClient, TrainingSession
-from parallm.library.training_result import TrainingResult
+from parallm.library.session import LocalClient, TrainingResult, TrainingSession
 from parallm.reports import TrainingStatus, TrajectoryReport
 from parallm.types import GivenUpdate
 

@@ -2,22 +2,19 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from parallm.metrics.formatting import MISSING, duration, number, percent
+from parallm.metrics.formatting import MISSING, console_on, duration, number, percent, plain_table
 from parallm.reports import Estimate, EvaluationReport
 
-NARROW, WIDE = 80, 240
-"""Characters: a table that is wider than the first has its intervals below the values; no line is longer than the
-second where no terminal limits it."""
+NARROW = 80
+"""Characters: a wider table has its intervals below the values."""
 MAX_TITLE = 24
 UNTELLING = re.compile(r"adapter(_peft)?|latest|step_\d+|\d+|[\d_-]{10,}")
 """Names of folders inside a run, of jobs and of times, which say less than the name of their run."""
@@ -36,23 +33,14 @@ class Compared:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """A value and, where there is one, its interval."""
-
-    value: str
-    interval: str = ""
-
-    def text(self, *, has_two_lines: bool) -> str:
-        if not self.interval:
-            return self.value
-        return f"{self.value}\n{self.interval}" if has_two_lines else f"{self.value} ({self.interval})"
+Cell = tuple[str, ...]
+"""A value and, where there is one, its interval."""
 
 
 def print_comparison(models: Sequence[Compared], stream: TextIO) -> None:
     """Write what the titles stand for, and a column for each model with 95% intervals."""
     titles = short_titles([(model.name, model.report.version) for model in models])
-    console = Console(file=stream, highlight=False, width=None if stream.isatty() else WIDE)
+    console = console_on(stream)
     for title, model in zip(titles, models, strict=True):
         if title != model.name:
             console.print(Text(f"{title}: {model.name}"), soft_wrap=True)
@@ -67,7 +55,12 @@ def comparison_report(models: Sequence[Compared], settings: Mapping[str, Any]) -
     return {
         **settings,
         "models": [
-            {"name": one.name, **asdict(one.report), "difference": _plain(one.difference), "seconds": one.seconds}
+            {
+                "name": one.name,
+                **asdict(one.report),
+                "difference": None if one.difference is None else asdict(one.difference),
+                "seconds": one.seconds,
+            }
             for one in models
         ],
     }
@@ -94,33 +87,36 @@ def _title(name: str, version: int) -> str:
 
 
 def _table(models: Sequence[Compared], titles: Sequence[str], *, has_two_lines: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = plain_table()
     table.add_column("held-out problems", no_wrap=True)
     for title in titles:
         table.add_column(Text(title), overflow="fold")
     for name, cells in _rows(models, titles[0]):
-        table.add_row(name, *(Text(cell.text(has_two_lines=has_two_lines)) for cell in cells))
+        table.add_row(name, *(Text("\n".join(cell) if has_two_lines else _on_one_line(*cell)) for cell in cells))
     return table
+
+
+def _on_one_line(value: str, interval: str = "") -> str:
+    return f"{value} ({interval})" if interval else value
 
 
 def _rows(models: Sequence[Compared], first: str) -> list[tuple[str, list[Cell]]]:
     reports = [model.report for model in models]
-    rows = [
-        ("version", [Cell(_version(model)) for model in models]),
-        ("problems", [Cell(str(report.num_problems)) for report in reports]),
-        ("greedy accuracy", [_share(Estimate(one.accuracy, one.low, one.high)) for one in reports]),
+    rows: list[tuple[str, list[Cell]]] = [
+        ("version", [(_version(model),) for model in models]),
+        ("problems", [(str(report.num_problems),) for report in reports]),
+        ("greedy accuracy", [_shown(Estimate(one.accuracy, one.low, one.high), percent) for one in reports]),
     ]
     if len(models) > 1:
-        rows.append((f"points above {first}", [_points(model.difference) for model in models]))
+        rows.append((f"points above {first}", [_shown(model.difference, _points) for model in models]))
     if reports[0].pass_at:
         samples = f"{reports[0].num_samples} at temperature {number(reports[0].temperature)}"
-        rows.append(("samples", [Cell(samples) for _ in reports]))
-    rows += [(f"pass@{k}", [_share(report.pass_at[k]) for report in reports]) for k in reports[0].pass_at]
-    rows.append(("reward", [_mean(report.reward) for report in reports]))
+        rows.append(("samples", [(samples,) for _ in reports]))
+    rows += [(f"pass@{k}", [_shown(report.pass_at[k], percent) for report in reports]) for k in reports[0].pass_at]
+    rows.append(("reward", [_shown(report.reward, number) for report in reports]))
     for name in sorted({name for report in reports for name in report.reward_parts}):
-        parts = [report.reward_parts.get(name) for report in reports]
-        rows.append((f"part {name}", [Cell(MISSING) if part is None else _mean(part) for part in parts]))
-    rows.append(("time", [Cell(duration(model.seconds)) for model in models]))
+        rows.append((f"part {name}", [_shown(report.reward_parts.get(name), number) for report in reports]))
+    rows.append(("time", [(duration(model.seconds),) for model in models]))
     return rows
 
 
@@ -129,21 +125,12 @@ def _version(model: Compared) -> str:
     return "base" if model.is_base else str(model.report.version or MISSING)
 
 
-def _share(estimate: Estimate) -> Cell:
-    return Cell(percent(estimate.mean), f"{percent(estimate.low)} to {percent(estimate.high)}")
+def _shown(estimate: Estimate | None, show: Callable[[float], str]) -> Cell:
+    if estimate is None:
+        return (MISSING,)
+    return show(estimate.mean), f"{show(estimate.low)} to {show(estimate.high)}"
 
 
-def _mean(estimate: Estimate) -> Cell:
-    return Cell(number(estimate.mean), f"{number(estimate.low)} to {number(estimate.high)}")
-
-
-def _points(difference: Estimate | None) -> Cell:
-    """In percentage points, with signs."""
-    if difference is None:
-        return Cell(MISSING)
-    low, mean, high = (f"{100 * value:+.1f}" for value in (difference.low, difference.mean, difference.high))
-    return Cell(mean, f"{low} to {high}")
-
-
-def _plain(difference: Estimate | None) -> dict[str, float] | None:
-    return None if difference is None else asdict(difference)
+def _points(difference: float) -> str:
+    """Return percentage points with their sign."""
+    return f"{100 * difference:+.1f}"

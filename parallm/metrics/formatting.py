@@ -2,7 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import TextIO
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+WIDE = 240
+"""Characters of a line where no terminal limits it."""
 MISSING = "-"
 FILES = "files"
 """Name of the row that holds a path, in the header and in the summary."""
@@ -53,3 +60,12 @@ def short_path(path: Path) -> str:
     """Return a path as one would type it here: relative where it lies inside of the current folder."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def plain_table() -> Table:
+    """Return a table whose only line is below its titles."""
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+
+
+def console_on(stream: TextIO) -> Console:
+    return Console(file=stream, highlight=False, width=None if stream.isatty() else WIDE)

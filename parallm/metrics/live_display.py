@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TextIO
 
-from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from parallm.metrics.display import Display, RunHeader, evaluation_line, waiting_text
-from parallm.metrics.formatting import FILES, MISSING, accuracy, duration, number, percent
+from parallm.metrics.formatting import FILES, MISSING, accuracy, duration, number, percent, plain_table
 from parallm.metrics.step import FlatRow, StepMetrics
 from parallm.reports import EvaluationReport, TrainingStatus
 
@@ -169,7 +168,7 @@ def step_table(steps: Sequence[StepMetrics], evaluations: Sequence[EvaluationRep
     held_out = {
         report.step: number(report.loss) if report.is_of_loss else percent(report.accuracy) for report in evaluations
     }
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = plain_table()
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True, width=column.width)
     for metrics in steps:

@@ -30,11 +30,16 @@ class LogCapture:
             return
         self._is_on = True
         named = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
-        for logger in [logging.root, *named]:
-            for handler in [handler for handler in logger.handlers if writes_text(handler)]:
-                self._taken.append((logger, handler))
-                logger.removeHandler(handler)
-        if not any(map(writes_json, logging.root.handlers)):
+        consoles = [
+            (logger, handler)
+            for logger in [logging.root, *named]
+            for handler in logger.handlers
+            if writes_to_console(handler)
+        ]
+        self._taken = [(logger, handler) for logger, handler in consoles if not is_json(handler)]
+        for logger, handler in self._taken:
+            logger.removeHandler(handler)
+        if not any(logger is logging.root and is_json(handler) for logger, handler in consoles):
             logging.root.addHandler(self._handler)
 
     def stop(self) -> None:
@@ -45,7 +50,6 @@ class LogCapture:
         logging.root.removeHandler(self._handler)
         for logger, handler in self._taken:
             logger.addHandler(handler)
-        self._taken.clear()
 
 
 class EmitHandler(logging.Handler):
@@ -63,14 +67,6 @@ class EmitHandler(logging.Handler):
             self._emit(self.format(record), record.levelno)
         except Exception:  # noqa: BLE001 - what logging asks of handlers: no log line may end the program
             self.handleError(record)
-
-
-def writes_text(handler: logging.Handler) -> bool:
-    return writes_to_console(handler) and not is_json(handler)
-
-
-def writes_json(handler: logging.Handler) -> bool:
-    return writes_to_console(handler) and is_json(handler)
 
 
 def writes_to_console(handler: logging.Handler) -> bool:

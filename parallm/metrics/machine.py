@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -59,12 +60,10 @@ def peak_memory_gb() -> float | None:
 
 def processor_name() -> str:
     """Return the processor's marketing name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or "unknown processor"
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown processor"
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    name = re.search(r"^model name\s*: *(.+)$", text, re.MULTILINE)
+    return name[1].strip() if name else platform.processor() or "unknown processor"
 
 
 def num_usable_cores() -> int:

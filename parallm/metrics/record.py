@@ -35,7 +35,8 @@ class RunRecorder:
         self._evaluations = JsonLines(folder / "evaluations.jsonl")
         self._samples = JsonLines(folder / "samples.jsonl")
         self._evaluated = JsonLines(folder / "evaluation_samples.jsonl")
-        self._goes_on_from: int | None = None
+        self._files = (self._steps, self._samples, self._evaluations, self._evaluated)
+        self._goes_on_after: int | None = None
         self._config = config
         self._wandb: WandbRun | None = None
 
@@ -47,12 +48,15 @@ class RunRecorder:
             self._wandb = WandbRun(self.folder, mode=settings.wandb, project=project, config=config)
 
     def go_on_after(self, step: int) -> None:
-        """The run goes on after `step`: drop what the files hold of later ones."""
-        self._go_on_from(step + 1)
+        """The run goes on after `step`: drop what the files hold of later ones, unless that was done already."""
+        if self._goes_on_after is None:
+            self._goes_on_after = step
+            for lines in self._files:
+                lines.drop_from(step + 1)
 
     def step(self, metrics: StepMetrics, groups: Sequence[TrajectoryGroup] = ()) -> None:
         """Record one step and `samples_per_step` of its completions, from as many problems as possible."""
-        self._go_on_from(metrics.step)
+        self.go_on_after(metrics.step - 1)
         row = metrics.to_flat()
         self._steps.append(row)
         samples = pick_samples(groups, self._settings.samples_per_step)
@@ -72,22 +76,13 @@ class RunRecorder:
         if self._wandb is not None:
             self._wandb.log(row)
 
-    def finish(
-        self,
-        prefix: str,
-        *,
-        title: str = "",
-        device: str = "",
-        peak_gb: float | None = None,
-        more_figures: Mapping[str, float | None] | None = None,
-    ) -> RunSummary:
+    def finish(self, prefix: str, *, title: str = "", device: str = "") -> RunSummary:
         """Write summary.json and curves.png and close wandb; call it however the run ends.
 
-        Figures are named `{prefix}.{name}`; `more_figures`, under their full names, are added to them. `title` stands
-        above the curves, else the prefix. Without `peak_gb` the resident memory of this process counts, which leaves
-        out what a GPU holds.
+        Figures are named `{prefix}.{name}`. `title` stands above the curves, else the prefix. The resident memory of
+        this process counts, which leaves out what a GPU holds.
         """
-        for lines in (self._steps, self._samples, self._evaluations):
+        for lines in self._files:
             lines.flush()
             if lines.num_unwritten:
                 logger.warning("%d rows of %s could not be written to the end", lines.num_unwritten, lines.file)
@@ -95,22 +90,17 @@ class RunRecorder:
             folder=self.folder,
             steps=read_rows(self._steps.file),
             evaluations=read_rows(self._evaluations.file),
-            peak_memory_gb=peak_memory_gb() if peak_gb is None else peak_gb,
+            peak_memory_gb=peak_memory_gb(),
         )
-        figures = {**summary.figures(prefix), **(more_figures or {})}
+        figures = summary.figures(prefix)
         self._write_summary(summary, figures, device)
-        self._draw(summary, title or prefix)
+        try:
+            draw_curves(summary.steps, summary.evaluations, file=self.folder / "curves.png", title=title or prefix)
+        except (OSError, ImportError, RuntimeError, ValueError) as error:
+            logger.warning("cannot draw %s: %s", self.folder / "curves.png", error)
         if self._wandb is not None:
             self._wandb.finish(figures)
         return summary
-
-    def _go_on_from(self, step: int) -> None:
-        if self._goes_on_from is None:
-            self._goes_on_from = step
-            self._steps.drop_from(step)
-            self._samples.drop_from(step)
-            self._evaluations.drop_from(step)
-            self._evaluated.drop_from(step)
 
     def _write_summary(self, summary: RunSummary, figures: Mapping[str, float | None], device: str) -> None:
         content = {
@@ -125,12 +115,6 @@ class RunRecorder:
             write_whole(self.folder / "summary.json", to_json(content, indent=2) + "\n")
         except OSError as error:
             logger.warning("cannot write %s: %s", self.folder / "summary.json", error)
-
-    def _draw(self, summary: RunSummary, title: str) -> None:
-        try:
-            draw_curves(summary.steps, summary.evaluations, file=self.folder / "curves.png", title=title)
-        except (OSError, ImportError, RuntimeError, ValueError) as error:
-            logger.warning("cannot draw %s: %s", self.folder / "curves.png", error)
 
 
 def pick_samples(groups: Sequence[TrajectoryGroup], count: int) -> list[tuple[TrajectoryGroup, Trajectory]]:

@@ -20,6 +20,37 @@ LITTLE_SIGNAL = 0.1
 """Share of groups with signal below which the problems are to blame."""
 
 
+def accuracy_text(row: MetricsRow) -> str:
+    """Return accuracy, interval, problems and step of an evaluation."""
+    text = accuracy(row.get("heldout/accuracy"), row.get("heldout/low"), row.get("heldout/high"))
+    unit = "pairs" if "heldout/margin" in row else "problems"
+    return f"{text}, {row.get('heldout/problems')} {unit}, step {row['step']}"
+
+
+def loss_text(row: MetricsRow) -> str:
+    """Return loss, number of demonstrations and step of an evaluation."""
+    num = row.get("heldout/demonstrations")
+    of = f", {num} demonstrations" if num else ""
+    return f"{number(row.get('heldout/loss'))}{of}, step {row['step']}"
+
+
+def margin_text(row: MetricsRow) -> str:
+    """Return the margin of an evaluation of a reward model with its interval."""
+    low, high = number(row.get("heldout/margin_low")), number(row.get("heldout/margin_high"))
+    return f"{number(row.get('heldout/margin'))} ({low} to {high})"
+
+
+SAMPLED = {"reward": "reward/mean"}
+SUPERVISED = {"loss": "update/loss", "training_accuracy": "update/accuracy", "training_margin": "update/margin"}
+"""Measures of steps by the names of their figures."""
+HELD_OUT = {
+    "heldout/loss": ("heldout_loss", "held-out loss", loss_text),
+    "heldout/accuracy": ("accuracy", "held-out accuracy", accuracy_text),
+    "heldout/margin": ("heldout_margin", "held-out margin", margin_text),
+}
+"""Measures of evaluations: the names of their figures, those for people, and how they are shown."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
     """Rows of metrics.jsonl and evaluations.jsonl in order of steps, and what is known at the end."""
@@ -31,25 +62,33 @@ class RunSummary:
 
     def figures(self, prefix: str) -> dict[str, float | None]:
         """Return `{prefix}.{name}` for each figure of this kind of run; null where a number is missing."""
-        named = {
-            "steps": len(self.steps),
-            **(self._figures_of_training() if self.is_supervised else self._figures_of_sampling()),
-            **self._figures_of_evaluations(),
-            "train_seconds": self.train_seconds,
-            "peak_memory_gb": self.peak_memory_gb,
-        }
-        return {f"{prefix}.{name}": value for name, value in named.items()}
+        return {f"{prefix}.{name}": value for name, value in self._figures().items()}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the table that ends a run: name and value."""
+        figures, best = self._figures(), self.best
+        progress = "loss" if self.is_supervised else "reward"
+        rows = [
+            (f"{name} {when}", MISSING if row is None else show(row))
+            for column, (_, name, show) in HELD_OUT.items()
+            if self._has(column)
+            for when, row in (("before", self.before), ("after", self.after))
+        ]
+        if rows:
+            rows.append(("best version", MISSING if best is None else best_text(best)))
+        rows += [
+            (f"{progress}, first step", number(figures[f"{progress}_first"])),
+            (f"{progress}, last {min(NUM_LAST, len(self.steps))} steps", number(figures[f"{progress}_last"])),
+            ("training time", f"{duration(figures['train_seconds'])} in {len(self.steps)} steps"),
+        ]
         memory = MISSING if self.peak_memory_gb is None else f"{self.peak_memory_gb:.2f} GB"
+        if self.is_supervised:
+            return [*rows, ("peak memory", memory), (FILES, short_path(self.folder))]
         return [
-            *self._rows_of_evaluations(),
-            *self._progress(),
-            ("training time", f"{duration(self.train_seconds)} in {len(self.steps)} steps"),
-            *([] if self.is_supervised else [("rollout tokens/s", number(self.rollout_tokens_per_second))]),
+            *rows,
+            ("rollout tokens/s", number(figures["rollout_tokens_per_second"])),
             ("peak memory", memory),
-            *([] if self.is_supervised else [("learner and engine log-probs", self._parity_text())]),
+            ("learner and engine log-probs", parity_text(figures)),
             (FILES, short_path(self.folder)),
         ]
 
@@ -57,15 +96,6 @@ class RunSummary:
     def is_supervised(self) -> bool:
         """Trained on given completions or pairs: nothing was sampled."""
         return bool(self.steps) and "reward/mean" not in self.steps[0]
-
-    @property
-    def reward_first(self) -> float | None:
-        """Mean reward of the first step, which is that of the untrained policy."""
-        return column(self.steps[:1], "reward/mean")[0] if self.steps else None
-
-    @property
-    def reward_last(self) -> float | None:
-        return self._last("reward/mean")
 
     @property
     def before(self) -> MetricsRow | None:
@@ -84,98 +114,45 @@ class RunSummary:
         scored = [row for row in self.evaluations if score_of(row) is not None]
         return max(reversed(scored), key=lambda row: score_of(row) or 0.0, default=None)
 
-    @property
-    def train_seconds(self) -> float:
-        """Wall time inside the steps, evaluations and start excluded."""
-        return sum(value for value in column(self.steps, "seconds/total") if value is not None)
-
-    @property
-    def rollout_tokens_per_second(self) -> float | None:
-        tokens = sum(value for value in column(self.steps, "rollout/tokens") if value is not None)
-        seconds = sum(value for value in column(self.steps, "seconds/rollout") if value is not None)
-        return tokens / seconds if seconds else None
-
-    @property
-    def parity_max_abs(self) -> float | None:
-        return max((value for value in column(self.steps, "parity/max_abs") if value is not None), default=None)
-
-    @property
-    def bit_equal_fraction(self) -> float | None:
-        """Over all tokens that were compared in the run."""
-        fractions, counts = column(self.steps, "parity/bit_equal_fraction"), column(self.steps, "parity/tokens")
-        compared = [
-            (fraction, tokens)
-            for fraction, tokens in zip(fractions, counts, strict=True)
-            if fraction is not None and tokens
-        ]
-        total = sum(tokens for _, tokens in compared)
-        return sum(fraction * tokens for fraction, tokens in compared) / total if total else None
-
-    def _figures_of_sampling(self) -> dict[str, float | None]:
-        return {
-            "reward_first": self.reward_first,
-            "reward_last": self.reward_last,
-            "rollout_tokens_per_second": self.rollout_tokens_per_second,
-            "parity_bit_equal_fraction": self.bit_equal_fraction,
-            "parity_max_abs": self.parity_max_abs,
-        }
-
-    def _figures_of_training(self) -> dict[str, float | None]:
-        names = {"loss": "update/loss", "training_accuracy": "update/accuracy", "training_margin": "update/margin"}
-        present = {name: column_name for name, column_name in names.items() if column_name in self.steps[0]}
-        firsts = {f"{name}_first": column(self.steps[:1], column_name)[0] for name, column_name in present.items()}
-        return firsts | {f"{name}_last": self._last(column_name) for name, column_name in present.items()}
-
-    def _figures_of_evaluations(self) -> dict[str, float | None]:
-        """Accuracies; of supervised runs the measures that there are."""
-        names = {"accuracy": "heldout/accuracy", "heldout_loss": "heldout/loss", "heldout_margin": "heldout/margin"}
-        usual = () if self.is_supervised else ("accuracy",)
+    def _figures(self) -> dict[str, float | None]:
+        """Return the figures by name. `train_seconds` is the time inside of steps, without evaluations and start."""
+        steps, named = self.steps, SUPERVISED if self.is_supervised else SAMPLED
+        figures: dict[str, float | None] = {"steps": len(steps)}
+        for name, column in named.items():
+            if name == "reward" or column in steps[0]:
+                figures[f"{name}_first"] = mean(numbers(steps[:1], column))
+                figures[f"{name}_last"] = mean(numbers(steps[-NUM_LAST:], column))
+        if not self.is_supervised:
+            seconds = sum(numbers(steps, "seconds/rollout"))
+            figures["rollout_tokens_per_second"] = sum(numbers(steps, "rollout/tokens")) / seconds if seconds else None
+            figures["parity_bit_equal_fraction"] = self._bit_equal_fraction()
+            figures["parity_max_abs"] = max(numbers(steps, "parity/max_abs"), default=None)
         rows = {"before": self.before, "after": self.after, "best": self.best}
-        return {
-            f"{name}_{when}": None if row is None else row.get(column_name)
-            for name, column_name in names.items()
-            if name in usual or any(column_name in row for row in self.evaluations)
-            for when, row in rows.items()
-        }
+        for column, (name, _, _) in HELD_OUT.items():
+            if self._has(column):
+                figures |= {f"{name}_{when}": None if row is None else row.get(column) for when, row in rows.items()}
+        return figures | {"train_seconds": sum(numbers(steps, "seconds/total")), "peak_memory_gb": self.peak_memory_gb}
 
-    def _rows_of_evaluations(self) -> list[tuple[str, str]]:
-        best = self.best
-        rows = []
-        if any("heldout/loss" in row for row in self.evaluations):
-            rows += [("held-out loss before", loss_text(self.before)), ("held-out loss after", loss_text(self.after))]
-        if not self.is_supervised or any("heldout/accuracy" in row for row in self.evaluations):
-            rows.append(("held-out accuracy before", accuracy_text(self.before)))
-            rows.append(("held-out accuracy after", accuracy_text(self.after)))
-        if any("heldout/margin" in row for row in self.evaluations):
-            rows += [
-                ("held-out margin before", margin_text(self.before)),
-                ("held-out margin after", margin_text(self.after)),
-            ]
-        if rows:
-            rows.append(("best version", MISSING if best is None else f"{version_text(best)} ({score_text(best)})"))
-        return rows
+    def _has(self, column: str) -> bool:
+        """Whether this run tells a measure of evaluations: one that samples tells accuracies even without any."""
+        is_usual = column == "heldout/accuracy" and not self.is_supervised
+        return is_usual or any(column in row for row in self.evaluations)
 
-    def _progress(self) -> list[tuple[str, str]]:
-        """Reward at the beginning and at the end; of a supervised run, which has none, the loss."""
-        name, column_name = ("loss", "update/loss") if self.is_supervised else ("reward", "reward/mean")
-        first = column(self.steps[:1], column_name)[0] if self.steps else None
-        num_last = min(NUM_LAST, len(self.steps))
-        return [
-            (f"{name}, first step", number(first)),
-            (f"{name}, last {num_last} steps", number(self._last(column_name))),
-        ]
+    def _bit_equal_fraction(self) -> float | None:
+        """Return it over all tokens that were compared in the run."""
+        compared = [row for row in self.steps if row.get("parity/bit_equal_fraction") is not None]
+        counts = [row.get("parity/tokens") or 0 for row in compared]
+        equal = sum(row["parity/bit_equal_fraction"] * count for row, count in zip(compared, counts, strict=True))
+        return equal / sum(counts) if sum(counts) else None
 
-    def _last(self, column_name: str) -> float | None:
-        """The mean over the last steps."""
-        return mean(column(self.steps[-NUM_LAST:], column_name))
 
-    def _parity_text(self) -> str:
-        fraction = self.bit_equal_fraction
-        if fraction is None:
-            return MISSING
-        # rounding must not turn one different token into "100%"
-        equal = "all" if fraction == 1 else f"{math.floor(fraction * 10_000) / 100:.2f}%"
-        return f"{equal} bit-equal, largest difference {number(self.parity_max_abs)}"
+def parity_text(figures: Mapping[str, float | None]) -> str:
+    fraction = figures["parity_bit_equal_fraction"]
+    if fraction is None:
+        return MISSING
+    # rounding must not turn one different token into "100%"
+    equal = "all" if fraction == 1 else f"{math.floor(fraction * 10_000) / 100:.2f}%"
+    return f"{equal} bit-equal, largest difference {number(figures['parity_max_abs'])}"
 
 
 def score_of(row: MetricsRow) -> float | None:
@@ -186,52 +163,20 @@ def score_of(row: MetricsRow) -> float | None:
     return -float(loss)
 
 
-def score_text(row: MetricsRow) -> str:
-    if "heldout/accuracy" in row:
-        return percent(row["heldout/accuracy"])
-    return f"loss {number(row.get('heldout/loss'))}"
+def best_text(row: MetricsRow) -> str:
+    """Return the version of an evaluation, the base without a trained one, and its score."""
+    by_loss = f"loss {number(row.get('heldout/loss'))}"
+    score = percent(row["heldout/accuracy"]) if "heldout/accuracy" in row else by_loss
+    return f"{row['heldout/version'] or 'base'} ({score})"
 
 
-def version_text(row: MetricsRow) -> str:
-    """Return the version of an evaluation; without a trained one it was the base."""
-    return str(row["heldout/version"] or "base")
+def numbers(rows: Sequence[MetricsRow], name: str) -> list[float]:
+    """Return the numbers under `name` of the rows that have one."""
+    return [float(row[name]) for row in rows if isinstance(row.get(name), int | float)]
 
 
-def accuracy_text(row: MetricsRow | None) -> str:
-    """Return accuracy, interval, problems and step of an evaluation."""
-    if row is None:
-        return MISSING
-    text = accuracy(row.get("heldout/accuracy"), row.get("heldout/low"), row.get("heldout/high"))
-    unit = "pairs" if "heldout/margin" in row else "problems"
-    return f"{text}, {row.get('heldout/problems')} {unit}, step {row['step']}"
-
-
-def loss_text(row: MetricsRow | None) -> str:
-    """Return loss, number of demonstrations and step of an evaluation."""
-    if row is None:
-        return MISSING
-    num = row.get("heldout/demonstrations")
-    of = f", {num} demonstrations" if num else ""
-    return f"{number(row.get('heldout/loss'))}{of}, step {row['step']}"
-
-
-def margin_text(row: MetricsRow | None) -> str:
-    """Return the margin of an evaluation of a reward model with its interval."""
-    if row is None:
-        return MISSING
-    low, high = number(row.get("heldout/margin_low")), number(row.get("heldout/margin_high"))
-    return f"{number(row.get('heldout/margin'))} ({low} to {high})"
-
-
-def column(rows: Sequence[MetricsRow], name: str) -> list[float | None]:
-    """Return the numbers under `name`, None where a row has none."""
-    values = [row.get(name) for row in rows]
-    return [float(value) if isinstance(value, int | float) else None for value in values]
-
-
-def mean(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return sum(numbers) / len(numbers) if numbers else None
+def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def flat_reward_advice(steps: Sequence[MetricsRow]) -> str | None:
@@ -239,7 +184,7 @@ def flat_reward_advice(steps: Sequence[MetricsRow]) -> str | None:
 
     None for a run that has risen, is too short, has no rewards, or was not to learn.
     """
-    rewards = [float(row["reward/mean"]) for row in steps if isinstance(row.get("reward/mean"), int | float)]
+    rewards = numbers(steps, "reward/mean")
     has_moved = any((row.get("update/adapter_delta_norm") or 0) > 0 for row in steps)
     trend = _trend(rewards) if len(rewards) >= MIN_STEPS else math.inf
     if trend >= SURE or not has_moved:

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from parallm.metrics.formatting import MISSING, duration, number, percent, short_path
+from parallm.metrics.formatting import MISSING, console_on, duration, number, percent, plain_table, short_path
 from parallm.metrics.json_lines import write_whole
 
 SUMMARY = "summary.json"
 TABLE = "sweep.csv"
-WIDE = 240
-"""Characters of a line where no terminal limits it."""
 COLUMNS = {
     "accuracy_before": ("before", percent),
     "accuracy_after": ("after", percent),
@@ -27,7 +21,7 @@ COLUMNS = {
     "reward_first": ("reward first", number),
     "reward_last": ("reward last", number),
     "steps": ("steps", number),
-    "train_seconds": ("time", lambda value: duration(value if isinstance(value, float) else None)),
+    "train_seconds": ("time", duration),
 }
 """Figures in the table: their titles and how they are shown."""
 
@@ -49,12 +43,11 @@ class Job:
 class SweepRow:
     """Result of one run of a job; a job has one for each of its policies."""
 
-    job: int
+    job: Job
     policy: str
     """Empty where the job trains one policy."""
     changes: Mapping[str, str]
     """Values of the keys that differ between jobs."""
-    exit_code: int
     figures: Mapping[str, Any]
     """Names without their prefix."""
 
@@ -72,20 +65,21 @@ def report_sweep(jobs: Sequence[Job], folder: Path, stream: TextIO) -> None:
 
 
 def _print(rows: Sequence[SweepRow], stream: TextIO) -> None:
-    shown = {name: column for name, column in COLUMNS.items() if any(_is_number(row.figures, name) for row in rows)}
+    known = {name for row in rows for name, value in row.figures.items() if isinstance(value, int | float)}
+    shown = {name: column for name, column in COLUMNS.items() if name in known}
     policies = ["policy"] if any(row.policy for row in rows) else []
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = plain_table()
     for title in ("job", *policies, *_short(rows[0].changes), *(title for title, _ in shown.values()), "ended"):
         table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(
-            str(row.job),
+            str(row.job.number),
             *([row.policy] if policies else []),
             *row.changes.values(),
             *(show(row.figures.get(name)) for name, (_, show) in shown.items()),
-            "well" if row.exit_code == 0 else f"with {row.exit_code}",
+            "well" if row.job.exit_code == 0 else f"with {row.job.exit_code}",
         )
-    Console(file=stream, highlight=False, width=None if stream.isatty() else WIDE).print(table)
+    console_on(stream).print(table)
 
 
 def _short(keys: Collection[str]) -> list[str]:
@@ -101,7 +95,7 @@ def _csv(rows: Sequence[SweepRow]) -> str:
     lines.writerow(["job", "policy", *rows[0].changes, "exit_code", *names])
     for row in rows:
         figures = (row.figures.get(name) for name in names)
-        lines.writerow([row.job, row.policy, *row.changes.values(), row.exit_code, *figures])
+        lines.writerow([row.job.number, row.policy, *row.changes.values(), row.job.exit_code, *figures])
     return text.getvalue()
 
 
@@ -110,9 +104,9 @@ def _rows(jobs: Sequence[Job]) -> Iterator[SweepRow]:
         alone = job.folder / SUMMARY
         files = [alone] if alone.is_file() else sorted(job.folder.glob(f"*/{SUMMARY}"))
         for file in files or [alone]:
-            policy = "" if file == alone else file.parent.name
-            figures = _figures(file)
-            yield SweepRow(job=job.number, policy=policy, changes=changes, exit_code=job.exit_code, figures=figures)
+            yield SweepRow(
+                job=job, policy="" if file == alone else file.parent.name, changes=changes, figures=_figures(file)
+            )
 
 
 def _changes(jobs: Sequence[Job]) -> list[dict[str, str]]:
@@ -130,7 +124,3 @@ def _figures(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError):
         return {}
     return {name.rpartition(".")[2]: value for name, value in figures.items()}
-
-
-def _is_number(figures: Mapping[str, Any], name: str) -> bool:
-    return isinstance(figures.get(name), int | float)

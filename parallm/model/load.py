@@ -126,7 +126,7 @@ def check_local(path: str) -> None:
     """Raise ModelError for a `path` that is neither a hub id nor a folder with all files of a model. Fast."""
     folder = _local_folder(path)
     if folder is not None:
-        _check_complete(folder, path)
+        _checked_config(folder, path)
 
 
 def find_folder(path: str) -> Path:
@@ -164,8 +164,7 @@ def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Mod
 
     `trusted` lets the folder's own code run.
     """
-    _check_complete(folder, path)
-    own_class = _own_class(folder)
+    own_class = _checked_config(folder, path).get("model_file")  # which mlx-lm would run in place of one that it knows
     if own_class is not None and not trusted:
         raise ModelError(f"model.path={path}: {folder} {_way_out(own_class)}")
     try:
@@ -181,16 +180,7 @@ def load_base(folder: Path, path: str, *, trusted: bool = False) -> tuple[nn.Mod
 
 def read_model_type(path: str) -> str:
     """The architecture of a model of mlx-lm, by its config.json alone. Raises ModelError."""
-    folder = find_folder(path)
-    _check_complete(folder, path)
-    return _model_type(json.loads((folder / "config.json").read_text()))
-
-
-def _own_class(folder: Path) -> str | None:
-    """The file with the model's own class, which mlx-lm would run in place of a class that it knows."""
-    config = json.loads((folder / "config.json").read_text())
-    name = config.get("model_file") if isinstance(config, dict) else None
-    return None if name is None else str(name)
+    return _model_type(_checked_config(find_folder(path), path))
 
 
 def _way_out(name: str) -> str:
@@ -201,26 +191,28 @@ def _way_out(name: str) -> str:
     )
 
 
-def _check_complete(folder: Path, path: str) -> None:
+def _checked_config(folder: Path, path: str) -> dict[str, Any]:
+    """The config.json of a folder. Raises ModelError unless all files of a model are there."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"model.path={path}: {folder} has no config.json; it must be a Hugging Face model folder")
     index = folder / "model.safetensors.index.json"
     try:
-        json.loads((folder / "config.json").read_text())
+        config = dict(json.loads((folder / "config.json").read_text()))
         names = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-    except (json.JSONDecodeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ModelError(f"model.path={path}: {folder} has a broken config.json or index: {error}") from error
     missing = sorted(name for name in names if not (folder / name).is_file())
     if missing:
         raise ModelError(f"model.path={path}: {folder} is incomplete, without {missing}; copy or download it again")
     if not list(folder.glob("model*.safetensors")):
         raise ModelError(f"model.path={path}: {folder} has no model*.safetensors; copy or download it again")
+    return config
 
 
 def _load_tokenizer(folder: Path, config: dict[str, Any], *, trusted: bool) -> ChatTokenizer:
     code = {"trust_remote_code": trusted}  # transformers would ask on the terminal if nothing was said
     try:
-        return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=_as_list(config.get("eos_token_id"))))
+        return ChatTokenizer(load_tokenizer(folder, code, eos_token_ids=config.get("eos_token_id")))
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         if not trusted and "trust_remote_code" in str(error):
             raise ModelError(f"{folder}: the tokenizer {_way_out('auto_map in its configuration')}") from error
@@ -281,10 +273,6 @@ def max_positions(config: Mapping[str, Any]) -> int:
 
 def _model_type(config: Mapping[str, Any]) -> str:
     return str(config.get("model_type", "unknown"))
-
-
-def _as_list(tokens: int | list[int] | None) -> list[int] | None:
-    return [tokens] if isinstance(tokens, int) else tokens
 
 
 def _reason(error: Exception) -> str:

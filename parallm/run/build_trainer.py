@@ -14,14 +14,11 @@ from parallm.config.run_folder import TRAJECTORIES
 from parallm.config.run_kinds import CHOICES, kind_of, recorded_keys
 from parallm.config.schema import RunConfig
 from parallm.errors import CheckpointError, ConfigError
-from parallm.integrations.atropos.intake import Rescorer
-from parallm.integrations.atropos.scored_group import Limits
 from parallm.integrations.atropos.source import AtroposSource
 from parallm.integrations.atropos.trainer_client import Registration
 from parallm.learner.learner import Learner
 from parallm.learner.loss.presets import resolve_objective
 from parallm.model.adapters.adapter import Adapter
-from parallm.model.adapters.names import of_alias
 from parallm.rollout.collector import Collector
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.live.scoring_functions import environment_scoring_functions
@@ -42,7 +39,6 @@ from parallm.trainer.reward_training import open_reward_model, reward_model_cont
 from parallm.trainer.saving import fingerprint_of, restore, write_adapter
 from parallm.trainer.supervised_trainer import SupervisedTrainer, add_held_out_loss, tokenize_demonstrations
 from parallm.trainer.trainer import Trainer
-from parallm.types import LATEST
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +50,7 @@ async def build_policy_run(
 
     Raises ConfigError, CheckpointError.
     """
-    config, save_every = spec.config, spec.config.checkpoint.every
-    rollout, settings = config.rollout, config.trainer
+    config, rollout, settings = spec.config, spec.config.rollout, spec.config.trainer
     reward_model = await open_reward_model(
         rollout.reward_model, config.learner, runtime.device, runtime.model, runtime.streams
     )
@@ -69,15 +64,15 @@ async def build_policy_run(
         min_reward = 0.0 if resolve_objective(config.learner).advantage == "max_rl" else -MAX_REWARD
         live = LiveSource(rollout, spec.folder / TRAJECTORIES, min_reward=min_reward)
         sources.push_async_callback(live.close)
-        trainer = ClientTrainer(context, live, settings, rollout, save_every=save_every)
+        trainer = ClientTrainer(context, live, settings, rollout)
     elif rollout.source == "atropos":
         _check_atropos_context(config, runtime)
         atropos = AtroposSource(rollout, spec.folder, lambda: _registration(spec, trainer))
         sources.push_async_callback(atropos.close)
-        trainer = LiveTrainer(context, atropos, settings, rollout, save_every=save_every)
+        trainer = LiveTrainer(context, atropos, settings, rollout)
     else:
         context = _drawing_from(context, context.collector.stream)
-        trainer = Trainer(context, settings, rollout, save_every=save_every)
+        trainer = Trainer(context, settings, rollout)
     state, resumed_version = await _restore(spec, runtime, context, trainer)
     _report_resumption(context, state, live, resumed_version)
     if live is not None:
@@ -104,20 +99,6 @@ async def build_policy_run(
         atropos=atropos,
         given_updates=given_updates,
     )
-
-
-def connect_atropos(run: PolicyRun, runtime: Runtime) -> None:
-    """Let a source of Atropos register and ask for batches, once run-api is started."""
-    if run.atropos is not None:
-        run.atropos.connect(
-            Limits(
-                max_tokens=run.spec.config.rollout.atropos.max_token_len,
-                num_token_ids=runtime.model.vocabulary_size,
-            ),
-            Rescorer(runtime.engine.generate_all, of_alias(LATEST, run.name)),
-            partial(runtime.model.tokenizer.decode, special=True),
-            run.version,
-        )
 
 
 async def write_final_adapter(run: PolicyRun, runtime: Runtime) -> None:
@@ -165,18 +146,13 @@ async def _trainer_context(
         start=runtime.start.digest if config.model.adapter is not None else "",
         keys=recorded_keys(config, runtime.start.dropout),
     )
-    collector = Collector(
-        runtime.engine.generate_all,
-        runtime.model.tokenizer,
-        data.environment,
-        make_stream(data.environment, data.splits.train, config.seed),
-        config.rollout,
-        config.seed,
-        reward_model,
-    )
+    generate, tokenizer = runtime.engine.generate_all, runtime.model.tokenizer
+    stream = make_stream(data.environment, data.splits.train, config.seed)
+    rollout, seed = config.rollout, config.seed
+    collector = Collector(generate, tokenizer, data.environment, stream, rollout, seed, reward_model)
     evaluator = Evaluator(
-        generate_all=runtime.engine.generate_all,
-        tokenizer=runtime.model.tokenizer,
+        generate_all=generate,
+        tokenizer=tokenizer,
         environment=data.environment,
         problems=data.splits.test,
         samples=evaluation_samples(config.trainer, config.seed),
@@ -215,7 +191,7 @@ async def _supervised(
         train = data.demonstrations.train
         given = tokenize_demonstrations(train, runtime.model, per_step=per_step, seed=config.seed)
     context = _drawing_from(context, given.stream)
-    return context, SupervisedTrainer(context, given, config.trainer, save_every=config.checkpoint.every)
+    return context, SupervisedTrainer(context, given, config.trainer)
 
 
 def _drawing_from(context: TrainerContext, stream: Stream) -> TrainerContext:

@@ -1,50 +1,51 @@
-"""The child processes of runs on Atropos, run-api and environments, from before the first step to the last."""
+"""A run on Atropos: its child processes, run-api and environments, from before the first step to the last."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 
 from parallm.config.schema import shipped
 from parallm.errors import ConfigError
+from parallm.integrations.atropos.intake import Rescorer
 from parallm.integrations.atropos.launcher import LaunchContext, Launcher
-from parallm.integrations.atropos.source import AtroposSource
+from parallm.integrations.atropos.scored_group import Limits
 from parallm.integrations.atropos.trainer_client import Sizes, TrajectoryApi
+from parallm.model.adapters.names import of_alias
 from parallm.model.load import find_folder
 from parallm.run.policy_runs import PolicyRun
+from parallm.run.runtime import Runtime
+from parallm.types import LATEST
 
 
-@asynccontextmanager
-async def child_processes(runs: Sequence[PolicyRun], url: str | None) -> AsyncIterator[None]:
-    """Start the processes of the runs, supervise them, and end them. `url` is the server's, if there is one.
+async def start_atropos(run: PolicyRun, runtime: Runtime, url: str | None, processes: AsyncExitStack) -> None:
+    """Start and supervise the processes of a run on Atropos until `processes` is closed, and ask run-api for batches.
 
-    Raises ConfigError for a process that cannot be started.
+    `url` is the server's, if there is one. Does nothing for other runs. Raises ConfigError for a process that cannot be
+    started.
     """
-    async with AsyncExitStack() as stack:
-        for run in runs:
-            if run.atropos is not None:
-                await stack.enter_async_context(_launched(run, run.atropos, url or ""))
-        yield
-
-
-@asynccontextmanager
-async def _launched(run: PolicyRun, source: AtroposSource, url: str) -> AsyncIterator[None]:
+    if run.atropos is None:
+        return
     settings = run.spec.config.rollout.atropos
+    context = _launch_context(run, url or "")
     api = TrajectoryApi(settings)
-    context = _launch_context(run, url)
-    launcher = Launcher(settings.start, context, run.spec.folder.absolute(), api=api, facts=source.facts)
-    source.explain = launcher.explain
-    supervision: asyncio.Task[None] | None = None
-    try:
-        await launcher.start()
-        supervision = asyncio.create_task(launcher.run())
-        yield
-    finally:
-        if supervision is not None:
-            supervision.cancel()
-            with suppress(asyncio.CancelledError):
-                await supervision
-        await launcher.close()
-        await api.close()
+    processes.push_async_callback(api.close)
+    launcher = Launcher(settings.start, context, run.spec.folder.absolute(), api=api, facts=run.atropos.facts)
+    processes.push_async_callback(launcher.close)
+    run.atropos.explain = launcher.explain
+    await launcher.start()
+    processes.push_async_callback(_cancelled, asyncio.create_task(launcher.run()))
+    run.atropos.connect(
+        Limits(max_tokens=settings.max_token_len, num_token_ids=runtime.model.vocabulary_size),
+        Rescorer(runtime.engine.generate_all, of_alias(LATEST, run.name)),
+        partial(runtime.model.tokenizer.decode, special=True),
+        run.version,
+    )
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 def _launch_context(run: PolicyRun, url: str) -> LaunchContext:

@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from pkgutil import resolve_name
+from typing import Any
 
 try:
     import hydra
@@ -24,7 +24,7 @@ from parallm.config.command_line import asks_version, help_topics
 from parallm.config.compose import TRAIN, register, with_asked_environment
 from parallm.config.errors import explain_composition
 from parallm.config.help import help_page
-from parallm.config.process_log import LogForm, LogLevel, error_line, logging_to
+from parallm.config.process_log import LogForm, error_line, logging_to
 from parallm.config.run_folder import (
     CONFIG,
     LOG,
@@ -37,22 +37,9 @@ from parallm.config.run_folder import (
 from parallm.config.schema import COMMANDS, keys_elsewhere, known_keys, shipped, to_config
 from parallm.device.blas import BlasReport, load_blas
 from parallm.device.load_mlx import load_mlx
-from parallm.device.settings import BlasSettings
 from parallm.errors import ConfigError, ParallmError
 from parallm.metrics.machine import describe_versions
 from parallm.metrics.sweep import Job, report_sweep
-
-
-class CommandConfig(Protocol):
-    """Keys of every command's configuration."""
-
-    @property
-    def log_level(self) -> LogLevel | None: ...
-    @property
-    def log_format(self) -> LogForm: ...
-    @property
-    def device(self) -> BlasSettings: ...
-
 
 Run = Callable[[Any, Path, BlasReport], int]
 """Runs a configuration to its end in a folder and returns an exit code."""
@@ -101,8 +88,9 @@ def _compose_and_run(name: str, run: Run | None) -> int:
     def job(composed: DictConfig) -> None:
         nonlocal is_in_job, is_sweep
         is_in_job, is_sweep = True, HydraConfig.get().mode == RunMode.MULTIRUN
-        code = _run_job(composed, name, run)
-        jobs.append(_this_job(len(jobs), code))
+        folder, overrides = Path(HydraConfig.get().runtime.output_dir), tuple(HydraConfig.get().overrides.task)
+        code = _run_job(composed, folder, name, run)
+        jobs.append(Job(number=len(jobs), overrides=overrides, folder=folder, exit_code=code))
         is_in_job = False
         if interrupts.were_received():
             raise _NoFurtherJob
@@ -126,18 +114,21 @@ def _compose_and_run(name: str, run: Run | None) -> int:
         return INTERRUPTED
     finally:
         if is_sweep and jobs:
-            _end_sweep(jobs)
+            sweep = jobs[0].folder.parent
+            remove_unused(sweep)
+            if sweep.is_dir():
+                report_sweep(jobs, sweep, sys.stdout)
     return max((job.exit_code for job in jobs), default=SUCCESS)
 
 
-def _run_job(composed: DictConfig, name: str, run: Run | None) -> int:
-    folder, keeps_log = Path(HydraConfig.get().runtime.output_dir), name == TRAIN
+def _run_job(composed: DictConfig, folder: Path, name: str, run: Run | None) -> int:
+    keeps_log = name == TRAIN
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         sys.stderr.write(f"parallm: job {HydraConfig.get().job.num}: {HydraConfig.get().job.override_dirname}\n")
     code = FAILED
     form: LogForm = "text"
     try:
-        config: CommandConfig = to_config(with_asked_environment(composed), COMMANDS[name])
+        config = to_config(with_asked_environment(composed), COMMANDS[name])
         form = config.log_format
         if keeps_log:
             check_writable(folder)
@@ -148,7 +139,8 @@ def _run_job(composed: DictConfig, name: str, run: Run | None) -> int:
             load_mlx()
             if keeps_log:
                 (folder / CONFIG).write_text(OmegaConf.to_yaml(composed, resolve=True))
-            code = (run or _wiring(name))(config, folder, blas)
+            run = run or resolve_name(WIRING[name])
+            code = run(config, folder, blas)
     except ConfigError as error:
         code = _complain(str(error), WRONG_CONFIG, form)
     except ParallmError as error:
@@ -157,25 +149,6 @@ def _run_job(composed: DictConfig, name: str, run: Run | None) -> int:
         if code != SUCCESS or not keeps_log:
             remove_unused(folder)
     return code
-
-
-def _wiring(name: str) -> Run:
-    module, _, function = WIRING[name].partition(":")
-    run: Run = getattr(import_module(module), function)
-    return run
-
-
-def _this_job(number: int, exit_code: int) -> Job:
-    overrides, folder = HydraConfig.get().overrides.task, HydraConfig.get().runtime.output_dir
-    return Job(number=number, overrides=tuple(overrides), folder=Path(folder), exit_code=exit_code)
-
-
-def _end_sweep(jobs: list[Job]) -> None:
-    """Print the results of all jobs and write them beside the jobs."""
-    folder = jobs[0].folder.parent
-    remove_unused(folder)
-    if folder.is_dir():
-        report_sweep(jobs, folder, sys.stdout)
 
 
 def _complain(message: str, code: int, form: LogForm = "text") -> int:

@@ -30,8 +30,8 @@ from parallm.model.settings import ModelSettings
 from parallm.rollout.confidence_intervals import share_difference
 from parallm.rollout.evaluation import EvaluationOutcomes, Evaluator
 from parallm.rollout.judge import Judge
-from parallm.run.environments import build_environment
 from parallm.run.runtime import Runtime, RuntimeSettings, on_device, open_runtime
+from parallm.run.training_data import build_environment
 from parallm.trainer.evaluators import evaluation_samples
 from parallm.trainer.reward_training import find_reward_model, open_reward_model
 from parallm.types import BASE, Problem

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parallm.checkpoint.manager import check_named, checkpoint_folders
-from parallm.config.run_folder import SWEEP_PREFIX, has_serving_state, has_trajectories
+from parallm.config.run_folder import SWEEP_PREFIX, has_begun
 from parallm.config.run_kinds import keys_without_effect
 from parallm.config.schema import RunConfig, policy_configs
 from parallm.errors import ConfigError, InvalidRequest, ParallmError, TrainingStopped, Unavailable, UnknownModel
@@ -107,8 +107,12 @@ def make_policy_specs(
     configs = {name: _with_port(policy) for name, policy in policy_configs(config).items()}
     folders = {name: folder / name if config.policies else folder for name in configs}
     _check_resume(config, folder, set(folders.values()))
-    _warn_of_equal_policies(configs)
-    _warn_of_unused(configs, named=bool(config.policies))
+    for (first, first_config), (second, second_config) in combinations(configs.items(), 2):
+        if first_config == second_config:
+            logger.warning("policies %s and %s differ in nothing, so both learn the same", first, second)
+    for name, policy in configs.items():
+        for line in keys_without_effect(policy):
+            logger.warning("%s%s", f"policies.{name}." if config.policies else "", line)
     figures = config.metrics.figures or config.name
     named_display = partial(Display, None if config.metrics.display == "off" else sys.stdout, is_logged=True)
     return tuple(
@@ -143,11 +147,10 @@ def raise_failures(failures: Mapping[str, BaseException], *, is_alone: bool) -> 
 
 def how_to_resume(config: RunConfig, folder: Path, runs: Sequence[PolicyRun]) -> str:
     """Return what continues a stopped run."""
-    folders = [checkpoint_folders(run.spec.folder) for run in runs]
-    newest = [checkpoints[-1] for checkpoints in folders if checkpoints]
-    if not (newest or has_trajectories(folder) or has_serving_state(folder)):
+    if not has_begun(folder):
         return "no step had finished, so the same command begins anew"
     if folder.parent.name.startswith(SWEEP_PREFIX):
+        newest = [checkpoints[-1] for run in runs if (checkpoints := checkpoint_folders(run.spec.folder))]
         return "\n".join(f"to go on, set checkpoint.resume={short_path(path)}" for path in newest)
     resume = "" if config.checkpoint.resume == "auto" else " with checkpoint.resume=auto"
     return f"to go on, give the same command again{resume}"
@@ -192,9 +195,8 @@ def _named_log_records() -> Iterator[None]:
 
 def _with_port(config: RunConfig) -> RunConfig:
     """Return the configuration with a free port for a run-api that this run starts."""
-    rollout = config.rollout
-    atropos = with_free_port(rollout.atropos)
-    return dataclasses.replace(config, rollout=dataclasses.replace(rollout, atropos=atropos))
+    rollout = dataclasses.replace(config.rollout, atropos=with_free_port(config.rollout.atropos))
+    return dataclasses.replace(config, rollout=rollout)
 
 
 def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
@@ -210,18 +212,6 @@ def _check_resume(config: RunConfig, folder: Path, folders: set[Path]) -> None:
             f"checkpoint.resume=auto: {folder} holds checkpoints of {names}, which this run does not train; name the "
             "same policies, or begin anew with checkpoint.resume=never"
         )
-
-
-def _warn_of_unused(configs: Mapping[str, RunConfig], *, named: bool) -> None:
-    for name, config in configs.items():
-        for line in keys_without_effect(config):
-            logger.warning("%s%s", f"policies.{name}." if named else "", line)
-
-
-def _warn_of_equal_policies(configs: Mapping[str, RunConfig]) -> None:
-    for (first, first_config), (second, second_config) in combinations(configs.items(), 2):
-        if first_config == second_config:
-            logger.warning("policies %s and %s differ in nothing, so both learn the same", first, second)
 
 
 class TrainingControl:

@@ -27,8 +27,8 @@ from parallm.metrics.live_display import make_display
 from parallm.metrics.summary import RunSummary, flat_reward_advice
 from parallm.reports import TrainingStatus
 from parallm.rollout.judge import Judge
-from parallm.run.build_trainer import build_policy_run, connect_atropos, rescue_adapter, write_final_adapter
-from parallm.run.child_processes import child_processes
+from parallm.run.build_trainer import build_policy_run, rescue_adapter, write_final_adapter
+from parallm.run.child_processes import start_atropos
 from parallm.run.operator_state import check_given
 from parallm.run.policy_runs import (
     PolicyRun,
@@ -84,7 +84,10 @@ class TrainingRun:
             for policy in self.policies:
                 if policy.source is not None:
                     policy.source.end()
-            summaries = [self._summary(policy) for policy in self.policies]
+            specs = [policy.spec for policy in self.policies]
+            summaries = [
+                spec.recorder.finish(spec.figures, title=spec.title, device=self.device_name) for spec in specs
+            ]
             await self.processes.aclose()
         for policy, summary in zip(self.policies, summaries, strict=True):
             await self._finish(policy, summary, failures.get(policy.name))
@@ -100,10 +103,6 @@ class TrainingRun:
         self.stop()
         if self.server is not None:
             self.server.drain()
-
-    def _summary(self, policy: PolicyRun) -> RunSummary:
-        spec = policy.spec
-        return spec.recorder.finish(spec.figures, title=spec.title, device=self.device_name)
 
     async def _finish(self, policy: PolicyRun, summary: RunSummary, failure: BaseException | None) -> None:
         if failure is None:
@@ -146,9 +145,8 @@ async def open_training(
             policy_runtime = runtime.for_policy(spec.name)
             policies += (await build_policy_run(spec, policy_runtime, data[spec.name], stack),)
         processes = await stack.enter_async_context(AsyncExitStack())
-        await processes.enter_async_context(child_processes(policies, listener.url))
         for policy in policies:
-            connect_atropos(policy, runtime)
+            await start_atropos(policy, runtime, listener.url, processes)
         versions = {policy.name: policy.resumed_version for policy in policies}
         for text in await runtime.restore(config.server.adapters, versions):
             display.message(text)
@@ -156,15 +154,14 @@ async def open_training(
         for policy in policies:
             policy.spec.recorder.start()
         control = TrainingControl(policies)
-        sample_stores = {policy.name: policy.atropos.sample_store for policy in policies if policy.atropos is not None}
         application = await stack.enter_async_context(
             open_application(
                 runtime,
                 listener,
                 partial(_status, policies),
                 training=control,
-                trajectories={policy.name: policy.live for policy in policies if policy.live is not None},
-                sample_stores=sample_stores,
+                trajectories={policy.name: policy.live for policy in policies if policy.live},
+                sample_stores={policy.name: policy.atropos.sample_store for policy in policies if policy.atropos},
                 reward_models={policy.name: model for policy in policies if (model := policy.reward_model) is not None},
             )
         )

@@ -4,13 +4,47 @@ from dataclasses import dataclass
 
 from parallm.config.run_kinds import plays_environment
 from parallm.config.schema import RunConfig
-from parallm.environment.environment import AnyEnvironment
+from parallm.environment.arithmetic import Arithmetic
+from parallm.environment.calculator import Calculator
+from parallm.environment.custom import make_custom
+from parallm.environment.environment import AnyEnvironment, Mixed
+from parallm.environment.gsm8k import Gsm8k
+from parallm.environment.settings import (
+    ArithmeticSettings,
+    CalculatorSettings,
+    CustomSettings,
+    EnvironmentSettings,
+    Gsm8kSettings,
+    MixedSettings,
+    VerifiersSettings,
+)
+from parallm.integrations.verifiers.environment import load_verifiers
 from parallm.learner.datasets import Dataset, read_demonstrations
 from parallm.learner.reward_model.pairs import Pairs, read_pairs
 from parallm.rollout.problems import ProblemSplits, load_problems
-from parallm.run.environments import build_environment
 from parallm.trainer.reward_training import find_reward_model
 from parallm.types import Problem
+
+
+def build_environment(settings: EnvironmentSettings) -> AnyEnvironment:
+    """Make the environment that `settings` chooses. Raises ConfigError or ProblemError."""
+    match settings:
+        case ArithmeticSettings():
+            return Arithmetic(settings)
+        case CalculatorSettings():
+            return Calculator(settings)
+        case Gsm8kSettings():
+            return Gsm8k(settings)
+        case CustomSettings():
+            environment: AnyEnvironment = make_custom(settings)
+            return environment
+        case VerifiersSettings():
+            return load_verifiers(settings)
+        case MixedSettings():
+            return Mixed(
+                environments={name: build_environment(part.environment) for name, part in settings.parts.items()},
+                shares={name: part.weight for name, part in settings.parts.items()},
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

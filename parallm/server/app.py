@@ -16,31 +16,26 @@ from starlette.responses import RedirectResponse, Response
 
 from parallm.errors import ParallmError
 from parallm.server.connection import error_response
-from parallm.server.control.routes_adapter_aliases import adapter_alias_routes
-from parallm.server.control.routes_adapters import adapter_routes
-from parallm.server.control.routes_engine import engine_routes, queue_routes
+from parallm.server.control.routes_adapters import adapter_alias_routes, adapter_routes
+from parallm.server.control.routes_engine import engine_routes, queue_routes, share_routes
 from parallm.server.control.routes_scores import score_routes
-from parallm.server.control.routes_shares import share_routes
 from parallm.server.control.routes_splits import split_routes
 from parallm.server.control.routes_training import training_routes
 from parallm.server.control.routes_trajectories import trajectory_routes
-from parallm.server.control.training_status import training_status_routes
 from parallm.server.dialects.routes_generate import generate_routes
 from parallm.server.dialects.routes_identity import absent_routes, identity_routes
 from parallm.server.dialects.routes_tokenize import tokenize_routes
-from parallm.server.failures import failure, failure_of
-from parallm.server.openai.routes import generation_routes
+from parallm.server.failures import Failure, failure_of
+from parallm.server.openai.routes import openai_routes
 from parallm.server.openapi import openapi_document
 from parallm.server.operation.auth import ROLES, auth_dependency, check_roles
-from parallm.server.operation.collectors import ServiceCollector, SplitCollector
+from parallm.server.operation.collectors import ServiceCollector
 from parallm.server.operation.middleware import CLIENT_CLOSED_REQUEST, Drain, Origins, RequestMiddleware
 from parallm.server.operation.routes_operation import operation_routes
-from parallm.server.routes_models import model_routes
 from parallm.server.service import Service
 
 ROUTES: Sequence[Callable[[Service], APIRouter]] = (
-    generation_routes,
-    model_routes,
+    openai_routes,
     generate_routes,
     tokenize_routes,
     identity_routes,
@@ -48,7 +43,6 @@ ROUTES: Sequence[Callable[[Service], APIRouter]] = (
     adapter_routes,
     adapter_alias_routes,
     training_routes,
-    training_status_routes,
     trajectory_routes,
     engine_routes,
     queue_routes,
@@ -73,9 +67,7 @@ def create_app(service: Service) -> FastAPI:
     # routes read bodies by hand: FastAPI alone has nothing to show on them
     setattr(app, "openapi", cache(partial(openapi_document, app, has_keys=has_keys)))  # noqa: B010
     app.add_route("/docs", _docs)
-    registry = service.request_metrics.registry
-    registry.register(ServiceCollector(service))
-    registry.register(SplitCollector(service.splits, service.statistics))
+    service.request_metrics.registry.register(ServiceCollector(service))
     routers = [routes(service) for routes in ROUTES] + [operation_routes(service, drain)]
     check_roles(routers)
     for router in routers:
@@ -119,14 +111,13 @@ async def _on_error(http: Request, error: Exception) -> Response:
 async def _on_http_error(http: Request, error: Exception) -> Response:
     """Answer unknown paths and wrong methods, which Starlette finds."""
     assert isinstance(error, HTTPException)
-    request, status, headers = f"{http.method} {http.url.path[:200]}", error.status_code, error.headers
+    request, status, headers = f"{http.method} {http.url.path[:200]}", error.status_code, error.headers or {}
     if status == 404:
-        return error_response(failure(404, f"{request}: no such route{_way_out(http)}", code="unknown_url"))
+        return error_response(Failure(404, "unknown_url", message=f"{request}: no such route{_way_out(http)}"))
     if status == 405:
-        methods = (headers or {}).get("Allow", "another method")
-        message = f"{request}: this route takes {methods}"
-        return error_response(failure(405, message, code="wrong_method", headers=headers))
-    return error_response(failure(status, f"{request}: {error.detail}", headers=headers))
+        message = f"{request}: this route takes {headers.get('Allow', 'another method')}"
+        return error_response(Failure(405, "wrong_method", message=message, headers=headers))
+    return error_response(Failure(status, message=f"{request}: {error.detail}", headers=headers))
 
 
 def _way_out(http: Request) -> str:
@@ -140,7 +131,7 @@ async def _on_wrong_parameter(http: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     name = str(first["loc"][-1])
-    return error_response(failure(400, f"{name}: {first['msg']}", param=name, code="invalid_value"))
+    return error_response(Failure(400, "invalid_value", param=name, message=f"{name}: {first['msg']}"))
 
 
 async def _on_disconnect(http: Request, error: Exception) -> Response:

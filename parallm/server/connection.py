@@ -59,26 +59,16 @@ async def read_body(
 
 
 async def bounded_chunks(http: Request, max_bytes: int, setting: str) -> AsyncGenerator[bytes, None]:
-    """Yield the body as it arrives. Raises BodyTooLarge and BodyTooSlow as `read_body` does."""
-    announced = announced_bytes(http.headers)
-    _check_size(0 if math.isinf(announced) else announced, max_bytes, setting)
-    num_bytes = 0
-    async for chunk in timely_chunks(http):
-        num_bytes += len(chunk)
-        _check_size(num_bytes, max_bytes, setting)
-        yield chunk
+    """Yield the body as it arrives. Raises BodyTooLarge as `read_body` does.
 
-
-def _check_size(num_bytes: float, max_bytes: int, setting: str) -> None:
-    if num_bytes > max_bytes:
-        raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
-
-
-async def timely_chunks(http: Request) -> AsyncGenerator[bytes, None]:
-    """Yield the body as it comes. Raises BodyTooSlow below `MIN_BYTES_PER_SECOND` after `BODY_SECONDS`."""
+    Raises BodyTooSlow below `MIN_BYTES_PER_SECOND` after `BODY_SECONDS`.
+    """
     stream, num_bytes = aiter(http.stream()), 0
+    announced = announced_bytes(http.headers)
     ends = asyncio.get_running_loop().time() + BODY_SECONDS
     while True:
+        if num_bytes > max_bytes or max_bytes < announced < math.inf:
+            raise BodyTooLarge(f"the request body is larger than {max_bytes} bytes; raise server.{setting}")
         try:
             async with asyncio.timeout_at(ends + num_bytes / MIN_BYTES_PER_SECOND):
                 chunk = await anext(stream, None)
@@ -89,7 +79,8 @@ async def timely_chunks(http: Request) -> AsyncGenerator[bytes, None]:
         if chunk is None:
             return
         num_bytes += len(chunk)
-        yield chunk
+        if num_bytes <= max_bytes:
+            yield chunk
 
 
 async def received(service: BodyLimits, http: Request, read: Callable[[bytes], Result]) -> Result:

@@ -7,10 +7,10 @@ A request passes one to one to the engine; all listeners get each request that h
 import asyncio
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from parallm.errors import ContextTooLong, EngineFull, InvalidRequest
 from parallm.server.catalog import answered_by
@@ -25,6 +25,9 @@ MAX_HELD = 4096
 """Requests that may wait for the end of a pause."""
 MANY_STREAMS = 16
 """More streams than these are coalesced."""
+
+NOTHING: Mapping[str, Any] = {"tokens": (), "logprobs": (), "top_logprobs": (), "text": ""}
+"""Output of a request that never ran."""
 
 PauseMode = Literal["abort", "wait", "keep"]
 """Modes of a pause: running requests end with their tokens so far, go on to their ends, or freeze."""
@@ -133,21 +136,20 @@ class EngineGateway:
 
         `api_key` is the name of a key: end only the requests that were sent with it.
         """
-        held = [request for name, request in self._held.items() if names_request(name, request_id)]
-        held = [request for request in held if api_key in (None, request.api_key)]
+
+        def is_meant(name: str, key: str | None) -> bool:
+            return names_request(name, request_id) and api_key in (None, key)
+
+        held = [request for name, request in self._held.items() if is_meant(name, request.api_key)]
         for request in held:
             request.end(is_admitted=False)
-        running = [name for name, key in self._running.items() if api_key in (None, key)]
-        running = [name for name in running if names_request(name, request_id)]
+        running = [name for name, key in self._running.items() if is_meant(name, key)]
         await self._engine.cancel(running)
         return len(held) + len(running)
 
     async def cancel_all(self) -> int:
         names = {answer_id(name) for name in (*self._held, *self._running)}
         return sum([await self.cancel(name) for name in names])
-
-    async def reset_caches(self) -> None:
-        await self._engine.reset_caches()
 
     async def _admit(self, request: GenerationRequest) -> bool:
         """Wait for the end of a pause. False: the request was cancelled meanwhile."""
@@ -355,25 +357,8 @@ def _name(error: BaseException | None) -> str | None:
 
 
 def _aborted(request: GenerationRequest, index: int) -> Completion:
-    return Completion(
-        request_id=request.request_id,
-        index=index,
-        tokens=(),
-        logprobs=(),
-        top_logprobs=(),
-        text="",
-        finish_reason="abort",
-        weight_versions=(),
-    )
+    return Completion(request_id=request.request_id, index=index, finish_reason="abort", weight_versions=(), **NOTHING)
 
 
 def _ended(completion: Completion) -> TokenEvent:
-    return TokenEvent(
-        request_id=completion.request_id,
-        index=completion.index,
-        tokens=(),
-        logprobs=(),
-        top_logprobs=(),
-        text="",
-        completion=completion,
-    )
+    return TokenEvent(request_id=completion.request_id, index=completion.index, completion=completion, **NOTHING)

@@ -5,29 +5,37 @@ a version, which no other module does.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypedDict
+from typing import Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from parallm.errors import UnknownModel
-from parallm.server.catalog import answered_by, resolved, version_of
+from parallm.errors import ParallmError, UnknownModel
+from parallm.server.catalog import answered_by, resolved
 from parallm.server.connection import json_response, while_connected
 from parallm.server.control.trajectory_recorder import TrajectoryRecorder, recorder_for
 from parallm.server.engine_gateway import EngineGateway
+from parallm.server.failures import DeadlineExceeded, Draining, failure_of
 from parallm.server.interfaces import Tokenizer
 from parallm.server.openai.completion_schemas import Answer, GenerationBody, PromptTokensDetails, Usage, WeightVersions
 from parallm.server.request_limits import SECONDS_PER_LOGPROB
 from parallm.server.service import Service
-from parallm.server.streaming import DONE, EventStream, encode_events, failed, merged
 from parallm.types import Completion, GenerationRequest, TokenEvent
 
-Events: TypeAlias = AsyncGenerator[tuple[int, TokenEvent], None]
+logger = logging.getLogger(__name__)
+DONE = b"data: [DONE]\n\n"
+NumberedEvent: TypeAlias = tuple[int, TokenEvent]
+"""The number of a prompt and an event of its completions."""
+Item = TypeVar("Item")
+Events: TypeAlias = AsyncGenerator[NumberedEvent, None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,20 +47,17 @@ class ResponseContext:
     requests: Sequence[GenerationRequest]
     """One for each prompt. `respond` replaces a split name by the version that answers."""
     tokenizer: Tokenizer
-    token_text: Callable[[int], str]
-    """Name of a token in log-probs."""
-    logprobs: bool
+    logprobs: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
     recorder: TrajectoryRecorder | None = None
     """Takes the completions that the policy is to learn from; set by `respond`."""
     num_running: int = 0
     """Completions that decoded when the request came."""
-    echo: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `Echo` that every chunk carries."""
 
     @property
-    def token_ids(self) -> bool:
-        return self.body.return_token_ids
+    def token_text(self) -> Callable[[int], str]:
+        """Return the function that names a token in log-probs."""
+        return "token_id:{}".format if self.body.return_tokens_as_token_ids else self.tokenizer.token_text
 
     @property
     def usage_chunk(self) -> bool:
@@ -108,30 +113,11 @@ class StreamBuilder(ResponseBuilder, Protocol):
     def usage_chunk(self, model: str, usage: Usage) -> BaseModel: ...
 
 
-class Provenance(TypedDict):
-    """Fields of a choice that say how it ended and which weights made it."""
-
-    finish_reason: str | None
-    policy_version: int | None
-    weight_versions: list[WeightVersions] | None
-
-
-UNFINISHED = Provenance(finish_reason=None, policy_version=None, weight_versions=None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartedStream:
-    """A stream whose first event has come. Its holder closes `events`."""
-
-    model: str
-    first: tuple[int, TokenEvent]
-    events: Events
-
-
 class StreamWriter(Protocol):
     """One endpoint's way to write a stream."""
 
-    def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]: ...
+    def encode(self, model: str, first: NumberedEvent, events: Events) -> AsyncGenerator[bytes, None]:
+        """Yield the bytes of a stream whose `first` event has come."""
 
     def failed(self, error: Exception) -> bytes:
         """Return the last event of a stream that cannot go on."""
@@ -170,7 +156,7 @@ async def _respond_whole(service: Service, http: Request, builder: ResponseBuild
     seconds = _seconds_to_write(completions)
     answer = await service.workers.run_if_long(partial(builder.whole, model, completions), seconds=seconds)
     ended = [(prompt, completion) for prompt, group in enumerate(completions) for completion in group]
-    answer = _echoing(context, _recorded(context, answer, ended))
+    answer = _recorded(context, answer, ended)
     await _written(context)
     return await service.workers.run_if_long(partial(json_response, answer), seconds=seconds)
 
@@ -187,9 +173,8 @@ async def _respond_stream(service: Service, http: Request, context: ResponseCont
         raise
     # a version published in between may or may not be the one at work; only the last event will tell
     model = before if before == resolved(name, service.catalog(), service.policies) else name
-    started = StartedStream(model=model, first=first, events=events)
     return EventStream(
-        writer.encode(started),
+        writer.encode(model, first, events),
         events,
         name=context.answer_id,
         stall_seconds=service.settings.stall_seconds,
@@ -206,7 +191,7 @@ async def _generate_all(gateway: EngineGateway, requests: Sequence[GenerationReq
     return [task.result() for task in tasks]
 
 
-async def _next(events: Events) -> tuple[int, TokenEvent]:
+async def _next(events: Events) -> NumberedEvent:
     return await anext(events)
 
 
@@ -220,23 +205,23 @@ class ChunkStream:
         self._num_tokens = 0
         self._ended: list[list[Completion]] = [[] for _ in self._context.requests]  # by prompt
 
-    failed = staticmethod(failed)
+    def failed(self, error: Exception) -> bytes:
+        return encode_events([failure_of(error).answer])
 
-    async def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]:
+    async def encode(self, model: str, first: NumberedEvent, events: Events) -> AsyncGenerator[bytes, None]:
         """Yield the bytes, and `[DONE]` unless it fails."""
         context, builder = self._context, self._builder
-        chunks = [self._with_extras(chunk) for chunk in builder.opening(started.model)]
-        chunks += self._chunks(started.model, *started.first)
+        chunks = [self._with_usage(chunk) for chunk in builder.opening(model)]
+        chunks += self._chunks(model, *first)
         await _written(context)
         yield encode_events(chunks)
-        async for prompt, event in started.events:
-            if chunks := self._chunks(started.model, prompt, event):
+        async for prompt, event in events:
+            if chunks := self._chunks(model, prompt, event):
                 if event.completion is not None:
                     await _written(context)
                 yield encode_events(chunks)
         if context.usage_chunk:
-            chunk = builder.usage_chunk(started.model, context.whole_usage(self._ended))
-            yield encode_events([_echoing(context, chunk)])
+            yield encode_events([builder.usage_chunk(model, context.whole_usage(self._ended))])
         yield DONE
 
     def _chunks(self, model: str, prompt: int, event: TokenEvent) -> list[BaseModel]:
@@ -249,23 +234,18 @@ class ChunkStream:
             model = answered_by(name, event.completion, self._service.catalog())
             final = self._builder.final_chunk(model, prompt, event.completion)
             chunks.append(_recorded(self._context, final, [(prompt, event.completion)]))
-        return [self._with_extras(chunk) for chunk in chunks]
+        return [self._with_usage(chunk) for chunk in chunks]
 
-    def _with_extras(self, chunk: BaseModel) -> BaseModel:
-        if self._context.usage_in_chunks:
-            chunk = chunk.model_copy(update={"usage": self._context.usage(self._num_tokens)})
-        return _echoing(self._context, chunk)
+    def _with_usage(self, chunk: BaseModel) -> BaseModel:
+        if not self._context.usage_in_chunks:
+            return chunk
+        return chunk.model_copy(update={"usage": self._context.usage(self._num_tokens)})
 
 
 async def _written(context: ResponseContext) -> None:
     """Wait until a client that knows a trajectory's id can rely on it."""
     if context.recorder is not None:
         await context.recorder.written()
-
-
-def _echoing(context: ResponseContext, chunk: BaseModel) -> BaseModel:
-    """Return the chunk with the fields by which the client finds its answer again."""
-    return chunk.model_copy(update=context.echo) if context.echo else chunk
 
 
 def _recorded(context: ResponseContext, answer: BaseModel, ended: Sequence[tuple[int, Completion]]) -> BaseModel:
@@ -295,16 +275,111 @@ def _seconds_to_write(completions: Sequence[Sequence[Completion]]) -> float:
     return num_entries * SECONDS_PER_LOGPROB
 
 
-def provenance(completion: Completion, *, has_calls: bool = False) -> Provenance:
-    calls = has_calls and completion.finish_reason == "stop"
-    return Provenance(
-        finish_reason="tool_calls" if calls else completion.finish_reason,
-        policy_version=version_of(completion),
-        weight_versions=weight_versions(completion),
-    )
-
-
 def weight_versions(completion: Completion) -> list[WeightVersions]:
     return [
         WeightVersions(version=str(span.version), start=span.start, end=span.end) for span in completion.weight_versions
     ]
+
+
+def encode_events(chunks: Iterable[BaseModel]) -> bytes:
+    return b"".join(b"data: " + chunk.model_dump_json(exclude_unset=True).encode() + b"\n\n" for chunk in chunks)
+
+
+class EventStream(Response):
+    """Sends `events` until they end, the client leaves or stops reading, or the request's time is over.
+
+    Then it closes `events` and `source`, which `events` reads: a generator that never started closes nothing itself.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        source: AsyncGenerator[object, None],
+        *,
+        name: str,
+        stall_seconds: float,
+        failed: Callable[[Exception], bytes],
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._source = source
+        self._name = name
+        self._stall_seconds = stall_seconds
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await while_connected(receive, self._send_events(send))
+        except (DeadlineExceeded, Draining) as error:
+            with suppress(ClientDisconnect):
+                await self._send(send, self._failed(error), is_last=True)
+        except ClientDisconnect:
+            pass  # no client is left to answer
+        finally:
+            await self._events.aclose()
+            await self._source.aclose()
+
+    async def _send_events(self, send: Send) -> None:
+        while (event := await self._next_event()) is not None:
+            await self._send(send, event)
+        await self._send(send, b"", is_last=True)
+
+    async def _next_event(self) -> bytes | None:
+        """Return the next event, None at the end. A failure becomes the last event."""
+        try:
+            return await anext(self._events, None)
+        except Exception as error:
+            if not isinstance(error, ParallmError):  # the status is sent already: the log alone can hold the cause
+                logger.exception("the stream %s failed", self._name)
+            return self._failed(error)
+
+    async def _send(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
+        """Wait while the client's buffers are full. Raises ClientDisconnect if it takes nothing for too long."""
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+        except TimeoutError as error:
+            raise ClientDisconnect from error
+
+
+async def merged(streams: Sequence[AsyncGenerator[Item, None]]) -> AsyncGenerator[tuple[int, Item], None]:
+    """Yield the items of all streams as they come, each with the number of its stream.
+
+    The first error of any stream is raised here. Closing this closes all streams.
+    """
+    if len(streams) == 1:  # no queue, so that the stream is asked only when its reader wants more
+        async with aclosing(streams[0]) as stream:
+            async for item in stream:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, Item] | int] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(number, stream, queue)) for number, stream in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            message = await queue.get()
+            if isinstance(message, int):
+                await tasks[message]  # raises what ended the stream
+                num_open -= 1
+            else:
+                yield message
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    number: int, stream: AsyncGenerator[Item, None], queue: "asyncio.Queue[tuple[int, Item] | int]"
+) -> None:
+    """Move the items of one stream into `queue`, and at its end, well or not, its number."""
+    try:
+        async with aclosing(stream):
+            async for item in stream:
+                queue.put_nowait((number, item))
+    finally:
+        queue.put_nowait(number)

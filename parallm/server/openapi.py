@@ -14,22 +14,20 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from parallm import __version__
-from parallm.server.control import routes_adapter_aliases as aliases
 from parallm.server.control import routes_adapters as adapters
 from parallm.server.control import routes_engine as engine
 from parallm.server.control import routes_scores as scores
-from parallm.server.control import routes_shares as shares
 from parallm.server.control import routes_splits as splits
 from parallm.server.control import routes_training as training
 from parallm.server.control import routes_trajectories as trajectories
-from parallm.server.dialects import native, sglang, trl, versioned, vllm_legacy, vllm_tokens
+from parallm.server.dialects import native, sglang, trl, vllm
 from parallm.server.dialects import routes_identity as identity
 from parallm.server.dialects import routes_tokenize as tokenize
 from parallm.server.openai.chat_schemas import ChatAnswer, ChatBody
 from parallm.server.openai.completion_schemas import CompletionAnswer, CompletionBody
 from parallm.server.openai.responses_schemas import ResponseAnswer, ResponseBody
+from parallm.server.openai.routes import ModelEntry, ModelList
 from parallm.server.operation.auth import ROLES, Role
-from parallm.server.routes_models import ModelEntry, ModelList
 from parallm.server.schemas import ErrorAnswer
 
 DESCRIPTION = """A language model that is served while it learns. Fields are honoured or refused by name, never ignored.
@@ -70,8 +68,8 @@ FORM = "multipart/form-data"
 
 
 @dataclass(frozen=True, slots=True)
-class RouteDocument:
-    """One row of the table."""
+class Row:
+    """What `DOCUMENTS` says of a route."""
 
     bodies: tuple[type[BaseModel], ...] = ()
     """Types of the JSON body, one of which it has; empty: no JSON body."""
@@ -96,8 +94,12 @@ class RouteDocument:
 
 
 MESSAGES = [{"role": "user", "content": "2 + 3?"}]
+CHAT = {"model": "policy", "messages": MESSAGES}
+TEXT = {"model": "policy", "prompt": "2 + 3 ="}
 SUM_SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}, "required": ["sum"]}
 FOLDER = {"name": "poet", "path": "poet/adapter"}
+SUM_FORMAT = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": SUM_SCHEMA}}
 VERSION = {"name": "poet", "version": 3}
 STATUS = {"state": "paused", "step": 4, "total_steps": 200, "version": 4, "metrics": {"reward/mean": 0.61}}
 METRICS = {
@@ -116,122 +118,90 @@ MODE = {
 }
 NAME = {"name": "name", "in": "query", "description": "Name of the adapter.", "schema": {"type": "string"}}
 
-_DOCUMENTS: Mapping[str, RouteDocument] = {
-    "GET /health": RouteDocument(
-        answer_example={"status": "ok", "model_loaded": True, "num_running": 3, "num_waiting": 0}
-    ),
-    "GET /ready": RouteDocument(answer_example={"status": "ready"}),
-    "GET /metrics": RouteDocument(media_type="text/plain"),
-    "GET /v1/metrics": RouteDocument(answer_example=METRICS),
-    "GET /v1/models, GET /models": RouteDocument((), (ModelList,)),
-    "GET /v1/models/{name}": RouteDocument((), (ModelEntry,)),
-    "POST /v1/completions": RouteDocument(
+_DOCUMENTS: Mapping[str, Row] = {
+    "GET /health": Row(answer_example={"status": "ok", "model_loaded": True, "num_running": 3, "num_waiting": 0}),
+    "GET /ready": Row(answer_example={"status": "ready"}),
+    "GET /metrics": Row(media_type="text/plain"),
+    "GET /v1/metrics": Row(answer_example=METRICS),
+    "GET /v1/models, GET /models": Row((), (ModelList,)),
+    "GET /v1/models/{name}": Row((), (ModelEntry,)),
+    "POST /v1/completions": Row(
         (CompletionBody,),
         (CompletionAnswer,),
-        {"model": "policy", "prompt": "2 + 3 =", "max_tokens": 8, "temperature": 0.7, "logprobs": 1},
+        TEXT | {"max_tokens": 8, "temperature": 0.7, "logprobs": 1},
         {
             "token ids in and out": {"model": "policy", "prompt": [17, 10, 18], "return_token_ids": True, "n": 2},
             "log-probs of a prompt": {"model": "base", "prompt": "2 + 3 = 5", "echo": True, "logprobs": 1},
-            "a stream with usage": {
-                "model": "policy",
-                "prompt": "2 + 3 =",
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            },
-            "a version by a word": {"model": "base", "lora_adapter": "latest", "prompt": "2 + 3 ="},
-            "one of several words": {"model": "policy", "prompt": "2 + 3 =", "guided_choice": ["5", "6"]},
+            "a stream with usage": TEXT | {"stream": True, "stream_options": {"include_usage": True}},
+            "a version by a word": TEXT | {"model": "base", "lora_adapter": "latest"},
+            "one of several words": TEXT | {"guided_choice": ["5", "6"]},
         },
     ),
-    "POST /v1/chat/completions": RouteDocument(
+    "POST /v1/chat/completions": Row(
         (ChatBody,),
         (ChatAnswer,),
-        {"model": "policy", "messages": MESSAGES, "max_tokens": 64},
+        CHAT | {"max_tokens": 64},
         {
-            "JSON of a schema": {
-                "model": "policy",
-                "messages": MESSAGES,
-                "response_format": {"type": "json_schema", "json_schema": {"name": "sum", "schema": SUM_SCHEMA}},
-            },
-            "a function that is called": {
-                "model": "policy",
-                "messages": MESSAGES,
-                "tools": [{"type": "function", "function": {"name": "add", "parameters": SUM_SCHEMA}}],
-                "tool_choice": "required",
-            },
-            "log-probs in a stream": {
-                "model": "policy",
-                "messages": MESSAGES,
-                "stream": True,
-                "logprobs": True,
-                "top_logprobs": 2,
-            },
+            "JSON of a schema": CHAT | {"response_format": SUM_FORMAT},
+            "a function that is called": CHAT | {"tools": [ADD], "tool_choice": "required"},
+            "log-probs in a stream": CHAT | {"stream": True, "logprobs": True, "top_logprobs": 2},
         },
     ),
-    "POST /v1/responses": RouteDocument(
+    "POST /v1/responses": Row(
         (ResponseBody,),
         (ResponseAnswer,),
         {"model": "policy", "input": "2 + 3?", "max_output_tokens": 64},
         events="OpenAI's events of a response, the last one `response.completed`, `response.incomplete` or `error`",
     ),
-    "POST /pause": RouteDocument((), (engine.PauseAnswer,), parameters=(MODE,)),
-    "POST /pause_generation, POST /areal_pause_generation": RouteDocument(
+    "POST /pause": Row((), (engine.PauseAnswer,), parameters=(MODE,)),
+    "POST /pause_generation, POST /areal_pause_generation": Row(
         (engine.PauseBody,), (engine.PauseAnswer,), {"mode": "keep"}
     ),
-    "POST /resume, POST /continue_generation, POST /areal_continue_generation": RouteDocument(
+    "POST /resume, POST /continue_generation, POST /areal_continue_generation": Row(
         (engine.NoFields,), (engine.PauseAnswer,), {}
     ),
-    "GET /is_paused": RouteDocument((), (engine.IsPaused,)),
-    "POST /abort_requests": RouteDocument((engine.AbortManyBody,), (engine.AbortAnswer,), {"request_ids": ["job-7"]}),
-    "POST /v1/requests/{request_id}/cancel": RouteDocument((), (engine.AbortAnswer,), errors=(404,)),
-    "POST /abort_request": RouteDocument((engine.AbortOneBody,), (engine.AbortAnswer,), {"rid": "job-7"}),
-    "POST /reset_prefix_cache, GET /flush_cache, POST /flush_cache": RouteDocument((), (engine.CachesAnswer,)),
-    "POST /v1/warmup": RouteDocument((engine.WarmUpBody,), (engine.WarmUpAnswer,), {"rows": 4, "prompt_tokens": 16}),
-    "GET /v1/queue, GET /v1/queue/stats": RouteDocument((), (engine.QueueAnswer,)),
-    "GET /v1/adapters": RouteDocument((), (adapters.AdapterList,)),
-    "POST /v1/adapters/load": RouteDocument((adapters.LoadBody,), (adapters.AdapterEntry,), FOLDER),
-    "POST /load_adapter": RouteDocument(
-        (adapters.LoadBody, aliases.LoadPolicyBody),
-        (adapters.AdapterEntry, aliases.PolicyMoved),
+    "GET /is_paused": Row((), (engine.IsPaused,)),
+    "POST /abort_requests": Row((engine.AbortManyBody,), (engine.AbortAnswer,), {"request_ids": ["job-7"]}),
+    "POST /v1/requests/{request_id}/cancel": Row((), (engine.AbortAnswer,), errors=(404,)),
+    "POST /abort_request": Row((engine.AbortOneBody,), (engine.AbortAnswer,), {"rid": "job-7"}),
+    "POST /reset_prefix_cache, GET /flush_cache, POST /flush_cache": Row((), (engine.CachesAnswer,)),
+    "POST /v1/warmup": Row((engine.WarmUpBody,), (engine.WarmUpAnswer,), {"rows": 4, "prompt_tokens": 16}),
+    "GET /v1/queue, GET /v1/queue/stats": Row((), (engine.QueueAnswer,)),
+    "GET /v1/adapters": Row((), (adapters.AdapterList,)),
+    "POST /v1/adapters/load": Row((adapters.LoadBody,), (adapters.AdapterEntry,), FOLDER),
+    "POST /load_adapter": Row(
+        (adapters.LoadBody, adapters.LoadPolicyBody),
+        (adapters.AdapterEntry, adapters.PolicyMoved),
         FOLDER,
         {"the policy that is served moves": {"adapter_path": "poet/adapter"}},
     ),
-    "PUT /v1/adapters/{name}": RouteDocument((), (adapters.AdapterEntry,), body_type="application/zip"),
-    "POST /upload_adapter": RouteDocument(
-        (),
-        (aliases.PolicyMoved, adapters.AdapterEntry),
-        parameters=(NAME,),
-        body_type=FORM,
-    ),
-    "POST /update_adapter_weights": RouteDocument(
+    "PUT /v1/adapters/{name}": Row((), (adapters.AdapterEntry,), body_type="application/zip"),
+    "POST /upload_adapter": Row((), (adapters.PolicyMoved, adapters.AdapterEntry), parameters=(NAME,), body_type=FORM),
+    "POST /update_adapter_weights": Row(
         (), (adapters.AdapterEntry,), parameters=({**NAME, "required": True},), body_type="application/octet-stream"
     ),
-    "DELETE /v1/adapters/{model}, DELETE /v1/adapters/{name}/aliases/{alias}": RouteDocument((), (adapters.Done,)),
-    "POST /v1/adapters/promote": RouteDocument((adapters.PromoteBody,), (adapters.NameMeans,), VERSION),
-    "POST /v1/adapters/rollback": RouteDocument((adapters.RollBackBody,), (adapters.NameMeans,), {"name": "poet"}),
-    "POST /v1/adapters/aliases": RouteDocument((adapters.AliasBody,), (adapters.Done,), VERSION | {"alias": "liked"}),
-    "POST /v1/load_lora_adapter": RouteDocument((adapters.LoadBody,), (), FOLDER, media_type="text/plain"),
-    "POST /v1/unload_lora_adapter": RouteDocument((aliases.UnloadBody,), (), {"name": "poet"}, media_type="text/plain"),
-    "POST /load_lora_adapter, POST /skyrl/v1/load_lora_adapter": RouteDocument(
-        (adapters.LoadBody,), (aliases.LoadedAdapters,), FOLDER
+    "DELETE /v1/adapters/{model}, DELETE /v1/adapters/{name}/aliases/{alias}": Row((), (adapters.Done,)),
+    "POST /v1/adapters/promote": Row((adapters.PromoteBody,), (adapters.NameMeans,), VERSION),
+    "POST /v1/adapters/rollback": Row((adapters.RollBackBody,), (adapters.NameMeans,), {"name": "poet"}),
+    "POST /v1/adapters/aliases": Row((adapters.AliasBody,), (adapters.Done,), VERSION | {"alias": "liked"}),
+    "POST /v1/load_lora_adapter": Row((adapters.LoadBody,), (), FOLDER, media_type="text/plain"),
+    "POST /v1/unload_lora_adapter": Row((adapters.UnloadBody,), (), {"name": "poet"}, media_type="text/plain"),
+    "POST /load_lora_adapter, POST /skyrl/v1/load_lora_adapter": Row(
+        (adapters.LoadBody,), (adapters.LoadedAdapters,), FOLDER
     ),
-    "POST /unload_lora_adapter": RouteDocument((aliases.UnloadBody,), (aliases.LoadedAdapters,), {"name": "poet"}),
-    "POST /model/switch-lora": RouteDocument(
-        (aliases.SwitchBody,),
-        (adapters.NameMeans,),
-        VERSION,
-        {"the policy, by a word": {"version": "checkpoint-3"}},
+    "POST /unload_lora_adapter": Row((adapters.UnloadBody,), (adapters.LoadedAdapters,), {"name": "poet"}),
+    "POST /model/switch-lora": Row(
+        (adapters.SwitchBody,), (adapters.NameMeans,), VERSION, {"the policy, by a word": {"version": "checkpoint-3"}}
     ),
-    "PUT /v1/splits/{name}": RouteDocument(
+    "PUT /v1/splits/{name}": Row(
         (splits.SplitBody,), (splits.SplitAnswer,), {"weights": {"policy@11": 9, "policy@12": 1}}
     ),
-    "DELETE /v1/splits/{name}": RouteDocument((), (splits.SplitAnswer,)),
-    "GET /v1/splits": RouteDocument((), (splits.SplitList,)),
-    "GET /v1/shares": RouteDocument((), (shares.SharesAnswer,), errors=(409,)),
-    "PUT /v1/shares": RouteDocument(
-        (shares.SharesBody,), (shares.SharesAnswer,), {"serving_share": 0.9}, errors=(409,)
-    ),
-    "POST /v1/rewards": RouteDocument((splits.RewardBody,), (splits.RewardAnswer,), {"id": "cmpl-1f", "reward": 1.0}),
-    "POST /v1/rewards/score": RouteDocument(
+    "DELETE /v1/splits/{name}": Row((), (splits.SplitAnswer,)),
+    "GET /v1/splits": Row((), (splits.SplitList,)),
+    "GET /v1/shares": Row((), (engine.SharesAnswer,), errors=(409,)),
+    "PUT /v1/shares": Row((engine.SharesBody,), (engine.SharesAnswer,), {"serving_share": 0.9}, errors=(409,)),
+    "POST /v1/rewards": Row((splits.RewardBody,), (splits.RewardAnswer,), {"id": "cmpl-1f", "reward": 1.0}),
+    "POST /v1/rewards/score": Row(
         (scores.ScoreBody,),
         (scores.ScoreAnswer,),
         {"model": "reward", "input": ["2 + 3 = 5", "2 + 3 = 6"]},
@@ -240,39 +210,36 @@ _DOCUMENTS: Mapping[str, RouteDocument] = {
             "the end of a chat": {"messages": [*MESSAGES, {"role": "assistant", "content": "5"}]},
         },
     ),
-    "GET /v1/trajectories": RouteDocument((), (trajectories.TrajectoryList,)),
-    "POST /v1/trajectories/{trajectory_id}/reward": RouteDocument(
+    "GET /v1/trajectories": Row((), (trajectories.TrajectoryList,)),
+    "POST /v1/trajectories/{trajectory_id}/reward": Row(
         (trajectories.TrajectoryRewardBody,),
         (trajectories.TrajectoryRewardAnswer,),
         {"reward": {"right": 1, "short": 0.5}},
         errors=(507,),
     ),
-    "GET /v1/training/status, GET /debug/training": RouteDocument(answer_example=STATUS),
-    "POST /v1/training/pause, POST /v1/training/resume": RouteDocument(
+    "GET /v1/training/status, GET /debug/training": Row(answer_example=STATUS),
+    "POST /v1/training/pause, POST /v1/training/resume": Row(
         (training.TrainingBody,), (), {"policy": None}, answer_example=STATUS
     ),
-    "POST /v1/training/update": RouteDocument(
+    "POST /v1/training/update": Row(
         (training.UpdateBody,),
         (),
         {},
         {
             "on given trajectories": {
-                "trajectories": [
-                    {"prompt": "2 + 3 =", "completion": " 5", "reward": 1.0},
-                    {"prompt": "2 + 3 =", "completion": " 6", "reward": 0.0},
-                ],
+                "trajectories": [{"prompt": "2 + 3 =", "completion": f" {n}", "reward": float(n == 5)} for n in (5, 6)],
                 "update_inference": True,
                 "checkpoint_name": "manual-update-1",
             },
         },
         STATUS,
     ),
-    "POST /v1/training/checkpoint, POST /training/checkpoint": RouteDocument(
+    "POST /v1/training/checkpoint, POST /training/checkpoint": Row(
         (training.TrainingBody,), (training.CheckpointAnswer,), {}
     ),
-    "POST /generate, POST /generate/, POST //generate": RouteDocument(
-        (CompletionBody, sglang.SglangBody, trl.TrlBody, versioned.VersionedBody),
-        (native.NativeAnswer, sglang.SglangRow, trl.TrlAnswer, vllm_legacy.LegacyAnswer, versioned.VersionedAnswer),
+    "POST /generate, POST /generate/, POST //generate": Row(
+        (CompletionBody, sglang.SglangBody, trl.TrlBody, native.VersionedBody),
+        (native.NativeAnswer, sglang.SglangRow, trl.TrlAnswer, vllm.LegacyAnswer, native.VersionedAnswer),
         {"prompt": [17, 10, 18], "model": "policy", "max_tokens": 8, "n": 1},
         {
             "SGLang": {"input_ids": [17, 10, 18], "sampling_params": {"max_new_tokens": 8}, "return_logprob": True},
@@ -281,18 +248,18 @@ _DOCUMENTS: Mapping[str, RouteDocument] = {
             "a trainer with its version": {"prompt": "2 + 3 =", "policy_version": 12, "step_id": 7, "logprobs": 1},
         },
     ),
-    "POST /inference/v1/generate": RouteDocument(
-        (vllm_tokens.TokensBody,),
-        (vllm_tokens.TokensAnswer,),
+    "POST /inference/v1/generate": Row(
+        (vllm.TokensBody,),
+        (vllm.TokensAnswer,),
         {"model": "policy", "token_ids": [17, 10, 18], "sampling_params": {"max_tokens": 8}},
     ),
-    "POST /tokenize": RouteDocument((tokenize.TokenizeBody,), (tokenize.TokensOfText,), {"prompt": "2 + 3"}),
-    "POST /detokenize": RouteDocument((tokenize.DetokenizeBody,), (tokenize.TextOfTokens,), {"tokens": [17, 10, 18]}),
-    "GET /get_world_size, GET /get_world_size/": RouteDocument((), (identity.WorldSize,)),
-    "GET /weight_info, GET /get_weight_version": RouteDocument((), (identity.WeightVersion,)),
-    "GET /model_info, GET /get_model_info": RouteDocument((), (identity.ModelInfo,)),
-    "GET /health_generate": RouteDocument((), (identity.Alive,)),
-    ", ".join(f"POST {path}" for path in identity.ABSENT_PATHS): RouteDocument(),
+    "POST /tokenize": Row((tokenize.TokenizeBody,), (tokenize.TokensOfText,), {"prompt": "2 + 3"}),
+    "POST /detokenize": Row((tokenize.DetokenizeBody,), (tokenize.TextOfTokens,), {"tokens": [17, 10, 18]}),
+    "GET /get_world_size, GET /get_world_size/": Row((), (identity.WorldSize,)),
+    "GET /weight_info, GET /get_weight_version": Row((), (identity.WeightVersion,)),
+    "GET /model_info, GET /get_model_info": Row((), (identity.ModelInfo,)),
+    "GET /health_generate": Row((), (identity.Alive,)),
+    ", ".join(f"POST {path}" for path in identity.ABSENT_PATHS): Row(),
 }
 DOCUMENTS = {row: document for rows, document in _DOCUMENTS.items() for row in rows.split(", ")}
 """The document of each route."""
@@ -336,7 +303,7 @@ def _allow_null(schema: dict[str, Any]) -> None:
             schema["properties"][name] = {"anyOf": [kind, {"type": "null"}], **kept}
 
 
-def _describe(operation: dict[str, Any], document: RouteDocument, role: Role, *, has_keys: bool) -> None:
+def _describe(operation: dict[str, Any], document: Row, role: Role, *, has_keys: bool) -> None:
     operation["tags"] = [role]
     if document.parameters:
         operation["parameters"] = [*operation.get("parameters", ()), *document.parameters]
@@ -355,7 +322,7 @@ def _describe(operation: dict[str, Any], document: RouteDocument, role: Role, *,
         operation["security"] = [{"bearer": []}, {"x-api-key": []}]
 
 
-def _responses(document: RouteDocument, role: Role, *, has_keys: bool) -> dict[str, Any]:
+def _responses(document: Row, role: Role, *, has_keys: bool) -> dict[str, Any]:
     statuses = {403, 503, *document.errors}
     if role != "public" and has_keys:
         statuses |= {401}
@@ -370,7 +337,7 @@ def _responses(document: RouteDocument, role: Role, *, has_keys: bool) -> dict[s
     return {"200": {"description": "The answer.", "content": _answer_content(document)}, **errors}
 
 
-def _answer_content(document: RouteDocument) -> dict[str, Any]:
+def _answer_content(document: Row) -> dict[str, Any]:
     if document.media_type != JSON:
         return {document.media_type: {"schema": {"type": "string"}}}
     example = {} if document.answer_example is None else {"example": document.answer_example}

@@ -30,7 +30,6 @@ SECONDS_PER_LOGPROB = 5e-6
 """Time to write a token of an answer, or one of its alternatives."""
 THREADS = 2  # a client uses one at a time, so that another client finds one
 
-MAX_CONTEXT_KEY = "engine.max_context"
 MAX_USUAL_CHARACTERS = 8
 """A usual token has fewer characters. A text with more for each token of the context is encoded in pieces first."""
 PIECE = 4096
@@ -123,37 +122,25 @@ def check_texts(texts: Sequence[str], name: str, tokenizer: Tokenizer, max_conte
         return
     limit = tokenizer.max_token_length * max_context
     if num_characters > limit:
-        raise ContextTooLong(
-            f"{name} has {num_characters} characters and this model's maximum context length is {max_context} tokens, "
-            f"which have at most {limit}; shorten it",
-            name,
-            setting=MAX_CONTEXT_KEY,
-        )
-    _check_pieces(texts, name, tokenizer.encode_more, max_context)
+        raise too_long(name, f"{num_characters} characters", f"{max_context} tokens, which have at most {limit}")
+    num_tokens = 0
+    for text in texts:
+        for start in range(0, len(text), PIECE):
+            num_tokens += len(tokenizer.encode_more(text[start : start + PIECE]))
+            if num_tokens > PIECES_FACTOR * max_context:
+                raise too_long(name, f"more than {num_tokens} tokens", str(max_context))
 
 
 def check_items(items: object, what: str, name: str, max_context: int) -> None:
     """Raise ContextTooLong for a list of more token ids, or more messages, than the context has tokens."""
     if isinstance(items, list) and (number := len(items)) > max_context:
-        raise ContextTooLong(
-            f"{name} has {number} {what} and this model's maximum context length is {max_context} tokens; shorten it",
-            name,
-            setting=MAX_CONTEXT_KEY,
-        )
+        raise too_long(name, f"{number} {what}", f"{max_context} tokens")
 
 
-def _check_pieces(texts: Sequence[str], name: str, encode: Callable[[str], Sequence[int]], max_context: int) -> None:
-    num_tokens = 0
-    for text in texts:
-        for start in range(0, len(text), PIECE):
-            num_tokens += len(encode(text[start : start + PIECE]))
-            if num_tokens > PIECES_FACTOR * max_context:
-                raise ContextTooLong(
-                    f"{name} has more than {num_tokens} tokens and this model's maximum context length is "
-                    f"{max_context}; shorten it",
-                    name,
-                    setting=MAX_CONTEXT_KEY,
-                )
+def too_long(name: str, size: str, limit: str) -> ContextTooLong:
+    """Return the error of a field with `size`, such as `9 tokens`, where the context has `limit`."""
+    message = f"{name} has {size} and this model's maximum context length is {limit}; shorten it"
+    return ContextTooLong(message, name, setting="engine.max_context")
 
 
 def _client() -> str:

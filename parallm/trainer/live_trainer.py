@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from parallm.metrics.step import StepMetrics
 from parallm.rollout.collector import RolloutBatch, StepBatch
@@ -40,7 +40,10 @@ class GroupSource(Protocol):
         ...
 
 
-class LiveTrainer(Loop):
+Source = TypeVar("Source", bound=GroupSource)
+
+
+class LiveTrainer(Loop, Generic[Source]):
     """Trains on the groups of `source`, for Atropos.
 
     A step begins when there are enough groups, so pause, checkpoint and stop need not wait for it.
@@ -49,13 +52,11 @@ class LiveTrainer(Loop):
     def __init__(
         self,
         context: TrainerContext,
-        source: GroupSource,
+        source: Source,
         settings: TrainerSettings,
         rollout: RolloutSettings,
-        *,
-        save_every: int,
     ) -> None:
-        super().__init__(context, settings, compares=context.learner.adapter.dropout == 0, save_every=save_every)
+        super().__init__(context, settings)
         self._source = source
         self._rollout = rollout
         self._last_end, self._last_served = time.perf_counter(), self._served()
@@ -94,33 +95,18 @@ class LiveTrainer(Loop):
         self._finish(metrics, step_batch.groups)
         return verdict
 
-    def _counters(self) -> Mapping[str, Any]:
-        return {}
 
-
-class ClientTrainer(LiveTrainer):
+class ClientTrainer(LiveTrainer[LiveSource]):
     """Trains on completions that clients rewarded, each once. Reports saved, failed and undone steps to `source`."""
 
-    def __init__(
-        self,
-        context: TrainerContext,
-        source: LiveSource,
-        settings: TrainerSettings,
-        rollout: RolloutSettings,
-        *,
-        save_every: int,
-    ) -> None:
-        super().__init__(context, source, settings, rollout, save_every=save_every)
-        self._live_source = source
-
     def _on_save(self, step: int) -> None:
-        self._live_source.saved(step)
+        self._source.saved(step)
 
     async def _one_step(self) -> Verdict:
         try:
             return await super()._one_step()
         except Exception:  # ends the run; a resumed run must not fail on the same trajectories for ever
-            self._live_source.failed(self._step + 1, ())
+            self._source.failed(self._step + 1, ())
             raise
 
     async def _judge(
@@ -129,11 +115,11 @@ class ClientTrainer(LiveTrainer):
         before, update = self._context.learner.adapter, metrics.update
         verdict = await super()._judge(metrics, trained=trained, sampled=sampled)
         if update is not None and update.fault is not None:
-            self._live_source.failed(metrics.step, [(culprit.group, culprit.index) for culprit in update.culprits])
+            self._source.failed(metrics.step, [(culprit.group, culprit.index) for culprit in update.culprits])
         elif update is not None and update.skipped is None and update.has_moved:
-            self._live_source.learned()
+            self._source.learned()
         after = self._context.learner.adapter
         if after is not before:
             assert after.parent is not None, "a roll-back goes back to a version"
-            self._live_source.undone(after.parent, after.version)
+            self._source.undone(after.parent, after.version)
         return verdict

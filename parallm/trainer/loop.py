@@ -37,15 +37,14 @@ class Loop(ABC):
     checkpoints / ends after the last step, when patience is over, after `stop`, or with an error.
     """
 
-    def __init__(self, context: TrainerContext, settings: TrainerSettings, *, compares: bool, save_every: int) -> None:
-        """`compares`: whether log-probs of engine and learner should agree."""
+    def __init__(self, context: TrainerContext, settings: TrainerSettings) -> None:
         self._context = context
         self._settings = settings
         self._evaluations = Evaluations(context, settings)
         self._publication = Publication(context.adapters, context.policy, settings)
-        self._guard = Guard(settings.guard, compares=compares)
+        self._guard = Guard(settings.guard, compares=context.learner.adapter.dropout == 0)
         self._recovery = Recovery(context, self._guard, self._publication)
-        self._saver = Saver(context.device, context.checkpoints, self._state, every=save_every, on_save=self._on_save)
+        self._saver = Saver(context.device, context.checkpoints, self._state, on_save=self._on_save)
         self._stopping = asyncio.Event()
         self.pacing = Pacing(self._save_now)
         self._step = 0  # finished steps
@@ -57,9 +56,9 @@ class Loop(ABC):
     async def _one_step(self) -> Verdict:
         """Run one step from its groups to `_finish`; returns the guard's verdict."""
 
-    @abstractmethod
     def _counters(self) -> Mapping[str, Any]:
         """The subclass's own counters for a checkpoint."""
+        return {}
 
     def _is_ready(self) -> bool:
         """Whether there are groups to train on; overridden by trainers that wait for them."""

@@ -33,14 +33,13 @@ class Saver:
         checkpoints: CheckpointManager,
         make_state: Callable[[], TrainingState],
         *,
-        every: int,
-        on_save: Callable[[int], None] = lambda _: None,
+        on_save: Callable[[int], None],
     ) -> None:
         """`on_save` gets the step of each checkpoint after the disk has it."""
         self._device = device
         self._checkpoints = checkpoints
         self._make_state = make_state
-        self._every = every
+        self._every = checkpoints.settings.every
         self._on_save = on_save
         self.num_saves = 0
         self.saved_step = 0  # step of the newest checkpoint; set by `save` and by `Loop.resume`

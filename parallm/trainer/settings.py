@@ -14,7 +14,7 @@ class GuardSettings:
     max_rollbacks: int = Field(default=2, ge=0)
     """Roll-backs of a run; training stops if one more is needed."""
     on_divergence: Literal["stop", "warn"] = "stop"
-    """Reaction to signs that the policy falls apart; see trainer/divergence.py."""
+    """Reaction to signs that the policy falls apart; see trainer/guard.py."""
     min_entropy: float = Field(default=0.05, ge=0)
     """Nats a token; counts as low if it is also below a fifth of the entropy at the start."""
     max_kl: float = Field(default=0.05, gt=0)

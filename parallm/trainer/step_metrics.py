@@ -9,12 +9,14 @@ from parallm.reports import OffPolicyReport, UpdateReport
 from parallm.rollout.collector import RolloutBatch
 from parallm.types import Trajectory, TrajectoryGroup
 
+ON_POLICY = OffPolicyReport(lag_mean=0.0, lag_max=0, dropped=0)
+
 
 def step_metrics(
     *,
     step: int,
     rollout_batch: RolloutBatch,
-    off_policy: OffPolicyReport,
+    off_policy: OffPolicyReport = ON_POLICY,
     update: UpdateReport | None,
     update_seconds: float,
     total_seconds: float,
@@ -23,14 +25,11 @@ def step_metrics(
     """Rewards and lengths are from the first draw, because replacements are chosen by their rewards."""
     trajectories = [trajectory for group in rollout_batch.first for trajectory in group.trajectories]
     rewards = [trajectory.reward for trajectory in trajectories]
-    names = sorted({name for trajectory in trajectories for name in trajectory.reward_parts})
     return StepMetrics(
         step=step,
         reward_mean=_mean(rewards),
         reward_std=pstdev(rewards) if rewards and all(map(math.isfinite, rewards)) else math.nan,
-        reward_parts={
-            name: _mean([trajectory.reward_parts.get(name, 0.0) for trajectory in trajectories]) for name in names
-        },
+        reward_parts=_reward_parts(trajectories),
         groups_sampled=len(rollout_batch.sampled),
         groups_with_signal=len(rollout_batch.with_signal),
         environments=environment_metrics(rollout_batch.first),
@@ -60,9 +59,14 @@ def environment_metrics(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         own = by_environment[environment]
         row[f"{environment}/share"] = len(own) / max(1, total)
         row[f"{environment}/reward"] = _mean([trajectory.reward for trajectory in own])
-        for part in sorted({part for trajectory in own for part in trajectory.reward_parts}):
-            row[f"{environment}/{part}"] = _mean([trajectory.reward_parts.get(part, 0.0) for trajectory in own])
+        row |= {f"{environment}/{part}": mean for part, mean in _reward_parts(own).items()}
     return row
+
+
+def _reward_parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of each part; 0 counts where a trajectory does not have it."""
+    names = sorted({name for trajectory in trajectories for name in trajectory.reward_parts})
+    return {name: _mean([trajectory.reward_parts.get(name, 0.0) for trajectory in trajectories]) for name in names}
 
 
 def _mean(values: Sequence[float]) -> float:

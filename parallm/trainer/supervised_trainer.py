@@ -1,6 +1,5 @@
 """Supervised training: demonstrations or pairs -> update -> publish -> evaluate -> save."""
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,9 +9,8 @@ from typing import Any
 from parallm.checkpoint.state import TrainingState
 from parallm.learner.datasets import to_group
 from parallm.learner.learner import Learner
-from parallm.metrics.step import StepMetrics
 from parallm.model.shared_model import SharedModel
-from parallm.reports import UpdateReport
+from parallm.rollout.collector import RolloutBatch
 from parallm.rollout.evaluation import Evaluator
 from parallm.rollout.problems import ProblemStream
 from parallm.trainer.context import TrainerContext
@@ -20,6 +18,7 @@ from parallm.trainer.evaluators import DemonstrationEvaluator
 from parallm.trainer.guard import Verdict
 from parallm.trainer.loop import Loop
 from parallm.trainer.settings import TrainerSettings
+from parallm.trainer.step_metrics import step_metrics
 from parallm.types import Problem, TrajectoryGroup
 
 
@@ -66,11 +65,8 @@ def add_held_out_loss(context: TrainerContext, problems: Sequence[Problem], mode
 class SupervisedTrainer(Loop):
     """Trains on demonstrations or pairs; samples nothing."""
 
-    def __init__(
-        self, context: TrainerContext, data: SupervisedData, settings: TrainerSettings, *, save_every: int
-    ) -> None:
-        # without samples there are no log-probs to compare with
-        super().__init__(context, settings, compares=False, save_every=save_every)
+    def __init__(self, context: TrainerContext, data: SupervisedData, settings: TrainerSettings) -> None:
+        super().__init__(context, settings)
         self._data = data
         self._cursor = 0  # draws of finished steps
 
@@ -85,7 +81,16 @@ class SupervisedTrainer(Loop):
         groups = self._data.groups_at(self._cursor)
         update = await self._update(groups, max_tokens=1)
         seconds = time.perf_counter() - began
-        metrics = _metrics(self._step + 1, groups, update, seconds, (self._served() - served) / max(seconds, 1e-9))
+        metrics = step_metrics(
+            step=self._step + 1,
+            rollout_batch=RolloutBatch(first=(), sampled=(), seconds=0.0),
+            update=update,
+            update_seconds=seconds,
+            total_seconds=seconds,
+            served_tokens=self._served() - served,
+        )
+        length = fmean(len(group.trajectories[0].tokens) for group in groups)
+        metrics = replace(metrics, completion_length_mean=length, is_supervised=True)
         verdict = await self._judge(metrics, trained=groups)
         self._cursor += self._data.per_step
         self._finish(metrics)
@@ -93,25 +98,3 @@ class SupervisedTrainer(Loop):
 
     def _counters(self) -> Mapping[str, Any]:
         return {"cursor": self._cursor}
-
-
-def _metrics(
-    step: int, groups: Sequence[TrajectoryGroup], update: UpdateReport, seconds: float, served_per_second: float
-) -> StepMetrics:
-    return StepMetrics(
-        step=step,
-        reward_mean=math.nan,
-        reward_std=math.nan,
-        groups_sampled=0,
-        groups_with_signal=0,
-        completion_length_mean=fmean(len(group.trajectories[0].tokens) for group in groups),
-        truncated_fraction=0.0,
-        rollout_tokens=0,
-        rollout_seconds=0.0,
-        update_seconds=seconds,
-        total_seconds=seconds,
-        rollout_tokens_per_second=0.0,
-        serving_tokens_per_second=served_per_second,
-        is_supervised=True,
-        update=update,
-    )

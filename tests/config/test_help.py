@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from parallm.config.help import USED_MOST, Key, fields_of, help_page, keys_of, meaning_of, overview
-from parallm.config.schema import COMMANDS, PACKAGE_FOLDER
+from parallm.config.help import USED_MOST, Key, help_page, keys_of, meaning_of, overview
+from parallm.config.schema import COMMANDS, PACKAGE_FOLDER, fields_of
 from parallm.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]

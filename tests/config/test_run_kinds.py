@@ -90,22 +90,22 @@ def test_learner_and_rollout_make_the_kind_of_a_run(values: dict[str, Any], kind
     ],
 )
 def test_a_key_that_changes_nothing_is_named(values: dict[str, Any], line: str) -> None:
-    assert keys_without_effect(config(**values)) == [line]
+    assert [*keys_without_effect(config(**values))] == [line]
 
 
 def test_what_has_an_effect_is_not_named() -> None:
     rollout = {"temperature": 0.7, "overlong_buffer": 8, "overlong_weight": 2.0, "switch_in_flight": True}
     trainer = {"max_off_policy_steps": 2, "publish_if": "evaluation", "publish_margin": 0.1}
-    assert keys_without_effect(config(rollout=rollout, trainer=trainer)) == []
+    assert [*keys_without_effect(config(rollout=rollout, trainer=trainer))] == []
     live = {"source": "live", "group_size": 4, "max_tokens": 9, "live": {"wait_seconds": 1, "weights": {"thumbs": 2.0}}}
-    assert keys_without_effect(config(rollout=live, trainer={"max_off_policy_steps": 2})) == []
+    assert [*keys_without_effect(config(rollout=live, trainer={"max_off_policy_steps": 2}))] == []
     played = {"evaluate_on": "environment", "evaluate_samples": 8}
-    assert keys_without_effect(config(learner={"preset": "sft", "data": "x"}, trainer=played)) == []
+    assert [*keys_without_effect(config(learner={"preset": "sft", "data": "x"}, trainer=played))] == []
 
 
 def test_the_table_names_keys_that_exist() -> None:
     parts = {"learner": LearnerSettings(), "rollout": RolloutSettings(), "trainer": TrainerSettings()}
-    keys = [key for part, settings in parts.items() for key in flat_keys(asdict(settings), part)]  # type: ignore[call-overload]
+    keys = [key for part, settings in parts.items() for key in flat_keys(asdict(settings), f"{part}.")]  # type: ignore[call-overload]
     for named in {*SWITCHES, *(key for keys_of_kind in UNUSED.values() for key in keys_of_kind)}:
         assert any(key == named or key.startswith(f"{named}.") for key in keys), named
 

@@ -7,8 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from parallm.engine.compiled_forward import CompiledForward, row_bucket
-from parallm.engine.decode_batch import DecodeBatchFactory, SlotDecodeBatch
+from parallm.engine.decode_batch import CompiledForward, DecodeBatchFactory, SlotDecodeBatch, row_bucket
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.budget import measure_cost
 from parallm.engine.kv.shapes import in_quarters

@@ -11,9 +11,8 @@ import pytest
 
 from parallm.device.blas import load_blas
 from parallm.device.settings import DeviceSettings
-from parallm.engine.engine import Engine
+from parallm.engine.engine import Engine, is_out_of_memory
 from parallm.engine.settings import EngineSettings
-from parallm.engine.step_failures import is_out_of_memory
 from parallm.errors import EngineStopped
 from parallm.model.shared_model import SharedModel
 from parallm.types import Completion, GenerationRequest, TokenEvent

@@ -66,7 +66,7 @@ def foresee(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[Comple
 
     def propose(lookup: NgramLookup, row: Row, completion: Sequence[int], most: int) -> Draft | None:
         truth = known[row.request.request_id][row.index].tokens[len(completion) :][:most]
-        return Draft([(token + wrong_by) % 385 for token in truth], 4) if truth else None
+        return Draft([(token + wrong_by) % 385 for token in truth], 4, len(completion)) if truth else None
 
     monkeypatch.setattr(NgramLookup, "propose", propose)
 

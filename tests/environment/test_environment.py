@@ -15,7 +15,7 @@ from parallm.environment.environment import MultiTurnEnvironment, connect
 from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.settings import ArithmeticSettings, CustomSettings, Gsm8kSettings
 from parallm.errors import ConfigError
-from parallm.run.environments import build_environment
+from parallm.run.training_data import build_environment
 from parallm.types import Message
 
 ROOT = Path(__file__).parents[2]

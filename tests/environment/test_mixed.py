@@ -3,8 +3,10 @@ from collections.abc import Mapping, Sequence
 from parallm.environment.calculator import Calculator
 from parallm.environment.environment import Ask, Mixed, connect, environment_of
 from parallm.environment.settings import ArithmeticSettings, CalculatorSettings, MixedPart, MixedSettings
-from parallm.run.environments import build_environment
-from parallm.types import Problem, Split
+from parallm.rollout.episode import Episode
+from parallm.rollout.scoring import score_call
+from parallm.run.training_data import build_environment
+from parallm.types import GenerationRequest, Message, Problem, SamplingParams, Split
 
 EASY = ArithmeticSettings(levels=(1,), num_train=30, num_test=10)
 HARD = ArithmeticSettings(levels=(3,), num_train=30, num_test=10)
@@ -39,7 +41,11 @@ def test_a_problem_is_scored_by_its_own_environment() -> None:
     environment = mixed()
     for name, parts in (("easy", {"correct", "format"}), ("tool", {"correct", "format", "calls"})):
         problem = next(problem for problem in environment.problems("test") if problem.environment == name)
-        found = environment.score(problem, f"#### {problem.answer}")
+        request = GenerationRequest(request_id="r", prompt_tokens=(1,), sampling=SamplingParams(max_tokens=8))
+        episode = Episode(problem=problem, request=request, index=0)
+        episode.text = f"#### {problem.answer}"
+        episode.turns = [Message(role="assistant", content=episode.text)]
+        found = score_call(environment, episode)()
         assert isinstance(found, Mapping)
         assert set(found) == parts
         assert found["correct"] == 1

@@ -22,7 +22,7 @@ from bench.workers.memory import settled
 from bench.workers.workbench import Workbench, open_workbench, random_adapter
 
 from parallm.engine import decode_batch
-from parallm.engine.compiled_forward import row_bucket
+from parallm.engine.decode_batch import row_bucket
 from parallm.engine.decoder import Decoder
 from parallm.engine.kv.attention_metadata import AttentionMetadata
 from parallm.engine.kv.shapes import EMPTY, MIN_POSITIONS, BufferShape, grown, in_quarters

@@ -6,7 +6,7 @@ from parallm.environment.environment import Mixed
 from parallm.environment.settings import ArithmeticSettings, MixedPart, MixedSettings
 from parallm.errors import ConfigError, ProblemError
 from parallm.rollout.problems import ProblemStream, Stream, make_stream
-from parallm.run.environments import build_environment
+from parallm.run.training_data import build_environment
 from parallm.types import Message, Problem
 
 

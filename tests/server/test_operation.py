@@ -10,11 +10,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from starlette.types import Message
 
+from parallm.server.generation import EventStream
 from parallm.server.operation import routes_operation
 from parallm.server.operation.http_server import HttpServer
 from parallm.server.operation.sockets import bind
 from parallm.server.settings import ServerSettings
-from parallm.server.streaming import EventStream
 from tests.server.conftest import make_app
 
 FREE_PORT = ServerSettings(port=0)
@@ -210,7 +210,8 @@ def test_a_client_that_takes_nothing_is_given_up_and_its_sources_are_closed() ->
 
         source = endless("source")
         await anext(source)
-        await EventStream(endless("events"), source, name="a", stall_seconds=0.05)({"type": "http"}, receive, send)
+        stream = EventStream(endless("events"), source, name="a", stall_seconds=0.05, failed=lambda _: b"")
+        await stream({"type": "http"}, receive, send)
         return num_sent
 
     assert asyncio.run(run()) == 4

@@ -3,7 +3,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from parallm.server.streaming import merged
+from parallm.server.generation import merged
 
 
 class Counter:

@@ -16,7 +16,7 @@ from parallm.environment.calculator import Calculator
 from parallm.environment.environment import Ask
 from parallm.environment.settings import ArithmeticSettings, CalculatorSettings, MixedPart, MixedSettings
 from parallm.learner.learner import Learner
-from parallm.run.environments import build_environment
+from parallm.run.training_data import build_environment
 from parallm.types import Message, Problem, Split, TrajectoryGroup
 
 Train = Callable[..., int]

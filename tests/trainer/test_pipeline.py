@@ -11,7 +11,7 @@ from parallm.errors import EngineStopped
 from parallm.rollout.collector import Collector
 from parallm.rollout.problems import ProblemStream
 from parallm.rollout.settings import RolloutSettings
-from parallm.trainer.pipeline import Pipeline
+from parallm.trainer.trainer import Pipeline
 from parallm.types import Completion, GenerationRequest, Message, Problem, WeightSpan
 
 

@@ -1,12 +1,12 @@
-"""Logits of all rows -> one token and its log-probability per row, in one pass.
+"""Logits of all rows -> one token and its log-probability per row, in one pass; log-probs of a prompt's tokens.
 
 A row's random numbers depend on its seed and position only, so the same seed gives the same tokens in any batch.
 
-Axes: B rows, V vocabulary, K alternatives.
+Axes: B rows, T positions of a chunk, N rows or positions, H hidden, V vocabulary, K alternatives.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -15,22 +15,25 @@ import numpy.typing as npt
 from parallm.engine.sampling.filters import Filters, filtered, filters_of
 from parallm.model.kernels.cuda import interned_array
 from parallm.model.logprobs import Softmax, softmax_of
+from parallm.model.shared_model import SharedModel
 from parallm.seeds import mix_all
-from parallm.types import SamplingParams
+from parallm.types import PromptLogprob, SamplingParams, TopLogprob
 
 DRAW_BLOCK = 128
 STEPS_AHEAD = 16
 """Steps for which random numbers are made together."""
+MAX_POSITIONS = 128
+"""Positions of a prompt whose logits exist at the same time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
-    """Lazy arrays of one step; `top_*` are None where no row asked for alternatives."""
+    """Lazy arrays of one step."""
 
     tokens_B: mx.array
     logprobs_B: mx.array
-    top_tokens_BK: mx.array | None
-    top_logprobs_BK: mx.array | None
+    top: Sequence[mx.array]
+    """See `alternatives`."""
 
 
 class Noise:
@@ -100,10 +103,7 @@ def sample(
         if rows.greedy_B is not None:
             tokens_B = mx.where(rows.greedy_B, _most_likely(chosen), tokens_B)
     logprobs_B = softmax.logprobs(tokens_B[:, None])[:, 0]
-    top_tokens_BK, top_logprobs_BK = alternatives(softmax, rows.max_alternatives)
-    return SampledTokens(
-        tokens_B=tokens_B, logprobs_B=logprobs_B, top_tokens_BK=top_tokens_BK, top_logprobs_BK=top_logprobs_BK
-    )
+    return SampledTokens(tokens_B=tokens_B, logprobs_B=logprobs_B, top=alternatives(softmax, rows.max_alternatives))
 
 
 def _most_likely(softmax: Softmax) -> mx.array:
@@ -141,12 +141,52 @@ def _uniforms(seeds_B: npt.NDArray[np.uint64], positions_NB: npt.NDArray[np.uint
     return mx.array(pairs_NB2.astype(np.float32) * np.float32(2.0**-24))
 
 
-def alternatives(softmax: Softmax, count: int) -> tuple[mx.array | None, mx.array | None]:
-    """The `count` likeliest tokens and their log-probs, the likeliest first, (N, K) each; None for a count of 0."""
+def alternatives(softmax: Softmax, count: int) -> Sequence[mx.array]:
+    """The `count` likeliest tokens and their log-probs, the likeliest first, (N, K) each; none for a count of 0."""
     if count == 0:
-        return None, None
+        return ()
     count = min(count, softmax.scaled_NV.shape[-1])
     top_BK = mx.argpartition(-softmax.scaled_NV, kth=count - 1, axis=-1)[:, :count]
     logprobs_BK = softmax.logprobs(top_BK)
     order_BK = mx.argsort(-logprobs_BK, axis=-1)
     return mx.take_along_axis(top_BK, order_BK, axis=-1), mx.take_along_axis(logprobs_BK, order_BK, axis=-1)
+
+
+def read_alternatives(top: Sequence[mx.array], num_rows: int) -> Sequence[tuple[TopLogprob, ...]]:
+    """The `alternatives` of each row, waiting for the device."""
+    if not top:
+        return [()] * num_rows
+    return [tuple(map(TopLogprob, *row)) for row in zip(*(array.tolist() for array in top), strict=True)]
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptLogprobScorer:
+    """Scores a prompt along with its chunks; the numbers equal those that the learner computes for the same tokens."""
+
+    sampling: SamplingParams
+    _scored: list[tuple[Sequence[int], list[mx.array]]] = field(default_factory=list)
+
+    def add(self, model: SharedModel, hidden_TH: mx.array, next_tokens: Sequence[int]) -> list[mx.array]:
+        """Score the token after each position, as far as the prompt has one; returns the arrays to evaluate."""
+        computed: list[mx.array] = []
+        for start in range(0, len(next_tokens), MAX_POSITIONS):
+            tokens = next_tokens[start : start + MAX_POSITIONS]
+            arrays = self._score(model, hidden_TH[start : start + len(tokens)], tokens)
+            self._scored.append((tokens, arrays))
+            computed += arrays
+        return computed
+
+    def read(self) -> tuple[PromptLogprob | None, ...]:
+        """Log-probs by position; the first token has none."""
+        logprobs: list[PromptLogprob | None] = [None]
+        for tokens, (logprobs_N, ranks_N, *top) in self._scored:
+            columns = (tokens, logprobs_N.tolist(), ranks_N.tolist(), read_alternatives(top, len(tokens)))
+            logprobs += [PromptLogprob(token=a, logprob=b, rank=c, top=d) for a, b, c, d in zip(*columns, strict=True)]
+        return tuple(logprobs)
+
+    def _score(self, model: SharedModel, hidden_NH: mx.array, tokens: Sequence[int]) -> list[mx.array]:
+        softmax = softmax_of(model.head(hidden_NH), mx.full((len(tokens),), self.sampling.temperature))
+        tokens_N1 = mx.array(tokens, mx.int32)[:, None]
+        ranks_N = (softmax.scaled_NV > mx.take_along_axis(softmax.scaled_NV, tokens_N1, axis=-1)).sum(axis=-1) + 1
+        top = alternatives(softmax, self.sampling.prompt_logprobs or 0)
+        return [softmax.logprobs(tokens_N1)[:, 0], ranks_N, *top]

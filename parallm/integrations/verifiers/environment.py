@@ -1,15 +1,20 @@
 """Environments of the package `verifiers` as environments of ParaLLM, whatever their kind.
 
 An environment plays its own episodes in an event loop of its own; `VerifiersEnvironment` hands their questions to the
-rollout runner. `TasksetSource` and `ClassicSource` are the two kinds.
+rollout runner. `TasksetSource` and `ClassicSource` are the two kinds, which `load_verifiers` chooses from.
 """
 
 import asyncio
 import atexit
+import importlib
+import importlib.metadata
+import importlib.util
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any, Protocol, TypeVar
 
 from parallm.environment.settings import VerifiersSettings
@@ -18,6 +23,8 @@ from parallm.integrations.verifiers.exchange import Drive, Exchange
 from parallm.types import Message, Problem, Split
 
 T = TypeVar("T")
+SHIPPED = "verifiers.v1.tasksets"
+INSTALL = "pip install 'parallm[verifiers]'"
 CLOSE_SECONDS = 10.0
 MODEL = "policy"
 """The model's name, as environments know it."""
@@ -116,7 +123,6 @@ class VerifiersEnvironment:
         self._source = make_source(settings.options, self._loop)
         self._make_source = make_source
         self._tasks: dict[str, tuple[TaskSource, Any]] = {}
-        self._openings: dict[str, tuple[Message, ...]] = {}
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Raises ConfigError where options do not fit, ProblemError where the data cannot be read."""
@@ -140,11 +146,11 @@ class VerifiersEnvironment:
 
     def open(self, problem: Problem, count: int) -> Sequence[VerifiersSession]:
         source, task = self._tasks[problem.answer]
-        exchanges = [Exchange(drive, self._openings[problem.answer]) for drive in source.drives(task, count)]
+        exchanges = [Exchange(drive, problem.messages) for drive in source.drives(task, count)]
         return [VerifiersSession(exchange, self._loop, self._settings.correct_at) for exchange in exchanges]
 
     def _problem(self, source: TaskSource, key: str, task: Any, opening: tuple[Message, ...]) -> Problem:
-        self._tasks[key], self._openings[key] = (source, task), opening
+        self._tasks[key] = source, task
         return Problem(problem_id=key, messages=opening, answer=key, tools=source.tools(task))
 
 
@@ -168,3 +174,57 @@ async def played_opening(source: TaskSource, task: Any) -> tuple[Message, ...]:
         raise ProblemError(f"the environment's episode cannot begin: {error!r}") from error
     finally:
         exchange.close()
+
+
+def load_verifiers(settings: VerifiersSettings) -> VerifiersEnvironment:
+    """Make the environment that `settings` names. Raises ConfigError for a package that is missing or does not fit."""
+    version, module = installed_version(), environment_module(settings.id)
+    found = f"environment.id={settings.id!r}", importlib.metadata.version("verifiers")
+    # the module of a kind is imported when it is needed, since each fits other versions of the package
+    if hasattr(module, "load_environment"):
+        if version >= (0, 4):
+            raise ConfigError(
+                "{} is of the kind with load_environment, which verifiers {} does not have any more: "
+                "pip install 'verifiers>=0.3.1,<0.4'".format(*found)
+            )
+        kind = importlib.import_module("parallm.integrations.verifiers.classic").ClassicSource
+    else:
+        if version < (0, 4):
+            raise ConfigError(
+                "{} has no load_environment; tasksets, the newer kind of environments, need verifiers 0.4, and {} is "
+                "installed: ".format(*found)
+                + INSTALL
+            )
+        kind = importlib.import_module("parallm.integrations.verifiers.taskset").TasksetSource
+    return VerifiersEnvironment(settings, partial(kind, settings.id))
+
+
+def installed_version() -> tuple[int, ...]:
+    """The package's major and minor version. Raises ConfigError without the package."""
+    try:
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ConfigError(f"environment=verifiers needs the package verifiers: {INSTALL}") from error
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def environment_module(environment_id: str) -> ModuleType:
+    """Import the module of an id such as `owner/some-name@1.0`, as the package does. Raises ConfigError."""
+    name = environment_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    try:
+        return importlib.import_module(f"{SHIPPED}.{name}" if is_shipped(name) else name)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            raise ConfigError(
+                f"environment.id={environment_id!r}: no module {name} is installed; install the environment's package "
+                "(`prime env install OWNER/NAME`, or pip install its folder), or add its folder to PYTHONPATH"
+            ) from error
+        raise ConfigError(f"environment.id={environment_id!r} cannot be imported: {error}") from error
+
+
+def is_shipped(name: str) -> bool:
+    """Whether the package brings the taskset."""
+    try:
+        return importlib.util.find_spec(f"{SHIPPED}.{name}") is not None
+    except ModuleNotFoundError:
+        return False

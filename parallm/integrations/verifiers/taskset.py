@@ -11,21 +11,24 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import aiohttp
 from pydantic import ValidationError
 
 import verifiers.v1 as vf
 from parallm.errors import ConfigError
-from parallm.integrations.verifiers import harness
 from parallm.integrations.verifiers.environment import MODEL, TOTAL, BackgroundLoop, EpisodeFailed
 from parallm.integrations.verifiers.exchange import Drive, Exchange, NoMoreTurns, UnsupportedEpisode
 from parallm.types import Message, Split
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.dialects import Dialect
+from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.types import content_text
 
+__all__ = ["OneQuestion", "TasksetSource"]
+
 HARNESS = "parallm_one_question"
-sys.modules[HARNESS] = harness  # the package finds harnesses by the name of a top-level module
+sys.modules[HARNESS] = sys.modules[__name__]  # the package finds harnesses by the name of a top-level module
 CLIENT = vf.EvalClientConfig(base_url="http://parallm.invalid/v1", api_key_var="PARALLM_NO_KEY")
 
 
@@ -54,8 +57,8 @@ class TasksetSource:
     def opening(self, task: vf.Task) -> tuple[Message, ...]:
         if task.data.prompt is None:
             return ()
-        one_question = harness.OneQuestion(harness.OneQuestionConfig(id=HARNESS))
-        return tuple(to_message(message) for message in harness.opening(one_question, task.data))
+        harness = OneQuestion(OneQuestionConfig(id=HARNESS))
+        return tuple(to_message(message) for message in opening_of(harness, task.data))
 
     def tools(self, task: vf.Task) -> str:
         return ""  # environments with tools are refused
@@ -170,3 +173,46 @@ def to_message(message: vf.Message) -> Message:
     if isinstance(content, list) and any(part.type != "text" for part in content):
         raise UnsupportedEpisode("a message holds an image, and only text can be trained on")
     return Message(role=message.role, content=content_text(content))
+
+
+class OneQuestionConfig(vf.HarnessConfig):
+    pass
+
+
+class OneQuestion(vf.Harness[OneQuestionConfig]):
+    """The harness that plays a task without a process of its own: one question per segment.
+
+    Its calls of the model go through the package's interception server, so stops, limits, rewrites and traces hold.
+    """
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        """Ask once. A refusal, as by a stop or a limit, becomes an exit code that the package understands."""
+        body = {"model": ctx.model, "messages": [message_to_wire(message) for message in opening_of(self, data)]}
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+            session.post(f"{endpoint}/chat/completions", json=body, headers=headers) as response,
+        ):
+            text = await response.text()
+        return vf.ProgramResult(exit_code=int(response.status != 200), stdout="", stderr=text)
+
+
+def opening_of(harness: vf.Harness[OneQuestionConfig], data: vf.TaskData) -> vf.Messages:
+    """Return the conversation that a segment begins with."""
+    system, prompt = harness.resolve_prompt(data)
+    messages = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+    return [*([vf.SystemMessage(content=system)] if system else []), *messages]

@@ -104,10 +104,6 @@ def make_adapter(
     where known. Raises AdapterError if there is no target, if a target lacks an array, or if an array is not of its
     rank, AdapterNotFinite if one holds NaN or infinity, or would with its scale.
     """
-    single = {key: arrays[key].astype(mx.float32) for key in sorted(arrays)}
-    targets = tuple(sorted({key.rpartition(".")[0] for key in single if key != REWARD_HEAD}))
-    check_arrays(targets, single, {target: ranks.get(target, rank) for target in targets})
-    mx.eval(single)
     adapter = Adapter(
         name=name,
         version=version,
@@ -115,15 +111,15 @@ def make_adapter(
         step=step,
         rank=rank,
         alpha=float(alpha),
-        ranks=_exceptions(ranks, rank, targets),
-        alphas=_exceptions(alphas, float(alpha), targets),
+        ranks=ranks,
+        alphas=alphas,
         rslora=rslora,
         dropout=float(dropout),
-        targets=targets,
-        arrays=MappingProxyType(single),
+        targets=(),
+        arrays=arrays,
         digest="",
     )
-    return replace(adapter, digest=arrays_digest(single, adapter.max_scale, checksums))
+    return _checked(adapter, checksums)
 
 
 def next_version(adapter: Adapter, arrays: Mapping[str, mx.array], checksums: Checksums, step: int) -> Adapter:
@@ -143,20 +139,22 @@ def with_arrays(
     checksums: Checksums | None = None,
 ) -> Adapter:
     """An adapter of the same name and form as `adapter`; see `make_adapter`."""
-    return make_adapter(
-        arrays,
-        name=adapter.name,
-        version=version,
-        parent=parent,
-        step=step,
-        rank=adapter.rank,
-        alpha=adapter.alpha,
-        ranks=adapter.ranks,
-        alphas=adapter.alphas,
-        rslora=adapter.rslora,
-        dropout=adapter.dropout,
-        checksums=checksums,
+    return _checked(replace(adapter, version=version, parent=parent, step=step, arrays=arrays), checksums)
+
+
+def _checked(adapter: Adapter, checksums: Checksums | None) -> Adapter:
+    single = {key: adapter.arrays[key].astype(mx.float32) for key in sorted(adapter.arrays)}
+    targets = tuple(sorted({key.rpartition(".")[0] for key in single if key != REWARD_HEAD}))
+    check_arrays(targets, single, {target: adapter.ranks.get(target, adapter.rank) for target in targets})
+    mx.eval(single)
+    made = replace(
+        adapter,
+        targets=targets,
+        arrays=MappingProxyType(single),
+        ranks=_exceptions(adapter.ranks, adapter.rank, targets),
+        alphas=_exceptions(adapter.alphas, adapter.alpha, targets),
     )
+    return replace(made, digest=arrays_digest(single, made.max_scale, checksums))
 
 
 def _exceptions(values: Mapping[str, Value], usual: Value, targets: tuple[str, ...]) -> Mapping[str, Value]:

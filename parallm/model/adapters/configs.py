@@ -160,9 +160,9 @@ def _mlx_keys(targets: tuple[str, ...], num_layers: int) -> tuple[list[str], int
     full paths.
     """
     layered = layered_names(targets)
-    if layered is None or layered.layers != tuple(range(num_layers - len(layered.layers), num_layers)):
+    if layered is None or layered[1] != list(range(num_layers - len(layered[1]), num_layers)):
         return list(targets), num_layers
-    return [*layered.names, *outside_layers(targets)], len(layered.layers)
+    return [*layered[0], *outside_layers(targets)], len(layered[1])
 
 
 def with_one_scale(adapter: Adapter, rank: int, scale: float) -> dict[str, mx.array]:
@@ -194,8 +194,8 @@ def peft_config(adapter: Adapter, base_name: str, modules: Mapping[str, str]) ->
         "rank_pattern": to_pattern(ranks, targets),
         "alpha_pattern": to_pattern(alphas, targets),
         "lora_dropout": adapter.dropout,
-        "target_modules": list(layered.names) if layered else targets,
-        "layers_to_transform": list(layered.layers) if layered else None,
+        "target_modules": layered[0] if layered else targets,
+        "layers_to_transform": layered[1] if layered else None,
         "layers_pattern": "layers" if layered else None,
         "use_rslora": adapter.rslora,
         "use_dora": adapter.is_dora,

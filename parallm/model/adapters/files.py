@@ -10,9 +10,8 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -44,103 +43,84 @@ PEFT_HEAD = re.compile(r"(?:base_model\.model\.)?score(?:\.modules_to_save\.defa
 Arrays = Mapping[str, mx.array]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredAdapter:
-    """A file's arrays and config in the terms of `Adapter`."""
-
-    arrays: dict[str, mx.array]
-    metadata: Mapping[str, str]
-    rank: int
-    alpha: float
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    alphas: Mapping[str, float] = field(default_factory=dict)
-    rslora: bool
-    dropout: float
-
-    def check_targets(self, targets: Mapping[str, tuple[int, int]]) -> None:
-        """Raise AdapterError unless every array fits a target of the base (target -> inputs, outputs)."""
-        for name in sorted(self.arrays.keys() - {REWARD_HEAD}):
-            target, _, part = name.rpartition(".")
-            shape = self.arrays[name].shape
-            if target not in targets:
-                raise AdapterError(
-                    f"it has {name} {shape}, but {target} is no LoRA target here; {_way_out(target, targets)}"
-                )
-            (inputs, outputs), rank = targets[target], self.ranks.get(target, self.rank)
-            expected = {"lora_a": (inputs, rank), "lora_b": (rank, outputs), "m": (outputs,)}.get(part, shape)
-            if shape != expected:
-                raise AdapterError(
-                    f"it does not fit this base: {name} has shape {shape}, expected {expected}; set model.path to the "
-                    "base that it was trained on"
-                )
+def _check_fit(adapter: Adapter, targets: Mapping[str, tuple[int, int]]) -> None:
+    """Raise AdapterError unless every array fits a target of the base (target -> inputs, outputs)."""
+    for name in sorted(adapter.arrays.keys() - {REWARD_HEAD}):
+        target, _, part = name.rpartition(".")
+        shape = adapter.arrays[name].shape
+        if target not in targets:
+            raise AdapterError(
+                f"it has {name} {shape}, but {target} is no LoRA target here; {_way_out(target, targets)}"
+            )
+        (inputs, outputs), rank = targets[target], adapter.ranks.get(target, adapter.rank)
+        expected = {"lora_a": (inputs, rank), "lora_b": (rank, outputs), "m": (outputs,)}[part]
+        if shape != expected:
+            raise AdapterError(
+                f"it does not fit this base: {name} has shape {shape}, expected {expected}; set model.path to the "
+                "base that it was trained on"
+            )
 
 
-def from_mlx(config: MlxConfig, arrays: Arrays, metadata: Mapping[str, str]) -> StoredAdapter:
-    """Raises AdapterError."""
+def _from_mlx(config: MlxConfig, arrays: Arrays, metadata: Mapping[str, str], identity: Mapping[str, Any]) -> Adapter:
     _check_experts(arrays)
     _check_magnitudes(arrays, config.fine_tune_type == "dora")
     lora, rslora = config.lora_parameters, bool(metadata.get("rslora"))
     alpha = lora.scale * (math.sqrt(lora.rank) if rslora else lora.rank)
     exact = float(metadata.get("alpha", alpha))  # alpha / rank * rank need not be alpha
-    return StoredAdapter(
-        arrays=dict(arrays),
-        metadata=metadata,
+    return make_adapter(
+        arrays,
         rank=lora.rank,
         alpha=exact if math.isclose(exact, alpha) else alpha,
         rslora=rslora,
         dropout=lora.dropout,
+        **identity,
     )
 
 
-def from_peft(config: PeftConfig, tensors: Arrays, metadata: Mapping[str, str], model_type: str) -> StoredAdapter:
-    """`model_type` is that of the base, by which its layers are known. Raises AdapterError."""
-    names = names_to_read(model_type, is_ours="digest" in metadata)
-    arrays: dict[str, mx.array] = {}
-    modules: dict[str, str] = {}  # names in the file by target
-    for name, tensor in tensors.items():
-        if config.has_reward_head and PEFT_HEAD.fullmatch(name):
-            arrays[REWARD_HEAD] = _one_score(tensor)
-            continue
-        match = PEFT_TENSOR.fullmatch(name)
-        if match is None:
+def _from_peft(
+    config: PeftConfig, tensors: Arrays, model_type: str, identity: Mapping[str, Any], *, is_ours: bool
+) -> Adapter:
+    modules: dict[str, str] = {}
+    arrays = from_peft_names(tensors, model_type, is_ours=is_ours, modules=modules)
+    for name in arrays.keys() & tensors.keys():
+        if not (config.has_reward_head and PEFT_HEAD.fullmatch(name)):
             raise AdapterError(f"it holds {name}, which is no lora_A, lora_B or magnitude of a linear layer")
-        target = names.from_peft(match["module"])
-        modules[target] = match["module"]
-        arrays[_array_name(match, target)] = mx.contiguous(tensor.T)
+        arrays[REWARD_HEAD] = _one_score(arrays.pop(name))
     _check_magnitudes(arrays, config.use_dora)
     ranks = values_by_name(config.rank_pattern or {}, modules.values())
     alphas = values_by_name(config.alpha_pattern or {}, modules.values())
-    return StoredAdapter(
-        arrays=arrays,
-        metadata=metadata,
+    return make_adapter(
+        arrays,
         rank=config.r,
         alpha=config.lora_alpha,
         ranks={target: ranks[module] for target, module in modules.items() if module in ranks},
         alphas={target: alphas[module] for target, module in modules.items() if module in alphas},
         rslora=config.use_rslora,
         dropout=config.lora_dropout,
+        **identity,
     )
 
 
-def from_peft_names(tensors: Arrays, model_type: str) -> dict[str, mx.array]:
+def from_peft_names(
+    tensors: Arrays, model_type: str, *, is_ours: bool = False, modules: dict[str, str] | None = None
+) -> dict[str, mx.array]:
     """Tensors under PEFT's names as arrays of an adapter; other names stay as they are.
 
-    Raises AdapterError where PEFT's adapters of this type have other numbers.
+    `model_type` is that of the base, by which its layers are known. `modules` gets the names in the file by target.
+    Raises AdapterError where PEFT's adapters of this type have other numbers, unless `is_ours`.
     """
     arrays: dict[str, mx.array] = {}
     for name, tensor in tensors.items():
         match = PEFT_TENSOR.fullmatch(name)
         if match is None:
             arrays[name] = tensor
-        else:
-            target = names_to_read(model_type, is_ours=False).from_peft(match["module"])
-            arrays[_array_name(match, target)] = mx.contiguous(tensor.T)
+            continue
+        target = names_to_read(model_type, is_ours=is_ours).from_peft(match["module"])
+        part = f"lora_{match['part'].lower()}" if match["part"] else "m"
+        arrays[f"{target}.{part}"] = mx.contiguous(tensor.T)
+        if modules is not None:
+            modules[target] = match["module"]
     return arrays
-
-
-def _array_name(match: re.Match[str], target: str) -> str:
-    part = f"lora_{match['part'].lower()}" if match["part"] else "m"
-    return f"{target}.{part}"
 
 
 def _one_score(tensor: mx.array) -> mx.array:
@@ -250,24 +230,20 @@ def read_adapter(
     PEFT may call its layers as transformers does. `name` and `version` replace those in the file; a file from
     elsewhere has none and becomes version 0 of `policy`. Raises AdapterError.
     """
-    stored = _read_stored(folder, model_type)
-    metadata = stored.metadata
+    config, arrays, metadata = _read_stored(folder)
     try:
+        identity = {
+            "name": name if name is not None else metadata.get("name", POLICY),
+            "version": version if version is not None else int(metadata.get("version", "0")),
+            "parent": int(metadata["parent"]) if metadata.get("parent") else None,
+            "step": int(metadata.get("step", "0")),
+        }
+        if isinstance(config, MlxConfig):
+            adapter = _from_mlx(config, arrays, metadata, identity)
+        else:
+            adapter = _from_peft(config, arrays, model_type, identity, is_ours="digest" in metadata)
         if targets is not None:
-            stored.check_targets(targets)
-        adapter = make_adapter(
-            stored.arrays,
-            name=name if name is not None else metadata.get("name", POLICY),
-            version=version if version is not None else int(metadata.get("version", "0")),
-            parent=int(metadata["parent"]) if metadata.get("parent") else None,
-            step=int(metadata.get("step", "0")),
-            rank=stored.rank,
-            alpha=stored.alpha,
-            ranks=stored.ranks,
-            alphas=stored.alphas,
-            rslora=stored.rslora,
-            dropout=stored.dropout,
-        )
+            _check_fit(adapter, targets)
     except (AdapterError, ValueError) as error:
         raise AdapterError(f"the adapter in {folder} cannot be used: {error}") from error
     if metadata.get("digest", adapter.digest) != adapter.digest:
@@ -280,7 +256,7 @@ def base_of(folder: Path) -> str:
 
     Raises AdapterError if the adapter cannot be read.
     """
-    return _read_stored(folder, "").metadata.get("base_sha256", "")
+    return _read_stored(folder)[2].get("base_sha256", "")
 
 
 def write_arrays(path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
@@ -303,13 +279,11 @@ def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     return loaded
 
 
-def _read_stored(folder: Path, model_type: str) -> StoredAdapter:
+def _read_stored(folder: Path) -> tuple[MlxConfig | PeftConfig, Arrays, Mapping[str, str]]:
+    """The config, the arrays and their metadata. Raises AdapterError."""
     try:
         config = parse_config(_text(folder / CONFIG))
-        arrays, metadata = read_arrays(folder / (MLX_WEIGHTS if isinstance(config, MlxConfig) else PEFT_WEIGHTS))
-        if isinstance(config, MlxConfig):
-            return from_mlx(config, arrays, metadata)
-        return from_peft(config, arrays, metadata, model_type)
+        return config, *read_arrays(folder / (MLX_WEIGHTS if isinstance(config, MlxConfig) else PEFT_WEIGHTS))
     except FileNotFoundError as error:
         present = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else "no such folder"
         raise AdapterError(

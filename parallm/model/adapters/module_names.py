@@ -9,6 +9,7 @@ import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
 from typing import TypeVar
 
 from parallm.errors import AdapterError
@@ -151,6 +152,11 @@ def _with_tail(name: str, pairs: Pairs) -> str:
     return name if pair is None else name.removesuffix(pair[0]) + pair[1]
 
 
+# PEFT takes a key of a pattern as a regular expression: the first one that matches the end of a path, from a dot on,
+# counts. Adapters come from strangers, and an expression can take a time that is exponential in its length. So a key
+# is names with dots between them, `.*` for anything, `^` for the beginning of the path, and `|` between alternatives.
+# A dot is a dot.
+
 LETTERS = frozenset(string.ascii_letters + string.digits + "_-.")
 ANYTHING = ".*"
 DOT = "\0"
@@ -159,40 +165,9 @@ MAX_ANYTHING = 256
 """Limit for one pattern: keys with `.*` are compared with every name, while others are looked up."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Alternative:
-    """One of a key's expressions, which `|` separates.
-
-    PEFT takes a key as a regular expression: the first one that matches the end of a path, from a dot on, counts.
-    Adapters come from strangers, and an expression can take a time that is exponential in its length. So none is run
-    here: a key is names with dots between them, `.*` for anything, `^` for the beginning of the path, and `|` between
-    alternatives. A dot is a dot.
-    """
-
-    pieces: tuple[str, ...]
-    """Texts before, between and after each `.*`."""
-    is_whole: bool
-    """Whether the first piece begins the path."""
-
-    def matches(self, name: str) -> bool:
-        begin, last = self._end_of_first(name), self.pieces[-1]
-        for piece in self.pieces[1:-1]:
-            start = name.find(piece, begin) if begin >= 0 else -1
-            begin = start + len(piece) if start >= 0 else -1
-        return begin >= 0 and name.endswith(last) and len(name) - len(last) >= begin
-
-    def _end_of_first(self, name: str) -> int:
-        """The earliest end of the first piece, or -1."""
-        first = self.pieces[0]
-        if name.startswith(first):
-            return len(first)
-        dot = -1 if self.is_whole else name.find(f".{first}")
-        return dot + 1 + len(first) if dot >= 0 else -1
-
-
 def check_keys(pattern: Iterable[str]) -> None:
     """Raise AdapterError for a key that is more than names, dots, `.*`, `^` and `|`."""
-    number = sum(len(alternative.pieces) - 1 for key in pattern for alternative in _alternatives(key))
+    number = sum(glob.count("*") for key in pattern for glob, _ in _alternatives(key))
     if number > MAX_ANYTHING:
         raise AdapterError(f"the keys of a pattern have {ANYTHING} {number} times, the limit is {MAX_ANYTHING}")
 
@@ -201,38 +176,40 @@ def values_by_name(pattern: Mapping[str, Value], names: Iterable[str]) -> dict[s
     """The value of each of `names` that a key fits, as PEFT chooses it. Raises AdapterError for other expressions."""
     check_keys(pattern)
     exact: dict[tuple[str, bool], int] = {}  # index of the key that names an end, or the whole path, without gaps
-    gapped: list[tuple[int, _Alternative]] = []
+    gapped: list[tuple[int, re.Pattern[str]]] = []
     for index, key in enumerate(pattern):
-        for alternative in _alternatives(key):
-            if len(alternative.pieces) > 1:
-                gapped.append((index, alternative))
+        for glob, is_whole in _alternatives(key):
+            if "*" in glob:  # `translate` makes expressions that take a time linear in theirs and the name's length
+                globs = [glob] if is_whole else [glob, f"*.{glob}"]
+                gapped.append((index, re.compile("|".join(map(translate, globs)))))
             else:
-                exact.setdefault((alternative.pieces[0], alternative.is_whole), index)
+                exact.setdefault((glob, is_whole), index)
     values = list(pattern.values())
     matches = {name: _matches(name, exact, gapped) for name in names}
     return {name: values[min(indices)] for name, indices in matches.items() if indices}
 
 
-def _matches(name: str, exact: Mapping[tuple[str, bool], int], gapped: list[tuple[int, _Alternative]]) -> list[int]:
+def _matches(name: str, exact: Mapping[tuple[str, bool], int], gapped: list[tuple[int, re.Pattern[str]]]) -> list[int]:
     """Indices of the keys that fit `name`."""
     ends = [(name, True), *((end, False) for end in _ends(name))]
-    gapped_matches = [index for index, alternative in gapped if alternative.matches(name)]
+    gapped_matches = [index for index, expression in gapped if expression.match(name)]
     return [exact[end] for end in ends if end in exact] + gapped_matches
 
 
-def _alternatives(key: str) -> list[_Alternative]:
+def _alternatives(key: str) -> list[tuple[str, bool]]:
+    """Each expression of a key with `*` for anything, and whether it begins the path."""
     alternatives = []
     for part in key.split("|"):
         text = part.removeprefix("^").removesuffix("$")
         # an escaped dot before a star is no dot of `.*`
-        pieces = tuple(piece.replace(DOT, ".") for piece in text.replace("\\.", DOT).split(ANYTHING))
+        pieces = [piece.replace(DOT, ".") for piece in text.replace("\\.", DOT).split(ANYTHING)]
         if not text or DOT in text or not all(LETTERS.issuperset(piece) for piece in pieces):
             raise AdapterError(
                 f"the key {key[:100]!r} of a pattern is an expression that is not read here; name layers by the ends "
                 f"of their paths, such as q_proj or layers.0.mlp.up_proj, with {ANYTHING} for anything and | between "
                 "alternatives"
             )
-        alternatives.append(_Alternative(pieces, part.startswith("^")))
+        alternatives.append(("*".join(pieces), part.startswith("^")))
     return alternatives
 
 
@@ -245,23 +222,15 @@ def _ends(name: str) -> list[str]:
 LAYER_TARGET = re.compile(r"(?P<stack>(?:.+\.)?layers)\.(?P<index>\d+)\.(?P<name>.+)")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayeredNames:
-    """Targets of which each of `layers` has all of `names`."""
-
-    names: tuple[str, ...]
-    """Paths within a layer, e.g. "self_attn.q_proj"."""
-    layers: tuple[int, ...]
-
-
-def layered_names(targets: Sequence[str]) -> LayeredNames | None:
-    """The targets within layers as names times layers; None if that would name others too, or if there are none."""
+def layered_names(targets: Sequence[str]) -> tuple[list[str], list[int]] | None:
+    """The targets within layers as paths within a layer times layers; None if that would name others too, or if there
+    are none."""
     matches = [match for target in targets if (match := LAYER_TARGET.fullmatch(target))]
     within = {(int(match["index"]), match["name"]) for match in matches}
     names, layers = sorted({name for _, name in within}), sorted({index for index, _ in within})
     if len({match["stack"] for match in matches}) != 1 or len(within) != len(names) * len(layers):
         return None
-    return LayeredNames(names=tuple(names), layers=tuple(layers))
+    return names, layers
 
 
 def layer_of(target: str) -> int | None:

@@ -4,6 +4,7 @@ JSON schemas of clients get bounds on white space and integers, which models rep
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ class GrammarCompiler:
                 rules = _calls(source.whitespace, **json.loads(source.text))
             case "text_and_calls":
                 rules = self._text_and_calls(source, **json.loads(source.text))
-        return "\n".join([f"start: {self._prefix(reasoning)} answer", rules, *self._reasoning_rules])
+        prefix = {None: "", True: "reasoning", False: "(reasoning_start reasoning)?"}[reasoning]
+        return "\n".join([f"start: {prefix} answer", rules, *self._reasoning_rules])
 
     def _text_and_calls(self, source: GrammarSource, functions: Sequence[dict[str, Any]], several: bool) -> str:
         if self._call_marks is None:
@@ -129,9 +131,6 @@ class GrammarCompiler:
             return [f"{rule}: {rule.upper()} {special}", f"{rule.upper()}: {TEXT}"]
         spelled = "".join(f"\\x{{{ord(character):x}}}" for character in mark)
         return [f"{rule}[lazy]: /(.|\\n)*{spelled}/"]
-
-    def _prefix(self, reasoning: bool | None) -> str:
-        return {None: "", True: "reasoning", False: "(reasoning_start reasoning)?"}[reasoning]
 
     @cached_property
     def _reasoning_rules(self) -> Sequence[str]:
@@ -174,18 +173,9 @@ def _functions(functions: Sequence[dict[str, Any]], whitespace: str | None) -> s
 
 
 def _slashed(regex: str) -> str:
-    """A regular expression between slashes."""
-    return "".join("\\/" if part == "/" else part for part in _pieces(regex)).replace("\n", "\\n")
-
-
-def _pieces(regex: str) -> list[str]:
-    """Characters; an escaped one and its backslash are one piece."""
-    pieces, start = [], 0
-    while start < len(regex):
-        length = 2 if regex[start] == "\\" else 1
-        pieces.append(regex[start : start + length])
-        start += length
-    return pieces
+    """A regular expression between slashes, in which slashes that are not escaped and line ends are."""
+    escaped = re.sub(r"\\.|/", lambda match: "\\/" if match[0] == "/" else match[0], regex, flags=re.DOTALL)
+    return escaped.replace("\n", "\\n")
 
 
 def enforceable(schema: Any, whitespace: str | None) -> str:
@@ -209,14 +199,11 @@ def _bounded(schema: Any) -> Any:
         return [_bounded(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    bounded = {keyword: _bounded_keyword(keyword, value) for keyword, value in schema.items()}
+    bounded = {keyword: _bounded(value) if keyword in SCHEMAS else value for keyword, value in schema.items()}
+    for keyword, schemas in schema.items():
+        if keyword in BY_NAME and isinstance(schemas, dict):
+            bounded[keyword] = {name: _bounded(each) for name, each in schemas.items()}
     return bounded | (_missing_bounds(schema) if _is_integer(schema.get("type")) and not VALUES & schema.keys() else {})
-
-
-def _bounded_keyword(keyword: str, value: Any) -> Any:
-    if keyword in BY_NAME and isinstance(value, dict):
-        return {name: _bounded(schema) for name, schema in value.items()}
-    return _bounded(value) if keyword in SCHEMAS else value
 
 
 def _is_integer(kind: Any) -> bool:

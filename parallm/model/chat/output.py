@@ -1,6 +1,7 @@
 """Parses a model's text into reasoning, tool calls and the answer itself, by the marks that mlx-lm knows of it."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -10,6 +11,8 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from parallm.conversation import Section, ToolCall
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 """Name of a function in OpenAI's API; some parsers take any text for one."""
@@ -61,20 +64,15 @@ class OutputFormat:
         return OutputReader(self._machines[has_tools].make_state(state))
 
     def parse_calls(self, text: str, tools: Sequence[Mapping[str, object]]) -> list[ToolCall]:
-        """The calls in a section `tool`; none if the model wrote something else there."""
-        try:
-            parsed = self._parsed(text, [dict(tool) for tool in tools])
-            return [_tool_call(item) for item in (parsed if isinstance(parsed, list) else [parsed])]
-        except (ValueError, RecursionError):  # Python's json gives up on deep nesting with the latter
-            return []
-
-    def _parsed(self, text: str, tools: list[dict[str, object]]) -> Any:
+        """The calls in a section `tool`; none if the model wrote something else there, or its notation is unknown."""
         if self._parse is None:
-            raise ValueError("the model's notation of tool calls is unknown")
+            return []
         try:
-            return self._parse(text, tools)
-        except Exception as error:  # a parser meets whatever the model wrote
-            raise ValueError(str(error)) from error
+            parsed = self._parse(text, [dict(tool) for tool in tools])
+            return [_tool_call(item) for item in (parsed if isinstance(parsed, list) else [parsed])]
+        except Exception:  # a parser meets whatever the model wrote
+            logger.debug("the model wrote no call", exc_info=True)
+            return []
 
 
 class OutputReader:

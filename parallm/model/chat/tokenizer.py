@@ -22,7 +22,6 @@ TEXTS_BY_MODEL = frozenset({"content", "reasoning_content"})
 ASSISTANT = "assistant"
 PLACEHOLDER = "the-turn-7f3a9c51"
 """Stands for the model's turn while the template is rendered around it; no user's message holds it."""
-REPLACEMENT = "\ufffd"  # what decoders give for a character whose bytes are not complete yet
 
 
 class ChatTokenizer:
@@ -80,18 +79,12 @@ class ChatTokenizer:
         A model without a template gets the messages' contents joined by newlines. Raises InvalidRequest where the
         template refuses the messages.
         """
-        text = self.render_chat(messages)
-        return self.encode_more(text) if self.has_chat_template else self.encode(text)
+        return self.encode_prompt(_turns(messages)).tokens
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The text that `encode_chat` encodes; it may hold marks of `ControlTokens`.
-
-        Raises InvalidRequest where the template refuses the messages.
-        """
-        turns = self._guarded([{"role": message.role, "content": message.content} for message in messages])
-        if not self.has_chat_template:
-            return "\n".join(str(turn["content"]) for turn in turns) + "\n"
-        return self.template.render(turns)
+        """The text that `encode_chat` encodes; it may hold marks of `ControlTokens`. Raises as it does."""
+        turns = self._guarded(_turns(messages))
+        return self.template.render(turns) if self.has_chat_template else _joined(turns, (), None, "answer")
 
     def encode_prompt(
         self,
@@ -157,9 +150,9 @@ class ChatTokenizer:
     def _rendered(self, messages: Sequence[Message], answer: str | None) -> str:
         if not self.has_chat_template:
             return "" if answer is None else answer
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        turns += [] if answer is None else [{"role": "assistant", "content": answer}]
-        return self.template.render(turns, end="message" if answer is not None else "answer")
+        if answer is None:
+            return self.template.render(_turns(messages))
+        return self.template.render(_turns([*messages, Message(role=ASSISTANT, content=answer)]), end="message")
 
     def token_text(self, token: int) -> str:
         """Text of one token, special tokens shown."""
@@ -181,6 +174,10 @@ class ChatTokenizer:
         return self.eos_token_ids | {int(token) for token in ends if token is not None}
 
 
+def _turns(messages: Sequence[Message]) -> list[dict[str, object]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
 def _joined(
     turns: Sequence[Mapping[str, object]],
     tools: Sequence[Mapping[str, object]],
@@ -192,32 +189,6 @@ def _joined(
         name = "tools" if tools else "chat_template_kwargs" if variables else "messages"
         raise InvalidRequest(f"the model has no chat template, so {name} cannot reach it", name)
     return "\n".join(str(turn["content"]) for turn in turns) + ("" if end == "unfinished" else "\n")
-
-
-class GrowingText:
-    """Text of a token sequence that grows; decodes only from the last safe index, so cost per token is bounded."""
-
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._safe = 0  # tokens before this are in `text`
-        self._context = 0  # decoding starts here: a tokenizer may write a token differently at the start of a text
-        self.text = ""
-
-    def add(self, token: int) -> None:
-        """Append a token; `text` grows by the characters that are complete."""
-        self._tokens.append(token)
-        before = self._tokenizer.decode(self._tokens[self._context : self._safe])
-        now = self._tokenizer.decode(self._tokens[self._context :])
-        if len(now) > len(before) and not now.endswith(REPLACEMENT):
-            self.text += now[len(before) :]
-            self._context, self._safe = self._safe, len(self._tokens)
-
-    def finish(self) -> None:
-        """Take incomplete characters over as they are."""
-        before = self._tokenizer.decode(self._tokens[self._context : self._safe])
-        self.text += self._tokenizer.decode(self._tokens[self._context :])[len(before) :]
-        self._context = self._safe = len(self._tokens)
 
 
 def reply_tokens(

@@ -6,7 +6,7 @@ all its A, unless `small_batch_gemm` has done so; `expand` splits the base's joi
 adds the product with the rows' B. Where that output comes in parts, `expand` adds them up. They are named as in vLLM,
 after Punica (https://arxiv.org/abs/2310.18547).
 
-Axes: B rows, T tokens, V versions, N numbers (see `lora/packed.py`), I input, O output, P parts of a sum, S parts of
+Axes: B rows, T tokens, V versions, N numbers (see `lora/segmented.py`), I input, O output, P parts of a sum, S parts of
 the base's output, K ranks of a group's targets side by side.
 """
 

@@ -1,18 +1,118 @@
 """LoRA of rows that use any versions, by the CUDA kernels of `kernels/segmented_lora.py` (as SGMV; Punica).
 
-`MergedLinear` applies it, for all targets of one input at once. Axes: B rows.
+`MergedLinear` applies it, for all targets of one input at once. All LoRA weights of a version are packed into few
+arrays, and a kernel knows where in an array its own begin. As arrays of their own the weights of eight versions of an
+8B shape are 2,816, each of which costs the host a microsecond a step; a single array would count in full for each
+kernel that is handed over, and MLX launches what it has collected once that is much. Several versions are stacked, so
+that a kernel has one input for all of them.
+
+Axes: B rows, V versions, N numbers of a version in an array, I input, O output, R rank, K ranks of a group's targets
+side by side.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, islice
 
 import mlx.core as mx
 
-from parallm.model.kernels.cuda import MIN_ON_DEVICE, interned_array
-from parallm.model.kernels.segmented_lora import GroupWeights, Targets
-from parallm.model.lora.packed import PackedLayout, PackedLora
+from parallm.model.kernels.cuda import MIN_ON_DEVICE, VECTOR_BYTES, interned_array
+from parallm.model.kernels.segmented_lora import COLUMNS, GroupWeights, PackedGroup, Targets
+from parallm.model.lora.single import SingleLora
 
 NO_ADAPTER = -1  # as the version of a row
+MAX_NUMBERS = 1 << 21  # of a version in an array; one group's weights are never split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedLayout:
+    """The layout of all groups. Versions that are alike share one, so comparing layouts costs nothing."""
+
+    groups: Mapping[Targets, PackedGroup]
+    num_arrays: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLora:
+    """The weights of some versions in few arrays (V, N)."""
+
+    layout: PackedLayout
+    arrays: tuple[mx.array, ...]
+
+    @property
+    def num_versions(self) -> int:
+        return self.arrays[0].shape[0]
+
+    def version(self, index: int) -> "PackedLora":
+        """One of the versions, not evaluated."""
+        return PackedLora(layout=self.layout, arrays=tuple(array[index : index + 1] for array in self.arrays))
+
+
+def pack_lora(adapter: SingleLora, groups: Sequence[Targets], dtype: mx.Dtype) -> PackedLora | None:
+    """An adapter's weights as one version, evaluated.
+
+    None where the kernels cannot serve it: DoRA, another type than the base's, a part of a group's targets, a target in
+    no group, sizes that are no whole vectors.
+    """
+    if adapter.dora_scale_O or not {target for targets in groups for target in targets} >= adapter.a_IR.keys():
+        return None
+    layouts: list[PackedGroup] = []
+    parts: list[list[mx.array]] = [[]]  # of each array
+    for targets in groups:
+        present = [target in adapter.a_IR for target in targets]
+        if not any(present):
+            continue
+        b_RO = [adapter.b_RO[target] for target in targets if target in adapter.b_RO]
+        weights = [_joined_a(adapter, targets).T, *b_RO]
+        if not all(present) or not _fits(weights, dtype):
+            return None
+        if parts[-1] and sum(array.size for array in (*parts[-1], *weights)) > MAX_NUMBERS:
+            parts.append([])
+        ends = accumulate((array.size for array in weights), initial=sum(array.size for array in parts[-1]))
+        layouts.append(
+            PackedGroup(
+                targets=targets,
+                ranks=tuple(array.shape[0] for array in b_RO),
+                widths=tuple(array.shape[1] for array in b_RO),
+                array=len(parts) - 1,
+                starts=tuple(islice(ends, len(weights))),
+            )
+        )
+        parts[-1] += weights
+    if not layouts:
+        return None
+    arrays = tuple(mx.concatenate([array.flatten() for array in part])[None] for part in parts)
+    mx.eval(arrays)
+    return PackedLora(layout=_layout(tuple(layouts)), arrays=arrays)
+
+
+def stack_packed(versions: Sequence[PackedLora]) -> PackedLora:
+    """All versions in this order; they have one layout. Evaluated."""
+    arrays = tuple(mx.concatenate(parts) for parts in zip(*(version.arrays for version in versions), strict=True))
+    mx.eval(arrays)
+    return PackedLora(layout=versions[0].layout, arrays=arrays)
+
+
+def _joined_a(adapter: SingleLora, targets: Targets) -> mx.array:
+    return adapter.joined[targets[0]].a_IK if targets[0] in adapter.joined else adapter.a_IR[targets[0]]
+
+
+@cache
+def _layout(groups: tuple[PackedGroup, ...]) -> PackedLayout:
+    return PackedLayout(groups={group.targets: group for group in groups}, num_arrays=groups[-1].array + 1)
+
+
+def _fits(weights: Sequence[mx.array], dtype: mx.Dtype) -> bool:
+    """Whether threads can read whole vectors of A (K, I) and each B (R, O), and warps have whole columns."""
+    values = VECTOR_BYTES // dtype.size
+    ranks = [array.shape[0] for array in weights[1:]]
+    return (
+        all(array.dtype == dtype for array in weights)
+        and weights[0].shape[0] == sum(ranks)
+        and not any(rank % COLUMNS for rank in ranks)
+        and not any(array.shape[1] % values for array in weights)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@
 | the learner | the version in training | CPU | `SingleLora` | `single.py` |
 | the learner | the version in training, with dropout | any | `DropoutLora` | `training.py` |
 
-`choose` is this table. DoRA, and adapters whose targets or ranks differ, do not pack (`pack_lora`). `SegmentedLora`,
+DoRA, and adapters whose targets or ranks differ, do not pack (`pack_lora`). `SegmentedLora`,
 `TrainingLora` and forwards of the base run through `MergedLinear`, all others through each `LoraLinear` by itself.
 """
 
@@ -24,11 +24,18 @@ import mlx.core as mx
 
 from parallm.model.adapters.adapter import Adapter, Key
 from parallm.model.kernels.cuda import on_cuda
-from parallm.model.lora.concatenated import ConcatenatedLora, ConcatenatedLoras, concatenate_loras
+from parallm.model.lora.concatenated import ConcatenatedLoras, concatenate_loras
 from parallm.model.lora.dora import lora_scaling
 from parallm.model.lora.linear import LoraBinding
-from parallm.model.lora.packed import PackedLayout, PackedLora, pack_lora, stack_packed
-from parallm.model.lora.segmented import NO_ADAPTER, SegmentedLora, order_rows
+from parallm.model.lora.segmented import (
+    NO_ADAPTER,
+    PackedLayout,
+    PackedLora,
+    SegmentedLora,
+    order_rows,
+    pack_lora,
+    stack_packed,
+)
 from parallm.model.lora.single import SingleLora, single_lora
 from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel
@@ -41,35 +48,13 @@ CacheKey = TypeVar("CacheKey", bound=Hashable)
 Value = TypeVar("Value")
 
 
-def choose(
-    num_versions: int, *, with_base: bool = False, packs: bool = False, trains: bool = False, drops: bool = False
-) -> type[LoraBinding] | None:
-    """The implementation for rows of `num_versions` adapter versions, and of the base if `with_base`.
-
-    `packs`: the kernels can serve the versions together. `trains`: a gradient goes back through the forward, in which
-    inputs are dropped if `drops`.
-    """
-    if num_versions == 0:
-        return None
-    if trains:
-        return DropoutLora if drops else TrainingLora if on_cuda() else SingleLora
-    if packs:
-        return SegmentedLora
-    if num_versions == 1 and not with_base:
-        return SingleLora
-    return ConcatenatedLora
-
-
 def training_lora(adapter: SingleLora, dropout: float, key: mx.array) -> LoraBinding:
     """`adapter` for a forward that is differentiated, with `dropout` of its inputs: each target drops its own.
 
     With dropout `adapter` must not be widened (`single_lora`).
     """
-    kind = choose(1, trains=True, drops=dropout > 0)
-    if kind is SingleLora:
-        return adapter
-    if kind is TrainingLora:
-        return TrainingLora(adapter)
+    if dropout == 0:
+        return TrainingLora(adapter) if on_cuda() else adapter
     keys = mx.random.split(key, len(adapter.a_IR))
     split = replace(adapter, joined={})  # joined targets would share their input
     return DropoutLora(split, dropout, dict(zip(sorted(adapter.a_IR), keys, strict=True)))
@@ -96,16 +81,15 @@ class LoraSelector:
     def _select(self, adapters_B: Sequence[Adapter | None]) -> LoraBinding | None:
         keys_B = [None if adapter is None else adapter.key for adapter in adapters_B]
         adapters = {key: adapter for key, adapter in zip(keys_B, adapters_B, strict=True) if key and adapter}
-        packed = self._packed.of(adapters) if adapters and self._model.groups else None
-        kind = choose(len(adapters), with_base=None in keys_B, packs=packed is not None)
-        if kind is None:
+        if not adapters:
             return None
+        packed = self._packed.of(adapters) if self._model.groups else None
         if packed is not None:
             weights, index = packed
             index_B = [NO_ADAPTER if key is None else index[key] for key in keys_B]
             return SegmentedLora(weights=weights, order_B2=order_rows(index_B, weights.num_versions))
         order = sorted(adapters)
-        if kind is SingleLora:
+        if len(order) == 1 and None not in keys_B:
             return self._single(order[0], adapters[order[0]])
         loras = _cached(
             self._concatenated,

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from parallm.environment.arithmetic import Arithmetic
 from parallm.environment.calculator import Calculator
-from parallm.environment.custom import import_module
+from parallm.environment.custom import import_callable
 from parallm.environment.environment import (
     AnyEnvironment,
     Environment,
@@ -23,7 +23,7 @@ from parallm.environment.environment import (
 from parallm.environment.gsm8k import Gsm8k
 from parallm.environment.math_answer import marked_number, parse_number
 from parallm.environment.settings import ArithmeticSettings, CalculatorSettings, Gsm8kSettings
-from parallm.errors import ConfigError, InvalidRequest
+from parallm.errors import InvalidRequest
 from parallm.types import FinishReason, Message, Problem
 
 ANSWER = "answer"
@@ -55,18 +55,9 @@ ScoringFunction: TypeAlias = Callable[[ScoringInput], Rewards | Awaitable[Reward
 def load_scoring_functions(targets: Mapping[str, str]) -> dict[str, ScoringFunction]:
     """Import the functions. Raises ConfigError for one that is not there."""
     return {
-        name: _load(f"rollout.live.scoring_functions.{name}={target!r}", target) for name, target in targets.items()
+        name: import_callable(target, f"rollout.live.scoring_functions.{name}={target!r}", "function")
+        for name, target in targets.items()
     }
-
-
-def _load(setting: str, target: str) -> ScoringFunction:
-    module_name, colon, function_name = target.partition(":")
-    if not (module_name and colon and function_name):
-        raise ConfigError(f"{setting} must have the form package.module:function")
-    function: ScoringFunction | None = getattr(import_module(module_name, setting), function_name, None)
-    if not callable(function):
-        raise ConfigError(f"{setting}: {module_name} has no function {function_name}")
-    return function
 
 
 class EnvironmentScoring:

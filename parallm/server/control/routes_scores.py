@@ -10,12 +10,12 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.errors import ContextTooLong, InvalidRequest, Unavailable, UnknownModel
+from parallm.errors import InvalidRequest, Unavailable, UnknownModel
 from parallm.server.connection import json_response, received, while_connected
 from parallm.server.interfaces import Rate, RewardModels
 from parallm.server.openai.chat_schemas import ChatMessage
 from parallm.server.openai.translate import to_turn
-from parallm.server.request_limits import check_items, check_text, check_texts
+from parallm.server.request_limits import check_items, check_text, check_texts, too_long
 from parallm.server.schemas import FIRST_FAULT, Wire, parse_body
 from parallm.server.service import Service
 from parallm.types import Message, ScoringRequest
@@ -179,9 +179,4 @@ def _check_texts(service: Service, body: ScoreBody, name: str) -> None:
 def _check_lengths(service: Service, items: Sequence[ScoringRequest], name: str) -> None:
     longest = max(len(item.prompt_tokens) + max(map(len, item.completions)) for item in items)
     if longest > service.engine.max_context:
-        raise ContextTooLong(
-            f"{name} has {longest} tokens, this model's maximum context length is {service.engine.max_context}; "
-            "shorten it",
-            name,
-            setting="engine.max_context",
-        )
+        raise too_long(name, f"{longest} tokens", str(service.engine.max_context))

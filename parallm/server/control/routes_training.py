@@ -1,4 +1,4 @@
-"""Control of training: pause, resume, one step, an update on given trajectories, a checkpoint: wire types and routes.
+"""Training: status, pause, resume, one step, an update on given trajectories, a checkpoint: wire types and routes.
 
 The routes call the trainers' `Training` interface. Texts of given trajectories become tokens here.
 """
@@ -12,20 +12,24 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from fastapi import APIRouter
 from pydantic import AfterValidator, Field, PlainValidator
+from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from parallm.errors import ContextTooLong, InvalidRequest, Unavailable
+from parallm.errors import InvalidRequest, Unavailable
+from parallm.reports import TrainingStatus
+from parallm.server.catalog import card_of, checkpoint_names, served_policy
 from parallm.server.connection import body_of, json_response, received, while_connected
-from parallm.server.control.training_status import status_answer
 from parallm.server.interfaces import Tokenizer, Training
 from parallm.server.openai.completion_schemas import WeightVersions
 from parallm.server.openai.translate import MIN_TEMPERATURE
-from parallm.server.request_limits import check_items, check_text
+from parallm.server.request_limits import check_items, check_text, too_long
 from parallm.server.schemas import FIRST_FAULT, MAX_INT, Tokens, Wire, is_tokens, parse_body
 from parallm.server.service import Service
 from parallm.types import GivenTrajectory, WeightSpan
 
+FINAL_STATES = ("serving", "finished", "failed")
+"""States without further steps."""
 MAX_TRAJECTORIES = 4096
 
 
@@ -121,12 +125,7 @@ def parse_trajectory(body: TrajectoryBody, index: int, tokenizer: Tokenizer, max
     prompt = _tokens(body, name, tokenizer)
     tokens, text = _completion(body, name, tokenizer)
     if len(prompt) + len(tokens) > max_context:
-        raise ContextTooLong(
-            f"{name} has {len(prompt) + len(tokens)} tokens, this model's maximum context length is {max_context}; "
-            "shorten it",
-            name,
-            setting="engine.max_context",
-        )
+        raise too_long(name, f"{len(prompt) + len(tokens)} tokens", str(max_context))
     for field in ("logprobs", "loss_mask"):
         values = getattr(body, field)
         if values is not None and len(values) != len(tokens):
@@ -206,19 +205,25 @@ def _checked_spans(body: TrajectoryBody, name: str, num_tokens: int) -> list[Wei
 def training_routes(service: Service) -> APIRouter:
     router, given = APIRouter(), service.training
 
+    @router.get("/v1/training/status")
+    @router.get("/debug/training")
+    async def training_status() -> Response:
+        """What the trainer does now, and the numbers of its last step."""
+        return _status_answer(service)
+
     @router.post("/v1/training/pause")
     async def pause(http: Request) -> Response:
         """Begin no further step. The present one ends first; then the status says `paused`."""
         body = await body_of(service, http, TrainingBody)
         training(given).pause(body.policy)
-        return status_answer(service)
+        return _status_answer(service)
 
     @router.post("/v1/training/resume")
     async def resume(http: Request) -> Response:
         """Begin steps again."""
         body = await body_of(service, http, TrainingBody)
         training(given).resume(body.policy)
-        return status_answer(service)
+        return _status_answer(service)
 
     @router.post("/v1/training/update")
     async def update(http: Request) -> Response:
@@ -259,7 +264,7 @@ async def _step(service: Service, http: Request, trainers: Training, body: Updat
             "update_inference",
         )
     folders = await while_connected(http.receive, trainers.step(body.policy, body.checkpoint_name))
-    return status_answer(service, **({"folders": dict(folders)} if folders else {}))
+    return _status_answer(service, **({"folders": dict(folders)} if folders else {}))
 
 
 async def _train_on(
@@ -269,10 +274,41 @@ async def _train_on(
         body.policy, trajectories, serve=body.update_inference, checkpoint_name=body.checkpoint_name
     )
     update = await while_connected(http.receive, work)
-    return status_answer(service, update=dataclasses.asdict(update))
+    return _status_answer(service, update=dataclasses.asdict(update))
 
 
 def training(given: Training | None) -> Training:
     if given is None:
         raise Unavailable("this process serves and does not train; start it with python -m parallm.train")
     return given
+
+
+def _status_answer(service: Service, **more: object) -> Response:
+    """Return the status, and `more` fields of a route."""
+    # a loss can be NaN, which JSON does not have; NumPy scalars become what their text says
+    fields = to_json(_fields(_complete_status(service)) | more, inf_nan_mode="null", fallback=str)
+    return Response(fields, media_type="application/json")
+
+
+def _complete_status(service: Service) -> TrainingStatus:
+    status = service.status()
+    policies = {name: _complete(service, own, name) for name, own in status.policies.items()}
+    return dataclasses.replace(_complete(service, status, served_policy(service)), policies=policies)
+
+
+def _complete(service: Service, status: TrainingStatus, policy: str) -> TrainingStatus:
+    card, traffic = card_of(policy, service.catalog()), service.trajectories.get(policy)
+    return dataclasses.replace(
+        status,
+        training_enabled=status.state not in FINAL_STATES,
+        current_lora=None if card is None else f"checkpoint-{card.version}",
+        available_checkpoints=tuple(checkpoint_names(service, policy)),
+        trajectories_collected=status.trajectories_collected if traffic is None else traffic.report().num_collected,
+        shares={} if service.device is None else dict(service.device.shares()),
+    )
+
+
+def _fields(status: TrainingStatus) -> dict[str, object]:
+    fields = {field.name: getattr(status, field.name) for field in dataclasses.fields(status)}
+    policies = {name: _fields(policy) for name, policy in status.policies.items()}
+    return fields | {"metrics": dict(status.metrics), "policies": policies}

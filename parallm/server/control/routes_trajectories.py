@@ -1,6 +1,5 @@
 """Rewards for completions that a policy learns from, and what became of them: wire types and routes."""
 
-import dataclasses
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -9,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.errors import Unavailable, UnknownTrajectory
+from parallm.reports import TrajectoryReport
 from parallm.server.connection import body_of, json_response
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
@@ -29,19 +29,9 @@ class TrajectoryRewardAnswer(Wire):
     """The weighted sum of the parts."""
 
 
-class TrajectoryStatistics(Wire):
-    num_waiting: int
-    num_rewarded: int
-    num_reserved: int
-    oldest_seconds: float
-    num_collected: int
-    num_trained: int
-    dropped: dict[str, int]
-
-
 class TrajectoryList(Wire):
-    data: dict[str, TrajectoryStatistics]
-    """Statistics by policy."""
+    data: dict[str, TrajectoryReport]
+    """Counts by policy."""
 
 
 def trajectory_routes(service: Service) -> APIRouter:
@@ -57,8 +47,7 @@ def trajectory_routes(service: Service) -> APIRouter:
     @router.get("/v1/trajectories")
     async def statistics() -> Response:
         """How many trajectories wait, and what became of the others, by policy."""
-        reports = {name: trajectories.report() for name, trajectories in service.trajectories.items()}
-        data = {name: TrajectoryStatistics(**dataclasses.asdict(report)) for name, report in reports.items()}
+        data = {name: trajectories.report() for name, trajectories in service.trajectories.items()}
         return json_response(TrajectoryList(data=data))
 
     return router

@@ -11,9 +11,10 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from parallm.errors import InvalidRequest, UnknownModel
+from parallm.reports import VersionReport
 from parallm.server.catalog import answered_by, card_of
 from parallm.server.engine_gateway import answer_id
 from parallm.types import BASE, AdapterCard, Completion, GenerationRequest
@@ -30,15 +31,11 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficSplit:
-    """The models in `shares`, which add up to 1, answer requests for `name`."""
-
-    name: str
-    shares: Mapping[str, float]
+Shares: TypeAlias = Mapping[str, float]
+"""Shares of the requests for a name by the model that answers, which add up to 1."""
 
 
-async def _store_nothing(_: Mapping[str, Mapping[str, float]]) -> None: ...
+async def _store_nothing(_: Mapping[str, Shares]) -> None: ...
 
 
 class TrafficSplits:
@@ -51,21 +48,21 @@ class TrafficSplits:
         self,
         catalog: Callable[[], tuple[AdapterCard, ...]],
         policies: Sequence[str],
-        store: Callable[[Mapping[str, Mapping[str, float]]], Awaitable[None]] = _store_nothing,
-        given: Mapping[str, Mapping[str, float]] | None = None,
+        store: Callable[[Mapping[str, Shares]], Awaitable[None]] = _store_nothing,
+        given: Mapping[str, Shares] | None = None,
     ) -> None:
         self._catalog = catalog
         self._policies = policies
         self._store = store
-        self._splits = {name: TrafficSplit(name=name, shares=shares) for name, shares in (given or {}).items()}
+        self._splits = dict(given or {})
         self._lock = asyncio.Lock()  # one change at a time
         self._positions = positions()
         self._available: dict[str, frozenset[str]] = {}  # models of each split at its last request
 
-    def all(self) -> tuple[TrafficSplit, ...]:
-        return tuple(self._splits.values())
+    def all(self) -> Mapping[str, Shares]:
+        return self._splits
 
-    async def put(self, name: str, weights: Mapping[str, float]) -> TrafficSplit:
+    async def put(self, name: str, weights: Mapping[str, float]) -> None:
         """Split `name` from now on. Raises InvalidRequest, and UnknownModel for a target that is not there."""
         total = sum(weights.values())
         if not weights or len(weights) > MAX_TARGETS or min(weights.values()) < 0 or not 0 < total < float("inf"):
@@ -77,17 +74,16 @@ class TrafficSplits:
         for model in weights:
             if not self._is_available(model, self._catalog()):
                 raise UnknownModel(f"no model {model!r}; a split is among models that are there")
-        split = TrafficSplit(name=name, shares={model: weight / total for model, weight in weights.items()})
+        shares = {model: weight / total for model, weight in weights.items()}
         async with self._lock:
-            await self._change({**self._splits, name: split})
-        return split
+            await self._change({**self._splits, name: shares})
 
     async def remove(self, name: str) -> None:
         """Let `name` mean what it meant. Raises UnknownModel."""
         async with self._lock:
             if name not in self._splits:
                 raise UnknownModel(f"no split {name!r}; there are {sorted(self._splits)}")
-            await self._change({other: split for other, split in self._splits.items() if other != name})
+            await self._change({other: shares for other, shares in self._splits.items() if other != name})
 
     def routed(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """Route the requests of one answer, all to one side of the split of their name, if it has one.
@@ -95,31 +91,30 @@ class TrafficSplits:
         A user stays on a side as long as the shares do. Requests without a user take positions in turn: a hash of
         their ids would put one share in twenty of 2,000 requests off by more than two points.
         """
-        split = self._splits.get(requests[0].model)
-        if split is None:
+        name, user = requests[0].model, requests[0].user
+        if name not in self._splits:
             return list(requests)
-        user = requests[0].user
-        model = self._chosen(split, next(self._positions) if user is None else user_position(split.name, user))
-        return [replace(request, model=model, split=split.name) for request in requests]
+        model = self._chosen(name, next(self._positions) if user is None else user_position(name, user))
+        return [replace(request, model=model, split=name) for request in requests]
 
-    async def _change(self, splits: dict[str, TrafficSplit]) -> None:
-        await self._store({name: split.shares for name, split in splits.items()})
+    async def _change(self, splits: dict[str, Shares]) -> None:
+        await self._store(splits)
         self._available.clear()
         self._splits = splits
 
-    def _chosen(self, split: TrafficSplit, position: float) -> str:
-        """Return the model at a position from 0 to 1 among those still available; `split.name` itself if none is."""
-        cards = self._catalog()
-        shares = {model: share for model, share in split.shares.items() if self._is_available(model, cards)}
-        if shares.keys() != self._available.get(split.name, split.shares.keys()):
-            logger.warning("of the split of %s are left %s", split.name, ", ".join(shares) or "none")
-        self._available[split.name] = frozenset(shares)
+    def _chosen(self, name: str, position: float) -> str:
+        """Return the model at a position from 0 to 1 among those still available; `name` itself if none is."""
+        cards, whole = self._catalog(), self._splits[name]
+        shares = {model: share for model, share in whole.items() if self._is_available(model, cards)}
+        if shares.keys() != self._available.get(name, whole.keys()):
+            logger.warning("of the split of %s are left %s", name, ", ".join(shares) or "none")
+        self._available[name] = frozenset(shares)
         remaining = position * sum(shares.values())
         for model, share in shares.items():
             remaining -= share
             if remaining < 0:
                 return model
-        return next(reversed(shares), split.name)
+        return next(reversed(shares), name)
 
     def _is_available(self, model: str, cards: Sequence[AdapterCard]) -> bool:
         return model == BASE or model in self._policies or card_of(model, cards) is not None
@@ -143,9 +138,14 @@ class VersionCounts:
     num_rewards: int = 0
     reward_sum: float = 0.0
 
-    @property
-    def reward_mean(self) -> float | None:
-        return self.reward_sum / self.num_rewards if self.num_rewards else None
+    def report(self) -> VersionReport:
+        return VersionReport(
+            num_requests=self.num_requests,
+            num_completions=self.num_completions,
+            num_tokens=self.num_tokens,
+            num_rewards=self.num_rewards,
+            reward_mean=self.reward_sum / self.num_rewards if self.num_rewards else None,
+        )
 
 
 @dataclass(slots=True)

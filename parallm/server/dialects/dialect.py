@@ -31,7 +31,7 @@ class DialectRequest:
     body: CompletionBody
     whole: Callable[[ResponseContext], ResponseBuilder]
     stream: Callable[[ResponseContext], StreamBuilder] | None = None
-    """None: the dialect has no streams, and its `read` refuses them."""
+    """None: the dialect has no streams."""
     timeout_seconds: float | None = None
 
 

@@ -12,19 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.conversation import GrammarSource
-from parallm.errors import ParallmError
+from parallm.errors import InvalidRequest, ParallmError
 from parallm.server.connection import error_response, received
 from parallm.server.dialects.dialect import Dialect, DialectRequest
-from parallm.server.dialects.native import NATIVE
+from parallm.server.dialects.native import NATIVE, VERSIONED
 from parallm.server.dialects.sglang import SGLANG
 from parallm.server.dialects.trl import TRL
-from parallm.server.dialects.versioned import VERSIONED
-from parallm.server.dialects.vllm_legacy import VLLM_LEGACY
-from parallm.server.dialects.vllm_tokens import VLLM_TOKENS
+from parallm.server.dialects.vllm import VLLM_LEGACY, VLLM_TOKENS
 from parallm.server.failures import DeadlineExceeded, failure_of
-from parallm.server.generation import ChunkStream, respond
+from parallm.server.generation import ChunkStream, ResponseContext, respond
 from parallm.server.openai.grammars import body_grammar, constrained
-from parallm.server.openai.routes import response_context
 from parallm.server.openai.translate import completion_requests, with_lora_adapter
 from parallm.server.schemas import read_object
 from parallm.server.service import Service
@@ -100,6 +97,8 @@ def _parse(
     dialect = choose(value)
     try:
         asked = dialect.read(value if value.get("model") is not None else value | _default_model(service, value))
+        if asked.body.stream and asked.stream is None:
+            raise InvalidRequest("this body gets no stream here; send its prompt to /v1/completions", "stream")
         asked = replace(asked, body=with_lora_adapter(asked.body, service))
         answer_id = asked.body.request_id or f"gen-{uuid.uuid4().hex}"
         requests = completion_requests(asked.body, answer_id, service)
@@ -112,10 +111,13 @@ def _parse(
 async def _respond(service: Service, http: Request, parsed: EngineRequests) -> Response:
     asked, body = parsed.asked, parsed.asked.body
     requests = await constrained(parsed.requests, parsed.grammar, service, reasoning=None)
-    # these answers have the ids at places of their own
-    plain = body.model_copy(update={"request_id": None, "step_id": None})
-    context = response_context(service, parsed.answer_id, plain, requests, logprobs=False)
-    context.num_running = service.engine.stats().num_running
+    context = ResponseContext(
+        answer_id=parsed.answer_id,
+        body=body,
+        requests=requests,
+        tokenizer=service.tokenizer,
+        num_running=service.engine.stats().num_running,
+    )
     if body.stream and asked.stream is not None:
         builder = asked.stream(context)
         return await respond(service, http, builder, ChunkStream(service, builder))

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from parallm.errors import InvalidRequest
 from parallm.server.dialects.dialect import Dialect, DialectRequest, completion_body, vllm_sampling_fields
 from parallm.server.failures import Failure
 from parallm.server.generation import ResponseContext, weight_versions
@@ -80,8 +79,6 @@ def read(value: Mapping[str, Any]) -> DialectRequest:
     others = {RENAMED.get(name, name): item for name, item in value.items() if name not in own}
     params = {"logprobs": 0} | others | asked.generation_kwargs
     body = completion_body(vllm_sampling_fields(params, has_text=False) | {"prompt": asked.prompts})
-    if body.stream:
-        raise InvalidRequest("this body gets no stream; send its prompts to /v1/completions", "stream")
     return DialectRequest(body=body, whole=lambda context: TrlBuilder(context, has_logprobs=body.logprobs is not None))
 
 

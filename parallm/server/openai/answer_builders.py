@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from parallm.conversation import ToolCall
-from parallm.server.generation import UNFINISHED, ResponseContext, provenance
+from parallm.server.catalog import version_of
+from parallm.server.generation import ResponseContext, weight_versions
 from parallm.server.openai.chat_schemas import (
     AnsweredFunction,
     AnsweredToolCall,
@@ -26,7 +27,7 @@ from parallm.server.openai.completion_schemas import (
     Usage,
 )
 from parallm.server.openai.logprobs import chat_logprobs, completion_logprobs, echoed_logprobs, prompt_logprobs
-from parallm.server.openai.output_parser import MessageParser, MessagePart, OutputParsing, new_parser, parse_whole
+from parallm.server.openai.output_parser import MessageParser, MessagePart, OutputParsing, parse_whole
 from parallm.types import Completion, TokenEvent
 
 AnyAnswer = TypeVar("AnyAnswer", bound=Answer)
@@ -37,6 +38,12 @@ class AnswerBuilder:
 
     def __init__(self, context: ResponseContext) -> None:
         self.context = context
+        echo: dict[str, Any] = {
+            "request_id": context.body.request_id,
+            "step_id": context.body.step_id,
+            "logprobs_mode": "temperature" if context.logprobs else None,
+        }
+        self._echo = {name: value for name, value in echo.items() if value is not None}
 
     def _answer(
         self,
@@ -51,14 +58,14 @@ class AnswerBuilder:
             # clients that asked for usage get the field, null, in every other chunk
             fields["usage"] = usage
         answer_id, created = self.context.answer_id, self.context.created
-        return kind(id=answer_id, object=name, created=created, model=model, choices=choices, **fields)
+        return kind(id=answer_id, object=name, created=created, model=model, choices=choices, **fields, **self._echo)
 
     def _is_shown(self, event: TokenEvent) -> bool:
         """Return whether there is a chunk for the event's tokens, although it may have no text."""
-        return bool(event.tokens) and (self.context.logprobs or self.context.token_ids)
+        return bool(event.tokens) and (self.context.logprobs or self.context.body.return_token_ids)
 
     def _ids(self, name: str, tokens: Sequence[int]) -> dict[str, Any]:
-        return {name: list(tokens)} if self.context.token_ids else {}
+        return {name: list(tokens)} if self.context.body.return_token_ids else {}
 
     def _prompt_logprobs(self, completion: Completion) -> dict[str, Any]:
         count, logprobs = self.context.body.prompt_logprobs, completion.prompt_logprobs
@@ -85,7 +92,7 @@ class CompletionBuilder(AnswerBuilder):
         if not self._body.echo:
             return []
         choices = [
-            CompletionChoice(index=prompt * self._body.n + index, text=text, logprobs=None, **UNFINISHED)
+            CompletionChoice(index=prompt * self._body.n + index, text=text, logprobs=None, **_provenance(None))
             for prompt, text in enumerate(map(self._prompt_text, range(len(self._body.prompt))))
             for index in range(self._body.n)
         ]
@@ -100,12 +107,12 @@ class CompletionBuilder(AnswerBuilder):
         self._offsets[index] = offset + (sum(map(len, logprobs.tokens)) if logprobs else 0)
         ids = self._choice_ids(event.tokens, prompt if is_first else None)
         return self._chunk(
-            model, [CompletionChoice(index=index, text=event.text, logprobs=logprobs, **UNFINISHED, **ids)]
+            model, [CompletionChoice(index=index, text=event.text, logprobs=logprobs, **_provenance(None), **ids)]
         )
 
     def final_chunk(self, model: str, prompt: int, completion: Completion) -> CompletionAnswer:
         index = self.context.choice_index(prompt, completion.index)
-        return self._chunk(model, [CompletionChoice(index=index, text="", logprobs=None, **provenance(completion))])
+        return self._chunk(model, [CompletionChoice(index=index, text="", logprobs=None, **_provenance(completion))])
 
     def usage_chunk(self, model: str, usage: Usage) -> CompletionAnswer:
         return self._chunk(model, [], usage)
@@ -118,7 +125,7 @@ class CompletionBuilder(AnswerBuilder):
             index=self.context.choice_index(prompt, completion.index),
             text=self._prompt_text(prompt) + completion.text if self._body.echo else completion.text,
             logprobs=self._logprobs(prompt, completion),
-            **provenance(completion),
+            **_provenance(completion),
             **self._choice_ids(completion.tokens, prompt),
             **self._prompt_logprobs(completion),
         )
@@ -160,7 +167,7 @@ class ChatBuilder(AnswerBuilder):
         """Build the role of each choice; the first chunk has the prompt's token ids, where asked for."""
         role = ChatText(role="assistant", content="")
         choices = [
-            ChatChunkChoice(index=index, delta=role, logprobs=None, **UNFINISHED)
+            ChatChunkChoice(index=index, delta=role, logprobs=None, **_provenance(None))
             for index in range(self.context.requests[0].n)
         ]
         return [self._chunk(model, [choice], **({} if choice.index else self._prompt_ids())) for choice in choices]
@@ -173,7 +180,7 @@ class ChatBuilder(AnswerBuilder):
             index=event.index,
             delta=self._delta(event.index, part),
             logprobs=chat_logprobs(event, self.context.token_text) if self.context.logprobs else None,
-            **UNFINISHED,
+            **_provenance(None),
             **self._ids("token_ids", event.tokens),
         )
         return self._chunk(model, [choice])
@@ -185,7 +192,7 @@ class ChatBuilder(AnswerBuilder):
             index=index,
             delta=self._delta(index, part) if part else ChatText(),
             logprobs=None,
-            **provenance(completion, has_calls=parser.num_calls > 0),
+            **_provenance(completion, has_calls=parser.num_calls > 0),
         )
         return self._chunk(model, [choice])
 
@@ -204,12 +211,12 @@ class ChatBuilder(AnswerBuilder):
             index=completion.index,
             message=_text(part, calls, role="assistant", content=None if calls else ""),
             logprobs=chat_logprobs(completion, self.context.token_text) if self.context.logprobs else None,
-            **provenance(completion, has_calls=bool(calls)),
+            **_provenance(completion, has_calls=bool(calls)),
             **self._ids("token_ids", completion.tokens),
         )
 
     def _new_parser(self) -> MessageParser:
-        return new_parser(self.context.tokenizer.output, self.parsing)
+        return MessageParser(self.context.tokenizer.output, self.parsing)
 
     def _delta(self, index: int, part: MessagePart) -> ChatText:
         """Build a delta of a part whose calls the parser has counted already."""
@@ -238,3 +245,15 @@ def _answered(call: ToolCall, **position: int) -> AnsweredToolCall:
         function=AnsweredFunction(name=call.name, arguments=call.arguments),
         **position,
     )
+
+
+def _provenance(completion: Completion | None, *, has_calls: bool = False) -> dict[str, Any]:
+    """Return how a choice ended and which weights made it; null as long as it goes on."""
+    if completion is None:
+        return {"finish_reason": None, "policy_version": None, "weight_versions": None}
+    calls = has_calls and completion.finish_reason == "stop"
+    return {
+        "finish_reason": "tool_calls" if calls else completion.finish_reason,
+        "policy_version": version_of(completion),
+        "weight_versions": weight_versions(completion),
+    }

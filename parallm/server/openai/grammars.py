@@ -19,7 +19,7 @@ ANY_OBJECT = '{"type": "object"}'
 
 def body_grammar(body: GenerationBody) -> GrammarSource | None:
     """Return the grammar of vLLM's fields. Raises InvalidRequest if several are set."""
-    return _with_whitespace(_only(_vllm_forms(body)), body)
+    return _only(_vllm_forms(body), body)
 
 
 def chat_grammar(body: ChatBody) -> GrammarSource | None:
@@ -30,18 +30,23 @@ def chat_grammar(body: ChatBody) -> GrammarSource | None:
             sources.append(_source("json", ANY_OBJECT, "response_format"))
         case SchemaFormat(json_schema=schema):
             sources.append(_source("json", schema.json_schema, "response_format"))
-    if body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool):
-        sources.append(_forced_grammar(body))
+    if isinstance(body.tool_choice, NamedTool):
+        name = body.tool_choice.function.name
+        (tool,) = (tool for tool in body.tools if tool.function.name == name)
+        sources.append(_source("json", _parameters(tool), "tool_choice"))
+    elif body.tool_choice == "required":
+        sources.append(_source("calls", _functions(body), "tools"))
     elif template_tools(body):
         if sources:
             name = sources[0].parameter
             raise InvalidRequest(
                 f"{name} leaves no place for tool calls; send tool_choice 'none' or leave one of them out", name
             )
-        sources += _strict_grammars(body)
+        if any(tool.function.strict for tool in body.tools):  # text in which calls of these keep to their schemas
+            sources.append(_source("text_and_calls", _functions(body, all_strict=False), "tools"))
     if sources and body.continue_final_message:
         raise InvalidRequest(f"{sources[0].parameter} excludes continue_final_message", sources[0].parameter)
-    return _with_whitespace(_only(sources), body)
+    return _only(sources, body)
 
 
 async def constrained(
@@ -86,8 +91,15 @@ def _vllm_forms(body: GenerationBody) -> list[GrammarSource]:
     return [_source(form, value, name) for name, form, value in fields if value is not None]
 
 
-def _with_whitespace(source: GrammarSource | None, body: GenerationBody) -> GrammarSource | None:
-    """Apply the body's fields about white space. Raises InvalidRequest if they contradict, or without any JSON."""
+def _only(sources: Sequence[GrammarSource], body: GenerationBody) -> GrammarSource | None:
+    """Return the one source with the body's white space.
+
+    Raises InvalidRequest for several sources, and for fields about white space that contradict or lack any JSON.
+    """
+    if len(sources) > 1:
+        names = [source.parameter for source in sources]
+        raise InvalidRequest(f"only one of these can say what the text looks like: {names}", names[1])
+    source = sources[0] if sources else None
     outputs = body.structured_outputs or StructuredOutputs()
     fields = {
         "structured_outputs.disable_any_whitespace": "" if outputs.disable_any_whitespace else None,
@@ -118,30 +130,7 @@ def _check_json(source: GrammarSource) -> None:
             raise InvalidRequest(f"{source.parameter} is no JSON: {error}", source.parameter) from error
 
 
-def _only(sources: Sequence[GrammarSource]) -> GrammarSource | None:
-    if len(sources) > 1:
-        names = [source.parameter for source in sources]
-        raise InvalidRequest(f"only one of these can say what the text looks like: {names}", names[1])
-    return sources[0] if sources else None
-
-
-def _forced_grammar(body: ChatBody) -> GrammarSource:
-    """Return the grammar of the calls that `tool_choice` forces. Raises InvalidRequest."""
-    if isinstance(body.tool_choice, NamedTool):
-        name = body.tool_choice.function.name
-        (tool,) = (tool for tool in body.tools if tool.function.name == name)
-        return GrammarSource(form="json", text=json.dumps(_parameters(tool)), parameter="tool_choice")
-    return GrammarSource(form="calls", text=_functions(body), parameter="tools")
-
-
-def _strict_grammars(body: ChatBody) -> list[GrammarSource]:
-    """Return the grammar of text in which calls of strict functions keep to their schemas, if there are any."""
-    if not any(tool.function.strict for tool in body.tools):
-        return []
-    return [GrammarSource(form="text_and_calls", text=_functions(body, all_strict=False), parameter="tools")]
-
-
-def _functions(body: ChatBody, *, all_strict: bool = True) -> str:
+def _functions(body: ChatBody, *, all_strict: bool = True) -> dict[str, Any]:
     functions = [
         {
             "name": tool.function.name,
@@ -149,7 +138,7 @@ def _functions(body: ChatBody, *, all_strict: bool = True) -> str:
         }
         for tool in body.tools
     ]
-    return json.dumps({"functions": functions, "several": body.parallel_tool_calls})
+    return {"functions": functions, "several": body.parallel_tool_calls}
 
 
 def _parameters(tool: Tool) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from parallm.conversation import Section, ToolCall
 from parallm.server.interfaces import OutputFormat
@@ -35,11 +35,12 @@ class MessagePart:
         return bool(self.content or self.reasoning or self.calls)
 
 
-class MarkedMessageParser:
-    """Parses the text of a model that marks its reasoning and its calls.
+class MessageParser:
+    """Parses the text of one choice.
 
     White space beside a mark belongs to the notation and is dropped. Text between the marks of a call that is none
-    becomes content, marks included.
+    becomes content, marks included. JSON of forced calls is held back to the end; text that ends inside the first of
+    several calls stays content.
     """
 
     def __init__(self, output: OutputFormat, parsing: OutputParsing) -> None:
@@ -51,13 +52,14 @@ class MarkedMessageParser:
         self._has_marks = bool(output.marks)
         self._held = ""  # white space that may stand before a mark
         self._call = ""
+        self._forced = ""  # JSON of forced calls
         self.num_calls = 0
 
     def read(self, text: str) -> MessagePart:
         part = MessagePart()
         for section, piece in self._reader.read(text):
             self._take(section, piece, part)
-        return part
+        return self._without_forced(part)
 
     def finish(self) -> MessagePart:
         part = MessagePart()
@@ -67,6 +69,16 @@ class MarkedMessageParser:
             self._end_call(part, is_closed=False)
         elif self._section == "text" and not self.num_calls:
             part.content += self._held
+        if self._parsing.answer != "message":
+            self._without_forced(part)
+            part.calls = _forced_calls(self._forced, self._parsing.called)
+            part.content = "" if part.calls else self._forced
+            self.num_calls = len(part.calls)
+        return part
+
+    def _without_forced(self, part: MessagePart) -> MessagePart:
+        if self._parsing.answer != "message":
+            self._forced, part.content = self._forced + part.content, ""
         return part
 
     def _take(self, section: Section, piece: str, part: MessagePart) -> None:
@@ -100,42 +112,6 @@ class MarkedMessageParser:
         part.calls += calls
 
 
-class ForcedCallsParser:
-    """Parses an answer that is JSON of calls. Text that ends inside the first call stays content."""
-
-    def __init__(self, output: OutputFormat, parsing: OutputParsing) -> None:
-        self._marked = MarkedMessageParser(output, parsing)
-        self._called = parsing.called
-        self._text = ""
-        self.num_calls = 0
-
-    def read(self, text: str) -> MessagePart:
-        return self._without_content(self._marked.read(text))
-
-    def finish(self) -> MessagePart:
-        part = self._without_content(self._marked.finish())
-        if self._called is not None:
-            part.calls = [ToolCall(name=self._called, arguments=self._text)] if self._text else []
-        else:
-            part.calls = _calls(self._text)
-            part.content = "" if part.calls else self._text
-        self.num_calls = len(part.calls)
-        return part
-
-    def _without_content(self, part: MessagePart) -> MessagePart:
-        self._text += part.content
-        part.content = ""
-        return part
-
-
-MessageParser: TypeAlias = MarkedMessageParser | ForcedCallsParser
-"""Parser of one choice."""
-
-
-def new_parser(output: OutputFormat, parsing: OutputParsing) -> MessageParser:
-    return (MarkedMessageParser if parsing.answer == "message" else ForcedCallsParser)(output, parsing)
-
-
 def parse_whole(parser: MessageParser, text: str) -> MessagePart:
     first, last = parser.read(text), parser.finish()
     return MessagePart(
@@ -145,8 +121,10 @@ def parse_whole(parser: MessageParser, text: str) -> MessagePart:
     )
 
 
-def _calls(text: str) -> list[ToolCall]:
-    """Return the complete calls of a JSON list."""
+def _forced_calls(text: str, called: str | None) -> list[ToolCall]:
+    """Return the call of `called` with these arguments, or else the complete calls of a JSON list."""
+    if called is not None:
+        return [ToolCall(name=called, arguments=text)] if text else []
     calls: list[ToolCall] = []
     decoder, start = json.JSONDecoder(), len("[")
     while True:

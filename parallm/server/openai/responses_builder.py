@@ -7,8 +7,8 @@ from typing import Any, Literal
 from parallm.conversation import ToolCall
 from parallm.server.catalog import answered_by, version_of
 from parallm.server.failures import failure_of
-from parallm.server.generation import ResponseContext, StartedStream
-from parallm.server.openai.output_parser import MessagePart, OutputParsing, new_parser, parse_whole
+from parallm.server.generation import Events, NumberedEvent, ResponseContext
+from parallm.server.openai.output_parser import MessageParser, MessagePart, OutputParsing, parse_whole
 from parallm.server.openai.responses_schemas import (
     IncompleteDetails,
     InputDetails,
@@ -29,6 +29,13 @@ from parallm.server.service import Service
 from parallm.types import Completion, TokenEvent
 
 Kind = Literal["reasoning", "message"]
+REPEATED = ResponseBody.model_fields.keys() & ResponseAnswer.model_fields.keys() - {
+    "model",
+    "reasoning",
+    "store",
+    "text",
+}
+"""Fields of the request that its answer repeats as they are."""
 
 
 class ResponsesBuilder:
@@ -39,7 +46,7 @@ class ResponsesBuilder:
 
     def whole(self, model: str, completions: Sequence[Sequence[Completion]]) -> ResponseAnswer:
         ((completion,),) = completions
-        part = parse_whole(new_parser(self.context.tokenizer.output, self.parsing), completion.text)
+        part = parse_whole(MessageParser(self.context.tokenizer.output, self.parsing), completion.text)
         return self.finished(model, completion, _items(part, _status(completion)))
 
     def opening(self, model: str) -> ResponseAnswer:
@@ -77,24 +84,16 @@ class ResponsesBuilder:
             status=status,
             error=None,
             incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
-            instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata,
             model=model,
             output=output,
-            parallel_tool_calls=body.parallel_tool_calls,
             previous_response_id=None,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             store=False,
-            temperature=body.temperature,
             text={"format": body.text.format.model_dump(by_alias=True, exclude_unset=True)},
-            tool_choice=body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump(),
-            tools=[tool.model_dump() for tool in body.tools],
-            top_p=body.top_p,
             truncation="disabled",
             usage=usage,
-            user=body.user,
             policy_version=None if completion is None else version_of(completion),
+            **body.model_dump(include=set(REPEATED)),
         )
 
 
@@ -147,22 +146,22 @@ class ResponsesStream:
     def __init__(self, service: Service, builder: ResponsesBuilder) -> None:
         self._service = service
         self._builder = builder
-        self._parser = new_parser(builder.context.tokenizer.output, builder.parsing)
+        self._parser = MessageParser(builder.context.tokenizer.output, builder.parsing)
         self._number = 0
         self._items: list[OutputItem] = []
         self._kind: Kind | None = None
         self._item_id = ""
         self._text = ""
 
-    async def encode(self, started: StartedStream) -> AsyncGenerator[bytes, None]:
+    async def encode(self, model: str, first: NumberedEvent, events: Events) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of the answer."""
-        answer = self._builder.opening(started.model)
+        answer = self._builder.opening(model)
         opening = [self._event("response.created", response=answer)]
         opening.append(self._event("response.in_progress", response=answer))
-        yield _encode([*opening, *self._events(started.first[1])])
-        async for _, event in started.events:
-            if events := list(self._events(event)):
-                yield _encode(events)
+        yield _encode([*opening, *self._events(first[1])])
+        async for _, event in events:
+            if written := list(self._events(event)):
+                yield _encode(written)
 
     def failed(self, error: Exception) -> bytes:
         """Return the last event of a stream that cannot go on."""

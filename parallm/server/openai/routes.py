@@ -1,22 +1,24 @@
-"""`POST /v1/completions`, `POST /v1/chat/completions`, and `POST /v1/responses`, the chat endpoint in other words."""
+"""OpenAI's routes: completions, chats, responses (the chat endpoint in other words), and the names of models."""
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from parallm.conversation import GrammarSource
-from parallm.errors import InvalidRequest
-from parallm.server.connection import received
+from parallm.errors import InvalidRequest, UnknownModel
+from parallm.model.adapters.names import versioned
+from parallm.server.catalog import card_of
+from parallm.server.connection import json_response, received
 from parallm.server.generation import ChunkStream, ResponseContext, respond
 from parallm.server.openai.answer_builders import ChatBuilder, CompletionBuilder
 from parallm.server.openai.chat_schemas import ChatBody
-from parallm.server.openai.completion_schemas import CompletionBody, GenerationBody
+from parallm.server.openai.completion_schemas import CompletionBody
 from parallm.server.openai.grammars import body_grammar, chat_grammar, constrained
 from parallm.server.openai.responses_builder import ResponsesBuilder, ResponsesStream
 from parallm.server.openai.responses_schemas import (
@@ -30,9 +32,9 @@ from parallm.server.openai.responses_schemas import (
 )
 from parallm.server.openai.translate import chat_request, completion_requests, effective_body, with_defaults
 from parallm.server.request_limits import check_items
-from parallm.server.schemas import checked, parse_body, read_object
+from parallm.server.schemas import Wire, checked, parse_body, read_object
 from parallm.server.service import Service
-from parallm.types import GenerationRequest
+from parallm.types import BASE, AdapterCard
 
 FIELD_NAMES = {
     "messages": "input",
@@ -43,7 +45,23 @@ FIELD_NAMES = {
 """Names of chat fields at `/v1/responses`."""
 
 
-def generation_routes(service: Service) -> APIRouter:
+class ModelEntry(Wire):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int
+    policy_version: int
+
+
+class ModelList(Wire):
+    object: Literal["list"]
+    data: list[ModelEntry]
+
+
+def openai_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/completions")
@@ -65,26 +83,18 @@ def generation_routes(service: Service) -> APIRouter:
         with _field_names_of_responses():
             return await _respond(service, http, builder, grammar, reasoning=builder.parsing.begins_in_reasoning)
 
+    @router.get("/v1/models")
+    @router.get("/models")
+    async def models() -> Response:
+        """Every name that `model` may be: the base, adapters, their versions and aliases."""
+        return json_response(_model_list(service))
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One of these names, or another that `model` may be."""
+        return json_response(_model_entry(name, service))
+
     return router
-
-
-def response_context(
-    service: Service, answer_id: str, body: GenerationBody, requests: Sequence[GenerationRequest], *, logprobs: bool
-) -> ResponseContext:
-    echo = {
-        "request_id": body.request_id,
-        "step_id": body.step_id,
-        "logprobs_mode": "temperature" if logprobs else None,
-    }
-    return ResponseContext(
-        answer_id=answer_id,
-        body=body,
-        requests=requests,
-        tokenizer=service.tokenizer,
-        token_text="token_id:{}".format if body.return_tokens_as_token_ids else service.tokenizer.token_text,
-        logprobs=logprobs,
-        echo={name: value for name, value in echo.items() if value is not None},
-    )
 
 
 def _prepare_completions(service: Service, text: bytes) -> tuple[CompletionBuilder, GrammarSource | None]:
@@ -92,7 +102,13 @@ def _prepare_completions(service: Service, text: bytes) -> tuple[CompletionBuild
     body = effective_body(parse_body(text, CompletionBody), service)
     answer_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
     requests = completion_requests(body, answer_id, service)
-    context = response_context(service, answer_id, body, requests, logprobs=body.logprobs is not None)
+    context = ResponseContext(
+        answer_id=answer_id,
+        body=body,
+        requests=requests,
+        tokenizer=service.tokenizer,
+        logprobs=body.logprobs is not None,
+    )
     return CompletionBuilder(context, body), body_grammar(body)
 
 
@@ -103,7 +119,9 @@ def _prepare_chat(service: Service, text: bytes) -> tuple[ChatBuilder, GrammarSo
     body = effective_body(checked(value, ChatBody), service)
     answer_id = f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     request, parsing = chat_request(body, answer_id, service)
-    context = response_context(service, answer_id, body, [request], logprobs=body.logprobs)
+    context = ResponseContext(
+        answer_id=answer_id, body=body, requests=[request], tokenizer=service.tokenizer, logprobs=body.logprobs
+    )
     return ChatBuilder(context, parsing), chat_grammar(body)
 
 
@@ -116,7 +134,7 @@ def _prepare_response(service: Service, text: bytes) -> tuple[ResponsesBuilder, 
     with _field_names_of_responses():
         chat = effective_body(_to_chat(body), service)
         request, parsing = chat_request(chat, answer_id, service)
-        context = response_context(service, answer_id, chat, [request], logprobs=False)
+        context = ResponseContext(answer_id=answer_id, body=chat, requests=[request], tokenizer=service.tokenizer)
         return ResponsesBuilder(context, parsing, body), chat_grammar(chat)
 
 
@@ -208,3 +226,42 @@ def _format(body: ResponseBody) -> dict[str, Any]:
     if isinstance(form, ResponseSchemaFormat):
         return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.json_schema}}
     return {"type": form.type}
+
+
+def _model_list(service: Service) -> ModelList:
+    """List the policies, the base, other adapters (the version that is served), aliases, and every version.
+
+    Policies come first because many clients take the first model of the list.
+    """
+    cards = service.catalog()
+    names = {card.name for card in cards} | {alias for card in cards for alias in card.aliases}
+    names -= set(service.policies)
+    versions = [versioned(card.name, card.version) for card in cards]
+    order = (*service.policies, BASE, *sorted(names), *versions)
+    return ModelList(object="list", data=[_entry(name, card_of(name, cards), service) for name in order])
+
+
+def _model_entry(name: str, service: Service) -> ModelEntry:
+    """Return the entry of a name of the list, or of another way to say it. Raises UnknownModel."""
+    entries = {entry.id: entry for entry in _model_list(service).data}
+    if name in entries:
+        return entries[name]
+    card = card_of(name, service.catalog())
+    if card is None:
+        raise UnknownModel(f"no model {name[:200]!r}; there are {sorted(entries)}")
+    return _entry(name, card, service)
+
+
+def _entry(name: str, card: AdapterCard | None, service: Service) -> ModelEntry:
+    """Return the entry of a name; one without a card is the base, or a policy before its first version."""
+    parent = BASE if card is None or not card.parent else versioned(card.name, card.parent)
+    return ModelEntry(
+        id=name,
+        object="model",
+        created=service.started,
+        owned_by="parallm",
+        root=service.base_name,
+        parent=None if name == BASE else parent,
+        max_model_len=service.engine.max_context,
+        policy_version=0 if card is None else card.version,
+    )

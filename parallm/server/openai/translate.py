@@ -6,10 +6,11 @@ setting or the chat template forbids; the engine checks what it alone can know.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from parallm.conversation import ChatPrompt, PromptEnd
-from parallm.errors import ContextTooLong, InvalidRequest
+from parallm.errors import InvalidRequest
 from parallm.server.catalog import means_the_same, model_of
 from parallm.server.interfaces import Tokenizer
 from parallm.server.openai.chat_schemas import (
@@ -22,7 +23,7 @@ from parallm.server.openai.chat_schemas import (
 )
 from parallm.server.openai.completion_schemas import CompletionBody, GenerationBody
 from parallm.server.openai.output_parser import OutputParsing
-from parallm.server.request_limits import check_items, check_text, check_texts
+from parallm.server.request_limits import check_items, check_text, check_texts, too_long
 from parallm.server.schemas import Wire
 from parallm.server.service import Service
 from parallm.server.settings import ServerSettings
@@ -38,7 +39,7 @@ AnyBody = TypeVar("AnyBody", bound=Wire)
 def completion_requests(body: CompletionBody, answer_id: str, service: Service) -> list[GenerationRequest]:
     """Return one request for each prompt."""
     _check_limits(body, len(body.prompt), service.settings)
-    top_logprobs = _checked_top_logprobs("logprobs", body.logprobs or 0, service.settings)
+    _check_top_logprobs("logprobs", body.logprobs, service.settings)
     if body.max_tokens == 0 and not body.echo and body.prompt_logprobs is None:
         raise InvalidRequest("max_tokens is 0; send at least 1, or ask for echo or prompt_logprobs", "max_tokens")
     if body.echo and body.logprobs is not None and body.stream:
@@ -48,7 +49,7 @@ def completion_requests(body: CompletionBody, answer_id: str, service: Service) 
     for index, prompt in enumerate(body.prompt):
         tokens = _prompt_tokens(prompt, body, service)
         max_tokens = _default_max_tokens(tokens, service, "prompt") if body.max_tokens is None else body.max_tokens
-        sampling = _sampling(body, max_tokens, top_logprobs, max(counts, default=None))
+        sampling = _sampling(body, max_tokens, body.logprobs, max(counts, default=None))
         requests.append(_request(body, f"{answer_id}#{index}", tokens, sampling))
     return requests
 
@@ -58,10 +59,12 @@ def chat_request(body: ChatBody, answer_id: str, service: Service) -> tuple[Gene
     _check_limits(body, 1, service.settings)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
-    top_logprobs = _checked_top_logprobs("top_logprobs", body.top_logprobs or 0, service.settings)
+    _check_top_logprobs("top_logprobs", body.top_logprobs, service.settings)
     prompt = chat_prompt(body, service.tokenizer, service.engine.max_context)
     max_tokens = _chat_max_tokens(body) or _default_max_tokens(prompt.tokens, service, "messages")
-    request = _request(body, answer_id, prompt.tokens, _sampling(body, max_tokens, top_logprobs, body.prompt_logprobs))
+    request = _request(
+        body, answer_id, prompt.tokens, _sampling(body, max_tokens, body.top_logprobs, body.prompt_logprobs)
+    )
     return request, _parsing(body, service.tokenizer, begins_in_reasoning=prompt.begins_in_reasoning)
 
 
@@ -218,17 +221,15 @@ def _prompt_tokens(prompt: str | list[int], body: CompletionBody, service: Servi
 
 
 def _parsing(body: ChatBody, tokenizer: Tokenizer, *, begins_in_reasoning: bool) -> OutputParsing:
+    parsing = partial(OutputParsing, begins_in_reasoning=begins_in_reasoning)
     if isinstance(body.tool_choice, NamedTool):
-        name = body.tool_choice.function.name
-        return OutputParsing(begins_in_reasoning=begins_in_reasoning, answer="arguments", called=name)
+        return parsing(answer="arguments", called=body.tool_choice.function.name)
     if body.tool_choice == "required":
-        return OutputParsing(begins_in_reasoning=begins_in_reasoning, answer="calls")
+        return parsing(answer="calls")
     tools = template_tools(body)
     if tools and tokenizer.output.tool_marks is None:
         raise InvalidRequest("how this model writes tool calls is unknown; leave tools out", "tools")
-    return OutputParsing(
-        begins_in_reasoning=begins_in_reasoning, tools=tools, max_calls=None if body.parallel_tool_calls else 1
-    )
+    return parsing(tools=tools, max_calls=None if body.parallel_tool_calls else 1)
 
 
 def _chat_max_tokens(body: ChatBody) -> int | None:
@@ -242,12 +243,7 @@ def _default_max_tokens(prompt: Sequence[int], service: Service, name: str) -> i
     """Return the default, or fewer tokens where the context ends before."""
     max_context = service.engine.max_context
     if len(prompt) >= max_context:
-        raise ContextTooLong(
-            f"{name} has {len(prompt)} tokens and this model's maximum context length is {max_context}, with the "
-            "answer; shorten it",
-            name,
-            setting="engine.max_context",
-        )
+        raise too_long(name, f"{len(prompt)} tokens", f"{max_context}, with the answer")
     return min(service.settings.default_max_tokens, max_context - len(prompt))
 
 
@@ -266,7 +262,9 @@ def _request(
     )
 
 
-def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int, prompt_logprobs: int | None) -> SamplingParams:
+def _sampling(
+    body: GenerationBody, max_tokens: int, top_logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=body.temperature,
@@ -277,7 +275,7 @@ def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int, prompt_l
         stop=tuple(body.stop),
         stop_token_ids=tuple(body.stop_token_ids),
         ignore_eos=body.ignore_eos,
-        top_logprobs=top_logprobs,
+        top_logprobs=top_logprobs or 0,
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
@@ -287,44 +285,43 @@ def _sampling(body: GenerationBody, max_tokens: int, top_logprobs: int, prompt_l
     )
 
 
-def _checked_top_logprobs(name: str, value: int, settings: ServerSettings) -> int:
-    if value > settings.max_top_logprobs:
-        raise InvalidRequest(
-            f"{name} is {value}, the limit is {settings.max_top_logprobs}; raise server.max_top_logprobs", name
-        )
-    return value
+def _check_top_logprobs(name: str, value: int | None, settings: ServerSettings) -> None:
+    limit = settings.max_top_logprobs
+    if value is not None and value > limit:
+        raise InvalidRequest(f"{name} is {value}, the limit is {limit}; raise server.max_top_logprobs", name)
 
 
 def _check_limits(body: GenerationBody, num_prompts: int, settings: ServerSettings) -> None:
+    _check_top_logprobs("prompt_logprobs", body.prompt_logprobs, settings)
+    if wrong := next(_refusals(body, num_prompts, settings), None):
+        raise InvalidRequest(*wrong)
+
+
+def _refusals(body: GenerationBody, num_prompts: int, settings: ServerSettings) -> Iterator[tuple[str, str]]:
+    """Yield the message and the field of each thing that is wrong."""
     if body.n > settings.max_n:
-        raise InvalidRequest(f"n is {body.n}, the limit is {settings.max_n}; raise server.max_n", "n")
+        yield f"n is {body.n}, the limit is {settings.max_n}; raise server.max_n", "n"
     if num_prompts * body.n > settings.max_completions:
-        raise InvalidRequest(
+        message = (
             f"{num_prompts} prompts times n={body.n} are more than {settings.max_completions} completions; "
-            "send several requests or raise server.max_completions",
-            "prompt" if num_prompts > 1 else "n",
+            "send several requests or raise server.max_completions"
         )
-    num_stop = max(len(body.stop), len(body.stop_token_ids))
-    if num_stop > settings.max_stop:
-        name = "stop" if len(body.stop) == num_stop else "stop_token_ids"
-        raise InvalidRequest(
-            f"{name} has {num_stop} items, the limit is {settings.max_stop}; raise server.max_stop", name
-        )
-    if body.best_of is not None and body.best_of != body.n:
-        raise InvalidRequest(f"best_of is {body.best_of} and n is {body.n}; leave best_of out", "best_of")
+        yield message, "prompt" if num_prompts > 1 else "n"
+    for name, items in ("stop", body.stop), ("stop_token_ids", body.stop_token_ids):
+        if len(items) > settings.max_stop:
+            yield f"{name} has {len(items)} items, the limit is {settings.max_stop}; raise server.max_stop", name
+    if body.best_of not in (None, body.n):
+        yield f"best_of is {body.best_of} and n is {body.n}; leave best_of out", "best_of"
     if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("prompt_logprobs are not streamed; leave stream out", "prompt_logprobs")
-    _checked_top_logprobs("prompt_logprobs", body.prompt_logprobs or 0, settings)
+        yield "prompt_logprobs are not streamed; leave stream out", "prompt_logprobs"
     if body.stream_options is not None and not body.stream:
-        raise InvalidRequest("stream_options needs stream: true", "stream_options")
+        yield "stream_options needs stream: true", "stream_options"
     if body.stream_options and body.stream_options.continuous_usage_stats and not body.stream_options.include_usage:
-        raise InvalidRequest("continuous_usage_stats needs include_usage: true", "stream_options")
+        yield "continuous_usage_stats needs include_usage: true", "stream_options"
     if 0 < body.temperature < MIN_TEMPERATURE:
         # logits divided by less leave the range of float32
-        raise InvalidRequest(
-            f"temperature is {body.temperature}; send 0 for greedy or at least {MIN_TEMPERATURE}", "temperature"
-        )
+        yield f"temperature is {body.temperature}; send 0 for greedy or at least {MIN_TEMPERATURE}", "temperature"
     if not body.collect_trajectory and body.scoring_function is not None:
-        raise InvalidRequest("scoring_function needs collect_trajectory: true", "scoring_function")
+        yield "scoring_function needs collect_trajectory: true", "scoring_function"
     if not body.collect_trajectory and body.metadata not in (None, {}):
-        raise InvalidRequest("metadata is kept only with collect_trajectory: true; leave it out", "metadata")
+        yield "metadata is kept only with collect_trajectory: true; leave it out", "metadata"

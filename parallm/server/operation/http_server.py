@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from parallm.server.connection import error_response
-from parallm.server.failures import failure
+from parallm.server.failures import Failure
 from parallm.server.operation.auth import StoredKey, read_keys
 from parallm.server.operation.middleware import Drain
 from parallm.server.operation.sockets import bind, connection_limit
@@ -253,11 +253,11 @@ def _probes_only(app: ASGIApp) -> ASGIApp:
         if scope["path"] in PROBES:
             await app(scope, receive, send)
             return
-        refusal = failure(
+        refusal = Failure(
             503,
-            "all connections of this server wait for answers; ask again later, or raise server.max_connections",
-            kind="server_error",
-            code="too_many_connections",
+            "too_many_connections",
+            "server_error",
+            message="all connections of this server wait for answers; ask again later, or raise server.max_connections",
             headers={"Retry-After": "1", "Connection": "close"},
         )
         await error_response(refusal)(scope, receive, send)

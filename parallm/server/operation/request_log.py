@@ -33,33 +33,20 @@ def writing_request_log(target: str | None) -> Iterator[None]:
         return
     handler = _handler(target)
     handler.setFormatter(JsonFormatter(request_fields))
-    handler.setLevel(logging.INFO)
-    process_log_has_them = target == STDERR and any(map(is_json, logging.root.handlers))
-    failures = [] if process_log_has_them else [logging.getLogger(name) for name in FAILURE_LOGGERS]
-    failure_handler = _FailureHandler(handler)
-    request_log.addHandler(handler)
+    handler.addFilter(lambda record: record.name == request_log.name or record.levelno >= logging.WARNING)
+    process_log_has_failures = target == STDERR and any(map(is_json, logging.root.handlers))
+    failures = () if process_log_has_failures else FAILURE_LOGGERS
+    loggers = [request_log, *map(logging.getLogger, failures)]
     request_log.setLevel(logging.INFO)
-    for logger in failures:
-        logger.addHandler(failure_handler)
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        request_log.removeHandler(handler)
         request_log.setLevel(logging.WARNING)
-        for logger in failures:
-            logger.removeHandler(failure_handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
         handler.close()
-
-
-class _FailureHandler(logging.Handler):
-    """Passes warnings and errors on to `target`."""
-
-    def __init__(self, target: logging.Handler) -> None:
-        super().__init__(logging.WARNING)
-        self._target = target
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._target.handle(record)
 
 
 def _handler(target: str) -> logging.Handler:

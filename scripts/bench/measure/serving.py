@@ -58,7 +58,7 @@ class Measured:
 def serving(request: Request) -> Figures:
     """8 streams while the process trains, over serving alone: time between tokens, tokens/s, updates a minute.
 
-    With the default shares of the device, with training first, and with a latency target. A step trains on two problems,
+    With the default shares, with training first, and with a latency target. A step trains on two problems,
     so that several fall into the time.
     """
     seconds = request.size(120, 5)

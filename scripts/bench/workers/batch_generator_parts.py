@@ -35,7 +35,7 @@ from bench.workers.loads import (
 )
 from bench.workers.parts import run_parts
 from bench.workers.random_model import random_base
-from parallm.engine.step_failures import is_out_of_memory
+from parallm.engine.engine import is_out_of_memory
 
 PREFILL_ROWS, GROUPS, GROUP_SIZE = 32, 4, 8
 DEFAULTS = {"prompts": 8, "chunk": 2048}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from parallm.engine.engine import Engine
-from parallm.engine.sampling import prompt_logprobs
+from parallm.engine.sampling import sampler
 from parallm.engine.settings import EngineSettings
 from parallm.model.adapters.adapter import Adapter
 from parallm.model.adapters.table import AdapterTable
@@ -78,7 +78,7 @@ def test_no_more_logits_exist_at_once_than_the_limit(
         return head(self, hidden_NH)
 
     monkeypatch.setattr(SharedModel, "head", counted)
-    monkeypatch.setattr(prompt_logprobs, "MAX_POSITIONS", 16)
+    monkeypatch.setattr(sampler, "MAX_POSITIONS", 16)
     (made,) = complete(model, [ask("a", prompt(50), 1, prompt_logprobs=0)])["a"]
     assert sizes == [16, 16, 16, 1, 1]
     assert made.prompt_logprobs is not None

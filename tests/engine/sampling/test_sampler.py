@@ -84,19 +84,17 @@ def test_a_row_draws_the_same_whatever_its_neighbours_ask_for() -> None:
 def test_alternatives_come_most_likely_first_and_only_where_asked() -> None:
     asked = SamplingParams(max_tokens=1, temperature=0.5, top_logprobs=3)
     drawn = sample(mx.array(np.tile(LOGITS, (2, 1))), row_sampling([asked, params()], [1, 2]), [0, 0])
-    assert drawn.top_tokens_BK is not None
-    assert drawn.top_logprobs_BK is not None
-    assert drawn.top_tokens_BK[0].tolist() == [4, 7, 0]
+    top_tokens_BK, top_logprobs_BK = drawn.top
+    assert top_tokens_BK[0].tolist() == [4, 7, 0]
     expected = np.log(reference(temperature=0.5)[[4, 7, 0]])
-    assert np.abs(np.array(drawn.top_logprobs_BK[0]) - expected).max() < 1e-5
-    assert sample(mx.array(LOGITS)[None], row_sampling([params()], [1]), [0]).top_tokens_BK is None
+    assert np.abs(np.array(top_logprobs_BK[0]) - expected).max() < 1e-5
+    assert sample(mx.array(LOGITS)[None], row_sampling([params()], [1]), [0]).top == ()
 
 
 def test_more_alternatives_than_tokens_are_all_tokens() -> None:
     asked = SamplingParams(max_tokens=1, top_logprobs=50)
     drawn = sample(mx.array(LOGITS)[None], row_sampling([asked], [1]), [0])
-    assert drawn.top_tokens_BK is not None
-    assert sorted(drawn.top_tokens_BK[0].tolist()) == list(range(8))
+    assert sorted(drawn.top[0][0].tolist()) == list(range(8))
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

@@ -12,7 +12,7 @@ from parallm.conversation import ToolCall
 from parallm.environment.environment import EnvironmentSession, StatefulEnvironment
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError
-from parallm.run.environments import build_environment
+from parallm.run.training_data import build_environment
 from parallm.types import Message
 
 pytest.importorskip("verifiers.legacy", reason="needs verifiers 0.3", exc_type=ImportError)

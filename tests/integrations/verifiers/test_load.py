@@ -7,8 +7,8 @@ import pytest
 
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError
-from parallm.integrations.verifiers.load import environment_module
-from parallm.run.environments import build_environment
+from parallm.integrations.verifiers.environment import environment_module
+from parallm.run.training_data import build_environment
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:

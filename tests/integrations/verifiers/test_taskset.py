@@ -10,7 +10,7 @@ import pytest
 from parallm.environment.environment import EnvironmentSession, StatefulEnvironment
 from parallm.environment.settings import VerifiersSettings
 from parallm.errors import ConfigError, ProblemError
-from parallm.run.environments import build_environment
+from parallm.run.training_data import build_environment
 from parallm.types import Message
 
 pytest.importorskip("verifiers", minversion="0.4")

@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -6,7 +5,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from parallm.errors import InvalidRequest
-from parallm.model.chat.tokenizer import ChatTokenizer, GrowingText
+from parallm.model.chat.tokenizer import ChatTokenizer
 from parallm.model.load import NANO
 from parallm.types import Message
 
@@ -59,29 +58,6 @@ def test_what_a_template_refuses_is_an_invalid_request() -> None:
     with pytest.raises(InvalidRequest, match=r"refuses these messages: .*roles must alternate") as refused:
         strict.encode_chat([Message(role="user", content="hi")])
     assert refused.value.parameter == "messages"
-
-
-def test_growing_text_waits_for_whole_characters(tokenizer: ChatTokenizer) -> None:
-    growing, seen = GrowingText(tokenizer), []
-    for token in tokenizer.encode("é🙂 ok"):
-        growing.add(token)
-        seen.append(growing.text)
-    assert seen[-1] == "é🙂 ok"
-    assert all("\ufffd" not in text for text in seen)
-
-
-def test_growing_text_decodes_only_what_is_new(tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, lengths = ChatTokenizer.decode, list[int]()
-
-    def counted(self: ChatTokenizer, tokens: Sequence[int]) -> str:
-        lengths.append(len(tokens))
-        return decode(self, tokens)
-
-    monkeypatch.setattr(ChatTokenizer, "decode", counted)
-    growing = GrowingText(tokenizer)
-    for token in tokenizer.encode("12 + 12 = 24, " * 20):
-        growing.add(token)
-    assert max(lengths) <= 3
 
 
 def test_end_tokens_come_from_the_model() -> None:

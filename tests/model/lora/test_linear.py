@@ -7,8 +7,7 @@ import pytest
 from parallm.model.adapters.initial import initial_arrays
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.lora.linear import LoraBinding, LoraContext, LoraLinear, merge_linears
-from parallm.model.lora.packed import pack_lora, stack_packed
-from parallm.model.lora.segmented import SegmentedLora, order_rows
+from parallm.model.lora.segmented import SegmentedLora, order_rows, pack_lora, stack_packed
 from parallm.model.lora.single import LoraScaling, SingleLora, single_lora
 from parallm.model.lora.training import TrainingLora
 from parallm.model.patches.forward import origin_of, swiglu

@@ -5,8 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from parallm.model.lora.packed import MAX_NUMBERS, pack_lora, stack_packed
-from parallm.model.lora.segmented import SegmentedLora, order_rows
+from parallm.model.lora.segmented import MAX_NUMBERS, SegmentedLora, order_rows, pack_lora, stack_packed
 from parallm.model.lora.single import SingleLora, join_a
 
 

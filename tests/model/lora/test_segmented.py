@@ -8,8 +8,7 @@ import pytest
 
 from parallm.model.kernels.cuda import on_cuda
 from parallm.model.kernels.segmented_lora import GroupOutput, GroupWeights, ShrinkOutput, shrink
-from parallm.model.lora.packed import pack_lora, stack_packed
-from parallm.model.lora.segmented import SegmentedLora, order_rows
+from parallm.model.lora.segmented import SegmentedLora, order_rows, pack_lora, stack_packed
 from parallm.model.lora.single import SingleLora, join_a
 
 needs_cuda = pytest.mark.skipif(not on_cuda(), reason="needs MLX's CUDA build")

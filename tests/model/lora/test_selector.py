@@ -10,7 +10,7 @@ from parallm.model.adapters.adapter import Adapter
 from parallm.model.lora.concatenated import ConcatenatedLora
 from parallm.model.lora.linear import LoraBinding
 from parallm.model.lora.segmented import SegmentedLora
-from parallm.model.lora.selector import LoraSelector, choose
+from parallm.model.lora.selector import LoraSelector, training_lora
 from parallm.model.lora.single import SingleLora
 from parallm.model.lora.training import DropoutLora, TrainingLora
 from parallm.model.shared_model import SharedModel
@@ -141,25 +141,26 @@ def test_what_is_forgotten_is_made_anew(rows_of: RowsOf, loras: LoraSelector) ->
 
 
 @pytest.mark.parametrize(
-    ("num_versions", "options", "expected"),
-    [
-        (0, {}, None),
-        (1, {}, SingleLora),
-        (1, {"with_base": True}, ConcatenatedLora),
-        (9, {}, ConcatenatedLora),
-        (5, {"with_base": True, "packs": True}, SegmentedLora),
-        (1, {"trains": True, "drops": True}, DropoutLora),
-    ],
+    ("versions", "expected"),
+    [((0, 0), type(None)), ((1, 1), SingleLora), ((1, 0), ConcatenatedLora), (tuple(range(1, 10)), ConcatenatedLora)],
 )
 def test_the_versions_of_the_rows_choose_the_implementation(
-    num_versions: int, options: dict[str, bool], expected: type[LoraBinding] | None
+    versions: tuple[int, ...],
+    expected: type[LoraBinding],
+    load_tiny: Callable[..., SharedModel],
+    variant: Callable[..., Adapter],
 ) -> None:
-    assert choose(num_versions, **options) is expected
+    model = load_tiny("llama")
+    made = {version: variant(model, version) for version in {*versions} - {0}}
+    assert type(LoraSelector(model).select([made.get(version) for version in versions])) is expected
 
 
-@pytest.mark.parametrize(("has_cuda", "expected"), [(True, TrainingLora), (False, SingleLora)])
-def test_training_without_dropout_has_an_implementation_for_each_device(
-    has_cuda: bool, expected: type[LoraBinding], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("has_cuda", "dropout", "expected"), [(True, 0, TrainingLora), (False, 0, SingleLora), (True, 0.5, DropoutLora)]
+)
+def test_training_has_an_implementation_for_each_device(
+    has_cuda: bool, dropout: float, expected: type[LoraBinding], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parallm.model.lora.selector.on_cuda", lambda: has_cuda)
-    assert choose(1, trains=True) is expected
+    adapter = SingleLora({"target": mx.ones((3, 16))}, {"target": mx.ones((16, 2))}, {})
+    assert type(training_lora(adapter, dropout, mx.random.key(0))) is expected

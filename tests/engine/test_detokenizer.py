@@ -1,0 +1,38 @@
+"""Text that grows token by token."""
+
+from collections.abc import Sequence
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from parallm.engine.detokenizer import Detokenizer
+from parallm.model.chat.tokenizer import ChatTokenizer
+from parallm.model.load import NANO
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ChatTokenizer:
+    return ChatTokenizer(load_tokenizer(NANO))
+
+
+def test_growing_text_waits_for_whole_characters(tokenizer: ChatTokenizer) -> None:
+    growing, seen = Detokenizer(tokenizer), []
+    for token in tokenizer.encode("é🙂 ok"):
+        growing.add(token)
+        seen.append(growing.text)
+    assert seen[-1] == "é🙂 ok"
+    assert all("\ufffd" not in text for text in seen)
+
+
+def test_growing_text_decodes_only_what_is_new(tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, lengths = ChatTokenizer.decode, list[int]()
+
+    def counted(self: ChatTokenizer, tokens: Sequence[int]) -> str:
+        lengths.append(len(tokens))
+        return decode(self, tokens)
+
+    monkeypatch.setattr(ChatTokenizer, "decode", counted)
+    growing = Detokenizer(tokenizer)
+    for token in tokenizer.encode("12 + 12 = 24, " * 20):
+        growing.add(token)
+    assert max(lengths) <= 3
